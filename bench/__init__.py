@@ -1,0 +1,1 @@
+"""Benchmarks and demonstrations of fusedckpt: `python -m bench`."""

@@ -1,0 +1,236 @@
+"""Train one model three ways in lockstep and compare loss, memory and time.
+
+Same initial weights, same batches: `eager`, torch's non-reentrant `checkpoint` around every block,
+and `fusedckpt` after one call of `fusedckpt.fuse`. The steps of the three take turns, so that
+whatever slows the machine down slows all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedckpt
+from bench.data import Batches, stdlib_text
+from bench.env import commit, device_name, versions
+from bench.model import HEAD_DIM, Transformer
+from bench.options import DEFAULTS
+from bench.report import Result, Run, draw, save, table
+from fusedckpt.memory import peak_bytes, saved_tensors
+
+__all__ = ["Settings", "run", "settings"]
+
+MIB = 2**20
+# first steps, which compile kernels and fill caches, are left out of the timing
+WARMUP = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every choice that a result depends on."""
+
+    steps: int
+    layers: int
+    dim: int
+    seq: int
+    batch: int
+    dtype: str
+    device: str
+    seed: int
+    out: Path
+
+
+def _device(name: str | None) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if name is None:
+        return torch.device("cuda:0" if num_gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device expects cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ValueError(f"--device {name}: this torch sees {num_gpus} CUDA devices")
+    return device
+
+
+def settings(device: str | None, out: Path, **options: Any) -> Settings:
+    """Fill in the device's defaults and check everything, before any work is done.
+
+    Raises ValueError for values that do not fit, OSError where `out` cannot be a folder.
+    """
+    place = _device(device)
+    given = {name: value for name, value in options.items() if value is not None}
+    chosen = Settings(**DEFAULTS[place.type] | given, device=str(place), out=out)
+    if chosen.dim % HEAD_DIM:
+        raise ValueError(f"--dim expects a multiple of the head size {HEAD_DIM}, got {chosen.dim}")
+    Batches(stdlib_text(), chosen.batch, chosen.seq, chosen.seed, place)
+    out.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+class Trainer:
+    """One model with its optimizer, its losses and the time of its steps."""
+
+    def __init__(self, name: str, model: Transformer, chosen: Settings):
+        self.name, self.model, self.device = name, model, torch.device(chosen.device)
+        self.losses: list[float] = []
+        self.step_ms: list[float] = []
+        lr, steps = min(3e-3, 0.75 / chosen.dim), chosen.steps
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        ramp = max(1, steps // 10)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / ramp, 1.1 - step / steps)
+        )
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte, taken in float32."""
+        logits = self.model(tokens)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.step_ms.append(1e3 * (time.perf_counter() - start))
+
+    def step(self, tokens: Tensor, targets: Tensor) -> None:
+        """Forward, backward and update, timed together."""
+        with self._timed():
+            loss = self.loss(tokens, targets)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.losses.append(loss.item())
+
+    def saved_mib(self, tokens: Tensor, targets: Tensor) -> float:
+        """What forward and loss keep for backward, without inputs, parameters and buffers."""
+        held = [tokens, targets, *self.model.parameters(), *self.model.buffers()]
+        with saved_tensors(exclude=held) as saved:
+            self.loss(tokens, targets)
+        return saved.nbytes / MIB
+
+    def peak_mib(self, tokens: Tensor, targets: Tensor) -> float:
+        """How high forward and backward climb above a step's start, new gradients included."""
+        peak = peak_bytes(lambda: self.loss(tokens, targets).backward(), self.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        return peak / MIB
+
+
+def _trainers(chosen: Settings) -> tuple[list[Trainer], str]:
+    """Three trainers that start from the same weights, and what fuse reports."""
+    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
+    torch.manual_seed(chosen.seed)
+    eager = Transformer(chosen.layers, chosen.dim, chosen.seq).to(device, dtype)
+    checkpointed, fused = copy.deepcopy(eager), copy.deepcopy(eager)
+    checkpointed.checkpointing = True
+    report = fusedckpt.fuse(fused)
+    models = {"eager": eager, "checkpoint": checkpointed, "fusedckpt": fused}
+    return [Trainer(name, model, chosen) for name, model in models.items()], str(report)
+
+
+def _train(trainers: list[Trainer], batches: Batches, steps: int, console: Console) -> None:
+    """Give every trainer each batch; who goes first changes from step to step."""
+    columns = (
+        TextColumn("[bold]{task.description:>10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[ms]:.0f} ms/step"),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[str, TaskID] = {
+            trainer.name: progress.add_task(trainer.name, total=steps, loss=math.nan, ms=math.nan)
+            for trainer in trainers
+        }
+        for step in range(steps):
+            tokens, targets = batches.draw()
+            first = step % len(trainers)
+            for trainer in trainers[first:] + trainers[:first]:
+                trainer.step(tokens, targets)
+                loss, ms = trainer.losses[-1], trainer.step_ms[-1]
+                progress.update(tasks[trainer.name], advance=1, loss=loss, ms=ms)
+
+
+def _record(trainer: Trainer, eager: Trainer, tokens: Tensor, targets: Tensor) -> Run:
+    timed = trainer.step_ms[min(WARMUP, len(trainer.step_ms) - 1) :]
+    losses = torch.tensor([trainer.losses, eager.losses], dtype=torch.float64)
+    return Run(
+        name=trainer.name,
+        loss_first=trainer.losses[0],
+        loss_last=trainer.losses[-1],
+        # torch's max keeps a NaN, Python's may drop it
+        loss_difference=(losses[0] - losses[1]).abs().max().item(),
+        saved_mib=trainer.saved_mib(tokens, targets),
+        peak_mib=trainer.peak_mib(tokens, targets),
+        ms_per_step=median(timed),
+        tokens_per_second=tokens.numel() / median(timed) * 1e3,
+        losses=tuple(trainer.losses),
+        step_ms=tuple(timed),
+    )
+
+
+def _subtitle(chosen: Settings, num_parameters: int) -> str:
+    device = torch.device(chosen.device)
+    found = versions()
+    packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "fusedckpt"))
+    path = fusedckpt.paths(device, getattr(torch, chosen.dtype))["linear_act"]
+    return (
+        f"{device_name(device)}; {packages} ({path})\n"
+        f"{chosen.layers} layers, dim {chosen.dim}, {num_parameters / 1e6:.1f} M parameters,"
+        f" {chosen.dtype}; batch {chosen.batch} x {chosen.seq} bytes"
+    )
+
+
+def run(chosen: Settings) -> int:
+    """Train, print, write demo.json and demo.png; 1 where a loss was not finite, else 0."""
+    console = Console()
+    device = torch.device(chosen.device)
+    trainers, fused = _trainers(chosen)
+    batches = Batches(stdlib_text(), chosen.batch, chosen.seq, chosen.seed, device)
+    _train(trainers, batches, chosen.steps, console)
+    tokens, targets = batches.draw()
+    num_parameters = sum(p.numel() for p in trainers[0].model.parameters())
+    environment = {
+        "device": device_name(device),
+        "paths": fusedckpt.paths(device, getattr(torch, chosen.dtype)),
+        "commit": commit(),
+        **versions(),
+    }
+    result = Result(
+        title="One model, the same batches: what each way of training costs",
+        subtitle=_subtitle(chosen, num_parameters),
+        settings=asdict(chosen) | {"out": str(chosen.out), "parameters": num_parameters},
+        environment=environment,
+        fused=fused,
+        runs=tuple(_record(trainer, trainers[0], tokens, targets) for trainer in trainers),
+    )
+    save(result, chosen.out / "demo.json")
+    draw(result, chosen.out / "demo.png")
+    console.print(table(result))
+    console.print(fused, markup=False, highlight=False)
+    console.print(f"wrote demo.json and demo.png to {chosen.out}", markup=False, highlight=False)
+    broken = [run.name for run in result.runs if not all(map(math.isfinite, run.losses))]
+    if broken:
+        console.print(f"[bold red]loss not finite: {', '.join(broken)}")
+    return int(bool(broken))

@@ -1,0 +1,97 @@
+"""What a measurement ran on: versions, devices, and the path that each op takes there."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fusedckpt
+from fusedckpt.kernels.runtime import IS_INTERPRETED
+
+__all__ = ["commit", "device_name", "run", "versions"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that a result depends on."""
+    found = {"python": platform.python_version()}
+    found |= {package: _version(package) for package in ("torch", "triton", "numpy")}
+    return found | {"fusedckpt": fusedckpt.__version__}
+
+
+def commit() -> str | None:
+    """The checkout's commit, marked `-dirty` with changes in it; None outside of git."""
+    command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def device_name(device: torch.device) -> str:
+    """The chip's own name; for a CPU also the threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        fields = ([part.strip() for part in line.split(":", 1)] for line in lines)
+        name = next((field[1] for field in fields if field[0] == "model name"), name)
+    threads = torch.get_num_threads()
+    return f"{name} ({threads} thread{'s' * (threads > 1)})"
+
+
+def _devices() -> list[torch.device]:
+    return [torch.device("cpu")] + [
+        torch.device("cuda", index) for index in range(torch.cuda.device_count())
+    ]
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield from versions().items()
+    yield "commit", commit() or "unknown"
+    yield "CUDA", torch.version.cuda or "not in this torch"
+    yield "ROCm", torch.version.hip or "not in this torch"
+    for device in _devices():
+        yield str(device), device_name(device)
+    yield "Triton interpreter", "on" if IS_INTERPRETED else "off"
+    yield "TF32 matmuls", "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
+
+
+def _paths(device: torch.device) -> Table:
+    columns = {dtype: fusedckpt.paths(device, dtype) for dtype in DTYPES}
+    out = Table("op", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+    out.title = f"paths on {device}"
+    for op in columns[DTYPES[0]]:
+        out.add_row(op, *(paths[op] for paths in columns.values()))
+    return out
+
+
+def run() -> int:
+    """Print the environment and every op's path."""
+    console = Console()
+    facts = Table("what", "value", title="environment")
+    for fact in _facts():
+        facts.add_row(*fact)
+    console.print(facts)
+    for device in _devices():
+        console.print(_paths(device))
+    return 0

@@ -1,0 +1,166 @@
+"""Plain result records, and the table and the figure drawn from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
+from rich.table import Table
+
+__all__ = ["Result", "Run", "draw", "save", "table"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one way of training cost; the first run of a result is the one others are held to."""
+
+    name: str
+    loss_first: float
+    loss_last: float
+    loss_difference: float
+    saved_mib: float
+    peak_mib: float
+    ms_per_step: float
+    tokens_per_second: float
+    losses: tuple[float, ...]
+    step_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """All runs of one command with what is needed to repeat them."""
+
+    title: str
+    subtitle: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    fused: str
+    runs: tuple[Run, ...]
+
+
+def save(result: Result, path: Path) -> None:
+    """Write a result as JSON; a loss that is not finite stays NaN or Infinity."""
+    path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+
+
+def _difference(run: Run) -> str:
+    return f"{run.loss_difference:.1e}" if run.loss_difference else "0"
+
+
+def table(result: Result) -> Table:
+    """One row per run."""
+    out = Table(
+        title=result.title, caption=result.subtitle, title_style="bold", caption_justify="left"
+    )
+    out.add_column("run", style="bold")
+    reference = result.runs[0]
+    for head in (
+        "first\nloss",
+        "last\nloss",
+        f"max diff.\nto {reference.name}",
+        "saved\nMiB",
+        "peak\nMiB",
+        "ms per\nstep",
+        "tokens\nper s",
+    ):
+        out.add_column(head, justify="right")
+    for run in result.runs:
+        out.add_row(
+            run.name,
+            f"{run.loss_first:.3f}",
+            f"{run.loss_last:.3f}",
+            "-" if run is reference else _difference(run),
+            f"{run.saved_mib:,.1f}",
+            f"{run.peak_mib:,.1f}",
+            f"{run.ms_per_step:,.1f}",
+            f"{run.tokens_per_second:,.0f}",
+        )
+    return out
+
+
+# grey, blue, vermillion: told apart with every kind of colour vision (Okabe and Ito), and in print
+COLOURS = ("#8c8c8c", "#0072b2", "#d55e00")
+INK, FAINT = "#222222", "#6b6b6b"
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": "#b5b5b5",
+    "axes.labelcolor": FAINT,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+}
+
+
+def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
+    # the curves lie on one another: each is drawn thinner than the one below it
+    for run, colour, width in zip(runs, COLOURS, (6.0, 3.2, 1.3), strict=False):
+        steps = range(1, len(run.losses) + 1)
+        axes.plot(steps, run.losses, color=colour, linewidth=width, label=run.name)
+    axes.set_title("Training loss (nats per byte)")
+    axes.set_xlabel("step")
+    axes.grid(axis="y", color="#ececec")
+    differences = "\n".join(f"{run.name}  {_difference(run)}" for run in runs[1:])
+    note = f"largest difference to {runs[0].name}\n{differences}"
+    place = {"transform": axes.transAxes, "ha": "right", "va": "top"}
+    behind = {"facecolor": "white", "edgecolor": "none"}
+    axes.text(1.0, 0.97, note, color=FAINT, linespacing=1.3, bbox=behind, **place)
+
+
+def _bar_label(value: float, reference: float, index: int) -> str:
+    change = f"\n{value / reference - 1:+.0%}".replace("-", "\N{MINUS SIGN}") if index else ""
+    return f"{value:,.{int(value < 10)}f}{change}"
+
+
+def _draw_bars(axes: Axes, groups: dict[str, list[float]], title: str) -> None:
+    """One cluster of bars per group, one bar per run, the value on each."""
+    num_runs = len(next(iter(groups.values())))
+    for index in range(num_runs):
+        heights = [values[index] for values in groups.values()]
+        centres = [group + (index - (num_runs - 1) / 2) * 0.28 for group in range(len(groups))]
+        bars = axes.bar(centres, heights, width=0.26, color=COLOURS[index])
+        labels = [_bar_label(values[index], values[0], index) for values in groups.values()]
+        axes.bar_label(bars, labels, padding=2, fontsize=9, color=INK, linespacing=1.25)
+    axes.set_title(title)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.tick_params(axis="x", length=0)
+    axes.yaxis.set_visible(False)
+    axes.spines["left"].set_visible(False)
+    axes.margins(y=0.18)
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write the figure: loss curves, memory, time."""
+    with mpl.rc_context(STYLE):
+        layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.78), wspace=0.06)
+        figure = Figure(figsize=(10, 4.4), dpi=200, layout=layout)
+        losses, memory, time = figure.subplots(1, 3, width_ratios=(4.2, 4, 2.2))
+        runs = result.runs
+        _draw_losses(losses, runs)
+        groups = {
+            "kept for backward": [run.saved_mib for run in runs],
+            "peak of a step": [run.peak_mib for run in runs],
+        }
+        _draw_bars(memory, groups, "Memory (MiB)")
+        _draw_bars(time, {"median step": [run.ms_per_step for run in runs]}, "Time (ms)")
+        figure.text(0.012, 0.955, result.title, fontsize=14, fontweight="bold", va="center")
+        figure.text(
+            0.012, 0.915, result.subtitle, fontsize=9, color=FAINT, va="top", linespacing=1.4
+        )
+        swatches = [
+            Patch(color=colour, label=run.name) for run, colour in zip(runs, COLOURS, strict=False)
+        ]
+        figure.legend(handles=swatches, loc=(0.62, 0.84), ncols=len(runs), frameon=False)
+        figure.savefig(path)

@@ -1,0 +1,147 @@
+"""Every error that a caller can cause, raised before any work: function, expectation, what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CASTS = ("torch", "llama", "gemma")
+
+
+def level(name: str, given: Any, levels: Sequence[str]) -> None:
+    """Refuse a save level that the layer does not have."""
+    if given not in levels:
+        raise ValueError(f"{name}: save level must be one of {', '.join(levels)}, got {given!r}")
+
+
+def activation(name: str, given: Any) -> str:
+    """Return the table's name of an activation given by any of its names."""
+    if given is None:
+        return "identity"
+    if not isinstance(given, str):
+        raise TypeError(f"{name}: activation must be a name, got {type(given).__name__}")
+    if given not in CANONICAL:
+        raise ValueError(
+            f"{name}: unknown activation {given!r}, expected one of {', '.join(ACTIVATIONS)}"
+        )
+    return CANONICAL[given]
+
+
+def kernel(name: str, given: Any, path: str) -> None:
+    """Refuse a kernel plan that does not exist or cannot run on this path."""
+    if given not in (None, "split", "fused"):
+        raise ValueError(f"{name}: kernel must be 'split' or 'fused', got {given!r}")
+    if given == "fused" and path == "aten":
+        raise ValueError(
+            f"{name}: kernel='fused' needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and "
+            "float32, bfloat16 or float16 tensors"
+        )
+
+
+def tensors(name: str, **given: Any) -> None:
+    """Refuse anything but dense floating-point tensors on one device; None is an absent one."""
+    first: tuple[str, Tensor] | None = None
+    for key, value in given.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
+        if type(value).__name__ == "DTensor":
+            raise TypeError(
+                f"{name}: {key} is a DTensor, which is not supported: pass local tensors"
+            )
+        if value.layout != torch.strided or value.is_nested:
+            raise TypeError(f"{name}: {key} must be a dense tensor, got layout {value.layout}")
+        if value.dtype not in DTYPES:
+            raise TypeError(f"{name}: {key} must be floating point, got {value.dtype}")
+        if first is None:
+            first = key, value
+        elif value.device != first[1].device:
+            raise ValueError(
+                f"{name}: all tensors must be on one device, {first[0]} is on {first[1].device}, "
+                f"{key} on {value.device}"
+            )
+
+
+def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse shapes and dtypes that nn.Linear would refuse."""
+    tensors(name, x=x, weight=weight, bias=bias)
+    shapes = f"(x {list(x.shape)}, weight {list(weight.shape)})"
+    if weight.dim() != 2 or x.dim() == 0:
+        raise ValueError(f"{name}: x must have at least one dimension and weight two {shapes}")
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: weight expects {weight.shape[1]} input features, x has {x.shape[-1]} {shapes}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{name}: bias must be [{weight.shape[0]}], got {list(bias.shape)} {shapes}"
+        )
+
+
+def same_dtype(name: str, dtype: torch.dtype, autocast: bool, **given: Tensor | None) -> None:
+    """Refuse weights of another dtype than the one x is multiplied in."""
+    for key, value in given.items():
+        if value is None or value.dtype == dtype:
+            continue
+        # autocast casts every floating dtype but float64
+        if not autocast or torch.float64 in (value.dtype, dtype):
+            raise TypeError(
+                f"{name}: x and {key} must share a dtype, got {dtype} and {value.dtype}"
+            )
+
+
+def normalized_shape(name: str, given: Any) -> tuple[int, ...]:
+    """Return `given` as a tuple of sizes."""
+    shape = (given,) if isinstance(given, int) else tuple(given)
+    if not shape:
+        raise ValueError(f"{name}: normalized_shape must name at least one dimension")
+    return shape
+
+
+def norm(
+    name: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Refuse shapes that F.rms_norm or F.layer_norm would refuse."""
+    tensors(name, x=x, residual=residual, weight=weight, bias=bias)
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
+        )
+    for key, value in (("weight", weight), ("bias", bias)):
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{name}: {key} must be normalized_shape {list(shape)}, got {list(value.shape)}"
+            )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"{name}: residual must have the shape of x {list(x.shape)}, got {list(residual.shape)}"
+        )
+
+
+def rms_options(name: str, eps: Any, offset: Any, cast: Any, has_weight: bool) -> None:
+    """Refuse options of RMSNorm that mean nothing."""
+    if eps is not None:
+        number(name, "eps", eps)
+    number(name, "offset", offset)
+    if cast not in CASTS:
+        raise ValueError(f"{name}: cast must be one of {', '.join(CASTS)}, got {cast!r}")
+    if offset and not has_weight:
+        raise ValueError(f"{name}: offset={offset} is added to the weight, and there is none")
+
+
+def number(name: str, key: str, given: Any) -> None:
+    """Refuse what is not a real number."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"{name}: {key} must be a number, got {type(given).__name__}")

@@ -1,0 +1,73 @@
+"""Which path a call takes: eager twin, Triton (compiled or interpreted), or ATen.
+
+Triton runs float32, bfloat16 and float16 tensors on a GPU, and on a CPU when Triton's interpreter
+is on; everything else runs on ATen, with the same saved tensors. FUSEDCKPT_DISABLE=1, read once at
+import, runs every eager twin instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES
+
+DISABLED = os.environ.get("FUSEDCKPT_DISABLE", "0") not in ("", "0")
+
+_forced: str | None = None
+
+
+def path_of(device: torch.device, dtype: torch.dtype) -> str:
+    """Return "triton", "interpreter" or "aten" for tensors of this device and dtype."""
+    if _forced == "aten" or not HAS_TRITON or dtype not in KERNEL_DTYPES:
+        return "aten"
+    if IS_INTERPRETED:
+        return "interpreter" if device.type == "cpu" else "aten"
+    # meta tensors get here only where launches are compiled without running
+    return "triton" if device.type == "cuda" or _forced == "triton" else "aten"
+
+
+@contextmanager
+def forced_path(path: str) -> Iterator[None]:
+    """Override the path inside, for tests: "aten" anywhere, "triton" to compile on meta tensors."""
+    global _forced
+    before, _forced = _forced, path
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def takes_twin() -> bool:
+    """Whether the eager twin must run: disabled, under torch.func, or in forward-mode AD."""
+    return DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that nn.Linear would multiply x in, under autocast or not."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def autocasts_norms(device: torch.device) -> bool:
+    """Whether autocast runs this device's norms in float32: it does everywhere but on a CPU."""
+    return device.type != "cpu" and torch.is_autocast_enabled(device.type)
+
+
+def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
+    """Name the path that each function takes for tensors of this device and dtype.
+
+    Returns:
+        Function name -> "eager" (FUSEDCKPT_DISABLE is set), "triton", "interpreter" or "aten".
+    """
+    path = "eager" if DISABLED else path_of(torch.device(device), dtype)
+    return dict.fromkeys(
+        ("linear_act", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), path
+    )

@@ -1,0 +1,61 @@
+"""How a kernel becomes a torch op: schema, implementation, fake, FLOP formula, and a guard.
+
+The ops are not differentiable; the autograd Functions over them are. A CPU implementation made of
+ATen calls would be differentiable by accident, and hide a missing gradient formula, so an op called
+with grad mode on and inputs that require grad raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+_library = torch.library.Library("fusedckpt", "DEF")
+
+
+def define(
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int],
+) -> Callable[..., Any]:
+    """Define `fusedckpt::<schema>` for every backend and return the op.
+
+    `fake` takes the same arguments and returns empty tensors of the result's shape and dtype;
+    `flops` takes the arguments with shapes in place of tensors and returns the GEMM FLOPs.
+    """
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(torch.ops.fusedckpt, name).default
+
+    @wraps(implementation)
+    def below_autocast(*args: Any) -> Any:
+        # the dtypes were settled above; autocast would cast the GEMMs inside once more
+        with torch._C._DisableAutocast():
+            return implementation(*args)
+
+    def refuse(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(arg, Tensor) and arg.requires_grad for arg in args
+        ):
+            raise RuntimeError(
+                f"fusedckpt::{name} has no autograd formula: call fusedckpt.functional instead"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
+    _library.impl(name, below_autocast, "CompositeExplicitAutograd")
+    _library.impl(name, refuse, "Autograd")
+    torch.library.register_fake(f"fusedckpt::{name}", fake, lib=_library)
+    register_flop_formula(getattr(torch.ops.fusedckpt, name))(flops)
+    return overload
+
+
+def absent(x: Tensor) -> Tensor:
+    """Stand in for a result that is not wanted, since an op returns a fixed number of tensors."""
+    return x.new_empty(0)

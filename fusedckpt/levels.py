@@ -1,0 +1,56 @@
+"""Save levels: how much of its intermediates a layer keeps for backward, behind one switch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fusedckpt import _check
+
+__all__ = ["LEVELS", "saving"]
+
+# from the least kept to the most
+LEVELS = ("inputs", "gate", "preact")
+
+
+# a thread-local, because Dynamo traces through it where a ContextVar would break the graph
+class _Override(threading.local):
+    level: str | None = None
+
+
+_override = _Override()
+
+
+@contextmanager
+def saving(level: str) -> Iterator[None]:
+    """Override what every fused layer called inside keeps for backward.
+
+    Args:
+        level: "inputs" (only the inputs; activations and GEMMs are recomputed), "gate" (gated MLP:
+            the gate's GEMM output too; other layers take it as "inputs"), or "preact" (GEMM outputs
+            too; only elementwise work is recomputed).
+
+    A level given to the call itself wins over this one, and this one over a module's own. It acts
+    on forward passes only: backward uses what was kept. Applies to the current thread.
+
+    Raises:
+        ValueError: `level` is none of these.
+    """
+    _check.level("saving", level, LEVELS)
+    before, _override.level = _override.level, level
+    try:
+        yield
+    finally:
+        _override.level = before
+
+
+def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...]) -> str:
+    """Return the level of a call: its argument, else `saving`'s, else the default."""
+    if given is not None:
+        _check.level(name, given, levels)
+        return given
+    override = _override.level
+    if override is None:
+        return default
+    return override if override in levels else "inputs"

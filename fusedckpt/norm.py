@@ -1,0 +1,283 @@
+"""RMSNorm and LayerNorm that keep x alone: backward recomputes mean and rstd from it.
+
+The residual-add forms keep the new residual, which is an output of theirs and kept anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt import _check, _dispatch, reference
+from fusedckpt._autograd import twin_gradients
+from fusedckpt._norm_ops import norm_backward_op, norm_op
+from fusedckpt.kernels.norm import NormRule
+
+__all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+
+Shape = int | Sequence[int]
+
+
+class _Norm(torch.autograd.Function):
+    """y = norm(x), or y, total = norm(x + residual), x + residual; keeps what it normalised."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        num_dims: int,
+        rule: NormRule,
+        out_dtype: torch.dtype,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y, total = norm_op(x, residual, weight, bias, num_dims, *rule, out_dtype)
+        needs_dx = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        needs_dw = ctx.needs_input_grad[2]
+        ctx.save_for_backward(
+            (x if residual is None else total) if needs_dx or needs_dw else None,
+            weight if needs_dx else None,
+        )
+        ctx.set_materialize_grads(False)
+        if residual is not None and not needs_dx:
+            ctx.mark_non_differentiable(total)
+        ctx.num_dims, ctx.rule = num_dims, rule
+        ctx.dtypes = tuple(t if t is None else t.dtype for t in (x, residual, weight, bias))
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+            dx, dw, db = _double_backward(ctx, x, weight, dy, dtotal)
+        elif dy is None:
+            dx, dw, db = dtotal, None, None
+        else:
+            wanted = [needs[0] or needs[1], needs[2], needs[3]]
+            dx, dw, db = norm_backward_op(dy, dtotal, x, weight, ctx.num_dims, *ctx.rule, wanted)
+        grads = (
+            None if grad is None or not need else grad.to(dtype)
+            for grad, need, dtype in zip((dx, dx, dw, db), needs, ctx.dtypes, strict=True)
+        )
+        return (*grads, None, None, None)
+
+
+def _double_backward(
+    ctx: Any, x: Tensor | None, weight: Tensor | None, dy: Tensor | None, dtotal: Tensor | None
+) -> list[Tensor | None]:
+    """Differentiate the twin of norm(x) beside x itself, which stands for the total."""
+    num_dims, rule = ctx.num_dims, ctx.rule
+    _, _, w_dtype, b_dtype = ctx.dtypes
+    needs_dx, needs_dw, needs_db = (
+        ctx.needs_input_grad[0] or ctx.needs_input_grad[1],
+        *(ctx.needs_input_grad[2:4]),
+    )
+    # what was not kept, the gradients do not depend on: zeros have the same ones
+    if x is None:
+        assert dy is not None
+        x = torch.zeros_like(dy, dtype=ctx.dtypes[0])
+    shape = x.shape[-num_dims:]
+    if weight is None and w_dtype is not None:
+        weight = x.new_zeros(shape, dtype=w_dtype)
+    bias = None if b_dtype is None else x.new_zeros(shape, dtype=b_dtype)
+    out_dtype = x.dtype if dy is None else dy.dtype
+
+    def twin(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        wide = x if rule.cast != "torch" else x.to(out_dtype)
+        return _eager(rule, wide, shape, weight, bias).to(out_dtype), x
+
+    with torch.autocast(x.device.type, enabled=False):
+        return twin_gradients(twin, (x, weight, bias), (needs_dx, needs_dw, needs_db), (dy, dtotal))
+
+
+def _eager(
+    rule: NormRule, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Run the eager twin of a rule."""
+    if rule.kind == "layer":
+        return reference.layer_norm(x, shape, weight, bias, rule.eps)
+    return reference.rms_norm(x, shape, weight, rule.eps, offset=rule.offset, cast=rule.cast)
+
+
+def _norm(
+    name: str,
+    x: Tensor,
+    residual: Tensor | None,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rule: NormRule,
+) -> Tensor | tuple[Tensor, Tensor]:
+    _check.norm(name, x, shape, weight, bias, residual)
+    if _dispatch.takes_twin():
+        total = x if residual is None else x + residual
+        y = _eager(rule, total, shape, weight, bias)
+        return y if residual is None else (y, total)
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    if rule.cast == "llama" and weight is not None:
+        out_dtype = torch.promote_types(dtype, weight.dtype)
+    elif rule.cast == "torch" and _dispatch.autocasts_norms(x.device) and dtype != torch.float64:
+        out_dtype = torch.float32
+    else:
+        out_dtype = dtype
+    return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype)
+
+
+def _rms_rule(name: str, x: Tensor, weight: Any, eps: Any, offset: Any, cast: Any) -> NormRule:
+    _check.rms_options(name, eps, offset, cast, has_weight=weight is not None)
+    _check.tensors(name, x=x)
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    return NormRule("rms", float(eps), float(offset), cast)
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: Shape,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    cast: str = "torch",
+) -> Tensor:
+    """Return F.rms_norm(x, normalized_shape, weight + offset, eps), keeping only x for backward.
+
+    Args:
+        x: [..., *normalized_shape], float32, bfloat16, float16 or float64; statistics are taken in
+            float32 (float64 for float64).
+        normalized_shape: sizes of the last dimensions, which are normalised together.
+        weight: normalized_shape, of any floating dtype, or None.
+        eps: added to the mean square; None means the machine epsilon of the statistics' dtype.
+        offset: added to the weight in float32; Gemma stores w and scales by 1 + w.
+        cast: where half precision is rounded. "torch" and "gemma" round once, at the end. "llama"
+            rounds the normalised x before the weight, and returns the promoted dtype.
+
+    Returns:
+        The shape and dtype of x; under GPU autocast float32, as F.rms_norm; see `cast`.
+
+    Raises:
+        ValueError: shapes, devices or options do not fit.
+        TypeError: not dense floating-point tensors.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
+    """
+    rule = _rms_rule("rms_norm", x, weight, eps, offset, cast)
+    shape = _check.normalized_shape("rms_norm", normalized_shape)
+    return _norm("rms_norm", x, None, shape, weight, None, rule)  # type: ignore[return-value]
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Shape,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return F.layer_norm(x, normalized_shape, weight, bias, eps), keeping only x for backward.
+
+    Arguments, result and errors as `rms_norm` has them; bias is normalized_shape or None.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
+    """
+    _check.number("layer_norm", "eps", eps)
+    shape = _check.normalized_shape("layer_norm", normalized_shape)
+    rule = NormRule("layer", float(eps))
+    return _norm("layer_norm", x, None, shape, weight, bias, rule)  # type: ignore[return-value]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Shape,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    cast: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Return rms_norm(x + residual, ...) and x + residual in one pass.
+
+    Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
+    x + residual does. Other arguments and errors as in `rms_norm`.
+    """
+    _check.tensors("add_rms_norm", x=x, residual=residual)
+    rule = _rms_rule("add_rms_norm", x, weight, eps, offset, cast)
+    shape = _check.normalized_shape("add_rms_norm", normalized_shape)
+    return _norm("add_rms_norm", x, residual, shape, weight, None, rule)  # type: ignore[return-value]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Shape,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Return layer_norm(x + residual, ...) and x + residual in one pass.
+
+    Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
+    x + residual does. Other arguments and errors as in `layer_norm`.
+    """
+    _check.tensors("add_layer_norm", x=x, residual=residual)
+    _check.number("add_layer_norm", "eps", eps)
+    shape = _check.normalized_shape("add_layer_norm", normalized_shape)
+    rule = NormRule("layer", float(eps))
+    return _norm("add_layer_norm", x, residual, shape, weight, bias, rule)  # type: ignore[return-value]
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm keeping only its input for backward.
+
+    Constructor, parameters and state_dict are nn.RMSNorm's; `offset` and `cast` are those of
+    `functional.rms_norm`. The weight starts at 1 - offset, so that the scale starts at one.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
+        cast: str = "torch",
+    ):
+        _check.rms_options("RMSNorm", eps, offset, cast, has_weight=elementwise_affine)
+        self.offset = offset
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        self.cast = cast
+
+    def reset_parameters(self) -> None:
+        """Set the scale, weight + offset, to one."""
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., *normalized_shape]."""
+        return rms_norm(
+            x, self.normalized_shape, self.weight, self.eps, offset=self.offset, cast=self.cast
+        )
+
+    def extra_repr(self) -> str:
+        """Describe the layer as nn.RMSNorm does, with what differs from it."""
+        extra = f", offset={self.offset}" if self.offset else ""
+        return (
+            super().extra_repr() + extra + (f", cast={self.cast}" if self.cast != "torch" else "")
+        )
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm keeping only its input for backward; constructor and state_dict are its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [..., *normalized_shape]."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)

@@ -1,0 +1,92 @@
+"""The eager twin of every function: plain torch code that ours must match, value and gradient.
+
+They run under torch.func transforms, in forward-mode AD, inside double backward, and everywhere
+when FUSEDCKPT_DISABLE=1. They need torch only (and the activations' table of names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
+
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "linear_act", "rms_norm"]
+
+
+def linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu"
+) -> Tensor:
+    """Return act(F.linear(x, weight, bias))."""
+    return ACTIVATIONS[CANONICAL[activation]].eager(F.linear(x, weight, bias))
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    cast: str = "torch",
+) -> Tensor:
+    """Return F.rms_norm as torch, Llama or Gemma write it.
+
+    They differ in where half precision is rounded: torch and Gemma round once, at the end; Llama
+    rounds the normalised x before the weight, and its result has the promoted dtype.
+    """
+    shape = tuple(normalized_shape)
+    if cast == "torch":
+        if weight is not None and offset:
+            weight = weight + offset
+        return F.rms_norm(x, shape, weight, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    mean_square = wide.square().mean(dim=tuple(range(-len(shape), 0)), keepdim=True)
+    xhat = wide * torch.rsqrt(mean_square + eps)
+    if cast == "llama":
+        xhat = xhat.to(x.dtype)
+        return xhat if weight is None else (weight + offset if offset else weight) * xhat
+    return (xhat if weight is None else xhat * (offset + weight.to(wide.dtype))).to(x.dtype)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return F.layer_norm."""
+    return F.layer_norm(x, tuple(normalized_shape), weight, bias, eps)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    cast: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Return rms_norm(x + residual) and x + residual."""
+    total = x + residual
+    return rms_norm(total, normalized_shape, weight, eps, offset=offset, cast=cast), total
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Return layer_norm(x + residual) and x + residual."""
+    total = x + residual
+    return layer_norm(total, normalized_shape, weight, bias, eps), total

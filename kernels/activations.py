@@ -1,0 +1,325 @@
+"""Every activation, one row each: its Triton value and derivative, its ATen twin, its names.
+
+To add one, write `<name>` and `<name>_grad` below and add a row to ACTIVATIONS; everything else
+(functions, modules, fusing, tests) reads the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .runtime import tl, triton
+
+aten = torch.ops.aten
+
+# device functions: `<name>(z) -> h` and `<name>_grad(z, dh) -> (h, dz)`, all in float32. Selections
+# are written so that NaN and inf go where torch sends them (a zero derivative stops an inf in dh).
+
+
+@triton.jit
+def sigmoid(z):
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def sigmoid_grad(z, dh):
+    h = sigmoid(z)
+    return h, dh * (1.0 - h) * h
+
+
+@triton.jit
+def identity(z):
+    return z
+
+
+@triton.jit
+def identity_grad(z, dh):
+    return z, dh
+
+
+@triton.jit
+def relu(z):
+    return tl.where(z < 0.0, 0.0, z)
+
+
+@triton.jit
+def relu_grad(z, dh):
+    return relu(z), tl.where(z <= 0.0, 0.0, dh)
+
+
+@triton.jit
+def relu2(z):
+    h = relu(z)
+    return h * h
+
+
+@triton.jit
+def relu2_grad(z, dh):
+    h = relu(z)
+    return h * h, tl.where(z <= 0.0, 0.0, dh * 2.0 * h)
+
+
+@triton.jit
+def leaky_relu(z):
+    return tl.where(z > 0.0, z, z * 0.01)
+
+
+@triton.jit
+def leaky_relu_grad(z, dh):
+    return leaky_relu(z), tl.where(z > 0.0, dh, dh * 0.01)
+
+
+@triton.jit
+def normal_cdf(z):
+    return 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+
+
+@triton.jit
+def gelu(z):
+    return z * normal_cdf(z)
+
+
+@triton.jit
+def gelu_grad(z, dh):
+    cdf = normal_cdf(z)
+    density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    return z * cdf, dh * (cdf + z * density)
+
+
+@triton.jit
+def gelu_tanh(z):
+    # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (z + 0.044715 z^3)
+    return z * sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+
+
+@triton.jit
+def gelu_tanh_grad(z, dh):
+    s = sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    slope = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+    return z * s, dh * (s + z * s * (1.0 - s) * slope)
+
+
+@triton.jit
+def quick_gelu(z):
+    return z * sigmoid(1.702 * z)
+
+
+@triton.jit
+def quick_gelu_grad(z, dh):
+    s = sigmoid(1.702 * z)
+    return z * s, dh * (s + 1.702 * z * s * (1.0 - s))
+
+
+@triton.jit
+def silu(z):
+    return z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def silu_grad(z, dh):
+    s = sigmoid(z)
+    return z * s, dh * s * (1.0 + z * (1.0 - s))
+
+
+@triton.jit
+def tanh(z):
+    # exp of a negative argument cannot overflow
+    e = tl.exp(-2.0 * tl.abs(z))
+    h = (1.0 - e) / (1.0 + e)
+    return tl.where(z < 0.0, -h, h)
+
+
+@triton.jit
+def tanh_grad(z, dh):
+    h = tanh(z)
+    return h, dh * (1.0 - h * h)
+
+
+@triton.jit
+def log1p(e):
+    # Kahan: the rounding of 1 + e cancels in the quotient
+    u = 1.0 + e
+    return tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
+
+
+@triton.jit
+def softplus(z):
+    return tl.where(z > 20.0, z, log1p(tl.exp(tl.where(z > 20.0, 0.0, z))))
+
+
+@triton.jit
+def softplus_grad(z, dh):
+    return softplus(z), tl.where(z > 20.0, dh, dh * sigmoid(z))
+
+
+@triton.jit
+def tanh_of_softplus(z):
+    # tanh(log(1 + e)) = n / (n + 2), n = e (e + 2); 1 in float32 from z = 20 on
+    e = tl.exp(tl.where(z > 20.0, 20.0, z))
+    n = e * (e + 2.0)
+    return n / (n + 2.0)
+
+
+@triton.jit
+def mish(z):
+    return z * tanh_of_softplus(z)
+
+
+@triton.jit
+def mish_grad(z, dh):
+    t = tanh_of_softplus(z)
+    return z * t, dh * (t + z * sigmoid(z) * (1.0 - t * t))
+
+
+# ATen twins where one call does not do
+
+
+def _write_relu2_grad(dh: Tensor, z: Tensor, out: Tensor) -> Tensor:
+    slope = torch.clamp_min(z, 0).mul_(2)
+    return aten.threshold_backward.grad_input(slope.mul_(dh), z, 0, grad_input=out)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One activation for every path.
+
+    `write(z, out)` and `write_grad(dh, z, out)` are the ATen form of `value` and the gradient half
+    of `value_and_grad`; `out` may be z or dh itself.
+    """
+
+    value: Any
+    value_and_grad: Any
+    eager: Callable[[Tensor], Tensor]
+    write: Callable[[Tensor, Tensor], Tensor]
+    write_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
+    aliases: tuple[str, ...] = ()
+    module: type[nn.Module] | None = None
+    # what the module's attributes must be for it to be this activation
+    module_state: dict[str, Any] = field(default_factory=dict)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "identity": Activation(
+        identity,
+        identity_grad,
+        lambda z: z,
+        lambda z, out: out.copy_(z),
+        lambda dh, z, out: out.copy_(dh),
+        aliases=("linear", "none"),
+    ),
+    "relu": Activation(
+        relu,
+        relu_grad,
+        F.relu,
+        lambda z, out: torch.clamp_min(z, 0, out=out),
+        lambda dh, z, out: aten.threshold_backward.grad_input(dh, z, 0, grad_input=out),
+        module=nn.ReLU,
+    ),
+    "relu2": Activation(
+        relu2,
+        relu2_grad,
+        lambda z: F.relu(z).square(),
+        lambda z, out: torch.clamp_min(z, 0, out=out).square_(),
+        _write_relu2_grad,
+        aliases=("relu_squared", "squared_relu"),
+    ),
+    "leaky_relu": Activation(
+        leaky_relu,
+        leaky_relu_grad,
+        F.leaky_relu,
+        lambda z, out: aten.leaky_relu.out(z, out=out),
+        lambda dh, z, out: aten.leaky_relu_backward.grad_input(dh, z, 0.01, False, grad_input=out),
+        module=nn.LeakyReLU,
+        module_state={"negative_slope": 0.01},
+    ),
+    "gelu": Activation(
+        gelu,
+        gelu_grad,
+        F.gelu,
+        lambda z, out: aten.gelu.out(z, out=out),
+        lambda dh, z, out: aten.gelu_backward.grad_input(dh, z, grad_input=out),
+        aliases=("gelu_python",),
+        module=nn.GELU,
+        module_state={"approximate": "none"},
+    ),
+    "gelu_tanh": Activation(
+        gelu_tanh,
+        gelu_tanh_grad,
+        lambda z: F.gelu(z, approximate="tanh"),
+        lambda z, out: aten.gelu.out(z, approximate="tanh", out=out),
+        lambda dh, z, out: aten.gelu_backward.grad_input(dh, z, approximate="tanh", grad_input=out),
+        aliases=("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"),
+        module=nn.GELU,
+        module_state={"approximate": "tanh"},
+    ),
+    "quick_gelu": Activation(
+        quick_gelu,
+        quick_gelu_grad,
+        lambda z: z * torch.sigmoid(1.702 * z),
+        lambda z, out: torch.mul(z, torch.sigmoid(1.702 * z), out=out),
+        # quick_gelu(z) = silu(1.702 z) / 1.702
+        lambda dh, z, out: aten.silu_backward.grad_input(dh, 1.702 * z, grad_input=out),
+    ),
+    "silu": Activation(
+        silu,
+        silu_grad,
+        F.silu,
+        lambda z, out: aten.silu.out(z, out=out),
+        lambda dh, z, out: aten.silu_backward.grad_input(dh, z, grad_input=out),
+        aliases=("swish",),
+        module=nn.SiLU,
+    ),
+    "sigmoid": Activation(
+        sigmoid,
+        sigmoid_grad,
+        torch.sigmoid,
+        lambda z, out: torch.sigmoid(z, out=out),
+        lambda dh, z, out: aten.sigmoid_backward.grad_input(dh, torch.sigmoid(z), grad_input=out),
+        module=nn.Sigmoid,
+    ),
+    "tanh": Activation(
+        tanh,
+        tanh_grad,
+        torch.tanh,
+        lambda z, out: torch.tanh(z, out=out),
+        lambda dh, z, out: aten.tanh_backward.grad_input(dh, torch.tanh(z), grad_input=out),
+        module=nn.Tanh,
+    ),
+    "softplus": Activation(
+        softplus,
+        softplus_grad,
+        F.softplus,
+        lambda z, out: aten.softplus.out(z, out=out),
+        lambda dh, z, out: aten.softplus_backward.grad_input(dh, z, 1, 20, grad_input=out),
+        module=nn.Softplus,
+        module_state={"beta": 1.0, "threshold": 20.0},
+    ),
+    "mish": Activation(
+        mish,
+        mish_grad,
+        F.mish,
+        lambda z, out: aten.mish.out(z, out=out),
+        lambda dh, z, out: out.copy_(aten.mish_backward(dh, z)),
+        module=nn.Mish,
+    ),
+}
+
+CANONICAL: dict[str, str] = {
+    name: row for row, act in ACTIVATIONS.items() for name in (row, *act.aliases)
+}
+
+
+def name_of(module: nn.Module) -> str | None:
+    """Return the activation that `module` computes, None if it is not one of the table's."""
+    for name, act in ACTIVATIONS.items():
+        if type(module) is act.module and all(
+            getattr(module, key) == value for key, value in act.module_state.items()
+        ):
+            return name
+    return None

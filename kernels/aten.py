@@ -1,0 +1,132 @@
+"""The same layers on ATen: CPU tensors, float64 everywhere, and platforms without Triton.
+
+Same arguments, same results and the same saved tensors as the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .norm import NormRule
+
+# elements of a row block: its float32 temporaries stay in a core's cache
+BLOCK_ELEMENTS = 1 << 17
+
+
+def norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rule: NormRule,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y."""
+    total = None if residual is None else x + residual
+    x = x if total is None else total
+    if out_dtype == x.dtype and has_native(x, rule, weight, bias):
+        return torch.native_layer_norm(x, x.shape[1:], weight, bias, rule.eps)[0], total
+    y = x.new_empty(x.shape, dtype=out_dtype)
+    wide = wide_dtype(x)
+    scale = scale_of(weight, rule, wide)
+    for start, stop in row_blocks(x):
+        xhat, _ = normalise(x[start:stop].to(wide), rule)
+        if rule.cast == "llama":
+            xhat = xhat.to(x.dtype).to(wide)
+        if scale is not None:
+            xhat.mul_(scale)
+        if bias is not None:
+            xhat.add_(bias)
+        y[start:stop] = xhat
+    return y, total
+
+
+def norm_grad(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rule: NormRule,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return dx [M, N] (plus `dtotal`), dw [N] and db [N], each where needed."""
+    if (weight is not None or not needs[1]) and has_native(x, rule, weight, None):
+        return native_layer_norm_grad(dy, dtotal, x, weight, rule, needs)
+    wide = wide_dtype(x)
+    scale = scale_of(weight, rule, wide)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
+    dw, db = (x.new_zeros(x.shape[1], dtype=wide) if need else None for need in needs[1:])
+    for start, stop in row_blocks(x):
+        xhat, rstd = normalise(x[start:stop].to(wide), rule)
+        dxhat = dy[start:stop].to(wide)
+        if db is not None:
+            db += dxhat.sum(0)
+        if dw is not None:
+            factor = xhat.to(x.dtype).to(wide) if rule.cast == "llama" else xhat
+            dw += (dxhat * factor).sum(0)
+        if dx is not None:
+            dxhat = dxhat if scale is None else dxhat * scale
+            grad = dxhat - xhat * (dxhat * xhat).mean(1, keepdim=True)
+            if rule.kind == "layer":
+                grad -= dxhat.mean(1, keepdim=True)
+            grad *= rstd
+            dx[start:stop] = grad if dtotal is None else grad + dtotal[start:stop]
+    return dx, dw, db
+
+
+def has_native(x: Tensor, rule: NormRule, *weights: Tensor | None) -> bool:
+    """Whether torch's own LayerNorm kernels, the faster ones on a CPU, take these dtypes."""
+    dtypes = {weight.dtype for weight in weights if weight is not None}
+    return (
+        rule.kind == "layer"
+        and x.device.type == "cpu"
+        and x.shape[1] > 0
+        and (dtypes <= {x.dtype} or (x.dtype != torch.float64 and dtypes <= {torch.float32}))
+    )
+
+
+def native_layer_norm_grad(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rule: NormRule,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Recompute mean and rstd with one more forward, then run torch's backward."""
+    _, mean, rstd = torch.native_layer_norm(x, x.shape[1:], weight, None, rule.eps)
+    # the bias gives its gradient only a shape
+    bias = x.new_empty(x.shape[1]) if weight is None else weight
+    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+        dy, x, x.shape[1:], mean, rstd, weight, bias, list(needs)
+    )
+    if dx is not None and dtotal is not None:
+        dx += dtotal
+    wide = wide_dtype(x)
+    return dx, None if dw is None else dw.to(wide), None if db is None else db.to(wide)
+
+
+def normalise(row: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
+    """Return xhat, a new tensor, and rstd."""
+    if rule.kind == "layer":
+        row = row - row.mean(1, keepdim=True)
+    rstd = torch.rsqrt(row.square().mean(1, keepdim=True) + rule.eps)
+    return row * rstd, rstd
+
+
+def scale_of(weight: Tensor | None, rule: NormRule, dtype: torch.dtype) -> Tensor | None:
+    """Return offset + weight in the compute dtype."""
+    return None if weight is None else weight.to(dtype) + rule.offset
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that sums run in: float64 for float64, float32 otherwise."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def row_blocks(x: Tensor) -> list[tuple[int, int]]:
+    """Cut x [M, N] into blocks of rows; the whole at once where there is no cache to fit."""
+    m, n = x.shape
+    step = max(1, BLOCK_ELEMENTS // max(n, 1)) if x.device.type == "cpu" else max(m, 1)
+    return [(start, min(start + step, m)) for start in range(0, m, step)]

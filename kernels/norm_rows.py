@@ -1,0 +1,116 @@
+"""Norm kernels for rows that fit in registers: several short rows, or one long one, per program."""
+
+from __future__ import annotations
+
+from .runtime import load, round_to, store, tl, triton
+
+
+@triton.jit
+def read_row(x, residual, total, x_offsets, residual_offsets, mask):
+    """Read x, or the rounded sum of x and its residual: what backward will see again."""
+    row = load(x + x_offsets, mask)
+    if residual is not None:
+        row += load(residual + residual_offsets, mask)
+        row = round_to(row, total.dtype.element_ty).to(tl.float32)
+    return row
+
+
+@triton.jit
+def normalise(row, mask, n, eps, LAYER: tl.constexpr):
+    """Return xhat and rstd of a tile of whole rows."""
+    if LAYER:
+        row = tl.where(mask, row - (tl.sum(row, axis=1) / n)[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(row * row, axis=1) / n + eps)
+    # rows past the last are zeros, which eps = 0 would turn into NaN
+    return tl.where(mask, row * rstd[:, None], 0.0), rstd
+
+
+@triton.jit
+def norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    m,
+    n,
+    stride_xm,
+    stride_rm,
+    eps,
+    offset,
+    LAYER: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    rn = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rm < m) & (rn < n)
+    row = read_row(x, residual, total, rm * stride_xm + rn, rm * stride_rm + rn, mask)
+    if total is not None:
+        store(total + rm * n + rn, row, mask)
+    xhat, _ = normalise(row, mask, n, eps, LAYER)
+    if ROUND:
+        xhat = round_to(xhat, x.dtype.element_ty).to(tl.float32)
+    if weight is not None:
+        xhat *= load(weight + rn, rn < n) + offset
+    if bias is not None:
+        xhat += load(bias + rn, rn < n)
+    store(y + rm * n + rn, xhat, mask)
+
+
+@triton.jit
+def norm_grad_kernel(
+    dy,
+    dtotal,
+    x,
+    weight,
+    dx,
+    dw,
+    db,
+    m,
+    n,
+    stride_dym,
+    stride_tm,
+    stride_xm,
+    eps,
+    offset,
+    LAYER: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Each program takes every so many-th row tile and keeps its share of dw, db in registers."""
+    rn = tl.arange(0, BLOCK_N)[None, :]
+    if weight is not None:
+        scale = load(weight + rn, rn < n) + offset
+    dw_sum = tl.zeros((1, BLOCK_N), tl.float32)
+    db_sum = tl.zeros((1, BLOCK_N), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
+        rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+        mask = (rm < m) & (rn < n)
+        xhat, rstd = normalise(load(x + rm * stride_xm + rn, mask), mask, n, eps, LAYER)
+        dxhat = load(dy + rm * stride_dym + rn, mask)
+        if db is not None:
+            db_sum += tl.sum(dxhat, axis=0)[None, :]
+        if dw is not None:
+            if ROUND:
+                factor = round_to(xhat, x.dtype.element_ty).to(tl.float32)
+                dw_sum += tl.sum(dxhat * factor, axis=0)[None, :]
+            else:
+                dw_sum += tl.sum(dxhat * xhat, axis=0)[None, :]
+        if dx is not None:
+            if weight is not None:
+                dxhat *= scale
+            grad = dxhat - xhat * (tl.sum(dxhat * xhat, axis=1) / n)[:, None]
+            if LAYER:
+                grad -= (tl.sum(dxhat, axis=1) / n)[:, None]
+            grad *= rstd[:, None]
+            if dtotal is not None:
+                grad += load(dtotal + rm * stride_tm + rn, mask)
+            store(dx + rm * n + rn, grad, mask)
+    if dw is not None:
+        tl.store(dw + tl.program_id(0) * n + rn, dw_sum, mask=rn < n)
+    if db is not None:
+        tl.store(db + tl.program_id(0) * n + rn, db_sum, mask=rn < n)

@@ -1,0 +1,161 @@
+"""Norm kernels for rows too long for registers: a row goes through in chunks, several times.
+
+dw and db get a kernel of their own, over column tiles, with the statistics that the row kernel
+found: 8 bytes per row that live as long as the backward call.
+"""
+
+from __future__ import annotations
+
+from .norm_rows import read_row
+from .runtime import load, round_to, store, tl, triton
+
+
+@triton.jit
+def wide_stats(x, residual, total, n, eps, LAYER: tl.constexpr, BLOCK: tl.constexpr):
+    """Return mean (0 for RMSNorm) and rstd of the row at `x`, centred before it is squared."""
+    mean = 0.0
+    if LAYER:
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, n, BLOCK):
+            rn = start + tl.arange(0, BLOCK)
+            acc += read_row(x, residual, total, rn, rn, rn < n)
+        mean = tl.sum(acc, axis=0) / n
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        rn = start + tl.arange(0, BLOCK)
+        row = read_row(x, residual, total, rn, rn, rn < n)
+        row = tl.where(rn < n, row - mean, 0.0)
+        acc += row * row
+    return mean, tl.rsqrt(tl.sum(acc, axis=0) / n + eps)
+
+
+@triton.jit
+def wide_norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    m,
+    n,
+    stride_xm,
+    stride_rm,
+    eps,
+    offset,
+    LAYER: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rm = tl.program_id(0).to(tl.int64)
+    x += rm * stride_xm
+    if residual is not None:
+        residual += rm * stride_rm
+    mean, rstd = wide_stats(x, residual, total, n, eps, LAYER, BLOCK)
+    for start in range(0, n, BLOCK):
+        rn = start + tl.arange(0, BLOCK)
+        mask = rn < n
+        row = read_row(x, residual, total, rn, rn, mask)
+        if total is not None:
+            store(total + rm * n + rn, row, mask)
+        xhat = (row - mean) * rstd
+        if ROUND:
+            xhat = round_to(xhat, x.dtype.element_ty).to(tl.float32)
+        if weight is not None:
+            xhat *= load(weight + rn, mask) + offset
+        if bias is not None:
+            xhat += load(bias + rn, mask)
+        store(y + rm * n + rn, xhat, mask)
+
+
+@triton.jit
+def read_dxhat(dy, weight, offset, rn, mask):
+    """Read dy times the norm's scale."""
+    dxhat = load(dy + rn, mask)
+    if weight is not None:
+        dxhat *= load(weight + rn, mask) + offset
+    return dxhat
+
+
+@triton.jit
+def wide_dx_kernel(
+    dy,
+    dtotal,
+    x,
+    weight,
+    dx,
+    stats,
+    m,
+    n,
+    stride_dym,
+    stride_tm,
+    stride_xm,
+    eps,
+    offset,
+    LAYER: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of dx where it is wanted, and the row's statistics for wide_dw_kernel."""
+    rm = tl.program_id(0).to(tl.int64)
+    x += rm * stride_xm
+    dy += rm * stride_dym
+    mean, rstd = wide_stats(x, None, None, n, eps, LAYER, BLOCK)
+    tl.store(stats + rm, mean)
+    tl.store(stats + m + rm, rstd)
+    if dx is not None:
+        dxhat_sum = tl.zeros((BLOCK,), tl.float32)
+        product_sum = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, n, BLOCK):
+            rn = start + tl.arange(0, BLOCK)
+            dxhat = read_dxhat(dy, weight, offset, rn, rn < n)
+            dxhat_sum += dxhat
+            product_sum += dxhat * (load(x + rn, rn < n) - mean) * rstd
+        dxhat_mean = tl.sum(dxhat_sum, axis=0) / n if LAYER else 0.0
+        product_mean = tl.sum(product_sum, axis=0) / n
+        for start in range(0, n, BLOCK):
+            rn = start + tl.arange(0, BLOCK)
+            xhat = (load(x + rn, rn < n) - mean) * rstd
+            dxhat = read_dxhat(dy, weight, offset, rn, rn < n)
+            grad = (dxhat - xhat * product_mean - dxhat_mean) * rstd
+            if dtotal is not None:
+                grad += load(dtotal + rm * stride_tm + rn, rn < n)
+            store(dx + rm * n + rn, grad, rn < n)
+
+
+@triton.jit
+def wide_dw_kernel(
+    dy,
+    x,
+    stats,
+    dw,
+    db,
+    m,
+    n,
+    stride_dym,
+    stride_xm,
+    LAYER: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A column tile's share of dw and db over every so many-th row tile."""
+    rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dw_sum = tl.zeros((BLOCK_N,), tl.float32)
+    db_sum = tl.zeros((BLOCK_N,), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
+        rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (rm < m)[:, None] & (rn < n)[None, :]
+        row = load(x + rm[:, None] * stride_xm + rn[None, :], mask)
+        if LAYER:
+            row -= load(stats + rm, rm < m)[:, None]
+        xhat = row * load(stats + m + rm, rm < m)[:, None]
+        if ROUND:
+            xhat = round_to(xhat, x.dtype.element_ty).to(tl.float32)
+        grad = load(dy + rm[:, None] * stride_dym + rn[None, :], mask)
+        dw_sum += tl.sum(grad * xhat, axis=0)
+        db_sum += tl.sum(grad, axis=0)
+    if dw is not None:
+        tl.store(dw + tl.program_id(0) * n + rn, dw_sum, mask=rn < n)
+    if db is not None:
+        tl.store(db + tl.program_id(0) * n + rn, db_sum, mask=rn < n)

@@ -1,0 +1,74 @@
+"""Triton where it exists, and the few things that differ between compiled and interpreted kernels.
+
+`TRITON_INTERPRET=1` at import runs every kernel in Triton's interpreter, on CPU tensors. There bf16
+arithmetic is wrong and casts to bf16 truncate, so kernels load through `load`, compute in float32
+and store through `store`.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no wheel for this platform: every tensor takes the ATen path
+    triton: Any = SimpleNamespace(jit=lambda fn: fn)
+    tl: Any = SimpleNamespace(constexpr=lambda value: value)
+
+HAS_TRITON = hasattr(triton, "__version__")
+# fixed for the process when triton was imported
+IS_INTERPRETED = bool(HAS_TRITON and triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(IS_INTERPRETED)
+
+# the dtypes that kernels take; float64 always runs on ATen
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def arch() -> str:
+    """Name the target that a launch compiles for: `sm_90`, `gfx942`, ... or `interpreter`."""
+    if IS_INTERPRETED:
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
+    """Return x as [M, N], N counting its last dimensions; a copy only where no view exists."""
+    return x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return x [M, N], copied if its columns are not adjacent in memory."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+@triton.jit
+def round_to(value, dtype: tl.constexpr):
+    """Round float32 to dtype, to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # the carry would turn some NaNs into infinities
+        rounded = tl.where(value == value, rounded, 0x7FC0)
+        result = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = value.to(dtype)
+    return result
+
+
+@triton.jit
+def load(pointer, mask):
+    """Load as float32, zero where masked."""
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(pointer, value, mask):
+    """Store float32 values in the dtype of the pointer, rounded to nearest even."""
+    tl.store(pointer, round_to(value, pointer.dtype.element_ty), mask=mask)

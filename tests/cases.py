@@ -1,0 +1,100 @@
+"""Every public function with its eager twin, once: the table that the contract tests run over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from support import DEVICE, Function
+from torch import Tensor
+
+from fusedckpt import functional, reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """`fused(*inputs)` must equal `eager(*inputs)`; `shapes` gives the inputs' for (rows, D, F)."""
+
+    name: str
+    fused: Function
+    eager: Function
+    shapes: Callable[[tuple[int, ...], int, int], list[tuple[int, ...] | None]]
+
+    def inputs(
+        self,
+        rows: tuple[int, ...] = (70,),
+        d: int = 45,
+        f: int = 72,
+        dtype: torch.dtype = torch.float32,
+        mask: tuple[bool, ...] | None = None,
+    ) -> list[Tensor | None]:
+        """Draw inputs of order one, matrices scaled so that products stay so."""
+        shapes = self.shapes(rows, d, f)
+        found = []
+        for index, shape in enumerate(shapes):
+            if shape is None:
+                found.append(None)
+                continue
+            x = torch.randn(shape, dtype=torch.float64)
+            if index and len(shape) == 2 and shape != shapes[0]:
+                x /= max(1, shape[1]) ** 0.5
+            found.append(x.to(DEVICE, dtype).requires_grad_(mask is None or mask[index]))
+        return found
+
+    @property
+    def num_inputs(self) -> int:
+        """How many inputs are tensors."""
+        return sum(shape is not None for shape in self.shapes((2,), 3, 4))
+
+
+def _linear(name: str, bias: bool = True, activation: str = "gelu", **options: Any) -> Case:
+    return Case(
+        f"linear_act-{name}",
+        partial(functional.linear_act, activation=activation, **options),
+        partial(reference.linear_act, activation=activation),
+        lambda rows, d, f: [(*rows, d), (f, d), (f,) if bias else None],
+    )
+
+
+def _norm(name: str, function: str, tensors: str, num_dims: int = 1, **options: Any) -> Case:
+    """`tensors` names what follows x: r(esidual), w(eight), b(ias)."""
+
+    def call(module: Any, x: Tensor, *rest: Tensor) -> Any:
+        given = dict(zip(tensors, rest, strict=True))
+        before = (x, given["r"]) if "r" in given else (x,)
+        after = (given[key] for key in "wb" if key in given)
+        return getattr(module, function)(*before, x.shape[-num_dims:], *after, **options)
+
+    shape = {"r": lambda rows, d: (*rows, d), "w": lambda rows, d: (*rows, d)[-num_dims:]}
+    shape["b"] = shape["w"]
+    return Case(
+        f"{function}-{name}",
+        partial(call, functional),
+        partial(call, reference),
+        lambda rows, d, f: [(*rows, d), *(shape[key](rows, d) for key in tensors)],
+    )
+
+
+LINEARS = [
+    _linear("gelu"),
+    _linear("gelu-split", kernel="split"),
+    _linear("gelu-preact", save="preact"),
+    _linear("silu-no-bias", bias=False, activation="silu"),
+    _linear("silu-preact-no-bias", bias=False, activation="silu", save="preact"),
+    _linear("identity", activation="identity"),
+]
+NORMS = [
+    _norm("torch", "rms_norm", "w"),
+    _norm("no-weight", "rms_norm", "", eps=1e-6),
+    _norm("llama", "rms_norm", "w", cast="llama", eps=1e-5),
+    _norm("gemma", "rms_norm", "w", cast="gemma", offset=1.0, eps=1e-6),
+    _norm("affine", "layer_norm", "wb"),
+    _norm("no-bias", "layer_norm", "w", eps=1e-6),
+    _norm("plain", "layer_norm", ""),
+    _norm("torch", "add_rms_norm", "rw"),
+    _norm("affine", "add_layer_norm", "rwb"),
+]
+CASES = [*LINEARS, *NORMS]

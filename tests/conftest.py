@@ -1,0 +1,38 @@
+"""One process, one device: kernels run for real on a GPU, in Triton's interpreter on a CPU."""
+
+import os
+
+import pytest
+import torch
+
+# before triton is imported, which fixes it for the process
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# cuBLAS asks for it under deterministic algorithms
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# the profiler's own messages
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# the tensors are small: more threads only wait for each other
+torch.set_num_threads(1)
+
+from fusedckpt._dispatch import forced_path  # noqa: E402  # after the environment is set
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Fill uninitialised memory with NaN, so that reading what was not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["triton", "aten"])
+def path(request):
+    """Run the test on the kernels (compiled or interpreted) and on ATen."""
+    if request.param == "aten":
+        with forced_path("aten"):
+            yield "aten"
+    else:
+        yield "triton"

@@ -1,0 +1,140 @@
+"""What the tests measure with: error against float64 beside eager's, bytes, FLOPs, launches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedckpt.kernels import gemm
+from fusedckpt.memory import saved_tensors
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = (torch.bfloat16, torch.float16)
+
+Inputs = Sequence[Tensor | None]
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
+    """Draw a leaf of order one on the device under test."""
+    x = torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
+    return x.requires_grad_(requires_grad)
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def results(fn: Function, inputs: Inputs, douts: Sequence[Tensor]) -> list[Tensor]:
+    """Return outputs, then the gradient of every input that requires one."""
+    outputs = as_tuple(fn(*inputs))
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    found = []
+    if wanted:
+        pairs = [
+            (y, dout.to(y.dtype)) for y, dout in zip(outputs, douts, strict=True) if y.requires_grad
+        ]
+        found = torch.autograd.grad([y for y, _ in pairs], wanted, [dout for _, dout in pairs])
+        assert all(grad.dtype == x.dtype for grad, x in zip(found, wanted, strict=True))
+    return [*(y.detach() for y in outputs), *found]
+
+
+def in_float64(inputs: Inputs) -> list[Tensor | None]:
+    return [
+        None if x is None else x.detach().double().requires_grad_(x.requires_grad) for x in inputs
+    ]
+
+
+def compare(
+    fused: Function,
+    eager: Function,
+    make_inputs: Callable[[], Inputs],
+    make_douts: Callable[[Tensor], Tensor] = torch.randn_like,
+    slack: float = 2.0,
+) -> float:
+    """Assert that `fused` is as near to eager in float64 as eager in the same dtype is.
+
+    Errors are root mean squares over draws of at least 256 elements together, or 16 draws. Each
+    output and gradient must hold err(fused) <= slack * err(eager) + 8 eps max(1, rms(truth)), eps
+    that of float32 for half precision too, and be finite where eager is. Returns the worst
+    err(fused) / err(eager) where eager errs at all.
+    """
+    sums: list[Tensor] = []
+    draws = 1
+    while len(sums) < draws:
+        inputs = make_inputs()
+        with torch.no_grad():
+            douts = [make_douts(y) for y in as_tuple(eager(*inputs))]
+        ours, theirs = results(fused, inputs, douts), results(eager, inputs, douts)
+        truth = results(eager, in_float64(inputs), douts)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.shape == b.shape
+            assert a.dtype == b.dtype
+            assert torch.equal(a.isfinite(), b.isfinite())
+        sums.append(
+            torch.tensor(
+                [
+                    [squared(a - t), squared(b - t), squared(t)]
+                    for a, b, t in zip(ours, theirs, truth, strict=True)
+                ]
+            )
+        )
+        smallest = min((t.numel() for t in ours if t.numel()), default=256)
+        draws = min(16, math.ceil(256 / smallest))
+    counts = torch.tensor([max(1, t.numel()) for t in ours]) * draws
+    rms = (torch.stack(sums).sum(0) / counts[:, None]).sqrt().tolist()
+    worst = 0.0
+    for index, (mine, eagers, scale) in enumerate(rms):
+        wide = torch.promote_types(ours[index].dtype, torch.float32)
+        floor = 8 * torch.finfo(wide).eps * max(1.0, scale)
+        assert mine <= slack * eagers + floor, (
+            f"result {index}: error {mine:.3g}, eager's {eagers:.3g}, floor {floor:.3g}"
+        )
+        worst = max(worst, mine / eagers if eagers else 0.0)
+    return worst
+
+
+def squared(error: Tensor) -> float:
+    """Sum the squares of what is finite."""
+    return error.double().nan_to_num(0, 0, 0).square().sum().item()
+
+
+def saved_bytes(fn: Function, inputs: Inputs) -> int:
+    """Return the bytes that one call keeps, its inputs counted as intermediates of a model."""
+    inner = [x if x is None or isinstance(x, torch.nn.Parameter) else x * 1 for x in inputs]
+    with saved_tensors() as saved:
+        outputs = fn(*inner)
+    del outputs
+    return saved.nbytes
+
+
+def flops(fn: Callable[[], Any]) -> int:
+    """Return the GEMM FLOPs that `fn` runs."""
+    with FlopCounterMode(display=False) as counter:
+        fn()
+    return counter.get_total_flops()
+
+
+@contextmanager
+def launches() -> Iterator[Counter[str]]:
+    """Count kernel launches by kernel name."""
+    counts: Counter[str] = Counter()
+    kind = type(gemm.gemm_kernel)
+    run = kind.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[self.__name__] += 1
+        return run(self, *args, **kwargs)
+
+    kind.run = counted  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        kind.run = run  # type: ignore[method-assign]
