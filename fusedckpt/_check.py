@@ -44,45 +44,40 @@ def kernel(name: str, given: Any, path: str) -> None:
         )
 
 
-def tensors(name: str, **given: Any) -> None:
-    """Refuse anything but dense floating-point tensors on one device; None is an absent one."""
-    first: tuple[str, Tensor] | None = None
+def tensors(name: str, required: dict[str, Any], **optional: Any) -> None:
+    """Refuse all but dense floating-point tensors on one device; optional ones may be None."""
+    given = required | {key: value for key, value in optional.items() if value is not None}
+    device, owner = None, ""
     for key, value in given.items():
-        if value is None:
-            continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
         if type(value).__name__ == "DTensor":
-            raise TypeError(
-                f"{name}: {key} is a DTensor, which is not supported: pass local tensors"
-            )
+            raise TypeError(f"{name}: {key} is a DTensor: pass its local tensor")
         if value.layout != torch.strided or value.is_nested:
             raise TypeError(f"{name}: {key} must be a dense tensor, got layout {value.layout}")
         if value.dtype not in DTYPES:
             raise TypeError(f"{name}: {key} must be floating point, got {value.dtype}")
-        if first is None:
-            first = key, value
-        elif value.device != first[1].device:
+        if device is None:
+            device, owner = value.device, key
+        elif value.device != device:
             raise ValueError(
-                f"{name}: all tensors must be on one device, {first[0]} is on {first[1].device}, "
+                f"{name}: all tensors must be on one device, {owner} is on {device}, "
                 f"{key} on {value.device}"
             )
 
 
 def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Refuse shapes and dtypes that nn.Linear would refuse."""
-    tensors(name, x=x, weight=weight, bias=bias)
-    shapes = f"(x {list(x.shape)}, weight {list(weight.shape)})"
+    """Refuse shapes that nn.Linear would refuse."""
+    tensors(name, {"x": x, "weight": weight}, bias=bias)
     if weight.dim() != 2 or x.dim() == 0:
-        raise ValueError(f"{name}: x must have at least one dimension and weight two {shapes}")
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{name}: weight expects {weight.shape[1]} input features, x has {x.shape[-1]} {shapes}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{name}: bias must be [{weight.shape[0]}], got {list(bias.shape)} {shapes}"
-        )
+        problem = "x must have at least one dimension and weight two"
+    elif x.shape[-1] != weight.shape[1]:
+        problem = f"weight expects {weight.shape[1]} input features, x has {x.shape[-1]}"
+    elif bias is not None and bias.shape != weight.shape[:1]:
+        problem = f"bias must be [{weight.shape[0]}], got {list(bias.shape)}"
+    else:
+        return
+    raise ValueError(f"{name}: {problem} (x {list(x.shape)}, weight {list(weight.shape)})")
 
 
 def same_dtype(name: str, dtype: torch.dtype, autocast: bool, **given: Tensor | None) -> None:
@@ -114,7 +109,8 @@ def norm(
     residual: Tensor | None = None,
 ) -> None:
     """Refuse shapes that F.rms_norm or F.layer_norm would refuse."""
-    tensors(name, x=x, residual=residual, weight=weight, bias=bias)
+    required = {"x": x} if residual is None else {"x": x, "residual": residual}
+    tensors(name, required, weight=weight, bias=bias)
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"

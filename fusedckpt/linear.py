@@ -19,9 +19,9 @@ __all__ = ["Linear", "linear_act"]
 LEVELS = ("inputs", "preact")
 
 
-def _plan(x: Tensor, kernel: str | None, k: int) -> str:
-    """Return which launcher runs: fused, split or aten."""
-    if x.numel() == 0 or _dispatch.path_of(x.device, x.dtype) == "aten":
+def _plan(x: Tensor, kernel: str | None, n: int, k: int) -> str:
+    """Return which launcher runs for tensors like x: fused, split or aten."""
+    if 0 in (x.numel(), n, k) or _dispatch.path_of(x.device, x.dtype) == "aten":
         return "aten"
     return kernel or kernel_for(arch(), x.element_size(), k)
 
@@ -29,11 +29,10 @@ def _plan(x: Tensor, kernel: str | None, k: int) -> str:
 def _forward(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str | None
 ) -> tuple[Tensor, Tensor]:
-    n, k = w.shape
     w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
-    plan = _plan(x.new_empty(0) if n == 0 else x, kernel, k)
+    plan = _plan(x, kernel, *w.shape)
     h, z = kernels.linear_act(as_matrix(x), w, b, activation, keep_z, plan)
-    shape = (*x.shape[:-1], n)
+    shape = (*x.shape[:-1], w.shape[0])
     return h.view(shape), _ops.absent(x) if z is None else z.view(shape)
 
 
@@ -69,7 +68,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x2, z2 = (None if t is None else as_matrix(t) for t in (x, z))
     w, b = (None if t is None else t.to(dy.dtype) for t in (w, b))
-    plan = _plan(dy, kernel, 0 if w is None else w.shape[1])
+    plan = _plan(dy, kernel, *(w.shape if w is not None else (1, 1)))
     dz, db = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z2, activation, needs[2], plan)
     dx = dw = None
     if needs[0]:

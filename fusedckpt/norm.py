@@ -130,11 +130,12 @@ def _norm(
     return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype)
 
 
-def _rms_rule(name: str, x: Tensor, weight: Any, eps: Any, offset: Any, cast: Any) -> NormRule:
+def _rms_rule(
+    name: str, dtype: torch.dtype, weight: Any, eps: Any, offset: Any, cast: Any
+) -> NormRule:
     _check.rms_options(name, eps, offset, cast, has_weight=weight is not None)
-    _check.tensors(name, x=x)
     if eps is None:
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return NormRule("rms", float(eps), float(offset), cast)
 
 
@@ -168,7 +169,8 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    rule = _rms_rule("rms_norm", x, weight, eps, offset, cast)
+    _check.tensors("rms_norm", {"x": x})
+    rule = _rms_rule("rms_norm", x.dtype, weight, eps, offset, cast)
     shape = _check.normalized_shape("rms_norm", normalized_shape)
     return _norm("rms_norm", x, None, shape, weight, None, rule)  # type: ignore[return-value]
 
@@ -207,8 +209,9 @@ def add_rms_norm(
     Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
     x + residual does. Other arguments and errors as in `rms_norm`.
     """
-    _check.tensors("add_rms_norm", x=x, residual=residual)
-    rule = _rms_rule("add_rms_norm", x, weight, eps, offset, cast)
+    _check.tensors("add_rms_norm", {"x": x, "residual": residual})
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    rule = _rms_rule("add_rms_norm", dtype, weight, eps, offset, cast)
     shape = _check.normalized_shape("add_rms_norm", normalized_shape)
     return _norm("add_rms_norm", x, residual, shape, weight, None, rule)  # type: ignore[return-value]
 
@@ -226,7 +229,7 @@ def add_layer_norm(
     Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
     x + residual does. Other arguments and errors as in `layer_norm`.
     """
-    _check.tensors("add_layer_norm", x=x, residual=residual)
+    _check.tensors("add_layer_norm", {"x": x, "residual": residual})
     _check.number("add_layer_norm", "eps", eps)
     shape = _check.normalized_shape("add_layer_norm", normalized_shape)
     rule = NormRule("layer", float(eps))

@@ -16,13 +16,19 @@ def read_row(x, residual, total, x_offsets, residual_offsets, mask):
 
 
 @triton.jit
+def row_mean(tile, n):
+    """Average whole rows, as a column; n is loop-invariant, and so is its reciprocal."""
+    return (tl.sum(tile, axis=1) * (1.0 / n))[:, None]
+
+
+@triton.jit
 def normalise(row, mask, n, eps, LAYER: tl.constexpr):
     """Return xhat and rstd of a tile of whole rows."""
     if LAYER:
-        row = tl.where(mask, row - (tl.sum(row, axis=1) / n)[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(row * row, axis=1) / n + eps)
+        row = tl.where(mask, row - row_mean(row, n), 0.0)
+    rstd = tl.rsqrt(row_mean(row * row, n) + eps)
     # rows past the last are zeros, which eps = 0 would turn into NaN
-    return tl.where(mask, row * rstd[:, None], 0.0), rstd
+    return tl.where(mask, row * rstd, 0.0), rstd
 
 
 @triton.jit
@@ -95,18 +101,15 @@ def norm_grad_kernel(
         if db is not None:
             db_sum += tl.sum(dxhat, axis=0)[None, :]
         if dw is not None:
-            if ROUND:
-                factor = round_to(xhat, x.dtype.element_ty).to(tl.float32)
-                dw_sum += tl.sum(dxhat * factor, axis=0)[None, :]
-            else:
-                dw_sum += tl.sum(dxhat * xhat, axis=0)[None, :]
+            factor = round_to(xhat, x.dtype.element_ty).to(tl.float32) if ROUND else xhat
+            dw_sum += tl.sum(dxhat * factor, axis=0)[None, :]
         if dx is not None:
             if weight is not None:
                 dxhat *= scale
-            grad = dxhat - xhat * (tl.sum(dxhat * xhat, axis=1) / n)[:, None]
+            grad = dxhat - xhat * row_mean(dxhat * xhat, n)
             if LAYER:
-                grad -= (tl.sum(dxhat, axis=1) / n)[:, None]
-            grad *= rstd[:, None]
+                grad -= row_mean(dxhat, n)
+            grad *= rstd
             if dtotal is not None:
                 grad += load(dtotal + rm * stride_tm + rn, mask)
             store(dx + rm * n + rn, grad, mask)

@@ -122,6 +122,18 @@ def flops(fn: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
+def gemm_flops(fn: Callable[[], Any]) -> int:
+    """Return the FLOPs of the GEMMs that a CPU really runs, from the profiler's shapes."""
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        fn()
+    total = 0
+    for event in profiler.events():
+        if event.name in ("aten::mm", "aten::addmm"):
+            (m, k), (_, n) = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
+            total += 2 * m * k * n
+    return total
+
+
 @contextmanager
 def launches() -> Iterator[Counter[str]]:
     """Count kernel launches by kernel name."""

@@ -1,0 +1,290 @@
+"""linear_act and Linear: what is kept, what is computed, which kernel runs, what is refused."""
+
+import inspect
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import LINEARS
+from support import DEVICE, compare, flops, gemm_flops, launches, randn, saved_bytes
+from torch import nn
+
+import fusedckpt
+from fusedckpt import _dispatch
+from fusedckpt.functional import linear_act
+from fusedckpt.kernels.runtime import HAS_TRITON
+
+T, D, N = 24, 16, 40
+GEMM = 2 * T * D * N
+MASKS = [mask for mask in product((False, True), repeat=3) if any(mask)]
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+
+def parameters(mask=(True, True, True), dtype=torch.float32):
+    x = randn(T, D, dtype=dtype, requires_grad=mask[0])
+    w = nn.Parameter(randn(N, D, dtype=dtype).detach() / 4, requires_grad=mask[1])
+    b = nn.Parameter(randn(N, dtype=dtype).detach(), requires_grad=mask[2])
+    return x, w, b
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("activation", "save"),
+    [("gelu", "inputs"), ("gelu", "preact"), (None, "inputs"), (None, "preact")],
+)
+def test_saved_bytes_and_flops(activation, save, mask, path):
+    inputs = parameters(mask)
+    needs_dx, needs_dw, _ = mask
+    z = activation is not None and save == "preact"
+    x = needs_dw or (activation is not None and save == "inputs")
+    kept = saved_bytes(lambda *args: linear_act(*args, activation, save=save), inputs)
+    assert kept == 4 * T * (D * x + N * z)
+    recomputes = activation is not None and save == "inputs"
+
+    def step():
+        linear_act(*inputs, activation, save=save).sum().backward()
+
+    expected = GEMM * (1 + needs_dx + needs_dw + recomputes)
+    assert flops(step) == expected
+    if path == "aten" and DEVICE.type == "cpu":
+        assert gemm_flops(step) == expected
+
+
+def test_autocast_keeps_what_the_gemm_read():
+    x, w, b = parameters()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert saved_bytes(linear_act, (x, w, b)) == 2 * T * D
+        assert saved_bytes(linear_act, (x.bfloat16(), w, b)) == 2 * T * D
+
+
+def test_a_view_is_kept_as_given():
+    x = randn(T, 2 * D)
+    weights = parameters()[1:]
+    assert (
+        saved_bytes(lambda x, *rest: linear_act(x[:, ::2], *rest), (x, *weights)) == 4 * T * 2 * D
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ["fused", "split"])
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_launches(kernel, save):
+    inputs = parameters()
+    with launches() as forward:
+        y = linear_act(*inputs, save=save, kernel=kernel)
+    with launches() as backward:
+        y.sum().backward()
+    recomputes_fused = kernel == "fused" and save == "inputs"
+    assert forward == {"gemm_kernel" if kernel == "fused" else "act_kernel": 1}
+    assert backward == {"gemm_kernel" if recomputes_fused else "act_grad_kernel": 1}
+
+
+@needs_triton
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_plans_agree_with_eager(dtype, save):
+    for kernel in ("fused", "split"):
+        compare(
+            lambda x, w, b, kernel=kernel: linear_act(x, w, b, "silu", save=save, kernel=kernel),
+            lambda x, w, b: F.silu(F.linear(x, w, b)),
+            lambda: parameters(dtype=dtype),
+        )
+
+
+@needs_triton
+def test_no_triton_no_fused_kernel():
+    x, w, b = parameters(dtype=torch.float64)
+    with pytest.raises(ValueError, match="kernel='fused' needs Triton"):
+        linear_act(x, w, b, kernel="fused")
+    with _dispatch.forced_path("aten"), pytest.raises(ValueError, match="needs Triton"):
+        linear_act(*parameters(), kernel="fused")
+    linear_act(x, w, b, kernel="split")
+
+
+def test_levels_take_precedence():
+    x, w, b = parameters()
+    layer = fusedckpt.Linear(D, N, activation="gelu", device=DEVICE)
+    keen = fusedckpt.Linear(D, N, activation="gelu", save="preact", device=DEVICE)
+    inputs, preact = 4 * T * D, 4 * T * (D + N)
+    assert saved_bytes(linear_act, (x, w, b)) == inputs
+    assert [saved_bytes(m, (x,)) for m in (layer, keen)] == [inputs, preact]
+    with fusedckpt.saving("preact"):
+        assert [saved_bytes(m, (x,)) for m in (layer, keen)] == [preact, preact]
+        assert saved_bytes(lambda *a: linear_act(*a, save="inputs"), (x, w, b)) == inputs
+        with fusedckpt.saving("gate"):
+            # a linear has no gate
+            assert saved_bytes(keen, (x,)) == inputs
+        assert saved_bytes(layer, (x,)) == preact
+    with pytest.raises(RuntimeError, match="inside"), fusedckpt.saving("preact"):
+        raise RuntimeError("inside")
+    assert saved_bytes(layer, (x,)) == inputs
+
+
+def test_double_backward_needs_what_preact_drops():
+    x, w, b = parameters((True, False, True))
+    y = linear_act(x, w, b, save="preact")
+    with pytest.raises(RuntimeError, match="use save='inputs'"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_ops_refuse_to_be_differentiated():
+    x, w, b = parameters()
+    op = torch.ops.fusedckpt.linear_act
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        op(x, w, b, "gelu", False, None)
+    with torch.no_grad():
+        op(x, w, b, "gelu", False, None)
+    op(x.detach(), w.detach(), b.detach(), "gelu", False, None)
+
+
+@pytest.mark.parametrize("kernel", ["split", None])
+def test_opcheck(kernel):
+    x, w, b = (t.detach() for t in parameters())
+    dy = randn(T, N, requires_grad=False)
+    ops = torch.ops.fusedckpt
+    torch.library.opcheck(ops.linear_act.default, (x, w, b, "gelu", True, kernel))
+    torch.library.opcheck(ops.linear_act.default, (x, w, None, "silu", False, kernel))
+    for z, needs in ((None, [True, True, True]), (dy.clone(), [True, False, True])):
+        torch.library.opcheck(
+            ops.linear_act_backward.default, (dy, x, w, b, z, "gelu", needs, kernel)
+        )
+
+
+def test_module_is_a_drop_in():
+    ours, theirs = (inspect.signature(m.__init__) for m in (fusedckpt.Linear, nn.Linear))
+    shared = list(ours.parameters)[: len(theirs.parameters)]
+    assert shared == list(theirs.parameters)
+    assert all(
+        p.kind is p.KEYWORD_ONLY for p in list(ours.parameters.values())[len(theirs.parameters) :]
+    )
+    torch.manual_seed(1)
+    layer = fusedckpt.Linear(D, N, True, DEVICE, activation="swish")
+    torch.manual_seed(1)
+    twin = nn.Linear(D, N, True, DEVICE)
+    assert isinstance(layer, nn.Linear)
+    assert layer.activation == "silu"
+    assert "activation=silu, save=inputs" in repr(layer)
+    layer.load_state_dict(twin.state_dict(), strict=True)
+    x = randn(T, D)
+    torch.testing.assert_close(layer(x), F.silu(twin(x)))
+    plain = fusedckpt.Linear(D, N, bias=False, device=DEVICE)
+    torch.testing.assert_close(plain(x), F.linear(x, plain.weight))
+
+
+def bad_calls():
+    """Each: what is passed, the error, what its message says."""
+    x, w, b = parameters()
+    return {
+        "features": ((x, w[:, 1:], b), {}, ValueError, "expects 15 input features, x has 16"),
+        "shapes-named": ((x, w[:, 1:], b), {}, ValueError, r"x \[24, 16\], weight \[40, 15\]"),
+        "weight-1d": ((x, b, b), {}, ValueError, "weight two"),
+        "scalar": ((x.sum(), w, b), {}, ValueError, "at least one dimension"),
+        "bias-shape": ((x, w, b[1:]), {}, ValueError, r"bias must be \[40\], got \[39\]"),
+        "activation": ((x, w, b, "swoosh"), {}, ValueError, "unknown activation 'swoosh'"),
+        "activation-type": ((x, w, b, F.gelu), {}, TypeError, "must be a name"),
+        "level": ((x, w, b), {"save": "all"}, ValueError, "one of inputs, preact, got 'all'"),
+        "gate": ((x, w, b), {"save": "gate"}, ValueError, "one of inputs, preact, got 'gate'"),
+        "kernel": ((x, w, b), {"kernel": "hybrid"}, ValueError, "'split' or 'fused'"),
+        "dtype": ((x, w.half(), b), {}, TypeError, "must share a dtype"),
+        "bias-dtype": ((x, w, b.double()), {}, TypeError, "x and bias must share a dtype"),
+        "int": ((x.int(), w, b), {}, TypeError, "must be floating point, got torch.int32"),
+        "complex": ((x.cfloat(), w, b), {}, TypeError, "must be floating point"),
+        "float8": ((x.to(torch.float8_e4m3fn), w, b), {}, TypeError, "float8"),
+        "list": (([1.0], w, b), {}, TypeError, "x must be a tensor, got list"),
+        "none": ((x, None, b), {}, TypeError, "weight must be a tensor"),
+        "device": ((x, w.to("meta"), b), {}, ValueError, "on one device"),
+        "sparse": ((x.detach().to_sparse(), w, b), {}, TypeError, "dense"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_input_is_refused_before_any_work(name):
+    args, kwargs, error, message = bad_calls()[name]
+    before = [t.clone() if isinstance(t, torch.Tensor) and t.device == DEVICE else t for t in args]
+    with launches() as count, pytest.raises(error, match=message) as raised:
+        linear_act(*args, **kwargs)
+    assert str(raised.value).startswith("linear_act: ")
+    assert not count
+    for old, new in zip(before, args, strict=True):
+        if isinstance(old, torch.Tensor) and old.device == DEVICE and not old.is_sparse:
+            assert torch.equal(old, new)
+
+
+def test_bad_modules_are_refused():
+    with pytest.raises(ValueError, match="Linear: unknown activation"):
+        fusedckpt.Linear(D, N, activation="swoosh")
+    with pytest.raises(ValueError, match="Linear: save level must be one of"):
+        fusedckpt.Linear(D, N, save="gate")
+    with pytest.raises(ValueError, match="saving: save level must be one of"):
+        fusedckpt.saving("everything").__enter__()
+    with pytest.raises(ValueError, match="Linear: weight expects 16"):
+        fusedckpt.Linear(D, N, device=DEVICE)(randn(T, D + 1))
+
+
+def test_autocast_refuses_float64_weights():
+    x, w, b = parameters()
+    with (
+        torch.autocast(DEVICE.type, torch.bfloat16),
+        pytest.raises(TypeError, match="share a dtype"),
+    ):
+        linear_act(x, w.double(), b)
+
+
+def test_dtensor_is_refused_by_name():
+    class DTensor(torch.Tensor):
+        pass
+
+    x, w, b = parameters()
+    with pytest.raises(TypeError, match="x is a DTensor"):
+        linear_act(x.detach().as_subclass(DTensor), w, b)
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
+def test_offsets_beyond_two_to_the_31(offset):
+    """Rows 2^30 elements apart: the third starts past what 32 bits hold."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    storage = torch.empty(2**31 + 512, dtype=torch.float16, device=DEVICE)
+    x = storage.as_strided((3, 64), (2**30, 1), offset)
+    x.copy_(randn(3, 64, dtype=torch.float16).detach())
+    w = randn(40, 64, dtype=torch.float16).detach() / 8
+    dense = x.clone().requires_grad_()
+    y, expected = linear_act(x.requires_grad_(), w), linear_act(dense, w)
+    torch.testing.assert_close(y, expected)
+    dy = randn(3, 40, dtype=torch.float16, requires_grad=False)
+    grads = [torch.autograd.grad(out, at, dy)[0] for out, at in ((y, x), (expected, dense))]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="takes 20 GB and a GPU")
+@pytest.mark.parametrize("kernel", ["fused", "split"])
+def test_outputs_beyond_two_to_the_31_elements(kernel):
+    x, w = randn(70000, 16, dtype=torch.bfloat16), randn(32768, 16, dtype=torch.bfloat16)
+    y = linear_act(x, w, None, "relu", kernel=kernel)
+    torch.testing.assert_close(y[-64:], F.relu(F.linear(x[-64:], w)))
+    (dx,) = torch.autograd.grad(y, x, y.detach())
+    tail = x[-64:].detach().requires_grad_()
+    expected = F.relu(F.linear(tail, w))
+    (grad,) = torch.autograd.grad(expected, tail, y[-64:].detach())
+    torch.testing.assert_close(dx[-64:], grad, rtol=2e-2, atol=1.0)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_empty_sides(rows, path):
+    for d, n in ((0, 5), (5, 0), (0, 0)):
+        x, w, b = randn(rows, d), randn(n, d), randn(n)
+        y, expected = linear_act(x, w, b), F.gelu(F.linear(x, w, b))
+        assert torch.equal(y, expected)
+        for ours, theirs in zip(
+            torch.autograd.grad(y.sum(), (x, w, b)),
+            torch.autograd.grad(expected.sum(), (x, w, b)),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("case", LINEARS, ids=lambda case: case.name)
+def test_many_rows(case):
+    """Bias and weight gradients over many rows stay as accurate as eager's."""
+    with _dispatch.forced_path("aten"):
+        compare(case.fused, case.eager, lambda: case.inputs((20000,), 8, 9, torch.bfloat16))

@@ -1,0 +1,334 @@
+"""The norms: what is kept, long rows, mixed dtypes, casts, the add forms, what is refused."""
+
+import inspect
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, HALF, compare, launches, randn, saved_bytes
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import fusedckpt
+from fusedckpt import functional, reference
+from fusedckpt.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedckpt.kernels.norm import MAX_BLOCK
+from fusedckpt.kernels.runtime import HAS_TRITON
+
+M, N = 12, 20
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+
+def weight(n=N, dtype=torch.float32, requires_grad=True):
+    return nn.Parameter(randn(n, dtype=dtype).detach(), requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64], ids=str)
+def test_keeps_x_alone(dtype, path):
+    x, w, b = randn(M, N, dtype=dtype), weight(dtype=dtype), weight(dtype=dtype)
+    one = M * N * x.element_size()
+    assert saved_bytes(lambda x: rms_norm(x, N, w), [x]) == one
+    assert saved_bytes(lambda x: layer_norm(x, N, w, b), [x]) == one
+    # the sum, which is an output
+    assert saved_bytes(lambda x, r: add_rms_norm(x, r, N, w), [x, randn(M, N, dtype=dtype)]) == one
+    assert saved_bytes(lambda x, r: add_layer_norm(x, r, N, w, b), [x, x]) == one
+
+
+@pytest.mark.parametrize("mask", list(product((False, True), repeat=3))[1:])
+def test_keeps_only_what_a_gradient_reads(mask):
+    x = randn(M, N, requires_grad=mask[0])
+    w, b = weight(requires_grad=mask[1]), weight(requires_grad=mask[2])
+    kept = saved_bytes(lambda x: layer_norm(x, N, w, b), [x])
+    assert kept == (4 * M * N if mask[0] or mask[1] else 0)
+
+
+def wide_shapes():
+    return [(3, MAX_BLOCK), (3, MAX_BLOCK + 1), (2, 12345), (1, 65536)]
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", wide_shapes(), ids=str)
+@pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "add_rms_norm", "llama"])
+def test_long_rows(function, shape):
+    m, n = shape
+    names = {"layer_norm": "wb", "add_rms_norm": "rw"}.get(function, "w")
+    options = {"cast": "llama", "eps": 1e-5} if function == "llama" else {}
+    function = function.replace("llama", "rms_norm")
+
+    def call(module, x, *rest):
+        args = (x, rest[0], (n,), rest[1]) if "r" in names else (x, (n,), *rest)
+        return getattr(module, function)(*args, **options)
+
+    def inputs():
+        shapes = [(m, n), *((m, n) if key == "r" else (n,) for key in names)]
+        return [randn(*s, dtype=torch.bfloat16 if options else torch.float32) for s in shapes]
+
+    with launches() as count:
+        compare(lambda *a: call(functional, *a), lambda *a: call(reference, *a), inputs)
+    assert ("wide_norm_kernel" in count) == ("wide_dw_kernel" in count) == (n > MAX_BLOCK)
+
+
+@needs_triton
+def test_long_rows_of_every_mask():
+    n = MAX_BLOCK + 100
+    for mask in list(product((False, True), repeat=3))[1:]:
+        compare(
+            lambda x, w, b: layer_norm(x, n, w, b),
+            lambda x, w, b: F.layer_norm(x, (n,), w, b),
+            lambda mask=mask: [
+                randn(2, n, requires_grad=mask[0]),
+                randn(n, requires_grad=mask[1]),
+                randn(n, requires_grad=mask[2]),
+            ],
+        )
+
+
+@needs_triton
+@pytest.mark.parametrize("num_rows", [1, 5, 64, 200])
+def test_one_launch_each_way(num_rows):
+    x, w = randn(num_rows, N), weight()
+    with launches() as count:
+        rms_norm(x, N, w).sum().backward()
+    assert count == {"norm_kernel": 1, "norm_grad_kernel": 1}
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cast", ["torch", "llama", "gemma"])
+def test_mixed_dtypes(cast, x_dtype, w_dtype, path):
+    compare(
+        lambda x, w: rms_norm(x, N, w, 1e-6, cast=cast),
+        lambda x, w: reference.rms_norm(x, (N,), w, 1e-6, cast=cast),
+        lambda: [randn(M, N, dtype=x_dtype), randn(N, dtype=w_dtype)],
+    )
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="torch mixes LayerNorm's dtypes on a CPU only")
+@pytest.mark.parametrize("x_dtype", HALF, ids=str)
+def test_mixed_dtypes_of_layer_norm(x_dtype, path):
+    compare(
+        lambda x, w, b: layer_norm(x, N, w, b),
+        lambda x, w, b: F.layer_norm(x, (N,), w, b),
+        lambda: [randn(M, N, dtype=x_dtype), randn(N), randn(N)],
+    )
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
+def test_mixed_residual(dtypes, path):
+    for order in (dtypes, dtypes[::-1]):
+        compare(
+            lambda x, r, w: add_rms_norm(x, r, N, w),
+            lambda x, r, w: reference.add_rms_norm(x, r, (N,), w),
+            lambda order=order: [*(randn(M, N, dtype=d) for d in order), randn(N)],
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64], ids=str)
+def test_default_eps_is_torchs(dtype, path):
+    x = randn(M, N, dtype=dtype).detach() * 1e-4
+    torch.testing.assert_close(rms_norm(x, N), F.rms_norm(x, (N,)))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 2, 4)], ids=str)
+@pytest.mark.parametrize("rows", [(), (6,), (2, 3)], ids=str)
+def test_several_normalized_dimensions(shape, rows):
+    compare(
+        lambda x, w, b: layer_norm(x, shape, w, b),
+        lambda x, w, b: F.layer_norm(x, shape, w, b),
+        lambda: [randn(*rows, *shape), randn(*shape), randn(*shape)],
+    )
+    compare(
+        lambda x, w: rms_norm(x, shape, w),
+        lambda x, w: F.rms_norm(x, shape, w),
+        lambda: [randn(*rows, *shape), randn(*shape)],
+    )
+
+
+@pytest.mark.parametrize("n", [N, MAX_BLOCK + 50])
+def test_a_far_mean_does_not_cancel(n):
+    compare(
+        lambda x: layer_norm(x, n),
+        lambda x: F.layer_norm(x, (n,)),
+        lambda: [(randn(4, n) + 1000).detach().requires_grad_()],
+    )
+
+
+def test_rows_do_not_leak_into_each_other(path):
+    """One NaN row, one constant row and eps = 0: every other row is as it would be alone."""
+    x = randn(5, N).detach()
+    x[1], x[3] = float("nan"), 0.0
+    x.requires_grad_()
+    for ours, theirs in (
+        (rms_norm(x, N, None, 0.0), F.rms_norm(x, (N,), None, 0.0)),
+        (layer_norm(x, N, eps=0.0), F.layer_norm(x, (N,), eps=0.0)),
+    ):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+        dy = torch.randn_like(ours)
+        found, expected = (torch.autograd.grad(y, x, dy)[0] for y in (ours, theirs))
+        keep = [0, 2, 4]
+        torch.testing.assert_close(found[keep], expected[keep])
+
+
+def test_padding_rows_leave_the_weight_gradient_alone():
+    """Rows past the last of a tile are zeros; eps = 0 must not make NaN of them."""
+    x, w = randn(3, N), weight()
+    (dw,) = torch.autograd.grad(rms_norm(x, N, w, 0.0).sum(), w)
+    (expected,) = torch.autograd.grad(F.rms_norm(x, (N,), w, 0.0).sum(), w)
+    torch.testing.assert_close(dw, expected)
+
+
+@pytest.mark.parametrize("used", [(True, False), (False, True)])
+def test_one_output_of_an_add_form(used):
+    inputs = [randn(M, N), randn(M, N), randn(N)]
+    found, expected = (
+        torch.autograd.grad(
+            sum(y.square().sum() for y, use in zip(fn(*inputs), used, strict=True) if use),
+            inputs,
+            allow_unused=True,
+        )
+        for fn in (
+            lambda x, r, w: add_rms_norm(x, r, N, w),
+            lambda x, r, w: reference.add_rms_norm(x, r, (N,), w),
+        )
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_the_sum_is_the_residual_stream():
+    x, r = randn(M, N, dtype=torch.bfloat16), randn(M, N, dtype=torch.bfloat16)
+    assert torch.equal(add_rms_norm(x, r, N)[1], x + r)
+    assert torch.equal(add_layer_norm(x, r, N)[1], x + r)
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_gpu_autocast_dtype_is_torchs(norm):
+    """The rule that _dispatch.autocasts_norms states, read off torch without a GPU."""
+    was = torch.is_autocast_enabled("cuda")
+    # torch.autocast would turn itself off where there is no GPU
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            x = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+            assert getattr(F, norm)(x, (8,)).dtype == torch.float32
+            assert getattr(functional, norm)(x, 8).dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", was)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_modules_are_drop_ins(name):
+    ours, theirs = getattr(fusedckpt, name), getattr(nn, name)
+    mine, twins = (inspect.signature(m.__init__).parameters for m in (ours, theirs))
+    assert list(mine)[: len(twins)] == list(twins)
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(mine.values())[len(twins) :])
+    module, twin = ours((3, 5), 1e-3, device=DEVICE), theirs((3, 5), 1e-3, device=DEVICE)
+    assert isinstance(module, theirs)
+    assert module.state_dict().keys() == twin.state_dict().keys()
+    x = randn(4, 3, 5)
+    torch.testing.assert_close(module(x), twin(x))
+    plain = ours(N, elementwise_affine=False)
+    assert not list(plain.parameters())
+
+
+def test_an_offset_starts_at_scale_one():
+    module = fusedckpt.RMSNorm(N, device=DEVICE, offset=1.0, cast="gemma")
+    assert torch.equal(module.weight, torch.zeros_like(module.weight))
+    x = randn(M, N)
+    torch.testing.assert_close(module(x), F.rms_norm(x, (N,)))
+    assert repr(module).endswith("offset=1.0, cast=gemma)")
+
+
+@pytest.mark.parametrize("needs", [[True, True, True], [True, False, False], [False, True, False]])
+def test_opcheck(needs):
+    x, dy, w, b = (randn(*s, requires_grad=False) for s in ((M, N), (M, N), (N,), (N,)))
+    ops = torch.ops.fusedckpt
+    rule = (1, "layer", 1e-5, 0.0, "torch")
+    torch.library.opcheck(ops.norm.default, (x, None, w, b, *rule, torch.float32))
+    torch.library.opcheck(ops.norm.default, (x, dy, w, None, *rule, torch.float32))
+    for dtotal in (None, dy.clone()):
+        torch.library.opcheck(ops.norm_backward.default, (dy, dtotal, x, w, *rule, needs))
+
+
+def bad_calls():
+    x, w = randn(M, N), weight()
+    return {
+        "shape": (
+            lambda: rms_norm(x, N + 1, w),
+            ValueError,
+            r"normalized_shape \[21\].*\[12, 20\]",
+        ),
+        "empty-shape": (lambda: rms_norm(x, (), w), ValueError, "at least one dimension"),
+        "weight": (
+            lambda: rms_norm(x, N, w[1:]),
+            ValueError,
+            r"weight must.*\[20\], got \[19\]",
+        ),
+        "bias": (lambda: layer_norm(x, N, w, w[1:]), ValueError, "bias must be"),
+        "residual": (lambda: add_rms_norm(x, x[1:], N, w), ValueError, "residual must have"),
+        "no-residual": (
+            lambda: add_rms_norm(x, None, N, w),
+            TypeError,
+            "residual must be a tensor",
+        ),
+        "cast": (
+            lambda: rms_norm(x, N, w, cast="fp8"),
+            ValueError,
+            "llama, gemma, got 'fp8'",
+        ),
+        "offset": (lambda: rms_norm(x, N, offset=1.0), ValueError, "there is none"),
+        "eps": (lambda: layer_norm(x, N, eps="small"), TypeError, "eps must be a number"),
+        "eps-none": (lambda: layer_norm(x, N, eps=None), TypeError, "eps must be a number"),
+        "int": (lambda: rms_norm(x.int(), N), TypeError, "floating point"),
+        "list": (lambda: rms_norm([1.0], 1), TypeError, "x must be a tensor"),
+        "device": (lambda: rms_norm(x, N, w.to("meta")), ValueError, "on one device"),
+        "module": (lambda: fusedckpt.RMSNorm(N, cast="x"), ValueError, "RMSNorm: cast must be"),
+        "module-offset": (
+            lambda: fusedckpt.RMSNorm(N, elementwise_affine=False, offset=1.0),
+            ValueError,
+            "there is none",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_input_is_refused_before_any_work(name):
+    call, error, message = bad_calls()[name]
+    with launches() as count, pytest.raises(error, match=message):
+        call()
+    assert not count
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_offsets_beyond_two_to_the_31(norm):
+    """Rows 2^30 elements apart: the third starts past what 32 bits hold."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    storage = torch.empty(2**31 + 512, dtype=torch.float16, device=DEVICE)
+    x = storage.as_strided((3, 64), (2**30, 1))
+    x.copy_(randn(3, 64, dtype=torch.float16).detach())
+    dense = x.clone().requires_grad_()
+    w = randn(64, dtype=torch.float16)
+    call = getattr(functional, norm)
+    y, expected = call(x.requires_grad_(), 64, w), call(dense, 64, w)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(expected)
+    for at in ((x, dense), (w, w)):
+        grads = [
+            torch.autograd.grad(out, t, dy, retain_graph=True)[0]
+            for out, t in zip((y, expected), at, strict=True)
+        ]
+        torch.testing.assert_close(*grads)
