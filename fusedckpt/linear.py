@@ -12,7 +12,7 @@ from fusedckpt import _check, _dispatch, _ops, levels, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels.runtime import arch, as_matrix
-from fusedckpt.kernels.tiles import kernel_for
+from fusedckpt.kernels.tiles import gains_by_fusion
 
 __all__ = ["Linear", "linear_act"]
 
@@ -23,7 +23,9 @@ def _plan(x: Tensor, kernel: str | None, n: int, k: int) -> str:
     """Return which launcher runs for tensors like x: fused, split or aten."""
     if 0 in (x.numel(), n, k) or _dispatch.path_of(x.device, x.dtype) == "aten":
         return "aten"
-    return kernel or kernel_for(arch(), x.element_size(), k)
+    if kernel is None:
+        return "fused" if gains_by_fusion(arch(), x.element_size(), k) else "split"
+    return kernel
 
 
 def _forward(

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from .norm import NormRule
-
-# elements of a row block: its float32 temporaries stay in a core's cache
-BLOCK_ELEMENTS = 1 << 17
+from .runtime import row_blocks
 
 
 def norm(
@@ -30,15 +28,15 @@ def norm(
     y = x.new_empty(x.shape, dtype=out_dtype)
     wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)
-    for start, stop in row_blocks(x):
-        xhat, _ = normalise(x[start:stop].to(wide), rule)
+    for block in row_blocks(x):
+        xhat, _ = normalise(x[block].to(wide), rule)
         if rule.cast == "llama":
             xhat = xhat.to(x.dtype).to(wide)
         if scale is not None:
             xhat.mul_(scale)
         if bias is not None:
             xhat.add_(bias)
-        y[start:stop] = xhat
+        y[block] = xhat
     return y, total
 
 
@@ -57,9 +55,9 @@ def norm_grad(
     scale = scale_of(weight, rule, wide)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dw, db = (x.new_zeros(x.shape[1], dtype=wide) if need else None for need in needs[1:])
-    for start, stop in row_blocks(x):
-        xhat, rstd = normalise(x[start:stop].to(wide), rule)
-        dxhat = dy[start:stop].to(wide)
+    for block in row_blocks(x):
+        xhat, rstd = normalise(x[block].to(wide), rule)
+        dxhat = dy[block].to(wide)
         if db is not None:
             db += dxhat.sum(0)
         if dw is not None:
@@ -71,7 +69,7 @@ def norm_grad(
             if rule.kind == "layer":
                 grad -= dxhat.mean(1, keepdim=True)
             grad *= rstd
-            dx[start:stop] = grad if dtotal is None else grad + dtotal[start:stop]
+            dx[block] = grad if dtotal is None else grad + dtotal[block]
     return dx, dw, db
 
 
@@ -123,10 +121,3 @@ def scale_of(weight: Tensor | None, rule: NormRule, dtype: torch.dtype) -> Tenso
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that sums run in: float64 for float64, float32 otherwise."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def row_blocks(x: Tensor) -> list[tuple[int, int]]:
-    """Cut x [M, N] into blocks of rows; the whole at once where there is no cache to fit."""
-    m, n = x.shape
-    step = max(1, BLOCK_ELEMENTS // max(n, 1)) if x.device.type == "cpu" else max(m, 1)
-    return [(start, min(start + step, m)) for start in range(0, m, step)]

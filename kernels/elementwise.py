@@ -1,12 +1,12 @@
-"""The split plan's kernels: an activation, or its gradient, over a pre-activation in memory.
+"""The split plan's kernels: hidden activations, or their gradients, over GEMM outputs in memory.
 
-Both may write over what they read, which is how the split plan needs no more memory than a fused
-GEMM does.
+A gated layer's h is act(gate) * up, a plain one's act(z). The gradient kernel may write over what
+it reads, which is how the split plan needs no more memory than a fused GEMM does.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,72 +14,106 @@ from torch import Tensor
 from .runtime import load, store, tl, triton
 
 BLOCK = 4096
-BLOCK_M, BLOCK_N = 64, 128
+BLOCK_M, BLOCK_N = 32, 128
 
 
 @triton.jit
-def act_kernel(z, h, numel, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def act_kernel(z, up, h, numel, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
-    store(h + offsets, ACTIVATION(load(z + offsets, mask)), mask)
+    value = ACTIVATION(load(z + offsets, mask))
+    if up is not None:
+        value *= load(up + offsets, mask)
+    store(h + offsets, value, mask)
 
 
-def act(z: Tensor, h: Tensor, activation: Any) -> None:
-    """Write act(z) into h, contiguous like z; h may be z."""
+def act(z: Tensor, up: Tensor | None, h: Tensor, activation: Any) -> None:
+    """Write act(z), times `up` if given, into h; all contiguous, and h may be z or up."""
     with torch.cuda.device_of(z):
         act_kernel[(triton.cdiv(z.numel(), BLOCK),)](
-            z, h, z.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=8
+            z, up, h, z.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=8
         )
+
+
+class HiddenGrad(NamedTuple):
+    """Where the gradient of a hidden layer is read and written: [M, N], contiguous, or None.
+
+    Read: z (the gate, where gated) and up. Written: h, dz, dup. Each written one may be one of
+    those read, or dh; h is None where it is not wanted, up and dup where the layer is not gated.
+    db and db_up [row tiles, N] take float32 column sums of dz and dup, None where not wanted.
+    """
+
+    z: Tensor
+    up: Tensor | None
+    h: Tensor | None
+    dz: Tensor
+    dup: Tensor | None
+    db: Tensor | None
+    db_up: Tensor | None
+
+
+@triton.jit
+def store_hidden_grad(dh, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
+    """H, dz and dup of one tile from its dh: every read comes before the first write."""
+    mask = (rm < m)[:, None] & (rn < n)[None, :]
+    offsets = rm[:, None] * n + rn[None, :]
+    z = load(out.z + offsets, mask)
+    if out.up is not None:
+        up = load(out.up + offsets, mask)
+        value, dz = ACTIVATION(z, dh * up)
+        dup = dh * value
+        value *= up
+        store(out.dup + offsets, dup, mask)
+        if out.db_up is not None:
+            partial = tl.sum(tl.where(mask, dup, 0.0), axis=0)
+            tl.store(out.db_up + tile_m * n + rn, partial, mask=rn < n)
+    else:
+        value, dz = ACTIVATION(z, dh)
+    if out.h is not None:
+        store(out.h + offsets, value, mask)
+    store(out.dz + offsets, dz, mask)
+    if out.db is not None:
+        partial = tl.sum(tl.where(mask, dz, 0.0), axis=0)
+        tl.store(out.db + tile_m * n + rn, partial, mask=rn < n)
 
 
 @triton.jit
 def act_grad_kernel(
-    z,
-    dy,
-    dz,
-    db,
+    dh,
+    stride_dhm,
+    out,
     m,
     n,
-    stride_dym,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     tiles_n = tl.cdiv(n, BLOCK_N)
-    tile_m = tl.program_id(0) // tiles_n
-    rm = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
+    rm = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rm < m)[:, None] & (rn < n)[None, :]
-    offsets = rm[:, None] * n + rn[None, :]
-    _, grad = ACTIVATION(
-        load(z + offsets, mask), load(dy + rm[:, None] * stride_dym + rn[None, :], mask)
-    )
-    store(dz + offsets, grad, mask)
-    if db is not None:
-        partial = tl.sum(tl.where(mask, grad, 0.0), axis=0)
-        tl.store(db + tile_m.to(tl.int64) * n + rn, partial, mask=rn < n)
+    tile = load(dh + rm[:, None] * stride_dhm + rn[None, :], mask)
+    store_hidden_grad(tile, rm, rn, m, n, tile_m, out, ACTIVATION)
 
 
-def act_grad(z: Tensor, dy: Tensor, dz: Tensor, activation: Any, needs_db: bool) -> Tensor | None:
-    """Write dy * act'(z) into dz and return its column sums [N] in float32 if wanted.
-
-    z and dz [M, N] are contiguous and may be one tensor, dy [M, N] has unit column stride.
-    """
-    m, n = z.shape
-    tiles_m = triton.cdiv(m, BLOCK_M)
-    db = z.new_empty(tiles_m, n, dtype=torch.float32) if needs_db else None
-    with torch.cuda.device_of(z):
-        act_grad_kernel[(tiles_m * triton.cdiv(n, BLOCK_N),)](
-            z,
-            dy,
-            dz,
-            db,
+def act_grad(dh: Tensor, out: HiddenGrad, activation: Any) -> None:
+    """Fill `out` from dh [M, N], which has unit column stride."""
+    m, n = dh.shape
+    with torch.cuda.device_of(dh):
+        act_grad_kernel[(row_tiles(dh) * triton.cdiv(n, BLOCK_N),)](
+            dh,
+            dh.stride(0),
+            out,
             m,
             n,
-            dy.stride(0),
             ACTIVATION=activation,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             num_warps=8,
         )
-    return None if db is None else db.sum(0)
+
+
+def row_tiles(dh: Tensor) -> int:
+    """Return how many row tiles `act_grad` sums over."""
+    return triton.cdiv(dh.shape[0], BLOCK_M)

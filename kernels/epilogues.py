@@ -1,7 +1,8 @@
 """What a GEMM tile becomes: one jit function and one record of operands each.
 
 An epilogue gets the float32 accumulator of rows `rm` (int64) and columns `rn`, and the row tile's
-number for what it reduces over rows. Absent operands are None.
+number for what it reduces over rows. Absent operands are None. The hybrid plan's epilogue, which
+turns a tile of dh into h and dz, is elementwise.store_hidden_grad.
 """
 
 from __future__ import annotations

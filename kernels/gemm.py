@@ -1,4 +1,7 @@
-"""The one GEMM mainloop: x [M, K] @ w [N, K].T, tile by tile, each tile handed to an epilogue."""
+"""The one GEMM mainloop: x [M, K] @ w [N, K].T, tile by tile, each tile handed to an epilogue.
+
+w may lie in memory as it is or as the transpose of a [K, N] matrix: both are read in place.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,10 @@ def gemm_kernel(
     n,
     k,
     stride_xm,
-    stride_wn,
+    stride_w,
     STORE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -63,44 +67,57 @@ def gemm_kernel(
     GROUP_M: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """One output tile; `DESCRIPTORS` loads by tensor descriptor instead of pointers."""
+    """One output tile.
+
+    TRANSPOSED: w lies as [K, N]; DESCRIPTORS: loads go by tensor descriptor instead of pointers.
+    """
     tile_m, tile_n = grouped_tile(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
     rm = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
     if DESCRIPTORS:
         x_tiles = tl.make_tensor_descriptor(x, [m, k], [stride_xm, 1], [BLOCK_M, BLOCK_K])
-        w_tiles = tl.make_tensor_descriptor(w, [n, k], [stride_wn, 1], [BLOCK_N, BLOCK_K])
+        if TRANSPOSED:
+            w_tiles = tl.make_tensor_descriptor(w, [k, n], [stride_w, 1], [BLOCK_K, BLOCK_N])
+        else:
+            w_tiles = tl.make_tensor_descriptor(w, [n, k], [stride_w, 1], [BLOCK_N, BLOCK_K])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # without the assumption and this form of range, triton 3.6 serialises every wgmma of the loop
     tl.assume(k > 0)
     for start in range(0, k, BLOCK_K):
         if DESCRIPTORS:
             a = x_tiles.load([tile_m * BLOCK_M, start])
-            b = w_tiles.load([tile_n * BLOCK_N, start])
+            if TRANSPOSED:
+                b = w_tiles.load([start, tile_n * BLOCK_N])
+            else:
+                b = w_tiles.load([tile_n * BLOCK_N, start]).T
         else:
-            inside = (start + rk < k)[None, :]
-            a = tl.load(
-                x + rm[:, None] * stride_xm + (start + rk)[None, :], (rm < m)[:, None] & inside, 0.0
-            )
-            b = tl.load(
-                w + rn[:, None] * stride_wn + (start + rk)[None, :], (rn < n)[:, None] & inside, 0.0
-            )
+            inside = start + rk < k
+            a_offsets = rm[:, None] * stride_xm + (start + rk)[None, :]
+            a = tl.load(x + a_offsets, (rm < m)[:, None] & inside[None, :], 0.0)
+            if TRANSPOSED:
+                b_offsets = (start + rk).to(tl.int64)[:, None] * stride_w + rn[None, :]
+            else:
+                b_offsets = (start + rk)[:, None] + rn[None, :] * stride_w
+            b = tl.load(w + b_offsets, inside[:, None] & (rn < n)[None, :], 0.0)
         if INTERPRETED:
             a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     column = tile_n.to(tl.int64) * BLOCK_N
     store_slices(acc, rm, column, m, n, tile_m, out, STORE, ACTIVATION, SLICES)
 
 
-def gemm(x: Tensor, w: Tensor, out: NamedTuple, store: Any, activation: Any) -> None:
+def gemm(
+    x: Tensor, w: Tensor, out: NamedTuple, store: Any, activation: Any, hybrid: bool = False
+) -> None:
     """Run `store(x @ w.T)` over all tiles.
 
-    x [M, K] and w [N, K] have one dtype and no empty side.
+    x [M, K] and w [N, K] have one dtype and no empty side; `hybrid` takes the tiles for epilogues
+    that read as much as they write.
     """
     (m, k), n = x.shape, w.shape[0]
-    x, w = unit_stride(x), unit_stride(w)
-    tile = launch_tile(x, w)
+    x, w = unit_stride(x), adjacent(w)
+    tile = launch_tile(x, w, hybrid)
     descriptors = fits_descriptors(x, w)
     if descriptors and not IS_INTERPRETED:
         triton.set_allocator(descriptor_scratch)
@@ -114,9 +131,10 @@ def gemm(x: Tensor, w: Tensor, out: NamedTuple, store: Any, activation: Any) -> 
             n,
             k,
             x.stride(0),
-            w.stride(0),
+            lead_stride(w),
             STORE=store,
             ACTIVATION=activation,
+            TRANSPOSED=is_transposed(w),
             DESCRIPTORS=descriptors,
             PRECISION=matmul_precision(),
             BLOCK_M=tile.block_m,
@@ -129,16 +147,20 @@ def gemm(x: Tensor, w: Tensor, out: NamedTuple, store: Any, activation: Any) -> 
         )
 
 
-def launch_tile(x: Tensor, w: Tensor) -> Tile:
+def launch_tile(x: Tensor, w: Tensor, hybrid: bool = False) -> Tile:
     """Return the tile with which `gemm` covers x @ w.T."""
-    return tile_for(
-        arch(), x.element_size(), x.shape[1], fits_descriptors(x, w), matmul_precision()
-    )
+    descriptors = fits_descriptors(unit_stride(x), adjacent(w))
+    return tile_for(arch(), x.element_size(), x.shape[1], hybrid, descriptors, matmul_precision())
 
 
-def row_tiles(x: Tensor, w: Tensor) -> int:
-    """Return how many row tiles `gemm(x, w, ...)` has."""
-    return triton.cdiv(x.shape[0], launch_tile(unit_stride(x), unit_stride(w)).block_m)
+def is_transposed(w: Tensor) -> bool:
+    """Whether w [N, K] lies in memory as [K, N]."""
+    return w.stride(0) == 1 and w.stride(1) != 1
+
+
+def adjacent(w: Tensor) -> Tensor:
+    """Return w with one unit stride, copied if it has none."""
+    return w if is_transposed(w) else unit_stride(w)
 
 
 def matmul_precision() -> str:
@@ -146,9 +168,17 @@ def matmul_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def lead_stride(x: Tensor) -> int:
+    """Return the stride of the dimension that is not adjacent."""
+    return x.stride(1) if is_transposed(x) else x.stride(0)
+
+
 def fits_descriptors(x: Tensor, w: Tensor) -> bool:
-    """Whether tensor descriptors can address both: 16-byte aligned bases and rows."""
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, w))
+    """Whether tensor descriptors can address both: 16-byte aligned bases and rows, in order."""
+    return all(
+        t.data_ptr() % 16 == 0 and lead_stride(t) * t.element_size() % 16 == 0 < lead_stride(t)
+        for t in (x, w)
+    )
 
 
 def descriptor_scratch(size: int, alignment: int, stream: int | None) -> Tensor:

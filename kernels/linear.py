@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import elementwise
 from .activations import ACTIVATIONS
 from .epilogues import StoreAct, StoreActGrad, store_act, store_act_grad
-from .gemm import gemm, row_tiles
-from .runtime import unit_stride
+from .gemm import gemm, launch_tile
+from .hidden import hidden, hidden_grad
+from .runtime import column_sums, triton, unit_stride
 
 
 def linear_act(
@@ -19,20 +19,15 @@ def linear_act(
 
     x [M, K] and w [N, K] share a dtype; `kernel` is "fused", "split", or "aten".
     """
-    act = ACTIVATIONS[activation]
     if kernel == "fused":
         h = x.new_empty(x.shape[0], w.shape[0])
         z = torch.empty_like(h) if keep_z else None
-        gemm(x, w, StoreAct(h, b, z), store_act, act.value)
+        gemm(x, w, StoreAct(h, b, z), store_act, ACTIVATIONS[activation].value)
         return h, z
-    z = preactivation(x, w, b)
-    if activation == "identity" and not keep_z:
+    z = linear(x, w, b)
+    if activation == "identity":
         return z, None
-    h = torch.empty_like(z) if keep_z else z
-    if kernel == "aten":
-        act.write(z, h)
-    else:
-        elementwise.act(z, h, act.value)
+    h = hidden(z, None, torch.empty_like(z) if keep_z else z, activation, kernel)
     return h, z if keep_z else None
 
 
@@ -50,35 +45,36 @@ def linear_act_dz(
 
     Without z it is recomputed from x, w and b; dy [M, N] and a given z are only read.
     """
-    act = ACTIVATIONS[activation]
     if activation == "identity":
         return dy, column_sums(dy) if needs_db else None
-    if z is None and kernel == "fused":
-        assert x is not None
-        assert w is not None
-        dz = dy.new_empty(dy.shape)
-        db = dy.new_empty(row_tiles(x, w), w.shape[0], dtype=torch.float32) if needs_db else None
-        dy = unit_stride(dy)
-        operands = StoreActGrad(dz, dy, dy.stride(0), b, db)
-        gemm(x, w, operands, store_act_grad, act.value_and_grad)
-        return dz, None if db is None else db.sum(0)
-    if z is None:
-        assert x is not None
-        assert w is not None
-        z = dz = preactivation(x, w, b)
-    else:
+    if z is not None:
         dz = torch.empty_like(z)
-    if kernel == "aten":
-        act.write_grad(dy, z, dz)
-        return dz, column_sums(dz) if needs_db else None
-    return dz, elementwise.act_grad(z, unit_stride(dy), dz, act.value_and_grad, needs_db)
+    else:
+        assert x is not None
+        assert w is not None
+        if kernel == "fused":
+            return fused_dz(dy, x, w, b, activation, needs_db)
+        z = dz = linear(x, w, b)
+    found = hidden_grad(dy, z, None, None, dz, None, activation, (needs_db, False), kernel)
+    return dz, found[0]
 
 
-def preactivation(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """Return x @ w.T + b by the vendor's GEMM."""
-    return torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
+def fused_dz(
+    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, activation: str, needs_db: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Recompute z tile by tile, each tile turned into dz before it leaves the chip."""
+    dz, db = torch.empty_like(dy, memory_format=torch.contiguous_format), None
+    if needs_db:
+        tiles = triton.cdiv(dy.shape[0], launch_tile(x, w).block_m)
+        db = dy.new_empty(tiles, dy.shape[1], dtype=torch.float32)
+    dy = unit_stride(dy)
+    operands = StoreActGrad(dz, dy, dy.stride(0), b, db)
+    gemm(x, w, operands, store_act_grad, ACTIVATIONS[activation].value_and_grad)
+    return dz, None if db is None else db.sum(0)
 
 
-def column_sums(dz: Tensor) -> Tensor:
-    """Sum over rows in at least float32."""
-    return dz.sum(0, dtype=torch.promote_types(dz.dtype, torch.float32))
+def linear(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return x @ w.T + b by the vendor's GEMM, in `out` if given."""
+    if b is None:
+        return torch.mm(x, w.t(), out=out)
+    return torch.addmm(b, x, w.t(), out=out)

@@ -29,6 +29,9 @@ INTERPRETED = tl.constexpr(IS_INTERPRETED)
 # the dtypes that kernels take; float64 always runs on ATen
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# of a block of rows on a CPU: its float32 temporaries stay in cache
+BLOCK_ELEMENTS = 1 << 17
+
 
 def arch() -> str:
     """Name the target that a launch compiles for: `sm_90`, `gfx942`, ... or `interpreter`."""
@@ -46,6 +49,18 @@ def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
 def unit_stride(x: Tensor) -> Tensor:
     """Return x [M, N], copied if its columns are not adjacent in memory."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Sum x [M, N] over rows in at least float32."""
+    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def row_blocks(x: Tensor) -> list[slice]:
+    """Cut x [M, N] into blocks of rows that fit a core's cache; all at once off the CPU."""
+    m, n = x.shape
+    step = max(1, BLOCK_ELEMENTS // max(n, 1)) if x.device.type == "cpu" else max(m, 1)
+    return [slice(start, min(start + step, m)) for start in range(0, m, step)]
 
 
 @triton.jit

@@ -21,40 +21,50 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """An architecture's tiles: by tensor descriptor, for short contractions, by pointers."""
+    """An architecture's tiles, by what the launch is like.
+
+    `short` contractions end soon: two blocks per multiprocessor hide one's epilogue under the
+    other's main loop. `hybrid` epilogues read as much as they write, and want registers for it.
+    `pointers` replace tensor descriptors where alignment forbids those, and want registers too.
+    """
 
     long: Tile
     short: Tile
+    hybrid_long: Tile
+    hybrid_short: Tile
     pointers: Tile
 
 
-# up to here two blocks per multiprocessor hide one's epilogue under the other's main loop
 SHORT_K = 1024
 
-_AMPERE = Tile(128, 128, 32, 8, 3, 2)
+_SMALL = Tile(64, 64, 32, 8, 3, 1)
 _HOPPER = Tiles(
     long=Tile(128, 256, 64, 8, 3, 4),
     short=Tile(128, 128, 64, 8, 3, 2),
-    pointers=Tile(128, 64, 32, 8, 3, 1),
+    hybrid_long=Tile(256, 128, 64, 8, 3, 8),
+    hybrid_short=Tile(128, 128, 64, 8, 3, 4),
+    pointers=_SMALL,
 )
 _TF32 = Tile(128, 128, 32, 8, 3, 2)
-_SMALL = Tile(64, 64, 32, 8, 3, 1)
+_HOPPER_TF32 = Tiles(_TF32, _TF32, _SMALL, _SMALL, _SMALL)
+_AMPERE = Tile(128, 128, 32, 8, 3, 2)
+_NARROW = Tile(128, 64, 32, 8, 3, 2)
 _CDNA = Tile(128, 128, 64, 8, 2, 2)
 # unequal sides, so that a test sees a swapped axis
-_INTERPRETED = Tile(32, 64, 16, 4, 1, 2)
+_INTERPRETED = Tiles(*5 * [Tile(32, 64, 16, 4, 1, 2)])
 
 # (architecture family, bytes per element)
 TILES: dict[tuple[str, int], Tiles] = {
-    ("sm_80", 2): Tiles(_AMPERE, _AMPERE, _HOPPER.pointers),
-    ("sm_80", 4): Tiles(_SMALL, _SMALL, _SMALL),
+    ("sm_80", 2): Tiles(_AMPERE, _AMPERE, _NARROW, _NARROW, _SMALL),
+    ("sm_80", 4): Tiles(*5 * [_SMALL]),
     ("sm_90", 2): _HOPPER,
-    ("sm_90", 4): Tiles(_TF32, _TF32, _SMALL),
+    ("sm_90", 4): _HOPPER_TF32,
     ("sm_100", 2): _HOPPER,
-    ("sm_100", 4): Tiles(_TF32, _TF32, _SMALL),
-    ("gfx9", 2): Tiles(_CDNA, _CDNA, _HOPPER.pointers),
-    ("gfx9", 4): Tiles(_SMALL, _SMALL, _SMALL),
-    ("interpreter", 2): Tiles(_INTERPRETED, _INTERPRETED, _INTERPRETED),
-    ("interpreter", 4): Tiles(_INTERPRETED, _INTERPRETED, _INTERPRETED),
+    ("sm_100", 4): _HOPPER_TF32,
+    ("gfx9", 2): Tiles(_CDNA, _CDNA, _NARROW, _NARROW, _SMALL),
+    ("gfx9", 4): Tiles(*5 * [_SMALL]),
+    ("interpreter", 2): _INTERPRETED,
+    ("interpreter", 4): _INTERPRETED,
 }
 # float32 without TF32 runs on the scalar units, which want small tiles
 SCALAR_TILE = Tile(64, 64, 16, 8, 2)
@@ -69,7 +79,12 @@ def family(arch: str) -> str:
 
 
 def tile_for(
-    arch: str, itemsize: int, k: int, descriptors: bool = True, precision: str = "tf32"
+    arch: str,
+    itemsize: int,
+    k: int,
+    hybrid: bool = False,
+    descriptors: bool = True,
+    precision: str = "tf32",
 ) -> Tile:
     """Return the tile of a GEMM with contraction length k on operands of `itemsize` bytes.
 
@@ -81,15 +96,15 @@ def tile_for(
     tiles = TILES[family(arch), itemsize]
     if not descriptors:
         return tiles.pointers
+    if hybrid:
+        return tiles.hybrid_short if k <= SHORT_K else tiles.hybrid_long
     return tiles.short if k <= SHORT_K else tiles.long
 
 
-def kernel_for(arch: str, itemsize: int, k: int) -> str:
-    """Choose `fused` or `split` for a single linear whose pre-activation is recomputed.
+def gains_by_fusion(arch: str, itemsize: int, k: int) -> bool:
+    """Whether a GEMM of contraction length k gains by an elementwise kernel in its epilogue.
 
-    Fusing saves two passes over z and costs what the Triton GEMM loses to the vendor's; the model
-    of that trade breaks even near k = 2048 on half precision. float32 stays with the vendor's GEMM.
+    That saves passes over an F-wide tensor, and costs what the Triton GEMM loses to the vendor's;
+    a model of the trade breaks even near k = 2048 on half precision. float32 stays with the vendor.
     """
-    if arch == "interpreter":
-        return "fused"
-    return "fused" if itemsize == 2 and k <= SHORT_K else "split"
+    return arch == "interpreter" or (itemsize == 2 and k <= SHORT_K)

@@ -4,6 +4,7 @@ import torch
 
 from fusedckpt.kernels import linear, norm
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.kernels.hidden import hidden_grad, hybrid_grad
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -23,6 +24,26 @@ def linears(
         linear.linear_act(x, w, None, activation, False, kernel)
         linear.linear_act_dz(dy, x, w, b, None, activation, True, kernel)
         linear.linear_act_dz(dy, x, w, None, None, activation, False, kernel)
+
+
+def hybrids(
+    activation: str,
+    *,
+    gated: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    sizes: tuple[int, int, int] = (8192, 11008, 4096),
+) -> None:
+    m, n, k = sizes
+    dy, down = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype)
+    z, up, h = (meta(m, n, dtype=dtype) for _ in range(3))
+    if gated:
+        hidden_grad(h, z, up, h, z, up, activation, (True, True), "split")
+        hybrid_grad(dy, down, z, up, h, z, up, activation, (True, True))
+        hybrid_grad(dy, down, z, up, h, z, up, activation, (False, False))
+    else:
+        hidden_grad(h, z, None, z, h, None, activation, (True, False), "split")
+        hybrid_grad(dy, down, z, None, z, h, None, activation, (True, False))
+        hybrid_grad(dy, down, z, None, None, h, None, activation, (False, False))
 
 
 def norms() -> None:
@@ -45,7 +66,13 @@ def everything() -> None:
     linears(*ACTIVATIONS, kernel="split")
     linears("gelu", dtype=torch.float16)
     linears("gelu", dtype=torch.float32)
+    for sizes in ((8192, 11008, 4096), (8192, 11008, 1024), (431, 333, 1001)):
+        hybrids("gelu", gated=False, sizes=sizes)
+        hybrids("silu", gated=True, sizes=sizes)
+    hybrids("gelu", gated=True)
+    hybrids("gelu", gated=True, dtype=torch.float32)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     linears("gelu", dtype=torch.float32)
     linears("gelu", dtype=torch.float32, sizes=(431, 333, 1001))
+    hybrids("gelu", gated=True, dtype=torch.float32)
     norms()

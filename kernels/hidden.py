@@ -1,0 +1,115 @@
+"""The hidden layer between GEMMs, act(z) or act(gate) * up, and its gradients, in memory.
+
+On a GPU the elementwise kernels run, elsewhere ATen in blocks of rows: the same results in the same
+buffers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import elementwise
+from .activations import ACTIVATIONS, Activation
+from .elementwise import HiddenGrad, store_hidden_grad
+from .gemm import gemm, launch_tile
+from .runtime import column_sums, row_blocks, triton, unit_stride
+
+
+def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str) -> Tensor:
+    """Write act(z), times `up` if given, into h, which may be z or up; all [M, N], contiguous."""
+    act = ACTIVATIONS[activation]
+    if kernel != "aten":
+        elementwise.act(z, up, h, act.value)
+    elif up is None:
+        act.write(z, h)
+    else:
+        for block in row_blocks(z):
+            # a block's value stays in cache until up meets it
+            torch.mul(act.write(z[block], torch.empty_like(z[block])), up[block], out=h[block])
+    return h
+
+
+def hidden_grad(
+    dh: Tensor,
+    z: Tensor,
+    up: Tensor | None,
+    h: Tensor | None,
+    dz: Tensor,
+    dup: Tensor | None,
+    activation: str,
+    needs_db: tuple[bool, bool],
+    kernel: str,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write h, dz and dup, see HiddenGrad for which may share memory; return their db, db_up [N].
+
+    dh [M, N] may be strided; the rest is contiguous.
+    """
+    act = ACTIVATIONS[activation]
+    if kernel == "aten":
+        for block in row_blocks(z):
+            write_block(act, *(t if t is None else t[block] for t in (dh, z, up, h, dz, dup)))
+        db, db_up = (
+            column_sums(t) if need and t is not None else None
+            for t, need in zip((dz, dup), needs_db, strict=True)
+        )
+        return db, db_up
+    dh = unit_stride(dh)
+    db, db_up = partial_sums(z, needs_db, elementwise.row_tiles(dh))
+    elementwise.act_grad(dh, HiddenGrad(z, up, h, dz, dup, db, db_up), act.value_and_grad)
+    return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
+
+
+def hybrid_grad(
+    dy: Tensor,
+    down: Tensor,
+    z: Tensor,
+    up: Tensor | None,
+    h: Tensor | None,
+    dz: Tensor,
+    dup: Tensor | None,
+    activation: str,
+    needs_db: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Do what `hidden_grad` does for dh = dy @ down, down [K, N], without dh leaving the chip."""
+    tile = launch_tile(dy, down.t(), hybrid=True)
+    db, db_up = partial_sums(z, needs_db, triton.cdiv(z.shape[0], tile.block_m))
+    operands = HiddenGrad(z, up, h, dz, dup, db, db_up)
+    act = ACTIVATIONS[activation].value_and_grad
+    gemm(dy, down.t(), operands, store_hidden_grad, act, hybrid=True)
+    return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
+
+
+def partial_sums(
+    z: Tensor, needs: tuple[bool, bool], row_tiles: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate the first stage of the bias gradients' sums, a row per row tile."""
+    db, db_up = (
+        z.new_empty(row_tiles, z.shape[1], dtype=torch.float32) if need else None for need in needs
+    )
+    return db, db_up
+
+
+def write_block(
+    act: Activation,
+    dh: Tensor,
+    z: Tensor,
+    up: Tensor | None,
+    h: Tensor | None,
+    dz: Tensor,
+    dup: Tensor | None,
+) -> None:
+    """Run `hidden_grad` for some rows on ATen; temporaries keep what outputs may overwrite."""
+    if up is None:
+        value = None if h is None else act.write(z, torch.empty_like(z))
+        act.write_grad(dh, z, dz)
+    else:
+        assert dup is not None
+        value = act.write(z, torch.empty_like(z))
+        dvalue = dh * up
+        product = dh * value
+        value.mul_(up)
+        act.write_grad(dvalue, z, dz)
+        dup.copy_(product)
+    if h is not None:
+        h.copy_(value)
