@@ -34,7 +34,7 @@ def twin_gradients(
             for output, grad in zip(
                 (outputs,) if isinstance(outputs, Tensor) else outputs, grads, strict=True
             )
-            if grad is not None
+            if grad is not None and output.requires_grad
         ]
         found = torch.autograd.grad(
             [output for output, _ in pairs],

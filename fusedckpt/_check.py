@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
+from fusedckpt.spec import NormSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CASTS = ("torch", "llama", "gemma")
@@ -33,13 +34,13 @@ def activation(name: str, given: Any) -> str:
     return CANONICAL[given]
 
 
-def kernel(name: str, given: Any, path: str) -> None:
-    """Refuse a kernel plan that does not exist or cannot run on this path."""
-    if given not in (None, "split", "fused"):
-        raise ValueError(f"{name}: kernel must be 'split' or 'fused', got {given!r}")
-    if given == "fused" and path == "aten":
+def kernel(name: str, given: Any, path: str, fused: str = "fused") -> None:
+    """Refuse a kernel plan that is neither "split" nor `fused`, or cannot run on this path."""
+    if given not in (None, "split", fused):
+        raise ValueError(f"{name}: kernel must be 'split' or {fused!r}, got {given!r}")
+    if given == fused and path == "aten":
         raise ValueError(
-            f"{name}: kernel='fused' needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and "
+            f"{name}: kernel={fused!r} needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and "
             "float32, bfloat16 or float16 tensors"
         )
 
@@ -66,15 +67,15 @@ def tensors(name: str, required: dict[str, Any], **optional: Any) -> None:
             )
 
 
-def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Refuse shapes that nn.Linear would refuse."""
-    tensors(name, {"x": x, "weight": weight}, bias=bias)
+def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    """Refuse shapes that nn.Linear would refuse; `prefix` goes before "weight" and "bias"."""
+    tensors(name, {"x": x, f"{prefix}weight": weight}, **{f"{prefix}bias": bias})
     if weight.dim() != 2 or x.dim() == 0:
-        problem = "x must have at least one dimension and weight two"
+        problem = f"x must have at least one dimension and {prefix}weight two"
     elif x.shape[-1] != weight.shape[1]:
-        problem = f"weight expects {weight.shape[1]} input features, x has {x.shape[-1]}"
+        problem = f"{prefix}weight expects {weight.shape[1]} input features, x has {x.shape[-1]}"
     elif bias is not None and bias.shape != weight.shape[:1]:
-        problem = f"bias must be [{weight.shape[0]}], got {list(bias.shape)}"
+        problem = f"{prefix}bias must be [{weight.shape[0]}], got {list(bias.shape)}"
     else:
         return
     raise ValueError(f"{name}: {problem} (x {list(x.shape)}, weight {list(weight.shape)})")
@@ -123,6 +124,81 @@ def norm(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(
             f"{name}: residual must have the shape of x {list(x.shape)}, got {list(residual.shape)}"
+        )
+
+
+def norm_spec(name: str, x: Tensor, given: Any) -> None:
+    """Refuse what is no record of a norm over x's last dimension."""
+    if not isinstance(given, NormSpec):
+        raise TypeError(f"{name}: norm must be a NormSpec, got {type(given).__name__}")
+    if given.kind not in ("rms", "layer"):
+        raise ValueError(f"{name}: norm must be 'rms' or 'layer', got {given.kind!r}")
+    if given.kind == "rms" and given.bias is not None:
+        raise ValueError(f"{name}: an RMSNorm has no bias")
+    if given.kind == "layer" and (given.offset or given.cast != "torch"):
+        raise ValueError(f"{name}: offset and cast are RMSNorm's, the norm is 'layer'")
+    rms_options(name, given.eps, given.offset, given.cast, has_weight=given.weight is not None)
+    norm(name, x, tuple(x.shape[-1:]), given.weight, given.bias)
+
+
+Linears = dict[str, tuple[Any, Any]]
+
+
+def mlp(
+    name: str, x: Tensor, linears: Linears, norm: Any, residual: bool, chunks: Any, packed: bool
+) -> None:
+    """Refuse an MLP block whose linears, (weight, bias) by name, the last one last, do not fit.
+
+    `packed`: the first weight holds the gate's rows, then up's.
+    """
+    *first, (last, (down, down_bias)) = linears.items()
+    for key, (weight, bias) in first:
+        linear(name, x, weight, bias, f"{key}_")
+    rows = {key: weight.shape[0] for key, (weight, _) in first}
+    features = next(iter(rows.values()))
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"{name}: weights before the last must have as many rows, got {rows}")
+    if packed and features % 2:
+        raise ValueError(f"{name}: a packed weight must have 2 F rows, got {features}")
+    features //= 2 if packed else 1
+    tensors(name, {"x": x, f"{last}_weight": down}, **{f"{last}_bias": down_bias})
+    if down.dim() != 2 or down.shape[1] != features:
+        raise ValueError(
+            f"{name}: {last}_weight must be [out_features, {features}], got {list(down.shape)}"
+        )
+    if down_bias is not None and down_bias.shape != down.shape[:1]:
+        raise ValueError(
+            f"{name}: {last}_bias must be [{down.shape[0]}], got {list(down_bias.shape)}"
+        )
+    if residual and down.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: residual needs {x.shape[-1]} output features, {last}_weight has "
+            f"{down.shape[0]}"
+        )
+    if norm is not None:
+        norm_spec(name, x, norm)
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
+        raise TypeError(f"{name}: chunks must be an integer, got {type(chunks).__name__}")
+    if chunks is not None and chunks < 1:
+        raise ValueError(f"{name}: chunks must be at least 1, got {chunks}")
+
+
+def projections(name: str, x: Tensor, norm: Any, weights: list[Any], biases: list[Any]) -> None:
+    """Refuse linears that cannot all read norm(x)."""
+    if not weights:
+        raise ValueError(f"{name}: weights must name at least one linear")
+    if len(weights) != len(biases):
+        raise ValueError(f"{name}: {len(weights)} weights, but {len(biases)} biases")
+    for weight, bias in zip(weights, biases, strict=True):
+        linear(name, x, weight, bias)
+    norm_spec(name, x, norm)
+
+
+def no_bias(name: str, up_bias: Any) -> None:
+    """Refuse a bias of an up projection that is packed with the gate."""
+    if up_bias is not None:
+        raise ValueError(
+            f"{name}: without up_weight, gate_bias is packed too: up_bias must be None"
         )
 
 

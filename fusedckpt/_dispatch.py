@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES
@@ -48,17 +47,22 @@ def takes_twin() -> bool:
     return DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that nn.Linear would multiply x in, under autocast or not."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for this device; some, such as meta, have none to ask."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that nn.Linear multiplies an input of `dtype` in, under autocast or not."""
+    if autocasts(device) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type)
+    return dtype
 
 
 def autocasts_norms(device: torch.device) -> bool:
     """Whether autocast runs this device's norms in float32: it does everywhere but on a CPU."""
-    return device.type != "cpu" and torch.is_autocast_enabled(device.type)
+    return device.type != "cpu" and autocasts(device)
 
 
 def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
@@ -68,6 +72,6 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
         Function name -> "eager" (FUSEDCKPT_DISABLE is set), "triton", "interpreter" or "aten".
     """
     path = "eager" if DISABLED else path_of(torch.device(device), dtype)
-    return dict.fromkeys(
-        ("linear_act", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), path
-    )
+    blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
+    norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+    return dict.fromkeys((*blocks, *norms), path)

@@ -14,7 +14,7 @@ from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix
 
 
-def _kernels(x: Tensor) -> Any:
+def row_kernels(x: Tensor) -> Any:
     """Return the module whose `norm` and `norm_grad` run for x."""
     on_aten = x.numel() == 0 or _dispatch.path_of(x.device, x.dtype) == "aten"
     return aten if on_aten else triton_norm
@@ -36,7 +36,7 @@ def _forward(
     rule = NormRule(kind, eps, offset, cast)
     matrix, residual_matrix = (None if t is None else as_matrix(t, num_dims) for t in (x, residual))
     widest = x if residual is None or residual.dtype != torch.float64 else residual
-    y, total = _kernels(widest).norm(matrix, residual_matrix, weight, bias, rule, out_dtype)
+    y, total = row_kernels(widest).norm(matrix, residual_matrix, weight, bias, rule, out_dtype)
     return y.view(x.shape), _ops.absent(x) if total is None else total.view(x.shape)
 
 
@@ -66,7 +66,7 @@ def _backward(
     if x is None:
         absent = _ops.absent(dy)
         return absent, absent.clone(), as_matrix(dy, num_dims).sum(0, dtype=wide).view(shape)
-    dx, dw, db = _kernels(x).norm_grad(
+    dx, dw, db = row_kernels(x).norm_grad(
         as_matrix(dy, num_dims),
         None if dtotal is None else as_matrix(dtotal, num_dims),
         as_matrix(x, num_dims),

@@ -1,6 +1,17 @@
 """The functions behind the modules, with torch.nn.functional's argument order."""
 
 from fusedckpt.linear import linear_act
+from fusedckpt.mlp import gated_mlp, mlp
 from fusedckpt.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedckpt.projections import norm_linear
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "linear_act", "rms_norm"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "gated_mlp",
+    "layer_norm",
+    "linear_act",
+    "mlp",
+    "norm_linear",
+    "rms_norm",
+]

@@ -233,8 +233,8 @@ def _linear_act(
 ) -> Tensor:
     activation = _check.activation(name, activation)
     _check.linear(name, x, weight, bias)
-    dtype = _dispatch.compute_dtype(x)
-    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = _dispatch.compute_dtype(x.device, x.dtype)
+    autocast = _dispatch.autocasts(x.device)
     _check.same_dtype(name, dtype, autocast, weight=weight, bias=bias)
     _check.kernel(name, kernel, _dispatch.path_of(x.device, dtype))
     if _dispatch.takes_twin():

@@ -37,7 +37,8 @@ class SavedTensors:
         if not given and storage._cdata not in self._excluded:
             # the reference keeps the address from being used again for another storage
             self._storages[storage._cdata] = storage
-        return tensor
+        # an output packed as it is would hold its own node: a cycle that is never freed
+        return tensor.detach()
 
 
 @contextmanager
@@ -62,7 +63,8 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
     """Run `fn` once and return how many bytes memory rose above its starting point.
 
     Includes what `fn` returns and leaves behind, such as `.grad`. On CUDA this reads the
-    allocator's peak, on a CPU the allocations and frees that the profiler records, in order.
+    allocator's peak, on a CPU the allocations and frees that the profiler records. On a CPU, what
+    `fn` frees of what was there before is not subtracted.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -76,11 +78,27 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
     ) as profiler:
         fn()
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]  # set while profiling
+    events = sorted(_memory_events(kineto.experimental_event_tree()), key=lambda e: e.start_time_ns)
+    return _peak(event.extra_fields for event in events)
+
+
+def _memory_events(events: Iterable[Any]) -> Iterator[Any]:
+    """Yield the allocations and frees among nested profiler events."""
+    for event in events:
+        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            yield event
+        yield from _memory_events(event.children)
+
+
+def _peak(records: Iterable[Any]) -> int:
     live = peak = 0
-    for event in sorted(
-        (event for event in kineto.events() if event.name() == "[memory]"),
-        key=lambda event: event.start_ns(),
-    ):
-        live += event.nbytes()
+    ours: set[int] = set()
+    for record in records:
+        if record.alloc_size > 0:
+            ours.add(record.ptr)
+        # a block from before: its size, where one is given, is that of an earlier block there
+        elif record.ptr not in ours:
+            continue
+        live += record.alloc_size
         peak = max(peak, live)
     return peak

@@ -15,6 +15,7 @@ from fusedckpt import _check, _dispatch, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._norm_ops import norm_backward_op, norm_op
 from fusedckpt.kernels.norm import NormRule
+from fusedckpt.spec import NormSpec
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -121,19 +122,30 @@ def _norm(
         y = _eager(rule, total, shape, weight, bias)
         return y if residual is None else (y, total)
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    if rule.cast == "llama" and weight is not None:
-        out_dtype = torch.promote_types(dtype, weight.dtype)
-    elif rule.cast == "torch" and _dispatch.autocasts_norms(x.device) and dtype != torch.float64:
-        out_dtype = torch.float32
-    else:
-        out_dtype = dtype
+    out_dtype = output_dtype(rule, dtype, weight, x.device)
     return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype)
 
 
-def _rms_rule(
-    name: str, dtype: torch.dtype, weight: Any, eps: Any, offset: Any, cast: Any
-) -> NormRule:
-    _check.rms_options(name, eps, offset, cast, has_weight=weight is not None)
+def output_dtype(
+    rule: NormRule, dtype: torch.dtype, weight: Tensor | None, device: torch.device
+) -> torch.dtype:
+    """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
+    if rule.cast == "llama" and weight is not None:
+        return torch.promote_types(dtype, weight.dtype)
+    if rule.cast == "torch" and dtype != torch.float64 and _dispatch.autocasts_norms(device):
+        return torch.float32
+    return dtype
+
+
+def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
+    """Return the constants of a checked record for inputs of `dtype`."""
+    if norm.kind == "layer":
+        return NormRule("layer", 1e-5 if norm.eps is None else float(norm.eps))
+    return rms_rule(dtype, norm.eps, norm.offset, norm.cast)
+
+
+def rms_rule(dtype: torch.dtype, eps: float | None, offset: float, cast: str) -> NormRule:
+    """Return the constants of an RMSNorm; eps None is the machine epsilon of its statistics."""
     if eps is None:
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return NormRule("rms", float(eps), float(offset), cast)
@@ -170,7 +182,8 @@ def rms_norm(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
     _check.tensors("rms_norm", {"x": x})
-    rule = _rms_rule("rms_norm", x.dtype, weight, eps, offset, cast)
+    _check.rms_options("rms_norm", eps, offset, cast, has_weight=weight is not None)
+    rule = rms_rule(x.dtype, eps, offset, cast)
     shape = _check.normalized_shape("rms_norm", normalized_shape)
     return _norm("rms_norm", x, None, shape, weight, None, rule)  # type: ignore[return-value]
 
@@ -211,7 +224,8 @@ def add_rms_norm(
     """
     _check.tensors("add_rms_norm", {"x": x, "residual": residual})
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    rule = _rms_rule("add_rms_norm", dtype, weight, eps, offset, cast)
+    _check.rms_options("add_rms_norm", eps, offset, cast, has_weight=weight is not None)
+    rule = rms_rule(dtype, eps, offset, cast)
     shape = _check.normalized_shape("add_rms_norm", normalized_shape)
     return _norm("add_rms_norm", x, residual, shape, weight, None, rule)  # type: ignore[return-value]
 

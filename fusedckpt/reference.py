@@ -13,8 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
+from fusedckpt.spec import NormSpec
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "linear_act", "rms_norm"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "gated_mlp",
+    "layer_norm",
+    "linear_act",
+    "mlp",
+    "norm_linear",
+    "rms_norm",
+]
 
 
 def linear_act(
@@ -90,3 +100,66 @@ def add_layer_norm(
     """Return layer_norm(x + residual) and x + residual."""
     total = x + residual
     return layer_norm(total, normalized_shape, weight, bias, eps), total
+
+
+def apply_norm(x: Tensor, norm: NormSpec | None) -> Tensor:
+    """Return x through the norm that a record describes."""
+    if norm is None:
+        return x
+    if norm.kind == "layer":
+        eps = 1e-5 if norm.eps is None else norm.eps
+        return layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps)
+    return rms_norm(x, x.shape[-1:], norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)
+
+
+def norm_linear(
+    x: Tensor,
+    norm: NormSpec,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, ...]:
+    """Return F.linear(norm(x), weight, bias) for every weight."""
+    n = apply_norm(x, norm)
+    biases = [None] * len(weights) if biases is None else biases
+    return tuple(F.linear(n, w, b) for w, b in zip(weights, biases, strict=True))
+
+
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    activation: str = "gelu",
+    *,
+    norm: NormSpec | None = None,
+    residual: bool = False,
+) -> Tensor:
+    """Return F.linear(act(F.linear(norm(x), fc1)), fc2), added to x if residual."""
+    h = linear_act(apply_norm(x, norm), fc1_weight, fc1_bias, activation)
+    y = F.linear(h, fc2_weight, fc2_bias)
+    return x + y if residual else y
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    activation: str = "silu",
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    norm: NormSpec | None = None,
+    residual: bool = False,
+) -> Tensor:
+    """Return F.linear(act(gate) * up, down), added to x if residual; gate and up read norm(x)."""
+    n = apply_norm(x, norm)
+    if up_weight is None:
+        gate, up = F.linear(n, gate_weight, gate_bias).chunk(2, dim=-1)
+    else:
+        gate, up = F.linear(n, gate_weight, gate_bias), F.linear(n, up_weight, up_bias)
+    h = ACTIVATIONS[CANONICAL[activation]].eager(gate) * up
+    y = F.linear(h, down_weight, down_bias)
+    return x + y if residual else y

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import activation as activations
 
 from fusedckpt import _check
 from fusedckpt.kernels.activations import name_of
@@ -21,13 +22,15 @@ from fusedckpt.norm import LayerNorm, RMSNorm
 
 __all__ = ["Absorbed", "FuseReport", "fuse", "unfuse"]
 
-# attributes that a swapped module has and its original has not
+# what each norm becomes, and the attributes that it has then and had not before
 _NORMS: dict[type[nn.Module], tuple[type[nn.Module], dict[str, Any]]] = {
     nn.RMSNorm: (RMSNorm, {"offset": 0.0, "cast": "torch"}),
     nn.LayerNorm: (LayerNorm, {}),
 }
+# where a swapped module remembers its original class and the attributes to delete
 _MARK = "_fusedckpt_original"
-_ACTIVATION_MODULE = nn.GELU.__module__
+# every activation of torch, so that those which cannot be fused are reported
+_ACTIVATIONS = tuple(getattr(activations, name) for name in activations.__all__)
 _OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -44,6 +47,10 @@ class Absorbed(nn.Module):
         """Return the input."""
         return input
 
+    def restore(self) -> nn.Module:
+        """Return the activation, in the mode that this module is in."""
+        return self._original[0].train(self.training)
+
     def extra_repr(self) -> str:
         """Name the activation."""
         return repr(self._original[0])
@@ -57,36 +64,41 @@ class FuseReport:
     left: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        counts = Counter(self.swapped.values())
+        changes = Counter(self.swapped.values())
+        reasons = Counter(self.left.values())
+        first = {reason: name or "(root)" for name, reason in reversed(self.left.items())}
         lines = [f"fused {len(self.swapped)} modules, left {len(self.left)}"]
-        lines += [f"  {count:4d} x {change}" for change, count in counts.most_common()]
-        lines += [f"  left {name or '(root)'}: {reason}" for name, reason in self.left.items()]
+        lines += [f"  {count:4d} x {change}" for change, count in changes.most_common()]
+        for reason, count in reasons.most_common():
+            others = f" and {count - 1} more" if count > 1 else ""
+            lines.append(f"  left {first[reason]}{others}: {reason}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class _Swap:
-    """One planned change; nothing is touched before all are planned."""
+    """One change, not yet made, and why it must not be, if so."""
 
     name: str
     module: nn.Module
     to: type[nn.Module]
     attributes: dict[str, Any]
-    absorbs: tuple[nn.Sequential, str] | None = None
+    obstacle: str | None
+    # the Sequential, the slot in it and the activation there
+    absorbs: tuple[nn.Sequential, str, nn.Module] | None = None
 
-    @property
-    def change(self) -> str:
+    def __str__(self) -> str:
         activation = self.attributes.get("activation")
-        original = f"nn.{type(self.module).__name__}"
-        return f"{original}{f' + {activation}' if activation else ''} -> {self.to.__name__}"
+        absorbed = f" + {activation}" if activation else ""
+        return f"nn.{type(self.module).__name__}{absorbed} -> {self.to.__name__}"
 
     def apply(self) -> None:
         self.module.__dict__.update(self.attributes)
-        setattr(self.module, _MARK, (type(self.module), tuple(self.attributes)))
+        self.module.__dict__[_MARK] = type(self.module), tuple(self.attributes)
         self.module.__class__ = self.to
         if self.absorbs is not None:
-            parent, slot = self.absorbs
-            parent._modules[slot] = Absorbed(parent._modules[slot])  # type: ignore[arg-type]
+            parent, slot, activation = self.absorbs
+            parent._modules[slot] = Absorbed(activation)
 
 
 def fuse(model: nn.Module, *, save: str = "inputs") -> FuseReport:
@@ -94,7 +106,10 @@ def fuse(model: nn.Module, *, save: str = "inputs") -> FuseReport:
 
     nn.RMSNorm and nn.LayerNorm become fusedckpt's; an nn.Linear followed by an activation inside an
     nn.Sequential becomes a fusedckpt.Linear that computes both. Parameters, hooks, module names
-    and the state_dict stay; `unfuse` restores the classes.
+    and the state_dict stay; `unfuse` restores the classes. What is fused already stays as it is.
+
+    The activation's slot holds an identity from then on: call a Sequential as a whole, not its
+    layers one by one, and unfuse it before replacing one of them.
 
     Args:
         model: any module; itself a norm or a Sequential, too.
@@ -102,33 +117,44 @@ def fuse(model: nn.Module, *, save: str = "inputs") -> FuseReport:
 
     Returns:
         What was swapped, and what was left as it is and why: subclasses, parametrized modules,
-        activations with other than default parameters, linears used in several places, and
-        linears or activations whose hooks expect to see what lies between them.
+        replaced forwards, parameters that are not dense local floating-point tensors, activations
+        with other than default parameters, linears used in several places, and linears or
+        activations whose hooks expect to see what lies between them.
 
     Raises:
         TypeError: `model` is no nn.Module.
         ValueError: `save` is no level of a linear.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse: model must be an nn.Module, got {type(model).__name__}")
+    _check_module("fuse", model)
     _check.level("fuse", save, LEVELS)
-    left: dict[str, str] = {}
-    swaps = [*_norm_swaps(model, left), *_linear_swaps(model, save, left)]
-    for swap in swaps:
-        swap.apply()
-    return FuseReport({swap.name: swap.change for swap in swaps}, left)
+    # all are planned before anything is touched
+    candidates = [*_norm_swaps(model), *_linear_swaps(model, save)]
+    report = FuseReport(
+        {swap.name: str(swap) for swap in candidates if swap.obstacle is None},
+        {swap.name: swap.obstacle for swap in candidates if swap.obstacle is not None},
+    )
+    for swap in candidates:
+        if swap.obstacle is None:
+            swap.apply()
+    return report
 
 
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo `fuse`: restore every original class and activation, and return the model.
 
     Works after training, deepcopy, pickling and loading. Layers built as fusedckpt's stay.
+
+    Raises:
+        TypeError: `model` is no nn.Module.
+        ValueError: a fused module has changed its class since, by parametrization or sharding, or
+            the slot that its activation would return to is not in `model`. Nothing is changed then.
     """
+    _check_module("unfuse", model)
+    _check_restorable(model)
     for module in list(model.modules()):
         for slot, child in module._modules.items():
             if isinstance(child, Absorbed):
-                child._original[0].train(child.training)
-                module._modules[slot] = child._original[0]
+                module._modules[slot] = child.restore()
         if _MARK in module.__dict__:
             original, attributes = module.__dict__.pop(_MARK)
             for attribute in attributes:
@@ -137,55 +163,86 @@ def unfuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def _norm_swaps(model: nn.Module, left: dict[str, str]) -> Iterator[_Swap]:
+def _check_module(name: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
+
+
+def _check_restorable(model: nn.Module) -> None:
+    """Refuse a model whose original would not come back."""
+    followed = {
+        module
+        for parent in model.modules()
+        for module, follower in pairwise(parent._modules.values())
+        if isinstance(follower, Absorbed)
+    }
     for name, module in model.named_modules():
-        for original, (swapped, attributes) in _NORMS.items():
-            if not isinstance(module, original) or isinstance(module, swapped):
-                continue
-            if type(module) is not original:
-                left[name] = f"{type(module).__name__} is a subclass of nn.{original.__name__}"
-            elif "forward" in module.__dict__:
-                left[name] = "its forward was replaced"
-            else:
-                yield _Swap(name, module, swapped, attributes)
+        if _MARK not in module.__dict__:
+            continue
+        where = name or "the model"
+        if type(module) not in (Linear, LayerNorm, RMSNorm):
+            raise ValueError(f"unfuse: {where} became a {type(module).__name__}: undo that first")
+        if isinstance(module, Linear) and module not in followed:
+            raise ValueError(
+                f"unfuse: {where} computes {module.activation} too, and the slot that held it is "
+                "not in the model: unfuse the whole Sequential"
+            )
 
 
-def _linear_swaps(model: nn.Module, save: str, left: dict[str, str]) -> Iterator[_Swap]:
-    uses = Counter(
-        id(child) for parent in model.modules() for child in parent._modules.values() if child
-    )
+def _norm_swaps(model: nn.Module) -> Iterator[_Swap]:
+    for name, module in model.named_modules():
+        for original, (to, attributes) in _NORMS.items():
+            if isinstance(module, original) and not isinstance(module, to):
+                obstacle = _unfit(module, original, attributes)
+                yield _Swap(name, module, to, attributes, obstacle)
+
+
+def _linear_swaps(model: nn.Module, save: str) -> Iterator[_Swap]:
+    uses = Counter(child for parent in model.modules() for child in parent._modules.values())
     for prefix, parent in model.named_modules():
-        if type(parent) is not nn.Sequential:
+        if not isinstance(parent, nn.Sequential):
             continue
         for (slot, linear), (next_slot, follower) in pairwise(parent._modules.items()):
             if not isinstance(linear, nn.Linear) or isinstance(linear, Linear):
                 continue
-            if follower is None or type(follower).__module__ != _ACTIVATION_MODULE:
+            if not isinstance(follower, _ACTIVATIONS):
                 continue
+            attributes = {"activation": name_of(follower), "save": save}
+            obstacle = _unfit(linear, nn.Linear, attributes)
+            obstacle = obstacle or _inseparable(parent, linear, follower, uses[linear])
             name = f"{prefix}.{slot}" if prefix else slot
-            activation = name_of(follower)
-            reason = _why_not(linear, follower, activation, uses)
-            if reason:
-                left[name] = reason
-                continue
-            attributes = {"activation": activation, "save": save}
-            yield _Swap(name, linear, Linear, attributes, (parent, next_slot))
+            absorbs = (parent, next_slot, follower)
+            yield _Swap(name, linear, Linear, attributes, obstacle, absorbs)
 
 
-def _why_not(
-    linear: nn.Linear, follower: nn.Module, activation: str | None, uses: Counter[int]
+def _unfit(module: nn.Module, original: type[nn.Module], attributes: dict[str, Any]) -> str | None:
+    """Return why ours cannot stand for this module, None if it can."""
+    if type(module) is not original:
+        return f"{type(module).__name__} is a subclass of nn.{original.__name__}"
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    for attribute in attributes:
+        if hasattr(module, attribute):
+            return f"it has an attribute {attribute} of its own"
+    try:
+        _check.tensors(original.__name__, dict(module.named_parameters(recurse=False)))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _inseparable(
+    parent: nn.Sequential, linear: nn.Linear, follower: nn.Module, num_uses: int
 ) -> str | None:
-    """Return why a linear and the activation after it must stay apart, None if they need not."""
-    if activation is None:
+    """Return why a linear and the activation after it must stay two modules, None if not."""
+    if name_of(follower) is None:
         return f"{follower} is no activation that can be fused"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear"
-    if uses[id(linear)] > 1:
+    if type(parent) is not nn.Sequential:
+        return f"{type(parent).__name__} is a subclass of nn.Sequential"
+    if any("forward" in module.__dict__ for module in (parent, follower)):
+        return "the forward of its Sequential or of its activation was replaced"
+    if num_uses > 1:
         return "it is used in several places"
-    if any("forward" in module.__dict__ for module in (linear, follower)):
-        return "its forward, or its activation's, was replaced"
-    if linear.weight.dtype not in _check.DTYPES:
-        return f"its weight is {linear.weight.dtype}"
     if any(getattr(linear, hooks) for hooks in _OUTPUT_HOOKS) or any(
         getattr(follower, hooks) for hooks in (*_OUTPUT_HOOKS, "_forward_pre_hooks")
     ):

@@ -49,7 +49,8 @@ def norm_grad(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dx [M, N] (plus `dtotal`), dw [N] and db [N], each where needed."""
-    if (weight is not None or not needs[1]) and has_native(x, rule, weight, None):
+    weights_suffice = weight is not None or not needs[1]
+    if weights_suffice and dy.dtype == x.dtype and has_native(x, rule, weight):
         return native_layer_norm_grad(dy, dtotal, x, weight, rule, needs)
     wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)

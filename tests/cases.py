@@ -12,6 +12,7 @@ from support import DEVICE, Function
 from torch import Tensor
 
 from fusedckpt import functional, reference
+from fusedckpt.spec import NormSpec
 
 
 @dataclass(frozen=True)
@@ -97,4 +98,96 @@ NORMS = [
     _norm("torch", "add_rms_norm", "rw"),
     _norm("affine", "add_layer_norm", "rwb"),
 ]
-CASES = [*LINEARS, *NORMS]
+
+
+def _spec(norm: str | None, weights: list[Tensor]) -> NormSpec | None:
+    """Take a norm's tensors off the front of `weights`."""
+    if norm is None:
+        return None
+    if norm == "layer":
+        return NormSpec("layer", weights.pop(0), weights.pop(0))
+    return NormSpec("rms", weights.pop(0), None, 1e-6)
+
+
+def _mlp(name: str, norm: str | None = None, bias: bool = True, **options: Any) -> Case:
+    fixed = {"activation": "gelu", "residual": norm is not None}
+
+    def call(module: Any, x: Tensor, *rest: Any, **given: Any) -> Tensor:
+        weights = list(rest)
+        spec = _spec(norm, weights)
+        return module.mlp(x, *weights, norm=spec, **fixed, **given)
+
+    return Case(
+        f"mlp-{name}",
+        partial(call, functional, **options),
+        partial(call, reference),
+        lambda rows, d, f: [
+            (*rows, d),
+            *[(d,)] * {None: 0, "rms": 1, "layer": 2}[norm],
+            *((f, d), (f,) if bias else None, (d, f), (d,) if bias else None),
+        ],
+    )
+
+
+def _gated_mlp(name: str, norm: str | None = None, bias: bool = False, **options: Any) -> Case:
+    packed = options.pop("packed", False)
+    fixed = {"activation": options.pop("activation", "silu"), "residual": norm is not None}
+    biases = ("gate_bias", "down_bias") if packed else ("gate_bias", "up_bias", "down_bias")
+
+    def call(module: Any, x: Tensor, *rest: Any, **given: Any) -> Tensor:
+        weights = list(rest)
+        spec = _spec(norm, weights)
+        gate, up, down = (weights.pop(0), None if packed else weights.pop(0), weights.pop(0))
+        named = dict(zip(biases, weights, strict=True)) if bias else {}
+        return module.gated_mlp(x, gate, up, down, norm=spec, **named, **fixed, **given)
+
+    return Case(
+        f"gated_mlp-{name}",
+        partial(call, functional, **options),
+        partial(call, reference),
+        lambda rows, d, f: [
+            (*rows, d),
+            *[(d,)] * {None: 0, "rms": 1, "layer": 2}[norm],
+            *([(2 * f, d)] if packed else [(f, d), (f, d)]),
+            (d, f),
+            *([(2 * f,), (d,)] if packed else [(f,), (f,), (d,)] if bias else [])[: 3 * bias],
+        ],
+    )
+
+
+def _norm_linear(name: str, norm: str, bias: bool) -> Case:
+    """Two projections of different widths."""
+
+    def call(module: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        weights = list(rest)
+        spec = _spec(norm, weights)
+        return module.norm_linear(x, spec, weights[:2], weights[2:] or None)
+
+    return Case(
+        f"norm_linear-{name}",
+        partial(call, functional),
+        partial(call, reference),
+        lambda rows, d, f: [
+            (*rows, d),
+            *[(d,)] * {"rms": 1, "layer": 2}[norm],
+            *((f, d), (f // 2 + 1, d)),
+            *([(f,), (f // 2 + 1,)] if bias else []),
+        ],
+    )
+
+
+BLOCKS = [
+    _norm_linear("rms", "rms", bias=False),
+    _norm_linear("layer-bias", "layer", bias=True),
+    _mlp("plain"),
+    _mlp("layer", "layer"),
+    _mlp("preact", save="preact"),
+    _mlp("rms-no-bias-split", "rms", bias=False, kernel="split"),
+    _mlp("rms-chunks", "rms", bias=False, chunks=3),
+    _gated_mlp("plain"),
+    _gated_mlp("rms-bias", "rms", bias=True),
+    _gated_mlp("gate-rms", "rms", save="gate", kernel="split"),
+    _gated_mlp("preact-layer-chunks", "layer", save="preact", chunks=2, activation="gelu"),
+    _gated_mlp("packed-bias", bias=True, packed=True),
+]
+CASES = [*LINEARS, *NORMS, *BLOCKS]

@@ -1,0 +1,158 @@
+"""MLP blocks as torch ops: what `kernels.mlp` computes, behind a schema of fixed arity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedckpt import _dispatch, _ops
+from fusedckpt.kernels import mlp as kernels
+from fusedckpt.kernels.mlp import Block, Needs, Weights
+from fusedckpt.kernels.norm import NormRule
+from fusedckpt.kernels.runtime import arch, as_matrix
+from fusedckpt.kernels.tiles import gains_by_fusion
+
+# the first nine arguments of both ops are x and Weights
+Tensors = tuple[Tensor | None, ...]
+
+
+class Options(NamedTuple):
+    """The constants of a call, as the ops take them; kind "none" is no norm."""
+
+    kind: str
+    eps: float
+    offset: float
+    cast: str
+    activation: str
+    residual: bool
+    dtype: torch.dtype
+    chunks: int | None
+    kernel: str | None
+
+    @property
+    def rule(self) -> NormRule | None:
+        """The norm, None for none."""
+        return None if self.kind == "none" else NormRule(*self[:4])
+
+
+def block_of(options: Options, rows: int, w: Weights) -> Block:
+    """Settle what the caller left open: the plan, and into how many chunks rows are cut."""
+    (f, d), gemms = w.gate.shape, 2 if w.up is None else 3
+    path = _dispatch.path_of(w.gate.device, options.dtype)
+    if path == "aten" or 0 in (rows, d, f, w.down.shape[0]):
+        kernel = "aten"
+    elif options.kernel is None:
+        gains = gains_by_fusion(arch(), w.down.element_size(), w.down.shape[0])
+        kernel = "hybrid" if gains else "split"
+    else:
+        kernel = options.kernel
+    chunks = options.chunks or kernels.chunks_for(rows, d, f, gemms, w.down.element_size())
+    return Block(options.rule, options.activation, options.residual, kernel, chunks)
+
+
+def cast_weights(tensors: Tensors, dtype: torch.dtype) -> Weights:
+    """Cast all but the norm's weights to the dtype of the GEMMs."""
+    return Weights(*tensors[:2], *(None if t is None else t.to(dtype) for t in tensors[2:]))  # type: ignore[arg-type]
+
+
+def _forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    options, level = Options(*args[8:-1]), args[-1]
+    w = cast_weights(args[:8], options.dtype)
+    rows = as_matrix(x)
+    y, gate, up = kernels.forward(rows, w, block_of(options, rows.shape[0], w), level)
+    leading = x.shape[:-1]
+    return (
+        y.view(*leading, w.down.shape[0]),
+        *(_ops.absent(y) if t is None else t.view(*leading, t.shape[1]) for t in (gate, up)),
+    )  # type: ignore[return-value]  # three
+
+
+def _forward_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    w, options, level = Weights(*args[:8]), Options(*args[8:-1]), args[-1]
+    leading = x.shape[:-1]
+
+    def empty(features: int, exists: bool = True) -> Tensor:
+        return x.new_empty((*leading, features) if exists else (0,), dtype=options.dtype)
+
+    f = w.gate.shape[0]
+    gated = w.up is not None
+    return (
+        empty(w.down.shape[0]),
+        empty(f, level in ("gate", "preact")),
+        empty(f, level == "preact" and gated),
+    )
+
+
+def _forward_flops(x: Any, *args: Any, **_: Any) -> int:
+    (f, d), out = args[2], args[6][0]
+    return 2 * math.prod(x[:-1]) * f * (d * (1 if args[4] is None else 2) + out)
+
+
+_TENSORS = (
+    "Tensor? norm, Tensor? norm_bias, Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias,"
+    " Tensor down, Tensor? down_bias"
+)
+_OPTIONS = (
+    "str kind, float eps, float offset, str cast, str activation, bool residual, ScalarType dtype,"
+    " int? chunks, str? kernel"
+)
+mlp_op = _ops.define(
+    f"mlp(Tensor x, {_TENSORS}, {_OPTIONS}, str level) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    _forward_flops,
+)
+
+
+def _backward(
+    dy: Tensor, gate: Tensor | None, up: Tensor | None, x: Tensor | None, *args: Any
+) -> tuple[Tensor, ...]:
+    options, needs = Options(*args[8:-1]), Needs(*args[-1])
+    w = cast_weights(args[:8], options.dtype)
+    dy_rows = as_matrix(dy)
+    x_rows, gate, up = (None if t is None else as_matrix(t) for t in (x, gate, up))
+    block = block_of(options, dy_rows.shape[0], w)
+    found = kernels.backward(dy_rows, x_rows, w, gate, up, block, needs)
+    return tuple(
+        found[name].to(dtype).view(shape) if name in found else _ops.absent(dy)
+        for name, (shape, dtype) in zip(Needs._fields, _grad_likes(dy, x, args), strict=True)
+    )
+
+
+def _backward_fake(
+    dy: Tensor, gate: Tensor | None, up: Tensor | None, x: Tensor | None, *args: Any
+) -> tuple[Tensor, ...]:
+    return tuple(
+        dy.new_empty(shape, dtype=dtype) if need else _ops.absent(dy)
+        for need, (shape, dtype) in zip(args[-1], _grad_likes(dy, x, args), strict=True)
+    )
+
+
+def _grad_likes(
+    dy: Tensor, x: Tensor | None, args: tuple[Any, ...]
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype of every gradient, x's first."""
+    dx = (*dy.shape[:-1], args[2].shape[1]), dy.dtype if x is None else x.dtype
+    return [dx, *(((), dy.dtype) if t is None else (t.shape, t.dtype) for t in args[:8])]
+
+
+def _backward_flops(dy: Any, gate: Any, up: Any, x: Any, *args: Any, **_: Any) -> int:
+    (f, d), out, gated, needs = args[2], args[6][0], args[4] is not None, Needs(*args[-1])
+    if not needs.hidden:
+        return 0
+    recomputed = (gate is None) + (gated and up is None)
+    first = recomputed + needs.gate + needs.up + (needs.dn * (2 if gated else 1))
+    return 2 * math.prod(dy[:-1]) * f * (d * first + out * (needs.dz + needs.down))
+
+
+_GRADS = ", ".join(["Tensor"] * len(Needs._fields))
+mlp_backward_op = _ops.define(
+    "mlp_backward(Tensor dy, Tensor? kept_gate, Tensor? kept_up, Tensor? x,"
+    f" {_TENSORS}, {_OPTIONS}, bool[] needs) -> ({_GRADS})",
+    _backward,
+    _backward_fake,
+    _backward_flops,
+)

@@ -1,0 +1,247 @@
+"""MLP and gated MLP blocks that keep their input alone, with their norm and residual.
+
+What a level keeps and costs, per token, D = d_model, F = d_ff, in elements and GEMM FLOPs:
+
+    level      MLP kept   gated MLP kept   backward recomputes
+    inputs     D          D                the norm and the first GEMMs: 2 D F, gated 4 D F
+    gate       -          D + F            the norm and the up GEMM: 2 D F
+    preact     D + F      D + 2 F          the norm, nothing else but elementwise work
+
+The last GEMM is never recomputed, and a level keeps only what the wanted gradients read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedckpt import _check, _dispatch, levels, reference
+from fusedckpt._autograd import twin_gradients
+from fusedckpt._mlp_ops import Options, mlp_backward_op, mlp_op
+from fusedckpt.kernels.mlp import Needs
+from fusedckpt.norm import output_dtype, rule_of
+from fusedckpt.spec import NormSpec
+
+__all__ = ["gated_mlp", "mlp"]
+
+MLP_LEVELS = ("inputs", "preact")
+GATED_LEVELS = ("inputs", "gate", "preact")
+
+
+class _MLP(torch.autograd.Function):
+    """Keeps x, and gate and up as the level has it; each only where a gradient reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+        tensors, options, level = args[:8], Options(*args[8:-1]), args[-1]
+        needs = Needs(*ctx.needs_input_grad[:9])
+        level = level if needs.hidden else "inputs"
+        y, gate, up = mlp_op(x, *tensors, *options, level)
+        gate = gate if level != "inputs" else None
+        gated = tensors[4] is not None
+        up = up if level == "preact" and gated else None
+        recomputes = gate is None or (gated and up is None)
+        reads_n = recomputes or needs.gate or needs.up
+        reads_x = needs.hidden and (reads_n or (options.rule is not None and needs.dn))
+        ctx.save_for_backward(x if reads_x else None, gate, up, *tensors)
+        ctx.options, ctx.needs = options, needs
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, gate, up, *tensors = ctx.saved_tensors
+        needs: Needs = ctx.needs
+        if torch.is_grad_enabled():
+            grads = _double_backward(x, tensors, ctx.options, needs, dy)
+        else:
+            found = mlp_backward_op(dy, gate, up, x, *tensors, *ctx.options, list(needs))
+            grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
+        return (*grads, *(None,) * (len(ctx.options) + 1))
+
+
+def _double_backward(
+    x: Tensor | None, tensors: list[Tensor | None], options: Options, needs: Needs, dy: Tensor
+) -> list[Tensor | None]:
+    d = tensors[2].shape[1]  # type: ignore[union-attr]  # gate is always there
+    if x is None:
+        if needs.hidden:
+            raise RuntimeError(
+                "mlp: create_graph=True needs x, which save='preact' does not keep where the first "
+                "weights are frozen: use save='inputs'"
+            )
+        # the last bias's gradient does not depend on x
+        x = dy.new_zeros((*dy.shape[:-1], d))
+
+    def twin(x: Tensor, *args: Any) -> Tensor:
+        norm_weight, norm_bias, gate, gate_bias, up, up_bias, down, down_bias = args[:2] + tuple(
+            None if t is None else t.to(options.dtype) for t in args[2:]
+        )
+        n = x
+        if options.rule is not None:
+            rule = options.rule
+            spec = NormSpec(rule.kind, norm_weight, norm_bias, rule.eps, rule.offset, rule.cast)
+            n = reference.apply_norm(x, spec).to(options.dtype)
+        if up is None:
+            y = reference.mlp(n, gate, gate_bias, down, down_bias, options.activation)
+        else:
+            y = reference.gated_mlp(
+                n,
+                gate,
+                up,
+                down,
+                options.activation,
+                gate_bias=gate_bias,
+                up_bias=up_bias,
+                down_bias=down_bias,
+            )
+        return x + y if options.residual else y
+
+    with torch.autocast(dy.device.type, enabled=False):
+        return twin_gradients(twin, (x, *tensors), needs, (dy,))
+
+
+class _Call(NamedTuple):
+    """The options that mlp and gated_mlp share."""
+
+    name: str
+    activation: str
+    norm: NormSpec | None
+    residual: bool
+    level: str
+    chunks: int | None
+    kernel: str | None
+
+
+def _mlp(call: _Call, x: Tensor, linears: _check.Linears) -> Tensor:
+    """Run the Function over checked (weight, bias) pairs: gate, up (or no such), down."""
+    n_dtype, rule = x.dtype, None
+    if call.norm is not None:
+        rule = rule_of(call.norm, x.dtype)
+        n_dtype = output_dtype(rule, x.dtype, call.norm.weight, x.device)
+    dtype = _dispatch.compute_dtype(x.device, n_dtype)
+    autocast = _dispatch.autocasts(x.device)
+    for key, (weight, bias) in linears.items():
+        given = {f"{key}_weight": weight, f"{key}_bias": bias}
+        _check.same_dtype(call.name, dtype, autocast, **given)
+    _check.kernel(call.name, call.kernel, _dispatch.path_of(x.device, dtype), "hybrid")
+    # a norm casts as it writes
+    read = x if rule is not None else x.to(dtype)
+    adds = call.residual and x.dtype == dtype
+    constants = rule or ("none", 0.0, 0.0, "torch")
+    options = Options(*constants, call.activation, adds, dtype, call.chunks, call.kernel)
+    norm_weights = (None, None) if call.norm is None else (call.norm.weight, call.norm.bias)
+    (gate, *up, down) = linears.values()
+    tensors = (*norm_weights, *gate, *(up[0] if up else (None, None)), *down)
+    level = call.level if torch.is_grad_enabled() else "inputs"
+    y = _MLP.apply(read, *tensors, *options, level)
+    return x + y if call.residual and not adds else y
+
+
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    activation: str = "gelu",
+    *,
+    norm: NormSpec | None = None,
+    residual: bool = False,
+    save: str | None = None,
+    chunks: int | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Return F.linear(act(F.linear(norm(x), fc1)), fc2), added to x if residual; keeps only x.
+
+    Args:
+        x: [..., D], float32, bfloat16, float16 or float64.
+        fc1_weight, fc1_bias: [F, D], and [F] or None, of x's dtype; under autocast of any but
+            float64.
+        fc2_weight, fc2_bias: [D_out, F], and [D_out] or None.
+        activation: as in `linear_act`.
+        norm: a NormSpec over D applied before fc1, or None; it adds nothing to what is kept.
+        residual: add x to the result; D_out must be D.
+        save: "inputs" (the default) or "preact", see the table at the top of this module.
+        chunks: cut the tokens into so many chunks, forward and backward: the F-wide temporaries
+            shrink by that factor, 8 F bytes per token in half precision to 4 F / chunks, and weight
+            gradients accumulate in float32, 4 bytes per weight. By default one, unless the
+            temporaries pass 512 MiB and cutting them saves more than the accumulators take.
+        kernel: "split" (vendor GEMMs and elementwise kernels in place) or "hybrid" (the GEMM of dh
+            turns it into h and dz in its epilogue); by default chosen by shape.
+
+    Returns:
+        [..., D_out].
+
+    Raises:
+        ValueError: shapes, devices, activation, level, chunks or kernel do not fit.
+        TypeError: not dense floating-point tensors, or of different dtypes.
+    """
+    level = levels.resolve("mlp", save, "inputs", MLP_LEVELS)
+    activation = _check.activation("mlp", activation)
+    linears = {"fc1": (fc1_weight, fc1_bias), "fc2": (fc2_weight, fc2_bias)}
+    _check.mlp("mlp", x, linears, norm, residual, chunks, packed=False)
+    if _dispatch.takes_twin():
+        weights = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+        return reference.mlp(x, *weights, activation, norm=norm, residual=residual)
+    call = _Call("mlp", activation, norm, residual, level, chunks, kernel)
+    return _mlp(call, x, linears)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    activation: str = "silu",
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    norm: NormSpec | None = None,
+    residual: bool = False,
+    save: str | None = None,
+    chunks: int | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Return F.linear(act(gate) * up, down), added to x if residual; keeps only x.
+
+    gate = F.linear(norm(x), gate_weight, gate_bias), up likewise: SwiGLU with silu, GEGLU with
+    gelu, ReGLU with relu.
+
+    Args:
+        x: [..., D].
+        gate_weight, up_weight: [F, D] each; or up_weight None and gate_weight packed, [2 F, D]
+            with the gate's rows first, and gate_bias likewise.
+        down_weight: [D_out, F].
+        save: "inputs" (the default), "gate" or "preact", see the table at the top of this module.
+
+    The other arguments, the result and the errors are those of `mlp`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+    """
+    level = levels.resolve("gated_mlp", save, "inputs", GATED_LEVELS)
+    activation = _check.activation("gated_mlp", activation)
+    linears = {"gate": (gate_weight, gate_bias), "up": (up_weight, up_bias)}
+    packed = up_weight is None
+    if packed:
+        _check.no_bias("gated_mlp", up_bias)
+        del linears["up"]
+    linears["down"] = (down_weight, down_bias)
+    _check.mlp("gated_mlp", x, linears, norm, residual, chunks, packed)
+    if _dispatch.takes_twin():
+        biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+        weights = (gate_weight, up_weight, down_weight)
+        return reference.gated_mlp(x, *weights, activation, **biases, norm=norm, residual=residual)
+    if packed:
+        # views: autograd puts their gradients together again
+        halves = gate_weight.chunk(2)
+        biases = (None, None) if gate_bias is None else gate_bias.chunk(2)
+        linears = {
+            "gate": (halves[0], biases[0]),
+            "up": (halves[1], biases[1]),
+            "down": linears["down"],
+        }
+    call = _Call("gated_mlp", activation, norm, residual, level, chunks, kernel)
+    return _mlp(call, x, linears)

@@ -1,0 +1,156 @@
+"""The package as a whole: how it imports, switches, is laid out and documented."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import DEVICE
+
+import fusedckpt
+from fusedckpt import functional
+from fusedckpt._dispatch import forced_path
+from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+# a model with every layer that fuse swaps, before and after
+MODELS = """
+import copy, sys, torch, fusedckpt
+from fusedckpt import functional
+from torch import nn
+
+torch.set_num_threads(1)
+eager = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6), nn.RMSNorm(6))
+fused = copy.deepcopy(eager)
+assert len(fusedckpt.fuse(fused).swapped) == 3
+x = torch.randn(5, 6, requires_grad=True)
+found, expected = (
+    [y := model(x), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+    for model in (fused, eager)
+)
+paths = set(fusedckpt.paths("cpu", torch.float32).values())
+"""
+
+WITHOUT_TRITON = f"""
+import sys
+sys.modules["triton"] = None
+{MODELS}
+torch.testing.assert_close(found, expected)
+assert found[0].grad_fn.name() != expected[0].grad_fn.name()
+assert paths == {{"aten"}}
+try:
+    functional.linear_act(x, eager[1].weight, kernel="fused")
+except ValueError as error:
+    assert "needs Triton" in str(error)
+else:
+    raise AssertionError("it ran")
+"""
+
+DISABLED = f"""
+{MODELS}
+assert all(map(torch.equal, found, expected))
+assert paths == {{"eager"}}
+sys.path.append("tests")
+from cases import CASES
+from support import as_tuple
+
+assert {{case.name.partition("-")[0] for case in CASES}} == set(functional.__all__)
+for case in CASES:
+    inputs = case.inputs((5,), 6, 9)
+    pair = (as_tuple(function(*inputs)) for function in (case.fused, case.eager))
+    for ours, twin in zip(*pair, strict=True):
+        assert torch.equal(ours, twin), case.name
+        assert ours.grad_fn.name() == twin.grad_fn.name(), case.name
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    """Run code in a process of its own, without Triton's interpreter, and return what it prints."""
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_works_without_triton():
+    run(WITHOUT_TRITON)
+
+
+def test_disabled_runs_the_eager_twins():
+    run(DISABLED, FUSEDCKPT_DISABLE="1")
+
+
+def test_zero_does_not_disable():
+    code = "from fusedckpt import _dispatch; print(_dispatch.DISABLED)"
+    assert run(code, FUSEDCKPT_DISABLE="0").strip() == "False"
+
+
+def test_import_is_light():
+    loaded = run("import sys, fusedckpt; print(*sys.modules)").split()
+    assert "torch" in loaded
+    heavy = {"transformers", "accelerate", "matplotlib", "rich", "scipy", "sklearn", "bench"}
+    assert not heavy & set(loaded)
+
+
+def test_paths():
+    kernels = "interpreter" if IS_INTERPRETED else "triton" if HAS_TRITON else "aten"
+    expected = {torch.float32: kernels, torch.bfloat16: kernels, torch.float16: kernels}
+    for dtype, path in (expected | {torch.float64: "aten"}).items():
+        for device in (DEVICE, str(DEVICE)):
+            assert fusedckpt.paths(device, dtype) == dict.fromkeys(functional.__all__, path)
+    with forced_path("aten"):
+        assert set(fusedckpt.paths(DEVICE, torch.float32).values()) == {"aten"}
+
+
+def test_kernels_is_a_folder_beside_the_package():
+    # a top-level package of this name would shadow another project's
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert os.readlink(ROOT / "fusedckpt" / "kernels") == "../kernels"
+    assert (ROOT / "fusedckpt" / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda path: path.name
+)
+def test_kernels_import_torch_triton_and_themselves(path):
+    allowed = {"torch", "triton", "numpy", *sys.stdlib_module_names}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [str(node.module)]
+        else:
+            continue
+        assert {name.partition(".")[0] for name in names} <= allowed
+
+
+@pytest.mark.parametrize("module", [fusedckpt, functional], ids=lambda module: module.__name__)
+def test_everything_public_is_documented(module):
+    assert module.__doc__
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, name
+
+
+def test_one_version():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'^version = "(.+)"$', text, re.M) == [fusedckpt.__version__]
+    assert f"## [{fusedckpt.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.skipif(not README.exists(), reason="no README")
+@pytest.mark.parametrize("command", ["python -m pytest", "python -m bench demo"])
+def test_readme_gives_the_commands(command):
+    line = f'pip install -c constraints.txt -e ".[test,bench]" && {command}'
+    assert line in README.read_text().splitlines()

@@ -1,0 +1,250 @@
+"""fuse: what is swapped, and that nothing else changes."""
+
+import copy
+
+import pytest
+import torch
+from support import DEVICE, randn
+from swap_cases import (
+    NET_SWAPS,
+    D,
+    F,
+    assert_eager_equal_after_fuse,
+    assert_equal,
+    kinds,
+    net,
+    rows,
+)
+from torch import nn
+
+import fusedckpt
+from fusedckpt import fuse, unfuse
+from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.memory import saved_tensors
+from fusedckpt.swap import Absorbed
+
+
+def test_swaps_classes_and_reports_each():
+    model = net()
+    report = fuse(model)
+    assert report.swapped == NET_SWAPS
+    assert report.left == {}
+    for name, change in NET_SWAPS.items():
+        assert type(model.get_submodule(name)).__name__ == change.split()[-1]
+        assert type(model.get_submodule(name)).__module__.startswith("fusedckpt.")
+    assert type(model[1][2]) is nn.Linear
+    assert isinstance(model[1][1], Absorbed)
+    assert (model[1][0].activation, model[2].fc.activation) == ("gelu", "tanh")
+
+
+def test_report_reads_well():
+    model = nn.Sequential(net(), nn.Linear(D, D), nn.Softmax(-1), nn.Linear(D, D), nn.Softmax(-1))
+    assert str(fuse(model)) == (
+        "fused 4 modules, left 2\n"
+        "     1 x nn.LayerNorm -> LayerNorm\n"
+        "     1 x nn.RMSNorm -> RMSNorm\n"
+        "     1 x nn.Linear + gelu -> Linear\n"
+        "     1 x nn.Linear + tanh -> Linear\n"
+        "  left 1 and 1 more: Softmax(dim=-1) is no activation that can be fused"
+    )
+    assert "Absorbed(GELU(approximate='none'))" in repr(model)
+    root = type("MyNorm", (nn.RMSNorm,), {})(D)
+    assert "left (root): MyNorm is a subclass of nn.RMSNorm" in str(fuse(root))
+
+
+@pytest.mark.parametrize(
+    ("name", "act"), [(name, act) for name, act in ACTIVATIONS.items() if act.module]
+)
+def test_every_activation_module(name, act):
+    model = net(act.module(**act.module_state))
+    report = assert_eager_equal_after_fuse(model)
+    assert report.swapped == NET_SWAPS | {"1.0": f"nn.Linear + {name} -> Linear"}
+
+
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_training_equals_eager(save):
+    model, eager = net(), net()
+    eager.load_state_dict(model.state_dict())
+    fuse(model, save=save)
+    x, losses = rows(), ([], [])
+    for each, found in zip((model, eager), losses, strict=True):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = (each(x) - x.flip(0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert losses[0][0] != losses[0][-1]
+    assert_equal(model, eager, x, tol=1e-9)
+
+
+def test_float32_on_every_path(path):
+    model = net().float()
+    eager = copy.deepcopy(model)
+    fuse(model)
+    assert_equal(model, eager, randn(33, D), tol=1e-5)
+
+
+def test_inplace_activation():
+    report = assert_eager_equal_after_fuse(net(nn.ReLU(inplace=True)))
+    assert report.swapped["1.0"] == "nn.Linear + relu -> Linear"
+
+
+@pytest.mark.parametrize(("save", "kept"), [("inputs", 0), ("preact", F)])
+def test_saved_bytes(save, kept):
+    model, x = net()[:2], rows().detach()
+    with saved_tensors(exclude=[x]) as before:
+        expected = model(x)
+    fuse(model, save=save)
+    with saved_tensors(exclude=[x]) as after:
+        y = model(x)
+    torch.testing.assert_close(y, expected)
+    # the norm's output, h and z; eager keeps mean and rstd, too
+    assert before.nbytes == 8 * len(x) * (D + F + F + 2)
+    assert after.nbytes == 8 * len(x) * (D + F + kept)
+
+
+def test_root_is_a_norm():
+    for norm in (nn.LayerNorm(D), nn.RMSNorm(D)):
+        assert list(assert_eager_equal_after_fuse(norm).swapped) == [""]
+
+
+def test_nothing_to_swap():
+    for model in (nn.Linear(D, D), nn.Module(), nn.Sequential(), nn.Sequential(nn.GELU())):
+        report = fuse(model)
+        assert report == fusedckpt.FuseReport()
+        assert str(report) == "fused 0 modules, left 0"
+        assert unfuse(model) is model
+
+
+def test_meta_device():
+    model = net().to("meta")
+    assert fuse(model).swapped == NET_SWAPS
+    y = model(torch.empty(3, D, dtype=torch.float64, device="meta"))
+    assert y.shape == (3, D)
+    assert y.is_meta
+    unfuse(model)
+    assert kinds(model) == kinds(net())
+
+
+def test_one_activation_instance_in_two_sequentials():
+    act = nn.GELU()
+    model = nn.Sequential(net(act), net(act), act)
+    assert len(assert_eager_equal_after_fuse(model).swapped) == 8
+    assert model[0][1][1] is model[1][1][1] is model[2] is act
+
+
+def test_shared_sequential():
+    mlp = nn.Sequential(nn.Linear(D, D), nn.SiLU())
+    report = assert_eager_equal_after_fuse(nn.Sequential(mlp, nn.Tanh(), mlp))
+    assert report.swapped == {"0.0": "nn.Linear + silu -> Linear"}
+
+
+def test_tied_weights_stay_tied():
+    model = net()
+    model[1][2].weight = nn.Parameter(model[1][2].weight[:, :D].clone())
+    model[1].insert(2, nn.Linear(F, D, bias=False))
+    model[2].fc.weight = model[1][3].weight
+    model.to(DEVICE, torch.float64)
+    assert_eager_equal_after_fuse(model)
+    fuse(model)
+    assert model[2].fc.weight is model[1][3].weight
+    assert "2.fc.weight" not in dict(model.named_parameters())
+
+
+def test_weights_made_by_a_hook():
+    # in eval mode it does not change from call to call
+    model = net().eval()
+    torch.nn.utils.spectral_norm(model[1][0])
+    assert assert_eager_equal_after_fuse(model).swapped == NET_SWAPS
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformer_encoder(norm_first):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=norm_first)
+    eager = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
+    eager.to(DEVICE, torch.float64)
+    model = copy.deepcopy(eager)
+    assert len(fuse(model).swapped) == 5
+    x = randn(2, 3, 8, dtype=torch.float64)
+    assert_equal(model, eager, x)
+    # torch's fast path reads the norms' attributes instead of calling them
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), eager.eval()(x))
+
+
+def test_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0
+    )
+    config.attn_pdrop = 0
+    eager = transformers.GPT2LMHeadModel(config).to(DEVICE, torch.float64)
+    model = copy.deepcopy(eager)
+    assert len(fuse(model).swapped) == 5
+    tokens = torch.randint(16, (2, 8), device=DEVICE)
+    for each in (model, eager):
+        each(tokens, labels=tokens).loss.backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_parameters_and_state_dict_stay():
+    model = net()
+    parameters, before = dict(model.named_parameters()), model.state_dict()
+    values = {key: value.clone() for key, value in before.items()}
+
+    def assert_same_keys():
+        after = model.state_dict()
+        assert list(after) == list(before)
+        assert after._metadata == before._metadata
+        found = dict(model.named_parameters())
+        assert list(found) == list(parameters)
+        assert all(found[name] is parameters[name] for name in found)
+        return after
+
+    fuse(model)
+    fused = assert_same_keys()
+    assert all(torch.equal(fused[key], values[key]) for key in values)
+    model(rows()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    trained = {key: value.clone() for key, value in assert_same_keys().items()}
+    assert not torch.equal(trained["1.0.weight"], values["1.0.weight"])
+    unfuse(model)
+    restored = assert_same_keys()
+    assert all(torch.equal(restored[key], trained[key]) for key in trained)
+    fuse(model)
+    model.load_state_dict(values, strict=True)
+
+
+def test_hooks_on_norms_and_before_linears_still_fire():
+    model = net()
+    seen = []
+    for name in ("0", "2.norm"):
+        norm = model.get_submodule(name)
+        norm.register_forward_hook(lambda *_, name=name: seen.append((name, "forward")))
+        norm.register_forward_pre_hook(lambda *_, name=name: seen.append((name, "pre")))
+        norm.register_full_backward_hook(lambda *_, name=name: seen.append((name, "backward")))
+    model[1][0].register_forward_pre_hook(lambda *_: seen.append(("1.0", "pre")))
+    assert fuse(model).swapped == NET_SWAPS
+    model(rows()).sum().backward()
+    assert seen == [
+        ("0", "pre"),
+        ("0", "forward"),
+        ("1.0", "pre"),
+        ("2.norm", "pre"),
+        ("2.norm", "forward"),
+        ("2.norm", "backward"),
+        ("0", "backward"),
+    ]
+
+
+@pytest.mark.parametrize("save", ["gate", "all", None])
+def test_bad_level_swaps_nothing(save):
+    model = net()
+    with pytest.raises(ValueError, match="fuse: save level must be one of inputs, preact"):
+        fuse(model, save=save)
+    assert kinds(model) == kinds(net())

@@ -1,0 +1,157 @@
+"""unfuse, and fused models after copying, loading, compiling and editing."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from swap_cases import NET_SWAPS, D, assert_equal, kinds, net, rows
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import fusedckpt
+from fusedckpt import fuse, unfuse
+from fusedckpt.memory import saved_tensors
+from fusedckpt.swap import Absorbed
+
+
+def test_unfuse_restores_every_attribute():
+    model, untouched = net(), net()
+    act = model[1][1]
+    fuse(model)
+    assert unfuse(model) is model
+    assert kinds(model) == kinds(untouched)
+    assert model[1][1] is act
+    assert repr(model) == repr(untouched)
+    for ours, theirs in zip(model.modules(), untouched.modules(), strict=True):
+        assert ours.__dict__.keys() == theirs.__dict__.keys()
+
+
+def test_fusing_twice_does_nothing():
+    model = net()
+    fuse(model)
+    before = kinds(model)
+    assert fuse(model, save="preact") == fusedckpt.FuseReport()
+    assert kinds(model) == before
+    assert model[1][0].save == "inputs"
+    assert kinds(unfuse(model)) == kinds(net())
+    assert kinds(unfuse(model)) == kinds(net())
+
+
+def test_own_layers_are_left_alone():
+    model = nn.Sequential(
+        fusedckpt.Linear(D, D, activation="silu"),
+        nn.Tanh(),
+        fusedckpt.RMSNorm(D, offset=1.0),
+        fusedckpt.LayerNorm(D),
+    )
+    before = kinds(model)
+    assert fuse(model) == fusedckpt.FuseReport()
+    unfuse(model)
+    assert kinds(model) == before
+    assert (model[0].activation, model[2].offset) == ("silu", 1.0)
+
+
+@pytest.mark.parametrize("model", [None, nn.Linear, [nn.LayerNorm(D)]], ids=str)
+def test_not_a_module(model):
+    for function in (fuse, unfuse):
+        with pytest.raises(TypeError, match=f"{function.__name__}: model must be an nn.Module"):
+            function(model)
+
+
+def through_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_torch_save,
+}
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=list(COPIES))
+def test_unfuse_after_copying(duplicate):
+    model, x = net(), rows()
+    eager = copy.deepcopy(model)
+    fuse(model)
+    other = duplicate(model)
+    assert kinds(other) == kinds(model)
+    assert_equal(other, eager, x)
+    unfuse(other)
+    assert kinds(other) == kinds(eager)
+    assert_equal(other, eager, x)
+    # the first is as it was
+    assert isinstance(model[1][1], Absorbed)
+    assert other[1][1] is not model[1][1]._original[0]
+    assert_equal(model, eager, x)
+
+
+def test_unfuse_after_train_and_eval():
+    model = net().eval()
+    fuse(model)
+    assert not any(module.training for module in model.modules())
+    model.train()
+    unfuse(model)
+    assert all(module.training for module in model.modules())
+    fuse(model)
+    unfuse(model.eval())
+    assert not any(module.training for module in model.modules())
+
+
+def test_compile():
+    model, x = net(), rows()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_equal(compiled, eager, x)
+    # what was compiled before is compiled anew
+    fuse(model)
+    assert_equal(compiled, eager, x)
+    with saved_tensors(exclude=[x]) as ours:
+        y = compiled(x)
+    with saved_tensors(exclude=[x]) as theirs:
+        expected = eager(x)
+    torch.testing.assert_close(y, expected)
+    assert ours.nbytes < theirs.nbytes
+    unfuse(model)
+    assert_equal(compiled, eager, x)
+
+
+def test_parametrized_after_fuse_must_be_undone_first():
+    model, eager, x = net(), net(), rows()
+    eager.load_state_dict(model.state_dict())
+    fuse(model)
+    parametrizations.orthogonal(model[2].fc)
+    before = kinds(model)
+    with pytest.raises(ValueError, match=r"unfuse: 2.fc became a ParametrizedLinear"):
+        unfuse(model)
+    assert kinds(model) == before
+    parametrize.remove_parametrizations(model[2].fc, "weight", leave_parametrized=False)
+    assert kinds(unfuse(model)) == kinds(eager)
+    # orthogonal changed the weight that it was given
+    eager[2].fc.weight = model[2].fc.weight
+    assert_equal(model, eager, x)
+
+
+@pytest.mark.parametrize("take", [lambda m: m[1][0], lambda m: m[1][:1]], ids=["linear", "slice"])
+def test_a_linear_is_not_restored_without_its_activation(take):
+    model = net()
+    fuse(model)
+    before = kinds(model)
+    with pytest.raises(ValueError, match="computes gelu too, and the slot that held it"):
+        unfuse(take(model))
+    assert kinds(model) == before
+    assert kinds(unfuse(model)) == kinds(net())
+
+
+def test_unfuse_part_of_a_model():
+    model = net()
+    fuse(model)
+    unfuse(model[1])
+    assert kinds(model[1]) == kinds(net()[1])
+    assert type(model[2].fc) is fusedckpt.Linear
+    assert fuse(model).swapped == {"1.0": NET_SWAPS["1.0"]}
