@@ -119,6 +119,8 @@ def forward(
         hidden(g, u, h, block.activation, block.kernel)
         del g, u
         linear(h, w.down, w.down_bias, y[rows])
+        # before the next chunk asks for as much
+        del h
         if block.residual:
             y[rows] += x[rows]
     return y, gate, up

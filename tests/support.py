@@ -128,8 +128,9 @@ def gemm_flops(fn: Callable[[], Any]) -> int:
         fn()
     total = 0
     for event in profiler.events():
-        if event.name in ("aten::mm", "aten::addmm"):
-            (m, k), (_, n) = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
+        if event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            first = 0 if event.name == "aten::mm" else 1
+            (m, k), (_, n) = event.input_shapes[first : first + 2]
             total += 2 * m * k * n
     return total
 

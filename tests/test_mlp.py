@@ -1,0 +1,331 @@
+"""mlp, gated_mlp and norm_linear: bytes, FLOPs and peaks exactly, plans, chunks, bad input."""
+
+from itertools import product
+
+import pytest
+import torch
+from support import DEVICE, compare, flops, gemm_flops, launches, randn, saved_bytes
+from torch import nn
+
+import fusedckpt
+from fusedckpt import NormSpec, _dispatch, reference
+from fusedckpt.functional import gated_mlp, mlp, norm_linear
+from fusedckpt.kernels.mlp import chunks_for, row_chunks
+from fusedckpt.kernels.runtime import BLOCK_ELEMENTS, HAS_TRITON
+from fusedckpt.memory import peak_bytes
+
+T, D, F = 24, 16, 40
+GEMM = 2 * T * D * F
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+
+def parameter(*shape, requires_grad=True):
+    return nn.Parameter(randn(*shape).detach() / 4, requires_grad=requires_grad)
+
+
+def plain(mask=(True,) * 5, norm=None):
+    """x and the keyword arguments of mlp."""
+    x_grad, *rest = mask
+    shapes = {"fc1_weight": (F, D), "fc1_bias": (F,), "fc2_weight": (D, F), "fc2_bias": (D,)}
+    weights = {
+        key: parameter(*shape, requires_grad=need)
+        for (key, shape), need in zip(shapes.items(), rest, strict=True)
+    }
+    return randn(T, D, requires_grad=x_grad), weights | {"norm": norm}
+
+
+def gated(mask=(True,) * 4, norm=None):
+    """x and the keyword arguments of gated_mlp."""
+    x_grad, *rest = mask
+    shapes = {"gate_weight": (F, D), "up_weight": (F, D), "down_weight": (D, F)}
+    weights = {
+        key: parameter(*shape, requires_grad=need)
+        for (key, shape), need in zip(shapes.items(), rest, strict=True)
+    }
+    return randn(T, D, requires_grad=x_grad), weights | {"norm": norm}
+
+
+def spec(name, requires_grad=True):
+    if name is None:
+        return None
+    weight = parameter(D, requires_grad=requires_grad)
+    bias = parameter(D, requires_grad=requires_grad) if name == "layer" else None
+    return NormSpec(name, weight, bias)
+
+
+# level -> elements kept per token, extra GEMMs
+CONTRACT = {
+    "mlp": (mlp, plain, {"inputs": (D, 1), "preact": (D + F, 0)}),
+    "gated_mlp": (
+        gated_mlp,
+        gated,
+        {"inputs": (D, 2), "gate": (D + F, 1), "preact": (D + 2 * F, 0)},
+    ),
+}
+LEVELS = [(name, level) for name, (_, _, table) in CONTRACT.items() for level in table]
+
+
+@pytest.mark.parametrize("norm", [None, "rms", "layer"])
+@pytest.mark.parametrize(("name", "level"), LEVELS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_table(name, level, norm, residual, path):
+    """What a level keeps and recomputes with everything trainable, with and without the norm."""
+    function, make, table = CONTRACT[name]
+    x, weights = make(norm=spec(norm))
+    kept, extra = table[level]
+    gemms = 2 if name == "mlp" else 3
+
+    def call(x):
+        return function(x, **weights, residual=residual, save=level)
+
+    assert saved_bytes(call, [x]) == 4 * T * kept
+    assert flops(lambda: call(x).sum().backward()) == GEMM * (3 * gemms + extra)
+
+
+@pytest.mark.parametrize("norm", [None, "rms"])
+@pytest.mark.parametrize(("name", "level"), LEVELS)
+def test_frozen_parts_keep_and_run_no_more_than_they_need(name, level, norm):
+    """Every mask: the FLOP formula is what the CPU runs, and no tensor is kept for nothing."""
+    function, make, _ = CONTRACT[name]
+    num = 5 if name == "mlp" else 4
+    with _dispatch.forced_path("aten"):
+        for mask in list(product((False, True), repeat=num))[1:]:
+            x, weights = make(mask, spec(norm, requires_grad=mask[0]))
+            x_grad, *rest = mask
+            first = rest[:2]
+            down = rest[2]
+            reads_hidden = x_grad or any(first) or down
+            z = {"inputs": 0, "gate": 1, "preact": 1 if name == "mlp" else 2}[level]
+            recomputes = z < (1 if name == "mlp" else 2)
+            weight_grads = rest[0] or (name == "gated_mlp" and rest[1])
+            reads_x = recomputes or weight_grads or (norm is not None and x_grad)
+            expected = 4 * T * (D * reads_x + F * z) if reads_hidden else 0
+
+            def call(x, weights=weights):
+                return function(x, **weights, save=level)
+
+            assert saved_bytes(call, [x]) == expected, mask
+            if DEVICE.type == "cpu":
+
+                def step(call=call, x=x):
+                    call(x).sum().backward()
+
+                assert flops(step) == gemm_flops(step), mask
+
+
+def test_packed_weights_keep_what_separate_ones_do():
+    x, packed, down = randn(T, D), parameter(2 * F, D), parameter(D, F)
+    for level, kept in (("inputs", D), ("gate", D + F), ("preact", D + 2 * F)):
+        call = lambda x, level=level: gated_mlp(x, packed, None, down, save=level)  # noqa: E731
+        assert saved_bytes(call, [x]) == 4 * T * kept
+    ours = torch.autograd.grad(gated_mlp(x, packed, None, down).sum(), (x, packed, down))
+    gate, up = packed.detach().chunk(2)
+    separate = [x, *(t.clone().requires_grad_() for t in (gate, up)), down]
+    dx, dgate, dup, ddown = torch.autograd.grad(gated_mlp(*separate).sum(), separate)
+    for mine, other in zip(ours, (dx, torch.cat([dgate, dup]), ddown), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_autocast_keeps_the_half_precision_input():
+    x, weights = gated()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert saved_bytes(lambda x: gated_mlp(x, **weights), [x]) == 2 * T * D
+        x, weights = gated(norm=spec("rms"))
+        # a norm reads x as it is
+        assert saved_bytes(lambda x: gated_mlp(x, **weights), [x]) == 4 * T * D
+
+
+def test_norm_linear_keeps_x_alone():
+    x, norm = randn(T, D), spec("rms")
+    weights, biases = [parameter(n, D) for n in (24, 8, 8)], [parameter(24), None, parameter(8)]
+
+    def call(x):
+        return norm_linear(x, norm, weights, biases)
+
+    assert saved_bytes(call, [x]) == 4 * T * D
+    gemms = 2 * T * D * (24 + 8 + 8)
+    assert flops(lambda: sum(y.sum() for y in call(x)).backward()) == 3 * gemms
+
+
+@pytest.mark.parametrize("level", ["inputs", "preact"])
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", CONTRACT)
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="counts the CPU's allocations")
+def test_backward_transient_is_bounded(name, chunks, level):
+    """Beyond gradients, D-wide tensors and a cache block: 2 F (gated 3 F) per token, chunked."""
+    rows, d, f = 2048, 8, 1024
+    function, tensors = (mlp, 2) if name == "mlp" else (gated_mlp, 3)
+    x = randn(rows, d)
+    weights = [parameter(f, d), *([None] if name == "mlp" else [parameter(f, d)]), parameter(d, f)]
+    weights += [None] if name == "mlp" else []
+    with _dispatch.forced_path("aten"):
+        y = function(x, *weights, save=level, chunks=chunks)
+        dy = torch.randn_like(y)
+        leaves = [x, *(w for w in weights if w is not None)]
+        peak = peak_bytes(lambda: torch.autograd.grad(y, leaves, dy))
+    wide = 4 * tensors * rows * f // chunks
+    grads = 4 * (rows * d + tensors * f * d)
+    slack = 4 * (3 * rows * d + 3 * BLOCK_ELEMENTS)
+    assert wide < peak <= wide + grads + slack
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="counts the CPU's allocations")
+def test_chunks_bound_the_forward_too():
+    rows, d, f = 2048, 8, 1024
+    x, fc1, fc2 = randn(rows, d), parameter(f, d), parameter(d, f)
+    with _dispatch.forced_path("aten"):
+        for chunks in (1, 4):
+            peak = peak_bytes(lambda chunks=chunks: mlp(x, fc1, None, fc2, None, chunks=chunks))
+            wide = 4 * rows * f // chunks
+            assert wide < peak <= wide + 4 * (2 * rows * d + BLOCK_ELEMENTS)
+
+
+def test_default_chunks_come_from_shapes_alone():
+    assert chunks_for(4096, 4096, 16384, 2, 2) == 1
+    # 3 x 65536 x 14336 x 2 bytes are 11 times 512 MiB
+    assert chunks_for(65536, 4096, 14336, 3, 2) == 11
+    # cutting would save less than the accumulators take
+    assert chunks_for(8192, 8192, 28672, 3, 2) == 1
+    for rows, chunks in product((0, 1, 7, 24), (1, 2, 5, 30)):
+        slices = row_chunks(rows, chunks)
+        assert sum(len(range(rows)[s]) for s in slices) == rows
+        assert 1 <= len(slices) <= chunks
+
+
+@needs_triton
+@pytest.mark.parametrize("level", ["inputs", "preact"])
+@pytest.mark.parametrize("kernel", ["split", "hybrid"])
+@pytest.mark.parametrize("name", CONTRACT)
+def test_launches(name, kernel, level):
+    function, make, _ = CONTRACT[name]
+    x, weights = make(norm=spec("rms"))
+    with launches() as forward:
+        y = function(x, **weights, save=level, kernel=kernel)
+    with launches() as backward:
+        y.sum().backward()
+    assert forward == {"norm_kernel": 1, "act_kernel": 1}
+    grad = "gemm_kernel" if kernel == "hybrid" else "act_grad_kernel"
+    assert backward == {"norm_kernel": 1, grad: 1, "norm_grad_kernel": 1}
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("level", ["inputs", "gate", "preact"])
+@pytest.mark.parametrize("kernel", ["split", "hybrid"])
+def test_plans_agree_with_eager(kernel, level, dtype):
+    def inputs():
+        shapes = ((20, 33), (45, 33), (45, 33), (33, 45), (45,), (45,))
+        x, *weights = (randn(*shape, dtype=dtype).detach() for shape in shapes)
+        return [t.requires_grad_() for t in (x, *(w.div_(6) for w in weights))]
+
+    def call(function, x, gate, up, down, gate_bias, up_bias, **options):
+        return function(x, gate, up, down, "gelu", gate_bias=gate_bias, up_bias=up_bias, **options)
+
+    compare(
+        lambda *a: call(gated_mlp, *a, save=level, kernel=kernel),
+        lambda *a: call(reference.gated_mlp, *a),
+        inputs,
+    )
+
+
+def test_no_triton_no_hybrid():
+    x, weights = plain()
+    with _dispatch.forced_path("aten"), pytest.raises(ValueError, match="'hybrid' needs Triton"):
+        mlp(x, **weights, kernel="hybrid")
+
+
+def test_levels_take_precedence():
+    x, weights = gated()
+    kept = {level: 4 * T * n for level, (n, _) in CONTRACT["gated_mlp"][2].items()}
+    for level, expected in kept.items():
+        with fusedckpt.saving(level):
+            assert saved_bytes(lambda x: gated_mlp(x, **weights), [x]) == expected
+            assert saved_bytes(lambda x: gated_mlp(x, **weights, save="gate"), [x]) == kept["gate"]
+    x, weights = plain()
+    with fusedckpt.saving("gate"):
+        # an MLP has no gate
+        assert saved_bytes(lambda x: mlp(x, **weights), [x]) == 4 * T * D
+
+
+def test_other_output_width():
+    for function, weights in (
+        (mlp, lambda: [randn(40, 16), randn(40), randn(24, 40), None]),
+        (gated_mlp, lambda: [randn(40, 16), randn(40, 16), randn(24, 40)]),
+    ):
+        twin = getattr(reference, function.__name__)
+        compare(function, twin, lambda weights=weights: [randn(30, 16), *weights()], slack=3.0)
+
+
+def bad_calls():
+    x, w = plain()
+    g, v = gated()
+    down = v["down_weight"]
+    norm = NormSpec("rms", parameter(D))
+    return {
+        "fc1": (lambda: mlp(x[:, 1:], **w), ValueError, "fc1_weight expects 16 .*x has 15"),
+        "fc2": (lambda: mlp(x, **w | {"fc2_weight": down[:, 1:]}), ValueError, "fc2_weight must"),
+        "fc2-bias": (lambda: mlp(x, **w | {"fc2_bias": down[0]}), ValueError, "fc2_bias must be"),
+        "fc1-bias": (lambda: mlp(x, **w | {"fc1_bias": down[0, 1:]}), ValueError, "fc1_bias must"),
+        "rows": (
+            lambda: gated_mlp(g, **v | {"up_weight": down.mT[1:]}),
+            ValueError,
+            "as many rows, got {'gate': 40, 'up': 39}",
+        ),
+        "packed": (lambda: gated_mlp(g, down.mT[1:], None, down), ValueError, "2 F rows, got 39"),
+        "packed-down": (lambda: gated_mlp(g, down.mT, None, down), ValueError, "down_weight must"),
+        "packed-up-bias": (
+            lambda: gated_mlp(g, down.mT, None, down[:, :20], up_bias=down[0]),
+            ValueError,
+            "up_bias must be None",
+        ),
+        "residual": (
+            lambda: mlp(x, **w | {"fc2_weight": down[1:], "fc2_bias": None}, residual=True),
+            ValueError,
+            "residual needs 16 output features",
+        ),
+        "activation": (lambda: mlp(x, **w, activation="swoosh"), ValueError, "unknown activation"),
+        "level": (lambda: mlp(x, **w, save="gate"), ValueError, "inputs, preact, got 'gate'"),
+        "kernel": (lambda: mlp(x, **w, kernel="fused"), ValueError, "'split' or 'hybrid'"),
+        "chunks": (lambda: mlp(x, **w, chunks=0), ValueError, "chunks must be at least 1"),
+        "chunks-type": (lambda: mlp(x, **w, chunks=2.0), TypeError, "chunks must be an integer"),
+        "norm-type": (lambda: mlp(x, **w | {"norm": "rms"}), TypeError, "must be a NormSpec"),
+        "norm-kind": (lambda: mlp(x, **w | {"norm": NormSpec("batch")}), ValueError, "'batch'"),
+        "norm-width": (
+            lambda: mlp(x, **w | {"norm": NormSpec("rms", parameter(D + 1))}),
+            ValueError,
+            "weight must be normalized_shape",
+        ),
+        "norm-bias": (
+            lambda: mlp(x, **w | {"norm": norm._replace(bias=norm.weight)}),
+            ValueError,
+            "has no bias",
+        ),
+        "dtype": (lambda: mlp(x, **w | {"fc2_weight": down.half()}), TypeError, "share a dtype"),
+        "device": (lambda: mlp(x, **w | {"fc2_weight": down.to("meta")}), ValueError, "one device"),
+        "no-weights": (lambda: norm_linear(x, norm, []), ValueError, "at least one linear"),
+        "biases": (lambda: norm_linear(x, norm, [down.mT], []), ValueError, "1 weights, but 0"),
+        "no-norm": (lambda: norm_linear(x, None, [down.mT]), TypeError, "must be a NormSpec"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_input_is_refused_before_any_work(name):
+    call, error, message = bad_calls()[name]
+    with launches() as count, pytest.raises(error, match=message):
+        call()
+    assert not count
+
+
+@pytest.mark.parametrize("gated_block", [False, True])
+def test_opcheck(gated_block):
+    x, norm, gate, up, down = (
+        randn(*s, requires_grad=False) for s in ((6, 8), (8,), (12, 8), (12, 8), (8, 12))
+    )
+    tensors = (norm, None, gate, None, up if gated_block else None, None, down, None)
+    options = ("rms", 1e-6, 0.0, "torch", "silu", True, torch.float32, 2, None)
+    ops = torch.ops.fusedckpt
+    for level in ("inputs", "preact"):
+        torch.library.opcheck(ops.mlp.default, (x, *tensors, *options, level))
+    needs = [True, True, False, True, False, gated_block, False, True, False]
+    dy = randn(6, 8, requires_grad=False)
+    torch.library.opcheck(ops.mlp_backward.default, (dy, None, None, x, *tensors, *options, needs))
