@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.spec import NormSpec
@@ -177,10 +177,38 @@ def mlp(
         )
     if norm is not None:
         norm_spec(name, x, norm)
-    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
-        raise TypeError(f"{name}: chunks must be an integer, got {type(chunks).__name__}")
-    if chunks is not None and chunks < 1:
-        raise ValueError(f"{name}: chunks must be at least 1, got {chunks}")
+    num_chunks(name, chunks)
+
+
+def num_chunks(name: str, given: Any) -> None:
+    """Refuse a number of chunks that is neither None nor a positive integer."""
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"{name}: chunks must be an integer, got {type(given).__name__}")
+    if given < 1:
+        raise ValueError(f"{name}: chunks must be at least 1, got {given}")
+
+
+def block(
+    name: str, norm: Any, residual: bool, in_features: int, out_features: int, chunks: Any
+) -> None:
+    """Refuse a block's options that do not fit each other."""
+    if norm is not None:
+        modules(name, norm)
+    if residual and in_features != out_features:
+        raise ValueError(
+            f"{name}: residual needs as many output as input features, got {in_features} and "
+            f"{out_features}"
+        )
+    num_chunks(name, chunks)
+
+
+def modules(name: str, *given: Any) -> None:
+    """Refuse children that are no modules."""
+    for module in given:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name}: expects modules, got {type(module).__name__}")
 
 
 def projections(name: str, x: Tensor, norm: Any, weights: list[Any], biases: list[Any]) -> None:

@@ -36,7 +36,8 @@ def define(
     @wraps(implementation)
     def below_autocast(*args: Any) -> Any:
         # the dtypes were settled above; autocast would cast the GEMMs inside once more
-        with torch._C._DisableAutocast():
+        # and a result that is a view of its own could not be written in place by the caller
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
             return implementation(*args)
 
     def refuse(*args: Any) -> Any:

@@ -16,7 +16,8 @@ LEVELS = ("inputs", "gate", "preact")
 
 # a thread-local, because Dynamo traces through it where a ContextVar would break the graph
 class _Override(threading.local):
-    level: str | None = None
+    def __init__(self) -> None:
+        self.level: str | None = None
 
 
 _override = _Override()

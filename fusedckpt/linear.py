@@ -2,121 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, _dispatch, _ops, levels, reference
+from fusedckpt import _check, _dispatch, levels, reference
 from fusedckpt._autograd import twin_gradients
-from fusedckpt.kernels import linear as kernels
-from fusedckpt.kernels.runtime import arch, as_matrix
-from fusedckpt.kernels.tiles import gains_by_fusion
+from fusedckpt._linear_ops import linear_act_backward_op, linear_act_op
 
 __all__ = ["Linear", "linear_act"]
 
 LEVELS = ("inputs", "preact")
-
-
-def _plan(x: Tensor, kernel: str | None, n: int, k: int) -> str:
-    """Return which launcher runs for tensors like x: fused, split or aten."""
-    if 0 in (x.numel(), n, k) or _dispatch.path_of(x.device, x.dtype) == "aten":
-        return "aten"
-    if kernel is None:
-        return "fused" if gains_by_fusion(arch(), x.element_size(), k) else "split"
-    return kernel
-
-
-def _forward(
-    x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str | None
-) -> tuple[Tensor, Tensor]:
-    w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
-    plan = _plan(x, kernel, *w.shape)
-    h, z = kernels.linear_act(as_matrix(x), w, b, activation, keep_z, plan)
-    shape = (*x.shape[:-1], w.shape[0])
-    return h.view(shape), _ops.absent(x) if z is None else z.view(shape)
-
-
-def _forward_fake(
-    x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str | None
-) -> tuple[Tensor, Tensor]:
-    h = x.new_empty((*x.shape[:-1], w.shape[0]))
-    return h, torch.empty_like(h) if keep_z else _ops.absent(x)
-
-
-def _flops(x: Any, w: Any, *_: Any, out_shape: Any = None) -> int:
-    return 2 * math.prod(x) * w[0]
-
-
-_op = _ops.define(
-    "linear_act(Tensor x, Tensor w, Tensor? b, str activation, bool keep_z, str? kernel)"
-    " -> (Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-    _flops,
-)
-
-
-def _backward(
-    dy: Tensor,
-    x: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    z: Tensor | None,
-    activation: str,
-    needs: list[bool],
-    kernel: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    x2, z2 = (None if t is None else as_matrix(t) for t in (x, z))
-    w, b = (None if t is None else t.to(dy.dtype) for t in (w, b))
-    plan = _plan(dy, kernel, *(w.shape if w is not None else (1, 1)))
-    dz, db = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z2, activation, needs[2], plan)
-    dx = dw = None
-    if needs[0]:
-        assert w is not None
-        dx = torch.mm(dz, w).view(*dy.shape[:-1], w.shape[1])
-    if needs[1]:
-        assert x2 is not None
-        dw = torch.mm(dz.t(), x2)
-    return tuple(_ops.absent(dy) if grad is None else grad for grad in (dx, dw, db))  # type: ignore[return-value]  # three by construction
-
-
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    z: Tensor | None,
-    activation: str,
-    needs: list[bool],
-    kernel: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = dy.shape[-1]
-    wide = torch.promote_types(dy.dtype, torch.float32)
-    absent = _ops.absent(dy)
-    return (
-        dy.new_empty((*dy.shape[:-1], w.shape[1])) if needs[0] and w is not None else absent,
-        dy.new_empty((n, x.shape[-1])) if needs[1] and x is not None else absent,
-        dy.new_empty((n,), dtype=wide) if needs[2] else absent,
-    )
-
-
-def _backward_flops(
-    dy: Any, x: Any, w: Any, b: Any, z: Any, activation: str, needs: list[bool], *_: Any, **__: Any
-) -> int:
-    recomputes = z is None and activation != "identity"
-    k = x[-1] if x is not None else w[1] if w is not None else 0
-    return 2 * math.prod(dy) * k * (recomputes + needs[0] + needs[1])
-
-
-_backward_op = _ops.define(
-    "linear_act_backward(Tensor dy, Tensor? x, Tensor? w, Tensor? b, Tensor? z, str activation,"
-    " bool[] needs, str? kernel) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-    _backward_flops,
-)
 
 
 class _LinearAct(torch.autograd.Function):
@@ -132,7 +29,7 @@ class _LinearAct(torch.autograd.Function):
         keep_z: bool,
         kernel: str | None,
     ) -> Tensor:
-        h, z = _op(x, w, b, activation, keep_z, kernel)
+        h, z = linear_act_op(x, w, b, activation, keep_z, kernel)
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         # b is read by recomputation and, at preact, by double backward
         has_z = activation != "identity"
@@ -153,7 +50,7 @@ class _LinearAct(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (*_double_backward(ctx, dy, needs), None, None, None)
         x, w, b, z = ctx.saved_tensors
-        dx, dw, db = _backward_op(dy, x, w, b, z, ctx.activation, needs, ctx.kernel)
+        dx, dw, db = linear_act_backward_op(dy, x, w, b, z, ctx.activation, needs, ctx.kernel)
         return (
             dx if needs[0] else None,
             dw.to(ctx.w_dtype) if needs[1] else None,

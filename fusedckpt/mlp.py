@@ -21,8 +21,7 @@ from fusedckpt import _check, _dispatch, levels, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._mlp_ops import Options, mlp_backward_op, mlp_op
 from fusedckpt.kernels.mlp import Needs
-from fusedckpt.norm import output_dtype, rule_of
-from fusedckpt.spec import NormSpec
+from fusedckpt.spec import NormSpec, output_dtype, rule_of
 
 __all__ = ["gated_mlp", "mlp"]
 

@@ -15,7 +15,7 @@ from fusedckpt import _check, _dispatch, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._norm_ops import norm_backward_op, norm_op
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.spec import NormSpec
+from fusedckpt.spec import output_dtype, rms_rule
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -124,31 +124,6 @@ def _norm(
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     out_dtype = output_dtype(rule, dtype, weight, x.device)
     return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype)
-
-
-def output_dtype(
-    rule: NormRule, dtype: torch.dtype, weight: Tensor | None, device: torch.device
-) -> torch.dtype:
-    """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
-    if rule.cast == "llama" and weight is not None:
-        return torch.promote_types(dtype, weight.dtype)
-    if rule.cast == "torch" and dtype != torch.float64 and _dispatch.autocasts_norms(device):
-        return torch.float32
-    return dtype
-
-
-def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
-    """Return the constants of a checked record for inputs of `dtype`."""
-    if norm.kind == "layer":
-        return NormRule("layer", 1e-5 if norm.eps is None else float(norm.eps))
-    return rms_rule(dtype, norm.eps, norm.offset, norm.cast)
-
-
-def rms_rule(dtype: torch.dtype, eps: float | None, offset: float, cast: str) -> NormRule:
-    """Return the constants of an RMSNorm; eps None is the machine epsilon of its statistics."""
-    if eps is None:
-        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return NormRule("rms", float(eps), float(offset), cast)
 
 
 def rms_norm(

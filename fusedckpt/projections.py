@@ -14,8 +14,7 @@ from fusedckpt._autograd import twin_gradients
 from fusedckpt._norm_ops import norm_op, row_kernels
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix, column_sums
-from fusedckpt.norm import output_dtype, rule_of
-from fusedckpt.spec import NormSpec
+from fusedckpt.spec import NormSpec, output_dtype, rule_of
 
 __all__ = ["norm_linear"]
 
@@ -125,11 +124,15 @@ class _NormLinear(torch.autograd.Function):
         count = len(linears) // 2
         weights, biases = linears[:count], linears[count:]
         n, _ = norm_op(x, None, norm_weight, norm_bias, 1, *rule, dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            ys = tuple(
-                torch.nn.functional.linear(n, w.to(dtype), None if b is None else b.to(dtype))  # type: ignore[union-attr]
-                for w, b in zip(weights, biases, strict=True)
+        # two-dimensional, and put into shape unseen: autograd forbids writing into a view made here
+        rows = as_matrix(n)
+        ys = tuple(
+            torch.ops.aten._unsafe_view(
+                torch.nn.functional.linear(rows, w.to(dtype), None if b is None else b.to(dtype)),  # type: ignore[union-attr]
+                (*n.shape[:-1], w.shape[0]),  # type: ignore[union-attr]
             )
+            for w, b in zip(weights, biases, strict=True)
+        )
         needs = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
         reads_x = any(needs[: 3 + count])
         ctx.save_for_backward(x if reads_x else None, norm_weight, norm_bias, *linears)

@@ -1,10 +1,14 @@
-"""The norm that a block begins with, as a record."""
+"""The norm that a block begins with, as a record, and the constants that it comes down to."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from fusedckpt import _dispatch
+from fusedckpt.kernels.norm import NormRule
 
 __all__ = ["NormSpec"]
 
@@ -22,3 +26,28 @@ class NormSpec(NamedTuple):
     eps: float | None = None
     offset: float = 0.0
     cast: str = "torch"
+
+
+def output_dtype(
+    rule: NormRule, dtype: torch.dtype, weight: Tensor | None, device: torch.device
+) -> torch.dtype:
+    """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
+    if rule.cast == "llama" and weight is not None:
+        return torch.promote_types(dtype, weight.dtype)
+    if rule.cast == "torch" and dtype != torch.float64 and _dispatch.autocasts_norms(device):
+        return torch.float32
+    return dtype
+
+
+def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
+    """Return the constants of a checked record for inputs of `dtype`."""
+    if norm.kind == "layer":
+        return NormRule("layer", 1e-5 if norm.eps is None else float(norm.eps))
+    return rms_rule(dtype, norm.eps, norm.offset, norm.cast)
+
+
+def rms_rule(dtype: torch.dtype, eps: float | None, offset: float, cast: str) -> NormRule:
+    """Return the constants of an RMSNorm; eps None is the machine epsilon of its statistics."""
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return NormRule("rms", float(eps), float(offset), cast)

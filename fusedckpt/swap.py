@@ -1,7 +1,7 @@
 """Swap the layers of a model in place for those that keep only their inputs, and back.
 
-A swap changes a module's class and nothing else: the module object, its Parameters, hooks and
-state_dict stay. An activation that a linear absorbs leaves an `Absorbed` identity in its slot.
+A swap changes a module's class and nothing else: the module object, its Parameters, hooks,
+children and state_dict stay.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import activation as activations
 
 from fusedckpt import _check
 from fusedckpt.kernels.activations import name_of
-from fusedckpt.linear import LEVELS, Linear
+from fusedckpt.linear import Linear
+from fusedckpt.mlp import MLP_LEVELS
 from fusedckpt.norm import LayerNorm, RMSNorm
+from fusedckpt.sequential import Run, Sequential, runs, watched
 
-__all__ = ["Absorbed", "FuseReport", "fuse", "unfuse"]
+__all__ = ["FuseReport", "fuse", "unfuse"]
 
 # what each norm becomes, and the attributes that it has then and had not before
 _NORMS: dict[type[nn.Module], tuple[type[nn.Module], dict[str, Any]]] = {
@@ -31,29 +33,6 @@ _NORMS: dict[type[nn.Module], tuple[type[nn.Module], dict[str, Any]]] = {
 _MARK = "_fusedckpt_original"
 # every activation of torch, so that those which cannot be fused are reported
 _ACTIVATIONS = tuple(getattr(activations, name) for name in activations.__all__)
-_OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class Absorbed(nn.Module):
-    """The identity where an activation stood that the linear before it now computes."""
-
-    def __init__(self, original: nn.Module):
-        super().__init__()
-        self.training = original.training
-        # in a tuple, so that it is no submodule
-        self._original = (original,)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the input."""
-        return input
-
-    def restore(self) -> nn.Module:
-        """Return the activation, in the mode that this module is in."""
-        return self._original[0].train(self.training)
-
-    def extra_repr(self) -> str:
-        """Name the activation."""
-        return repr(self._original[0])
 
 
 @dataclass(frozen=True)
@@ -77,89 +56,70 @@ class FuseReport:
 
 @dataclass(frozen=True)
 class _Swap:
-    """One change, not yet made, and why it must not be, if so."""
+    """One change of class, not yet made."""
 
-    name: str
     module: nn.Module
     to: type[nn.Module]
     attributes: dict[str, Any]
-    obstacle: str | None
-    # the Sequential, the slot in it and the activation there
-    absorbs: tuple[nn.Sequential, str, nn.Module] | None = None
-
-    def __str__(self) -> str:
-        activation = self.attributes.get("activation")
-        absorbed = f" + {activation}" if activation else ""
-        return f"nn.{type(self.module).__name__}{absorbed} -> {self.to.__name__}"
 
     def apply(self) -> None:
         self.module.__dict__.update(self.attributes)
         self.module.__dict__[_MARK] = type(self.module), tuple(self.attributes)
         self.module.__class__ = self.to
-        if self.absorbs is not None:
-            parent, slot, activation = self.absorbs
-            parent._modules[slot] = Absorbed(activation)
 
 
 def fuse(model: nn.Module, *, save: str = "inputs") -> FuseReport:
     """Swap, in place, the layers of `model` that keep more for backward than they need.
 
-    nn.RMSNorm and nn.LayerNorm become fusedckpt's; an nn.Linear followed by an activation inside an
-    nn.Sequential becomes a fusedckpt.Linear that computes both. Parameters, hooks, module names
-    and the state_dict stay; `unfuse` restores the classes. What is fused already stays as it is.
-
-    The activation's slot holds an identity from then on: call a Sequential as a whole, not its
-    layers one by one, and unfuse it before replacing one of them.
+    nn.RMSNorm and nn.LayerNorm become fusedckpt's. An nn.Sequential becomes a fusedckpt.Sequential
+    where that computes layers as one block: [norm,] linear, activation, linear; linear, activation;
+    norm, linear. Its layers stay what they are. Parameters, hooks, module names and the state_dict
+    stay; `unfuse` restores the classes. What is fused already stays as it is.
 
     Args:
         model: any module; itself a norm or a Sequential, too.
-        save: what a swapped linear keeps, see `functional.linear_act`.
+        save: what blocks with an activation keep, see `functional.mlp`.
 
     Returns:
-        What was swapped, and what was left as it is and why: subclasses, parametrized modules,
-        replaced forwards, parameters that are not dense local floating-point tensors, activations
-        with other than default parameters, linears used in several places, and linears or
-        activations whose hooks expect to see what lies between them.
+        What was swapped, and what was left as it is and why: subclasses, parametrized or hooked
+        layers, replaced forwards, parameters that are not dense local floating-point tensors, and
+        activations with other than default parameters.
 
     Raises:
         TypeError: `model` is no nn.Module.
-        ValueError: `save` is no level of a linear.
+        ValueError: `save` is no level of an MLP.
     """
     _check_module("fuse", model)
-    _check.level("fuse", save, LEVELS)
+    _check.level("fuse", save, MLP_LEVELS)
+    report = FuseReport()
     # all are planned before anything is touched
-    candidates = [*_norm_swaps(model), *_linear_swaps(model, save)]
-    report = FuseReport(
-        {swap.name: str(swap) for swap in candidates if swap.obstacle is None},
-        {swap.name: swap.obstacle for swap in candidates if swap.obstacle is not None},
-    )
-    for swap in candidates:
-        if swap.obstacle is None:
-            swap.apply()
+    swaps = [*_norm_swaps(model, report), *_sequential_swaps(model, save, report)]
+    for swap in swaps:
+        swap.apply()
     return report
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Undo `fuse`: restore every original class and activation, and return the model.
+    """Undo `fuse`: restore every original class, and return the model.
 
     Works after training, deepcopy, pickling and loading. Layers built as fusedckpt's stay.
 
     Raises:
         TypeError: `model` is no nn.Module.
-        ValueError: a fused module has changed its class since, by parametrization or sharding, or
-            the slot that its activation would return to is not in `model`. Nothing is changed then.
+        ValueError: a fused module has changed its class since, by parametrization or sharding.
+            Nothing is changed then.
     """
     _check_module("unfuse", model)
-    _check_restorable(model)
-    for module in list(model.modules()):
-        for slot, child in module._modules.items():
-            if isinstance(child, Absorbed):
-                module._modules[slot] = child.restore()
-        if _MARK in module.__dict__:
-            original, attributes = module.__dict__.pop(_MARK)
-            for attribute in attributes:
-                del module.__dict__[attribute]
-            module.__class__ = original
+    swapped = [(name, m) for name, m in model.named_modules() if _MARK in m.__dict__]
+    for name, module in swapped:
+        if type(module) not in (LayerNorm, RMSNorm, Sequential):
+            where = name or "the model"
+            raise ValueError(f"unfuse: {where} became a {type(module).__name__}: undo that first")
+    for _, module in swapped:
+        original, attributes = module.__dict__.pop(_MARK)
+        for attribute in attributes:
+            del module.__dict__[attribute]
+        module.__class__ = original
     return model
 
 
@@ -168,51 +128,56 @@ def _check_module(name: str, model: Any) -> None:
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
 
 
-def _check_restorable(model: nn.Module) -> None:
-    """Refuse a model whose original would not come back."""
-    followed = {
-        module
-        for parent in model.modules()
-        for module, follower in pairwise(parent._modules.values())
-        if isinstance(follower, Absorbed)
-    }
-    for name, module in model.named_modules():
-        if _MARK not in module.__dict__:
-            continue
-        where = name or "the model"
-        if type(module) not in (Linear, LayerNorm, RMSNorm):
-            raise ValueError(f"unfuse: {where} became a {type(module).__name__}: undo that first")
-        if isinstance(module, Linear) and module not in followed:
-            raise ValueError(
-                f"unfuse: {where} computes {module.activation} too, and the slot that held it is "
-                "not in the model: unfuse the whole Sequential"
-            )
-
-
-def _norm_swaps(model: nn.Module) -> Iterator[_Swap]:
+def _norm_swaps(model: nn.Module, report: FuseReport) -> Iterator[_Swap]:
     for name, module in model.named_modules():
         for original, (to, attributes) in _NORMS.items():
-            if isinstance(module, original) and not isinstance(module, to):
-                obstacle = _unfit(module, original, attributes)
-                yield _Swap(name, module, to, attributes, obstacle)
+            if not isinstance(module, original) or isinstance(module, to):
+                continue
+            obstacle = _unfit(module, original, attributes)
+            if obstacle is not None:
+                report.left[name] = obstacle
+                continue
+            report.swapped[name] = f"nn.{original.__name__} -> {to.__name__}"
+            yield _Swap(module, to, attributes)
 
 
-def _linear_swaps(model: nn.Module, save: str) -> Iterator[_Swap]:
-    uses = Counter(child for parent in model.modules() for child in parent._modules.values())
+def _sequential_swaps(model: nn.Module, save: str, report: FuseReport) -> Iterator[_Swap]:
+    attributes = {"save": save}
     for prefix, parent in model.named_modules():
-        if not isinstance(parent, nn.Sequential):
+        if not isinstance(parent, nn.Sequential) or isinstance(parent, Sequential):
             continue
-        for (slot, linear), (next_slot, follower) in pairwise(parent._modules.items()):
-            if not isinstance(linear, nn.Linear) or isinstance(linear, Linear):
-                continue
-            if not isinstance(follower, _ACTIVATIONS):
-                continue
-            attributes = {"activation": name_of(follower), "save": save}
-            obstacle = _unfit(linear, nn.Linear, attributes)
-            obstacle = obstacle or _inseparable(parent, linear, follower, uses[linear])
-            name = f"{prefix}.{slot}" if prefix else slot
-            absorbs = (parent, next_slot, follower)
-            yield _Swap(name, linear, Linear, attributes, obstacle, absorbs)
+        names = [f"{prefix}.{slot}" if prefix else slot for slot in parent._modules]
+        layers = list(parent._modules.values())
+        blocks = [run for run in runs(layers) if run.kind != "layer"]
+        # one layer that no kernel takes keeps the whole Sequential as it is
+        obstacle = _unfit(parent, nn.Sequential, attributes) or next(
+            filter(None, (_unfit_layer(layer) for run in blocks for layer in run.of(layers))), None
+        )
+        changes = report.swapped if obstacle is None else report.left
+        for run in blocks:
+            # a block goes by its linear, as its norm may be swapped too
+            linear = run.start + (not isinstance(layers[run.start], nn.Linear))
+            changes[names[linear]] = obstacle or _describe(run, layers)
+        _report_pairs(report, names, layers, blocks)
+        if blocks and obstacle is None:
+            yield _Swap(parent, Sequential, attributes)
+
+
+def _describe(run: Run, layers: list[Any]) -> str:
+    parts = [name_of(layer) or f"nn.{type(layer).__name__}" for layer in run.of(layers)]
+    return f"{' + '.join(parts)} -> {run.kind}"
+
+
+def _report_pairs(
+    report: FuseReport, names: list[str], layers: list[Any], blocks: list[Run]
+) -> None:
+    """Say why a linear and the activation after it form no block."""
+    inside = {index for run in blocks for index in range(run.start, run.start + run.length)}
+    for index, (linear, follower) in enumerate(pairwise(layers)):
+        if index in inside or not isinstance(linear, nn.Linear) or isinstance(linear, Linear):
+            continue
+        if isinstance(follower, _ACTIVATIONS):
+            report.left[names[index]] = _inseparable(linear, follower)
 
 
 def _unfit(module: nn.Module, original: type[nn.Module], attributes: dict[str, Any]) -> str | None:
@@ -220,31 +185,26 @@ def _unfit(module: nn.Module, original: type[nn.Module], attributes: dict[str, A
     if type(module) is not original:
         return f"{type(module).__name__} is a subclass of nn.{original.__name__}"
     if "forward" in module.__dict__:
-        return "its forward was replaced"
+        return f"the forward of the {original.__name__} was replaced"
     for attribute in attributes:
         if hasattr(module, attribute):
-            return f"it has an attribute {attribute} of its own"
+            return f"the {original.__name__} has an attribute {attribute} already"
+    return _unfit_layer(module)
+
+
+def _unfit_layer(module: nn.Module) -> str | None:
+    """Return why no kernel takes a module's own parameters, None if they do."""
     try:
-        _check.tensors(original.__name__, dict(module.named_parameters(recurse=False)))
+        _check.tensors(type(module).__name__, dict(module.named_parameters(recurse=False)))
     except (TypeError, ValueError) as error:
         return str(error)
     return None
 
 
-def _inseparable(
-    parent: nn.Sequential, linear: nn.Linear, follower: nn.Module, num_uses: int
-) -> str | None:
-    """Return why a linear and the activation after it must stay two modules, None if not."""
+def _inseparable(linear: nn.Linear, follower: nn.Module) -> str:
     if name_of(follower) is None:
         return f"{follower} is no activation that can be fused"
-    if type(parent) is not nn.Sequential:
-        return f"{type(parent).__name__} is a subclass of nn.Sequential"
-    if any("forward" in module.__dict__ for module in (parent, follower)):
-        return "the forward of its Sequential or of its activation was replaced"
-    if num_uses > 1:
-        return "it is used in several places"
-    if any(getattr(linear, hooks) for hooks in _OUTPUT_HOOKS) or any(
-        getattr(follower, hooks) for hooks in (*_OUTPUT_HOOKS, "_forward_pre_hooks")
-    ):
-        return "a hook watches what lies between it and its activation"
-    return None
+    if type(linear) is not nn.Linear:
+        return f"{type(linear).__name__} is a subclass of nn.Linear"
+    assert watched(linear) or watched(follower)
+    return "a hook watches it or its activation, or a forward was replaced"

@@ -13,18 +13,23 @@ D, F = 6, 10
 
 
 def net(activation: nn.Module | None = None) -> nn.Sequential:
-    """Every kind of layer that is swapped, one of them nested, and a linear that is not."""
+    """Every kind of layer and block that is swapped, in Sequentials inside one that is not."""
     mlp = nn.Sequential(nn.Linear(D, F), activation or nn.GELU(), nn.Linear(F, D, bias=False))
-    last = OrderedDict(fc=nn.Linear(D, D, bias=False), act=nn.Tanh(), norm=nn.RMSNorm(D))
+    last = OrderedDict(
+        fc=nn.Linear(D, D, bias=False), act=nn.Tanh(), norm=nn.RMSNorm(D), head=nn.Linear(D, D)
+    )
     return nn.Sequential(nn.LayerNorm(D), mlp, nn.Sequential(last)).to(DEVICE, torch.float64)
 
 
 NET_SWAPS = {
     "0": "nn.LayerNorm -> LayerNorm",
-    "1.0": "nn.Linear + gelu -> Linear",
-    "2.fc": "nn.Linear + tanh -> Linear",
+    "1.0": "nn.Linear + gelu + nn.Linear -> mlp",
+    "2.fc": "nn.Linear + tanh -> linear_act",
     "2.norm": "nn.RMSNorm -> RMSNorm",
+    "2.head": "nn.RMSNorm + nn.Linear -> norm_linear",
 }
+# the classes that are swapped for those
+NET_CLASSES = {"0": "LayerNorm", "1": "Sequential", "2": "Sequential", "2.norm": "RMSNorm"}
 
 
 def rows() -> torch.Tensor:

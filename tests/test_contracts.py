@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import CASES
 from support import DEVICE, HALF, as_tuple, compare, randn, results, saved_bytes
+from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import _dispatch
@@ -116,6 +117,20 @@ def test_nothing_given_is_written(case, path):
     assert versions == [None if x is None else x._version for x in inputs]
     for old, new in zip([*before, *kept], [*inputs, *douts, *outputs], strict=True):
         assert old is None or torch.equal(old, new)
+
+
+@each
+def test_a_result_may_be_written_in_place(case, path):
+    inputs = case.inputs((9,), 5, 7)
+    leaves = [x for x in inputs if x is not None]
+    found = []
+    for fn in (case.fused, case.eager):
+        outputs = as_tuple(fn(*inputs))
+        # the sum of an add form is kept, in eager too
+        outputs[0].mul_(2)
+        found.append(torch.autograd.grad(sum(y.sum() for y in outputs), leaves))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @each
@@ -269,6 +284,23 @@ def test_compiles_without_a_graph_break(case, dynamic):
     expected = results(case.fused, inputs, douts)
     for ours, theirs in zip(results(compiled, inputs, douts), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@each
+def test_inside_torchs_checkpoint(case, use_reentrant, path):
+    inputs = case.inputs((9,), 5, 7)
+    leaves = [x for x in inputs if x is not None]
+    outputs = as_tuple(case.fused(*inputs))
+    douts = [torch.randn_like(y) for y in outputs]
+    expected = torch.autograd.grad(outputs, leaves, douts)
+    again = as_tuple(checkpoint(case.fused, *inputs, use_reentrant=use_reentrant))
+    # the reentrant one knows .backward() alone
+    torch.autograd.backward(again, douts)
+    for ours, theirs in zip(again, outputs, strict=True):
+        assert torch.equal(ours, theirs)
+    for leaf, grad in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, grad)
 
 
 @each

@@ -1,6 +1,7 @@
 """fuse: what is left as it is, with the reason."""
 
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -61,19 +62,24 @@ def replaced(model: nn.Module, name: str = "") -> nn.Module:
     return model
 
 
-def used_twice() -> nn.Sequential:
-    linear = nn.Linear(D, D)
-    return nn.Sequential(nn.Sequential(linear, nn.GELU()), linear)
-
-
 def parametrized(model: nn.Module, name: str = "") -> nn.Module:
     parametrize.register_parametrization(model.get_submodule(name), "weight", Double())
     return model
 
 
-def with_own_attribute() -> nn.Sequential:
+def with_attribute_save() -> nn.Sequential:
     model = pair()
-    model[0].activation = "mine"
+    model.save = "mine"  # type: ignore[assignment]
+    return model
+
+
+def with_child_save() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(fc=nn.Linear(D, D), act=nn.GELU(), save=nn.Tanh()))
+
+
+def with_offset() -> nn.Module:
+    model = nn.RMSNorm(D)
+    model.offset = 1.0  # type: ignore[assignment]
     return model
 
 
@@ -84,17 +90,16 @@ def sparse() -> nn.Sequential:
     return model
 
 
-BETWEEN = "a hook watches what lies between it and its activation"
+WATCHED = "a hook watches it or its activation, or a forward was replaced"
 NO_ACTIVATION = "is no activation that can be fused"
-REPLACED = "its forward was replaced"
 DECLINED = {
-    "forward hook on the linear": (lambda: hooked(0, "register_forward_hook"), BETWEEN),
-    "backward hook on the linear": (lambda: hooked(0, "register_full_backward_hook"), BETWEEN),
-    "backward pre-hook": (lambda: hooked(0, "register_full_backward_pre_hook"), BETWEEN),
-    "forward hook on the activation": (lambda: hooked(1, "register_forward_hook"), BETWEEN),
-    "pre-hook on the activation": (lambda: hooked(1, "register_forward_pre_hook"), BETWEEN),
-    "backward hook on the activation": (lambda: hooked(1, "register_full_backward_hook"), BETWEEN),
-    "linear in two places": (used_twice, "it is used in several places"),
+    "forward hook on the linear": (lambda: hooked(0, "register_forward_hook"), WATCHED),
+    "backward hook on the linear": (lambda: hooked(0, "register_full_backward_hook"), WATCHED),
+    "backward pre-hook": (lambda: hooked(0, "register_full_backward_pre_hook"), WATCHED),
+    "forward hook on the activation": (lambda: hooked(1, "register_forward_hook"), WATCHED),
+    "pre-hook on the activation": (lambda: hooked(1, "register_forward_pre_hook"), WATCHED),
+    "backward hook on the activation": (lambda: hooked(1, "register_full_backward_hook"), WATCHED),
+    "pre-hook on the linear": (lambda: hooked(0, "register_forward_pre_hook"), WATCHED),
     "subclass of Linear": (lambda: pair(MyLinear(D, D)), "MyLinear is a subclass of nn.Linear"),
     "subclass of an activation": (lambda: pair(None, MyGELU()), "MyGELU(approximate='none') is no"),
     "subclass of Sequential": (lambda: MySequential(*pair()), "a subclass of nn.Sequential"),
@@ -106,11 +111,13 @@ DECLINED = {
     "Softplus(beta=2)": (lambda: pair(None, nn.Softplus(beta=2)), NO_ACTIVATION),
     "Softplus(threshold=1)": (lambda: pair(None, nn.Softplus(threshold=1)), NO_ACTIVATION),
     "Softmax": (lambda: pair(None, nn.Softmax(-1)), NO_ACTIVATION),
-    "replaced forward of the linear": (lambda: replaced(pair(), "0"), REPLACED),
-    "of the activation": (lambda: replaced(pair(), "1"), "or of its activation was replaced"),
-    "of the Sequential": (lambda: replaced(pair()), "the forward of its Sequential"),
-    "of a norm": (lambda: replaced(nn.LayerNorm(D)), REPLACED),
-    "attribute in the way": (with_own_attribute, "it has an attribute activation of its own"),
+    "replaced forward of the linear": (lambda: replaced(pair(), "0"), WATCHED),
+    "of the activation": (lambda: replaced(pair(), "1"), WATCHED),
+    "of the Sequential": (lambda: replaced(pair()), "the forward of the Sequential was replaced"),
+    "of a norm": (lambda: replaced(nn.LayerNorm(D)), "the forward of the LayerNorm was replaced"),
+    "attribute in the way": (with_attribute_save, "Sequential has an attribute save already"),
+    "child in the way": (with_child_save, "the Sequential has an attribute save already"),
+    "norm's attribute": (with_offset, "the RMSNorm has an attribute offset already"),
     "sparse weight": (sparse, "weight must be a dense tensor, got layout torch.sparse_csr"),
 }
 
@@ -135,6 +142,24 @@ def test_dtypes_that_are_not_ours_are_left():
     assert "must be floating point, got torch.complex64" in fuse(model).left["0"]
     lazy = pair(nn.LazyLinear(D))
     assert fuse(lazy).left == {"0": "LazyLinear is a subclass of nn.Linear"}
+
+
+def test_one_misfit_keeps_its_sequential_but_no_other():
+    good = pair(nn.Linear(4, 4))
+    misfit = pair(nn.Linear(D, D, dtype=torch.complex64), nn.Tanh())
+    bad = nn.Sequential(*misfit, nn.Dropout(), *pair())
+    report = fuse(nn.ModuleList([good, bad, nn.Sequential(nn.RMSNorm(D), *bad[:2])]))
+    assert sorted(report.swapped) == ["0.0", "2.0"]
+    assert list(report.left) == ["1.0", "1.3", "2.1"]
+    assert len(set(report.left.values())) == 1
+    assert type(bad) is nn.Sequential
+
+
+def test_norm_is_swapped_where_its_block_is_not():
+    model = MySequential(nn.LayerNorm(D), *pair(), nn.Linear(D, D))
+    report = fuse(model)
+    assert report.swapped == {"0": "nn.LayerNorm -> LayerNorm"}
+    assert report.left == {"1": "MySequential is a subclass of nn.Sequential"}
 
 
 def test_what_lies_apart_is_not_mentioned():

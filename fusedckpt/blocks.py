@@ -1,0 +1,215 @@
+"""MLP, gated MLP and norm-then-linears as modules, with the parameter names that models use.
+
+A block computes all its children as one. A child that was replaced by another kind of module,
+parametrized, hooked, or given another forward is called instead, and what is left is fused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt import _check, levels
+from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
+from fusedckpt.projections import norm_linear
+from fusedckpt.sequential import letter_of, spec_of
+from fusedckpt.spec import NormSpec
+
+__all__ = ["MLP", "GatedMLP", "NormLinear"]
+
+
+class _Block(nn.Module):
+    """What MLP and GatedMLP share: an optional norm before, an optional residual around."""
+
+    levels: tuple[str, ...]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        activation: str,
+        norm: nn.Module | None,
+        residual: bool,
+        save: str,
+        chunks: int | None,
+    ):
+        name = type(self).__name__
+        activation = _check.activation(name, activation)
+        _check.level(name, save, self.levels)
+        _check.block(name, norm, residual, in_features, out_features, chunks)
+        super().__init__()
+        self.norm = norm
+        self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        level = levels.resolve(type(self).__name__, None, self.save, self.levels)
+        x, norm, residual = input, None, self.residual
+        if letter_of(self.norm) == "n":
+            norm = spec_of(type(self).__name__, self.norm, x)
+        elif self.norm is not None:
+            x, residual = self.norm(input), False
+        if not all(letter_of(child) == "l" for child in self._linears()):
+            y = self._eager(x if norm is None or self.norm is None else self.norm(x))
+            return input + y if self.residual else y
+        y = self._fused(x, norm, residual, level)
+        return input + y if self.residual and not residual else y
+
+    def _linears(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _eager(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _fused(self, x: Tensor, norm: NormSpec | None, residual: bool, level: str) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Describe what no child shows."""
+        return f"activation={self.activation}, residual={self.residual}, save={self.save}"
+
+
+class MLP(_Block):
+    """Two linears with an activation between them, keeping only the input for backward.
+
+        y = fc2(act(fc1(norm(x)))), plus x if residual
+
+    Args:
+        in_features, hidden_features, out_features: D, F and D_out; out_features None means D.
+        activation: see `functional.linear_act`.
+        bias, device, dtype: of both linears, as nn.Linear has them.
+        norm: a norm module over D, which becomes the child `norm`, or None.
+        residual, save, chunks: see `functional.mlp`.
+
+    Children are `fc1`, `fc2` and, where given, `norm`.
+    """
+
+    levels = MLP_LEVELS
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: nn.Module | None = None,
+        residual: bool = False,
+        save: str = "inputs",
+        chunks: int | None = None,
+    ):
+        out_features = in_features if out_features is None else out_features
+        super().__init__(in_features, out_features, activation, norm, residual, save, chunks)
+        self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias, device, dtype)
+
+    def _linears(self) -> tuple[Any, ...]:
+        return self.fc1, self.fc2
+
+    def _eager(self, x: Tensor) -> Tensor:
+        return self.fc2(ACTIVATIONS[self.activation].eager(self.fc1(x)))
+
+    def _fused(self, x: Tensor, norm: NormSpec | None, residual: bool, level: str) -> Tensor:
+        fc1, fc2 = self._linears()
+        weights = (fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+        return mlp(
+            x,
+            *weights,
+            self.activation,
+            norm=norm,
+            residual=residual,
+            save=level,
+            chunks=self.chunks,
+        )
+
+
+class GatedMLP(_Block):
+    """SwiGLU, GEGLU or ReGLU block, keeping only the input for backward.
+
+        y = down_proj(act(gate_proj(n)) * up_proj(n)), n = norm(x), plus x if residual
+
+    Arguments as in MLP, without biases by default; save also takes "gate", see
+    `functional.gated_mlp`. Children are `gate_proj`, `up_proj`, `down_proj` and, where given,
+    `norm`.
+    """
+
+    levels = GATED_LEVELS
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: str = "silu",
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: nn.Module | None = None,
+        residual: bool = False,
+        save: str = "inputs",
+        chunks: int | None = None,
+    ):
+        out_features = in_features if out_features is None else out_features
+        super().__init__(in_features, out_features, activation, norm, residual, save, chunks)
+        self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
+
+    def _linears(self) -> tuple[Any, ...]:
+        return self.gate_proj, self.up_proj, self.down_proj
+
+    def _eager(self, x: Tensor) -> Tensor:
+        gate = ACTIVATIONS[self.activation].eager(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
+
+    def _fused(self, x: Tensor, norm: NormSpec | None, residual: bool, level: str) -> Tensor:
+        gate, up, down = self._linears()
+        return gated_mlp(
+            x,
+            gate.weight,
+            up.weight,
+            down.weight,
+            self.activation,
+            gate_bias=gate.bias,
+            up_bias=up.bias,
+            down_bias=down.bias,
+            norm=norm,
+            residual=residual,
+            save=level,
+            chunks=self.chunks,
+        )
+
+
+class NormLinear(nn.Module):
+    """A norm feeding any number of linears, such as q, k and v, keeping only the norm's input.
+
+        n = norm(x); (linear(n) for linear in linears)
+
+    Args:
+        norm: a norm module over the linears' in_features; the child `norm`.
+        linears: nn.Linear modules; the children `linears.0`, `linears.1`, ...
+
+    Called with [..., in_features], returns a tuple of [..., out_features], one per linear.
+    """
+
+    def __init__(self, norm: nn.Module, *linears: nn.Module):
+        _check.modules("NormLinear", norm, *linears)
+        super().__init__()
+        self.norm = norm
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Map [..., in_features] to one [..., out_features] per linear."""
+        linears: list[Any] = list(self.linears)
+        if letter_of(self.norm) != "n" or any(letter_of(linear) != "l" for linear in linears):
+            n = self.norm(input)
+            return tuple(linear(n) for linear in linears)
+        weights, biases = [m.weight for m in linears], [m.bias for m in linears]
+        return norm_linear(input, spec_of("NormLinear", self.norm, input), weights, biases)

@@ -1,0 +1,157 @@
+"""nn.Sequential that computes runs of its layers as one block; the layers stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fusedckpt import _check, levels
+from fusedckpt.kernels.activations import ACTIVATIONS, name_of
+from fusedckpt.linear import Linear, linear_act
+from fusedckpt.mlp import MLP_LEVELS, mlp
+from fusedckpt.norm import LayerNorm, RMSNorm
+from fusedckpt.projections import norm_linear
+from fusedckpt.spec import NormSpec
+
+__all__ = ["Sequential"]
+
+# one letter for what a layer is in a block; looked up by type, subclasses are strangers
+_LETTERS: dict[type[nn.Module], str] = {
+    **dict.fromkeys((act.module for act in ACTIVATIONS.values() if act.module), "a"),
+    **dict.fromkeys((nn.Linear, Linear), "l"),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm), "n"),
+}
+# what letters form, and of how many layers; the first row that fits is taken
+_PATTERNS = (
+    ("nlal", "mlp", 4),
+    ("lal", "mlp", 3),
+    ("la", "linear_act", 2),
+    # the activation takes the linear, as it saves more there
+    ("nla", "layer", 1),
+    ("nl", "norm_linear", 2),
+    ("", "layer", 1),
+)
+
+
+class Run(NamedTuple):
+    """Adjacent layers computed as one: the first one's position, how many, and what they form."""
+
+    start: int
+    length: int
+    # "mlp", "linear_act", "norm_linear", or "layer" for one that is called as it is
+    kind: str
+
+    def of(self, layers: list[Any]) -> list[Any]:
+        """Return the run's layers."""
+        return layers[self.start : self.start + self.length]
+
+
+class Sequential(nn.Sequential):
+    """nn.Sequential computing norm, linear, activation, linear as one block that keeps its input.
+
+        x -> F.linear(act(F.linear(norm(x), ...)), ...), or what of it stands there
+
+    Arguments, children and state_dict are nn.Sequential's. What forms a block is found anew in
+    every call: [norm,] linear, activation, linear (`functional.mlp`); linear, activation
+    (`linear_act`); norm, linear (`norm_linear`). A layer that is no plain one of torch's or ours,
+    has a hook, or whose forward was replaced, is called as nn.Sequential calls it. Hooks on all
+    modules, such as FlopCounterMode's, change nothing, so that they see what runs otherwise.
+
+    Args:
+        save: "inputs" or "preact": what a block with an activation keeps, see `functional.mlp`.
+    """
+
+    def __init__(self, *args: Any, save: str = "inputs"):
+        _check.level("Sequential", save, MLP_LEVELS)
+        super().__init__(*args)
+        self.save = save
+
+    def __getitem__(self, idx: slice | int) -> Any:
+        found = super().__getitem__(idx)
+        if isinstance(idx, slice):
+            found.save = self.save  # type: ignore[assignment]  # of this class
+        return found
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pass the input through all layers."""
+        level = levels.resolve("Sequential", None, self.save, MLP_LEVELS)
+        layers = list(self._modules.values())
+        for run in runs(layers):
+            if run.kind == "layer":
+                input = layers[run.start](input)
+            else:
+                input = _COMPUTE[run.kind](input, level, *run.of(layers))
+        return input
+
+
+def runs(layers: list[Any]) -> Iterator[Run]:
+    """Cut layers into the longest runs that are one block each."""
+    letters = "".join([letter_of(layer) for layer in layers])
+    start = 0
+    while start < len(letters):
+        for pattern, kind, length in _PATTERNS:
+            if letters.startswith(pattern, start):
+                yield Run(start, length, kind)
+                start += length
+                break
+
+
+def letter_of(layer: Any) -> str:
+    """Return n, l or a for a norm, linear or activation that a block can stand for, else -."""
+    letter = _LETTERS.get(type(layer), "-")
+    if letter == "-" or watched(layer):
+        return "-"
+    if letter == "l":
+        fits = type(layer) is nn.Linear or layer.activation == "identity"
+    elif letter == "n":
+        fits = len(layer.normalized_shape) == 1
+    else:
+        fits = name_of(layer) is not None
+    return letter if fits else "-"
+
+
+def watched(layer: nn.Module) -> bool:
+    """Whether someone counts on the layer's own call: a hook, or a forward put in its place."""
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+    )
+
+
+def spec_of(name: str, norm: Any, x: Tensor) -> NormSpec:
+    """Describe a norm module of torch's or ours that reads x; `name` is who asks, for errors."""
+    shape = _check.normalized_shape(name, norm.normalized_shape)
+    # a spec takes any x where it has no weight
+    _check.norm(name, x, shape, norm.weight)
+    if isinstance(norm, nn.LayerNorm):
+        return NormSpec("layer", norm.weight, norm.bias, norm.eps)
+    if isinstance(norm, RMSNorm):
+        return NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
+    return NormSpec("rms", norm.weight, None, norm.eps)
+
+
+def _run_mlp(x: Tensor, save: str, *layers: Any) -> Tensor:
+    *norm, fc1, activation, fc2 = layers
+    spec = spec_of("Sequential", norm[0], x) if norm else None
+    weights = (fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+    return mlp(x, *weights, name_of(activation), norm=spec, save=save)  # type: ignore[arg-type]  # an "a" has a name
+
+
+def _run_linear_act(x: Tensor, save: str, linear: Any, activation: Any) -> Tensor:
+    return linear_act(x, linear.weight, linear.bias, name_of(activation), save=save)
+
+
+def _run_norm_linear(x: Tensor, save: str, norm: Any, linear: Any) -> Tensor:
+    return norm_linear(x, spec_of("Sequential", norm, x), [linear.weight], [linear.bias])[0]
+
+
+_COMPUTE: dict[str, Callable[..., Tensor]] = {
+    "mlp": _run_mlp,
+    "linear_act": _run_linear_act,
+    "norm_linear": _run_norm_linear,
+}

@@ -1,0 +1,411 @@
+"""Sequential against nn.Sequential over the same layers: results, kept bytes, FLOPs, edits."""
+
+import types
+from collections import OrderedDict
+
+import pytest
+import torch
+from support import DEVICE, flops, randn, saved_bytes
+from swap_cases import D, F, assert_equal, rows
+from torch import nn
+from torch.nn.utils import parametrize
+
+import fusedckpt
+from fusedckpt import Sequential
+from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.memory import saved_tensors
+from fusedckpt.sequential import runs
+
+HOOKS = [
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+]
+
+
+def mlp(activation: nn.Module | None = None, bias: bool = True) -> list[nn.Module]:
+    return [nn.Linear(D, F, bias), activation or nn.GELU(), nn.Linear(F, D, bias)]
+
+
+def used_twice() -> list[nn.Module]:
+    linear = nn.Linear(D, D)
+    return [linear, nn.Tanh(), linear]
+
+
+def gemma_norm() -> nn.Module:
+    return fusedckpt.RMSNorm(D, offset=1.0, cast="gemma")
+
+
+def bare_norm() -> nn.Module:
+    return nn.LayerNorm(D, eps=0.1, elementwise_affine=False)
+
+
+# layers, what they run as, and the elements per row kept at inputs and, besides, at preact
+PATTERNS = {
+    "mlp": (mlp, "mlp", D, F),
+    "mlp without biases": (lambda: mlp(bias=False), "mlp", D, F),
+    "layer norm, mlp": (lambda: [nn.LayerNorm(D), *mlp()], "mlp", D, F),
+    "layer norm without bias": (lambda: [nn.LayerNorm(D, bias=False), *mlp()], "mlp", D, F),
+    "bare norm, mlp": (lambda: [bare_norm(), *mlp()], "mlp", D, F),
+    "rms norm, mlp": (lambda: [nn.RMSNorm(D, eps=0.1), *mlp(nn.SiLU(), False)], "mlp", D, F),
+    "gemma norm, mlp": (lambda: [gemma_norm(), *mlp()], "mlp", D, F),
+    "our norm, mlp": (lambda: [fusedckpt.LayerNorm(D), *mlp()], "mlp", D, F),
+    "linear_act": (lambda: mlp()[:2], "linear_act", D, F),
+    "linear_act without bias": (lambda: mlp(nn.Mish(), False)[:2], "linear_act", D, F),
+    "layer norm, linear": (lambda: [nn.LayerNorm(D), nn.Linear(D, F)], "norm_linear", D, 0),
+    "rms norm, linear": (lambda: [nn.RMSNorm(D), nn.Linear(D, F, False)], "norm_linear", D, 0),
+    "gemma norm, linear": (lambda: [gemma_norm(), nn.Linear(D, F)], "norm_linear", D, 0),
+    "norm, linear_act": (lambda: [gemma_norm(), *mlp()[:2]], "layer linear_act", 2 * D, F),
+    "two mlps": (lambda: [nn.RMSNorm(D), *mlp(), nn.RMSNorm(D), *mlp()], "mlp mlp", 2 * D, 2 * F),
+    "linear after": (lambda: [*mlp(), nn.Linear(D, D)], "mlp layer", 2 * D, F),
+    "norm, linear after": (
+        lambda: [*mlp(), nn.RMSNorm(D), nn.Linear(D, 3)],
+        "mlp norm_linear",
+        2 * D,
+        F,
+    ),
+    "norm after": (lambda: [*mlp(), fusedckpt.RMSNorm(D)], "mlp layer", 2 * D, F),
+    "in-place activation first": (
+        lambda: [nn.Linear(D, D), *mlp(nn.ReLU(inplace=True))],
+        "layer mlp",
+        2 * D,
+        F,
+    ),
+    "dropout between": (
+        lambda: [*mlp()[:2], nn.Dropout(0.0), nn.Linear(F, D)],
+        "linear_act layer layer",
+        D + F,
+        F,
+    ),
+    "linear used twice": (used_twice, "mlp", D, D),
+    "our linear": (lambda: [fusedckpt.Linear(D, F), *mlp()[1:]], "mlp", D, F),
+    # keeps its input, as does the activation after it
+    "our linear with an activation": (
+        lambda: [fusedckpt.Linear(D, F, activation="silu"), *mlp()[1:]],
+        "layer layer layer",
+        D + 2 * F,
+        0,
+    ),
+    "nothing to fuse": (lambda: [nn.Linear(D, D)], "layer", D, 0),
+    "nested": (lambda: [Sequential(*mlp()), *mlp()], "layer mlp", 2 * D, F),
+    "empty": (list, "", 0, 0),
+}
+
+
+def sequential(*layers: nn.Module, save: str = "inputs") -> Sequential:
+    return Sequential(*layers, save=save).to(DEVICE, torch.float64)
+
+
+def kinds(model: nn.Sequential) -> str:
+    return " ".join(run.kind for run in runs(list(model)))
+
+
+def assert_as_torch(model: Sequential, x: torch.Tensor | None = None) -> None:
+    """Hold a model against nn.Sequential of its very layers."""
+    assert_equal(model, nn.Sequential(*model), rows() if x is None else x)
+
+
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_results_and_saved_bytes(pattern, save):
+    make, runs_as, kept, kept_preact = PATTERNS[pattern]
+    model = sequential(*make(), save=save)
+    assert kinds(model) == runs_as
+    assert_as_torch(model)
+    x = rows()
+    wanted = 8 * len(x) * (kept + (kept_preact if save == "preact" else 0))
+    assert saved_bytes(model, [x]) == wanted
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), nn.Sequential(*model)(x))
+
+
+@pytest.mark.parametrize("length", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "act"), [(name, act) for name, act in ACTIVATIONS.items() if act.module]
+)
+def test_every_activation_module(name, act, length):
+    model = sequential(*mlp(act.module(**act.module_state))[:length])
+    assert kinds(model) == ("mlp" if length == 3 else "linear_act")
+    assert_as_torch(model)
+    for inplace in (nn.ReLU(inplace=True), nn.SiLU(inplace=True)):
+        assert_as_torch(sequential(*mlp(inplace)[:length]))
+
+
+@pytest.mark.parametrize("shape", [(D,), (0, D), (2, 3, D), (2, 1, 2, D)], ids=str)
+def test_shapes(shape):
+    model = sequential(nn.LayerNorm(D), *mlp(), nn.RMSNorm(D), nn.Linear(D, 3), nn.Tanh())
+    assert_as_torch(model, randn(*shape, dtype=torch.float64))
+    assert_as_torch(model[4:6], randn(*shape, dtype=torch.float64))
+
+
+def test_float32_on_every_path(path):
+    layers = (nn.LayerNorm(D), *mlp(), nn.RMSNorm(D), nn.Linear(D, F), nn.Linear(F, D), nn.SiLU())
+    model = sequential(*layers).float()
+    assert kinds(model) == "mlp norm_linear linear_act"
+    assert_equal(model, nn.Sequential(*model), randn(17, D), tol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(D,), (2, 3, D)], ids=str)
+@pytest.mark.parametrize("runs_as", ["mlp", "linear_act", "norm_linear"])
+def test_in_place_layer_after_a_block(runs_as, shape):
+    block = {"mlp": mlp(), "linear_act": mlp()[:2], "norm_linear": [nn.RMSNorm(D), *mlp()[:1]]}
+    model = sequential(*block[runs_as], nn.Hardtanh(inplace=True))
+    assert kinds(model) == f"{runs_as} layer"
+    assert_as_torch(model, randn(*shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("layers", "at_inputs", "at_preact"),
+    [
+        (lambda: mlp(), 7, 6),
+        (lambda: [nn.RMSNorm(D), *mlp()], 7, 6),
+        (lambda: mlp()[:2], 4, 3),
+        (lambda: [nn.LayerNorm(D), nn.Linear(D, F)], 3, 3),
+        (lambda: [*mlp()[:2], nn.Dropout(0.0), nn.Linear(F, D)], 7, 6),
+    ],
+    ids=["mlp", "norm, mlp", "linear_act", "norm_linear", "dropout between"],
+)
+def test_flops(layers, at_inputs, at_preact):
+    gemm, x = 2 * 5 * D * F, rows()
+    for save, gemms in {"inputs": at_inputs, "preact": at_preact}.items():
+        model = sequential(*layers(), save=save)
+        assert flops(lambda model=model: model(x).sum().backward()) == gemm * gemms
+        eager = nn.Sequential(*model)
+        assert flops(lambda model=eager: model(x).sum().backward()) == gemm * at_preact
+
+
+def test_level():
+    assert Sequential().save == "inputs"
+    for bad in ("gate", "all", None):
+        with pytest.raises(ValueError, match="Sequential: save level must be one of inputs, pre"):
+            Sequential(*mlp(), save=bad)  # type: ignore[arg-type]
+    model, x = sequential(*mlp()), rows()
+    for level, elements in {"preact": D + F, "gate": D, "inputs": D}.items():
+        with fusedckpt.saving(level):
+            assert saved_bytes(model, [x]) == 8 * len(x) * elements
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("index", range(4))
+def test_hooks_on_a_child_fire(index, register):
+    model, seen = sequential(nn.LayerNorm(D), *mlp()), []
+    handle = getattr(model[index], register)(lambda *_: seen.append(index))
+    expected = [
+        "layer mlp",
+        "layer layer layer layer",
+        "norm_linear layer layer",
+        "layer linear_act layer",
+    ]
+    assert kinds(model) == expected[index]
+    assert_as_torch(model)
+    # ours and nn.Sequential's
+    assert seen == [index] * 2
+    handle.remove()
+    assert kinds(model) == "mlp"
+    assert_as_torch(model)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_hooks_that_change_results(index):
+    model = sequential(nn.LayerNorm(D), *mlp())
+    model[index].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    model[index].register_forward_hook(lambda _, args, y: y * 3)
+    model[index].register_full_backward_hook(lambda _, dx, dy: (dx[0] / 2,))
+    assert_as_torch(model)
+
+
+def test_hooks_on_all_modules_change_nothing():
+    model, seen = sequential(*mlp(), nn.Dropout(0.0)), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        assert saved_bytes(model, [rows()]) == 8 * 5 * D
+    finally:
+        handle.remove()
+    assert seen == [model[3], model]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_replaced_forward_of_a_child(index):
+    model = sequential(nn.LayerNorm(D), *mlp())
+    expected, x = model(rows()), rows()
+
+    def forward(self, x):
+        return type(self).forward(self, x) * 2
+
+    model[index].forward = types.MethodType(forward, model[index])
+    assert_as_torch(model, x)
+    assert not torch.allclose(model(x), expected)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_parametrized_child(index):
+    class Double(nn.Module):
+        def forward(self, w):
+            return w * 2
+
+    model = sequential(nn.LayerNorm(D), *mlp())
+    if index == 2:
+        index = 1
+    parametrize.register_parametrization(model[index], "weight", Double())
+    assert kinds(model) != "mlp"
+    assert_as_torch(model)
+    parametrize.remove_parametrizations(model[index], "weight")
+    assert kinds(model) == "mlp"
+    assert_as_torch(model)
+
+
+def test_weights_made_by_a_hook():
+    # in eval mode it does not change from call to call
+    model = sequential(*mlp()).eval()
+    torch.nn.utils.spectral_norm(model[0])
+    assert_as_torch(model)
+
+
+def test_child_replaced_after_construction():
+    model = sequential(*mlp())
+    assert_as_torch(model)
+    for activation, runs_as in {
+        nn.SiLU(): "mlp",
+        nn.Softmax(-1): "layer layer layer",
+        nn.LeakyReLU(0.3): "layer layer layer",
+        nn.LeakyReLU(): "mlp",
+        type("MyGELU", (nn.GELU,), {})(): "layer layer layer",
+    }.items():
+        model[1] = activation
+        assert kinds(model) == runs_as
+        assert_as_torch(model)
+    model[1].forward = None
+    model[1], model[2] = nn.Tanh(), type("MyLinear", (nn.Linear,), {})(F, 3)
+    model.to(DEVICE, torch.float64)
+    assert kinds(model) == "linear_act layer"
+    assert_as_torch(model)
+
+
+def test_activation_changed_after_construction():
+    model = sequential(*mlp())
+    before, x = model(rows()), rows()
+    model[1].approximate = "tanh"
+    assert_as_torch(model, x)
+    assert not torch.equal(model(x), before)
+
+
+def test_edited_like_a_list():
+    model = sequential(*mlp())
+    model.append(nn.Tanh()).insert(0, nn.RMSNorm(D))
+    model.extend([nn.LayerNorm(D), nn.Linear(D, 3)]).to(DEVICE, torch.float64)
+    assert kinds(model) == "mlp layer norm_linear"
+    assert_as_torch(model)
+    del model[2]
+    model[1] = nn.Linear(D, F)
+    model.to(DEVICE, torch.float64)
+    assert kinds(model) == "norm_linear linear_act norm_linear"
+    assert_as_torch(model)
+    model.pop(0)
+    assert_as_torch(model)
+
+
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_slices_and_single_layers(save):
+    model = sequential(nn.LayerNorm(D), *mlp(), save=save)
+    for part in (slice(1, 3), slice(1, None), slice(None, 2), slice(None), slice(0, 0)):
+        assert type(model[part]) is Sequential
+        assert model[part].save == save
+        assert list(model[part]) == list(model)[part]
+        assert_as_torch(model[part])
+    for index, kind in enumerate((nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear)):
+        assert type(model[index]) is kind
+    assert_equal(model + nn.Sequential(nn.Tanh()), nn.Sequential(*model, nn.Tanh()), rows())
+
+
+def test_none_child():
+    model = sequential(*mlp())
+    model.add_module("absent", None)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        model(rows())
+
+
+def test_norm_over_two_dimensions():
+    model = sequential(nn.LayerNorm((4, D)), *mlp())
+    assert kinds(model) == "layer mlp"
+    assert_as_torch(model, randn(3, 4, D, dtype=torch.float64))
+
+
+def test_frozen_parts():
+    model = sequential(nn.LayerNorm(D), *mlp(), nn.RMSNorm(D), nn.Linear(D, 3), nn.Tanh())
+    eager, x = nn.Sequential(*model), rows()
+    for layer in model:
+        model.requires_grad_(True)
+        layer.requires_grad_(False)
+        wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+        ours, theirs = (torch.autograd.grad(m(x).square().sum(), wanted) for m in (model, eager))
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_state_dict_is_that_of_torch():
+    named = OrderedDict(
+        norm=nn.LayerNorm(D), fc=nn.Linear(D, F), act=nn.GELU(), out=nn.Linear(F, D)
+    )
+    model, eager = sequential(*mlp()), nn.Sequential(*mlp()).to(DEVICE, torch.float64)
+    assert_equal(Sequential(named).double().to(DEVICE), nn.Sequential(named), rows())
+    assert list(Sequential(named).state_dict()) == list(nn.Sequential(named).state_dict())
+    assert model.state_dict()._metadata == eager.state_dict()._metadata
+    assert list(model.state_dict()) == list(eager.state_dict())
+    eager.load_state_dict(model.state_dict(), strict=True)
+    assert_equal(model, eager, rows())
+    assert Sequential(OrderedDict(weight=nn.Tanh())).weight is not None
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "match"),
+    [
+        (mlp, (5, D + 1), rf"mlp: fc1_weight expects {D} input features, x has {D + 1} \(x \[5,"),
+        (mlp, (), "mlp: x must have at least one dimension"),
+        (lambda: [*mlp()[:2], nn.Linear(3, D)], (5, D), rf"fc2_weight must be .*, {F}\], got"),
+        (lambda: mlp()[:2], (5, 1), f"linear_act: weight expects {D} input features, x has 1"),
+        (lambda: [bare_norm(), nn.Linear(3, 3)], (5, 3), rf"normalized_shape \[{D}\], got \[5, 3"),
+        (lambda: [bare_norm(), nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3)], (5, 3), "must end in"),
+        (lambda: [nn.RMSNorm(3), nn.Linear(D, 3)], (5, D), r"must end in normalized_shape \[3\]"),
+    ],
+)
+def test_wrong_shapes(layers, shape, match):
+    model, x = sequential(*layers()), torch.zeros(shape, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(ValueError, match=match):
+        model(x)
+
+
+def test_what_is_no_floating_tensor():
+    model = sequential(*mlp())
+    with pytest.raises(TypeError, match="mlp: x must be a tensor, got str"):
+        model("x")
+    with pytest.raises(TypeError, match="x must be floating point, got"):
+        model(torch.zeros(5, D, dtype=torch.int64, device=DEVICE))
+    with pytest.raises(TypeError, match="share a dtype"):
+        model(randn(5, D))
+
+
+def test_layers_may_take_what_is_no_tensor():
+    class Sum(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    model, x = sequential(Sum(), *mlp()), rows()
+    torch.testing.assert_close(model((x, x)), nn.Sequential(*model)((x, x)))
+
+
+def test_compile():
+    model, x = (
+        sequential(nn.LayerNorm(D), *mlp(), nn.Dropout(0.0), nn.Linear(D, F), nn.SiLU()),
+        rows(),
+    )
+    eager = nn.Sequential(*model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_equal(compiled, eager, x)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            assert_equal(compiled, eager, x)
+    with saved_tensors(exclude=[x]) as ours:
+        y = compiled(x)
+    torch.testing.assert_close(y, eager(x))
+    assert ours.nbytes == 8 * len(x) * D
