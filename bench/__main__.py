@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 
-from bench.options import add_demo_options
+from bench.options import add_demo_options, add_run_options
 
 __all__ = ["main"]
 
@@ -17,15 +18,14 @@ NEEDS = ("rich", "matplotlib")
 INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
 
 
-def _demo(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    from bench import demo
-
+def _with_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    module = import_module(f"bench.{args.command}")
     options = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
     try:
-        settings = demo.settings(**options)
+        settings = module.settings(**options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    return demo.run(settings)
+    return module.run(settings)
 
 
 def _env(args: argparse.Namespace) -> int:
@@ -47,7 +47,16 @@ def _parser() -> argparse.ArgumentParser:
         " fusedckpt.fuse(model). Compare loss, memory and time.",
     )
     add_demo_options(demo)
-    demo.set_defaults(run=partial(_demo, demo))
+    demo.set_defaults(run=partial(_with_settings, demo))
+    run = commands.add_parser(
+        "run",
+        usage="python -m bench run [options]",
+        help="time and weigh functions against eager, torch.compile and checkpoint",
+        description="Check, weigh and time every implementation of each case, in turns: eager,"
+        " torch.compile, torch.utils.checkpoint and fusedckpt at every level.",
+    )
+    add_run_options(run)
+    run.set_defaults(run=partial(_with_settings, run))
     env = commands.add_parser("env", help="show versions, devices and the path each op takes")
     env.set_defaults(run=_env)
     return parser
@@ -58,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # kineto reports every profile on stderr unless told not to before the first one; 5, the value
     # commonly advised, still lets its highest level through
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # a backward measured alone frees what was there before, which the profiler warns of
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # read when torch is imported: four steps of the demo took 77 s on two busy cores with threads
     # that spin while they wait, 17 s with threads that sleep
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -25,15 +25,15 @@ from torch.nn import functional as F
 
 import fusedckpt
 from bench.data import Batches, stdlib_text
-from bench.env import commit, device_name, versions
+from bench.env import choose_device, environment, summary
 from bench.model import HEAD_DIM, Transformer
 from bench.options import DEFAULTS
 from bench.report import Result, Run, draw, save, table
+from bench.results import MIB
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 __all__ = ["Settings", "run", "settings"]
 
-MIB = 2**20
 # first steps, which compile kernels and fill caches, are left out of the timing
 WARMUP = 5
 
@@ -53,27 +53,12 @@ class Settings:
     out: Path
 
 
-def _device(name: str | None) -> torch.device:
-    num_gpus = torch.cuda.device_count()
-    if name is None:
-        return torch.device("cuda:0" if num_gpus else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device expects cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        raise ValueError(f"--device {name}: this torch sees {num_gpus} CUDA devices")
-    return device
-
-
 def settings(device: str | None, out: Path, **options: Any) -> Settings:
     """Fill in the device's defaults and check everything, before any work is done.
 
     Raises ValueError for values that do not fit, OSError where `out` cannot be a folder.
     """
-    place = _device(device)
+    place = choose_device(device)
     given = {name: value for name, value in options.items() if value is not None}
     chosen = Settings(**DEFAULTS[place.type] | given, device=str(place), out=out)
     if chosen.dim % HEAD_DIM:
@@ -190,13 +175,9 @@ def _record(trainer: Trainer, eager: Trainer, tokens: Tensor, targets: Tensor) -
     )
 
 
-def _subtitle(chosen: Settings, num_parameters: int) -> str:
-    device = torch.device(chosen.device)
-    found = versions()
-    packages = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "fusedckpt"))
-    path = fusedckpt.paths(device, getattr(torch, chosen.dtype))["linear_act"]
+def _subtitle(chosen: Settings, facts: dict[str, Any], num_parameters: int) -> str:
     return (
-        f"{device_name(device)}; {packages} ({path})\n"
+        f"{summary(facts)} ({facts['paths']['linear_act']})\n"
         f"{chosen.layers} layers, dim {chosen.dim}, {num_parameters / 1e6:.1f} M parameters,"
         f" {chosen.dtype}; batch {chosen.batch} x {chosen.seq} bytes"
     )
@@ -211,17 +192,12 @@ def run(chosen: Settings) -> int:
     _train(trainers, batches, chosen.steps, console)
     tokens, targets = batches.draw()
     num_parameters = sum(p.numel() for p in trainers[0].model.parameters())
-    environment = {
-        "device": device_name(device),
-        "paths": fusedckpt.paths(device, getattr(torch, chosen.dtype)),
-        "commit": commit(),
-        **versions(),
-    }
+    facts = environment(device, getattr(torch, chosen.dtype))
     result = Result(
         title="One model, the same batches: what each way of training costs",
-        subtitle=_subtitle(chosen, num_parameters),
+        subtitle=_subtitle(chosen, facts, num_parameters),
         settings=asdict(chosen) | {"out": str(chosen.out), "parameters": num_parameters},
-        environment=environment,
+        environment=facts,
         fused=fused,
         runs=tuple(_record(trainer, trainers[0], tokens, targets) for trainer in trainers),
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,7 +17,7 @@ from rich.table import Table
 import fusedckpt
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 
-__all__ = ["commit", "device_name", "run", "versions"]
+__all__ = ["choose_device", "environment", "run", "summary"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -57,6 +59,42 @@ def device_name(device: torch.device) -> str:
         name = next((field[1] for field in fields if field[0] == "model name"), name)
     threads = torch.get_num_threads()
     return f"{name} ({threads} thread{'s' * (threads > 1)})"
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the device of an option, the first GPU or else the CPU for None.
+
+    Raises ValueError where there is no such device.
+    """
+    num_gpus = torch.cuda.device_count()
+    if name is None:
+        return torch.device("cuda:0" if num_gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device expects cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ValueError(f"--device {name}: this torch sees {num_gpus} CUDA devices")
+    return device
+
+
+def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What a result must name besides its settings."""
+    return {
+        "device": device_name(device),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "paths": fusedckpt.paths(device, dtype),
+        "commit": commit(),
+        **versions(),
+    }
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """The device and the packages of an environment, in one line."""
+    packages = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "fusedckpt"))
+    return f"{facts['device']}; {packages}"
 
 
 def _devices() -> list[torch.device]:

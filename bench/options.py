@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DEFAULTS", "add_demo_options"]
+from bench.sizes import DEFAULT_TOKENS, SIZES
+
+__all__ = ["CASE_NAMES", "DEFAULTS", "RUN_DEFAULTS", "add_demo_options", "add_run_options"]
 
 # sized for a minute: on two CPU cores, on one data-centre GPU
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -28,6 +30,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
+CASE_NAMES = (
+    "rms_norm",
+    "layer_norm",
+    "linear_act",
+    "norm_linear",
+    "mlp",
+    "gated_mlp",
+    "norm_gated_mlp_residual",
+)
+
+RUN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"size": "cpu", "dtype": "float32", "repeat": 10},
+    "cuda": {"size": "llama-3-8b", "dtype": "bfloat16", "repeat": 50},
+}
+
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
@@ -41,9 +58,31 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _default(name: str) -> str:
-    cpu, cuda = (DEFAULTS[kind][name] for kind in ("cpu", "cuda"))
+def _default(name: str, table: dict[str, dict[str, Any]]) -> str:
+    cpu, cuda = (table[kind][name] for kind in ("cpu", "cuda"))
     return f"default: {cpu} on a CPU, {cuda} on a GPU"
+
+
+def _add_place(parser: argparse.ArgumentParser, files: str) -> None:
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
+    text = f"folder for {files}; default: bench/out"
+    parser.add_argument("--out", type=Path, default=Path("bench/out"), metavar="DIR", help=text)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `run`; what depends on the device stays None where it is not given."""
+    text = f"what to measure, may be repeated; default: all of {', '.join(CASE_NAMES)}"
+    parser.add_argument("--case", action="append", choices=CASE_NAMES, metavar="NAME", help=text)
+    text = f"widths, may be repeated: {', '.join(SIZES)}; {_default('size', RUN_DEFAULTS)}"
+    parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
+    cpu, cuda = DEFAULT_TOKENS.values()
+    text = f"rows of x; default: {cpu} on a CPU, {cuda} on a GPU, fewer at size tiny"
+    parser.add_argument("--tokens", type=_positive, metavar="N", help=text)
+    text = f"type of every tensor; {_default('dtype', RUN_DEFAULTS)}"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    text = f"timed rounds; {_default('repeat', RUN_DEFAULTS)}"
+    parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
+    _add_place(parser, "run.json")
 
 
 def add_demo_options(parser: argparse.ArgumentParser) -> None:
@@ -55,11 +94,9 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
         ("seq", "bytes per sequence"),
         ("batch", "sequences per step"),
     ):
-        text = f"{what}; {_default(name)}"
+        text = f"{what}; {_default(name, DEFAULTS)}"
         parser.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
-    text = f"type of every parameter and activation; {_default('dtype')}"
+    text = f"type of every parameter and activation; {_default('dtype', DEFAULTS)}"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
-    text = "folder for demo.json and demo.png; default: bench/out"
-    parser.add_argument("--out", type=Path, default=Path("bench/out"), metavar="DIR", help=text)
+    _add_place(parser, "demo.json and demo.png")

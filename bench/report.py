@@ -15,6 +15,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from rich.table import Table
 
+from bench.results import Results
+
 __all__ = ["Result", "Run", "draw", "save", "table"]
 
 
@@ -46,8 +48,8 @@ class Result:
     runs: tuple[Run, ...]
 
 
-def save(result: Result, path: Path) -> None:
-    """Write a result as JSON; a loss that is not finite stays NaN or Infinity."""
+def save(result: Result | Results, path: Path) -> None:
+    """Write a result as JSON; a number that is not finite stays NaN or Infinity."""
     path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
 
 

@@ -43,7 +43,7 @@ def hidden_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write h, dz and dup, see HiddenGrad for which may share memory; return their db, db_up [N].
 
-    dh [M, N] may be strided; the rest is contiguous.
+    dh [M, N] may be strided; the rest is contiguous. dz must not be z where h is wanted too.
     """
     act = ACTIVATIONS[activation]
     if kernel == "aten":
@@ -99,17 +99,18 @@ def write_block(
     dz: Tensor,
     dup: Tensor | None,
 ) -> None:
-    """Run `hidden_grad` for some rows on ATen; temporaries keep what outputs may overwrite."""
+    """Run `hidden_grad` for some rows on ATen; gated, temporaries keep what may be overwritten."""
     if up is None:
-        value = None if h is None else act.write(z, torch.empty_like(z))
         act.write_grad(dh, z, dz)
-    else:
-        assert dup is not None
-        value = act.write(z, torch.empty_like(z))
-        dvalue = dh * up
-        product = dh * value
-        value.mul_(up)
-        act.write_grad(dvalue, z, dz)
-        dup.copy_(product)
+        if h is not None:
+            act.write(z, h)
+        return
+    assert dup is not None
+    value = act.write(z, torch.empty_like(z))
+    dvalue = dh * up
+    product = dh * value
+    value.mul_(up)
+    act.write_grad(dvalue, z, dz)
+    dup.copy_(product)
     if h is not None:
         h.copy_(value)

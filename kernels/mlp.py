@@ -223,9 +223,10 @@ def chunk_backward(
     dh = None
     if block.kernel != "hybrid":
         free.append(dh := torch.mm(dy, w.down))
-    wanted = (needs.down, True, u is not None)
-    h, dz, dup = (
-        None if not want else free.pop() if free else torch.empty_like(z) for want in wanted
+    # dz first, over dh: over z it would take what h is made of
+    dz, h, dup = (
+        None if not want else free.pop() if free else torch.empty_like(z)
+        for want in (True, needs.down, u is not None)
     )
     assert dz is not None
     outputs = (z, u, h, dz, dup, block.activation, (needs.gate_bias, needs.up_bias))
