@@ -163,8 +163,8 @@ def mlp(
         norm: a NormSpec over D applied before fc1, or None; it adds nothing to what is kept.
         residual: add x to the result; D_out must be D.
         save: "inputs" (the default) or "preact", see the table at the top of this module.
-        chunks: cut the tokens into so many chunks, forward and backward: the F-wide temporaries
-            shrink by that factor, 8 F bytes per token in half precision to 4 F / chunks, and weight
+        chunks: cut the tokens into so many chunks, forward and backward. That divides the F-wide
+            temporaries, in backward 4 F bytes per token in half precision (gated 6 F), and weight
             gradients accumulate in float32, 4 bytes per weight. By default one, unless the
             temporaries pass 512 MiB and cutting them saves more than the accumulators take.
         kernel: "split" (vendor GEMMs and elementwise kernels in place) or "hybrid" (the GEMM of dh

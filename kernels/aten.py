@@ -1,4 +1,4 @@
-"""The same layers on ATen: CPU tensors, float64 everywhere, and platforms without Triton.
+"""The norms on ATen: CPU tensors, float64 everywhere, and platforms without Triton.
 
 Same arguments, same results and the same saved tensors as the kernels.
 """

@@ -105,6 +105,7 @@ def gains_by_fusion(arch: str, itemsize: int, k: int) -> bool:
     """Whether a GEMM of contraction length k gains by an elementwise kernel in its epilogue.
 
     That saves passes over an F-wide tensor, and costs what the Triton GEMM loses to the vendor's;
-    a model of the trade breaks even near k = 2048 on half precision. float32 stays with the vendor.
+    a model of the trade breaks even near k = 2048 on half precision, so up to SHORT_K it should
+    win. float32 stays with the vendor.
     """
     return arch == "interpreter" or (itemsize == 2 and k <= SHORT_K)
