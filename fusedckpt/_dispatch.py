@@ -7,14 +7,25 @@ import, runs every eager twin instead.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES
+from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
+from fusedckpt.kernels.tiles import gains_by_fusion
+
+logger = logging.getLogger("fusedckpt")
+
+PLANS = ("split", "hybrid", "fused")
+# read once: the plan of every layer that has it, where a call names none
+_PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
+if _PREFERRED not in (None, *PLANS):
+    raise ValueError(f"FUSEDCKPT_KERNEL must be one of {', '.join(PLANS)}, got {_PREFERRED!r}")
 
 DISABLED = os.environ.get("FUSEDCKPT_DISABLE", "0") not in ("", "0")
 
@@ -40,6 +51,24 @@ def forced_path(path: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def plan_for(
+    op: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], kernel: str | None, fused: str
+) -> str:
+    """Return the plan of a layer on tensors like x: "aten", "split", or `fused`.
+
+    `sizes` are the GEMM's m, n and k; `kernel` is what the call asked for. The choice is logged at
+    level DEBUG.
+    """
+    if 0 in sizes or path_of(x.device, dtype) == "aten":
+        return "aten"
+    if kernel is None and _PREFERRED in ("split", fused):
+        kernel = _PREFERRED
+    if kernel is None:
+        kernel = fused if gains_by_fusion(arch(), dtype.itemsize, sizes[-1]) else "split"
+    logger.debug("%s %s %s on %s: %s", op, "x".join(map(str, sizes)), dtype, arch(), kernel)
+    return kernel
 
 
 def takes_twin() -> bool:

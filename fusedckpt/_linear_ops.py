@@ -10,17 +10,13 @@ from torch import Tensor
 
 from fusedckpt import _dispatch, _ops
 from fusedckpt.kernels import linear as kernels
-from fusedckpt.kernels.runtime import arch, as_matrix
-from fusedckpt.kernels.tiles import gains_by_fusion
+from fusedckpt.kernels.runtime import as_matrix
 
 
 def _plan(x: Tensor, kernel: str | None, n: int, k: int) -> str:
     """Return which launcher runs for tensors like x: fused, split or aten."""
-    if 0 in (x.numel(), n, k) or _dispatch.path_of(x.device, x.dtype) == "aten":
-        return "aten"
-    if kernel is None:
-        return "fused" if gains_by_fusion(arch(), x.element_size(), k) else "split"
-    return kernel
+    sizes = (x.numel() // max(1, x.shape[-1]), n, k)
+    return _dispatch.plan_for("linear_act", x, x.dtype, sizes, kernel, "fused")
 
 
 def _forward(

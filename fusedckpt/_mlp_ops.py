@@ -12,8 +12,7 @@ from fusedckpt import _dispatch, _ops
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Needs, Weights
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.kernels.runtime import arch, as_matrix
-from fusedckpt.kernels.tiles import gains_by_fusion
+from fusedckpt.kernels.runtime import as_matrix
 
 # the first nine arguments of both ops are x and Weights
 Tensors = tuple[Tensor | None, ...]
@@ -41,14 +40,10 @@ class Options(NamedTuple):
 def block_of(options: Options, rows: int, w: Weights) -> Block:
     """Settle what the caller left open: the plan, and into how many chunks rows are cut."""
     (f, d), gemms = w.gate.shape, 2 if w.up is None else 3
-    path = _dispatch.path_of(w.gate.device, options.dtype)
-    if path == "aten" or 0 in (rows, d, f, w.down.shape[0]):
-        kernel = "aten"
-    elif options.kernel is None:
-        gains = gains_by_fusion(arch(), w.down.element_size(), w.down.shape[0])
-        kernel = "hybrid" if gains else "split"
-    else:
-        kernel = options.kernel
+    # the GEMM that a hybrid plan does itself contracts over the output features
+    op, sizes = "mlp" if w.up is None else "gated_mlp", (rows, f, w.down.shape[0])
+    kernel = _dispatch.plan_for(op, w.gate, options.dtype, sizes, options.kernel, "hybrid")
+    kernel = kernel if d else "aten"
     chunks = options.chunks or kernels.chunks_for(rows, d, f, gemms, w.down.element_size())
     return Block(options.rule, options.activation, options.residual, kernel, chunks)
 

@@ -1,7 +1,16 @@
 """The tile tables and the choice of plan, as the pure functions they are."""
 
-import pytest
+import logging
+import os
+import subprocess
+import sys
 
+import pytest
+import torch
+from support import randn
+
+from fusedckpt.functional import gated_mlp, linear_act
+from fusedckpt.kernels.runtime import HAS_TRITON
 from fusedckpt.kernels.tiles import (
     SCALAR_TILE,
     SHORT_K,
@@ -61,3 +70,52 @@ def test_fusion_is_chosen_for_short_half_precision_contractions():
     assert not gains_by_fusion("sm_90", 2, SHORT_K + 1)
     assert not gains_by_fusion("sm_90", 4, SHORT_K)
     assert gains_by_fusion("interpreter", 4, 4096)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_the_choice_is_reported_on_request(caplog):
+    x, w, down = randn(3, 16), randn(24, 16), randn(16, 24)
+    with caplog.at_level(logging.DEBUG, "fusedckpt"), torch.no_grad():
+        linear_act(x, w, kernel="split")
+        gated_mlp(x, w, w, down, kernel="hybrid")
+    linear, mlp = (record.getMessage() for record in caplog.records)
+    assert linear.startswith("linear_act 3x24x16 torch.float32 on ")
+    assert linear.endswith(": split")
+    assert mlp.startswith("gated_mlp 3x24x16 torch.float32 on ")
+    assert mlp.endswith(": hybrid")
+
+
+PREFERRED = """
+import logging, torch
+from fusedckpt.functional import linear_act, mlp
+logging.basicConfig(format="%(message)s", level=logging.DEBUG, force=True)
+x, w = torch.randn(3, 16), torch.randn(16, 16)
+linear_act(x, w)
+linear_act(x, w, kernel="fused")
+mlp(x, w, None, w, None)
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize(
+    ("preferred", "plans"),
+    [
+        ("split", ["split", "fused", "split"]),
+        # a linear has no hybrid plan
+        ("hybrid", ["fused", "fused", "hybrid"]),
+    ],
+)
+def test_the_environment_prefers_a_plan(preferred, plans):
+    environment = os.environ | {"FUSEDCKPT_KERNEL": preferred, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", PREFERRED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if " on interpreter: " in line]
+    assert [line.split(": ")[-1] for line in lines] == plans
+
+
+def test_an_unknown_preference_is_refused():
+    environment = os.environ | {"FUSEDCKPT_KERNEL": "fast"}
+    command = [sys.executable, "-c", "import fusedckpt"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "FUSEDCKPT_KERNEL must be one of split, hybrid, fused, got 'fast'" in done.stderr
