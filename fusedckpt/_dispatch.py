@@ -43,7 +43,7 @@ def path_of(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def forced_path(path: str) -> Iterator[None]:
+def forced_path(path: str | None) -> Iterator[None]:
     """Override the path inside, for tests: "aten" anywhere, "triton" to compile on meta tensors."""
     global _forced
     before, _forced = _forced, path
