@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, _dispatch, levels, reference
+from fusedckpt import _check, _dispatch, _phases, levels, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._linear_ops import linear_act_backward_op, linear_act_op
+from fusedckpt._phases import Phase
 
 __all__ = ["Linear", "linear_act"]
 
@@ -26,20 +27,25 @@ class _LinearAct(torch.autograd.Function):
         w: Tensor,
         b: Tensor | None,
         activation: str,
-        keep_z: bool,
+        level: str,
         kernel: str | None,
+        phase: Phase | None,
     ) -> Tensor:
-        h, z = linear_act_op(x, w, b, activation, keep_z, kernel)
+        phase = _phases.settle(ctx, phase)
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         # b is read by recomputation and, at preact, by double backward
         has_z = activation != "identity"
-        recomputes = has_z and not keep_z
-        ctx.save_for_backward(
+        recomputes = has_z and phase.keeps(level) == "inputs"
+        given = (
             x if recomputes or needs_dw else None,
             w if recomputes or needs_dx else None,
             b if has_z else None,
-            z if keep_z else None,
         )
+        phase.enter(given)
+        keep_z = has_z and phase.runs(level) == "preact"
+        h, z = linear_act_op(x, w, b, activation, keep_z, kernel)
+        like = (h.shape, h.dtype) if has_z else None
+        phase.save(ctx, "linear_act", given, (z if keep_z else None,), (like,))
         ctx.activation, ctx.kernel = activation, kernel
         ctx.w_dtype, ctx.b_dtype = w.dtype, None if b is None else b.dtype
         return h
@@ -47,9 +53,10 @@ class _LinearAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         needs = list(ctx.needs_input_grad[:3])
+        (x, w, b), (z,) = _phases.load(ctx, 3)
         if torch.is_grad_enabled():
-            return (*_double_backward(ctx, dy, needs), None, None, None)
-        x, w, b, z = ctx.saved_tensors
+            grads = _double_backward(ctx, x, w, b, dy, needs)
+            return (*grads, None, None, None, None)
         dx, dw, db = linear_act_backward_op(dy, x, w, b, z, ctx.activation, needs, ctx.kernel)
         return (
             dx if needs[0] else None,
@@ -58,12 +65,14 @@ class _LinearAct(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def _double_backward(ctx: Any, dy: Tensor, needs: list[bool]) -> list[Tensor | None]:
-    x, w, b, z = ctx.saved_tensors
-    if z is not None and (x is None or w is None):
+def _double_backward(
+    ctx: Any, x: Any, w: Any, b: Any, dy: Tensor, needs: list[bool]
+) -> list[Tensor | None]:
+    if ctx.activation != "identity" and (x is None or w is None):
         raise RuntimeError(
             "linear_act: create_graph=True needs x and weight, which save='preact' does not keep "
             "where one of them is frozen: use save='inputs'"
@@ -136,8 +145,9 @@ def _linear_act(
     _check.kernel(name, kernel, _dispatch.path_of(x.device, dtype))
     if _dispatch.takes_twin():
         return reference.linear_act(x, weight, bias, activation)
-    keep_z = level == "preact" and activation != "identity" and torch.is_grad_enabled()
-    return _LinearAct.apply(x.to(dtype), weight, bias, activation, keep_z, kernel)
+    level = level if torch.is_grad_enabled() else "inputs"
+    phase = _phases.current()
+    return _LinearAct.apply(x.to(dtype), weight, bias, activation, level, kernel, phase)
 
 
 class Linear(nn.Linear):

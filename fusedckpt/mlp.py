@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt import _check, _dispatch, levels, reference
+from fusedckpt import _check, _dispatch, _phases, levels, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._mlp_ops import Options, mlp_backward_op, mlp_op
 from fusedckpt.kernels.mlp import Needs
@@ -34,30 +34,37 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
-        tensors, options, level = args[:8], Options(*args[8:-1]), args[-1]
+        tensors, options, (level, phase) = args[:8], Options(*args[8:-2]), args[-2:]
         needs = Needs(*ctx.needs_input_grad[:9])
+        phase = _phases.settle(ctx, phase if needs.hidden else None)
         level = level if needs.hidden else "inputs"
-        y, gate, up = mlp_op(x, *tensors, *options, level)
-        gate = gate if level != "inputs" else None
         gated = tensors[4] is not None
-        up = up if level == "preact" and gated else None
-        recomputes = gate is None or (gated and up is None)
+        recomputes = phase.keeps(level) != "preact"
         reads_n = recomputes or needs.gate or needs.up
         reads_x = needs.hidden and (reads_n or (options.rule is not None and needs.dn))
-        ctx.save_for_backward(x if reads_x else None, gate, up, *tensors)
+        given = (x if reads_x else None, *tensors)
+        phase.enter(given)
+        runs = phase.runs(level)
+        y, gate, up = mlp_op(x, *tensors, *options, runs)
+        extras = (
+            gate if runs != "inputs" else None,
+            up if runs == "preact" and gated else None,
+        )
+        like = (*x.shape[:-1], tensors[2].shape[0]), options.dtype
+        phase.save(ctx, "mlp", given, extras, (like, like if gated else None))
         ctx.options, ctx.needs = options, needs
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, gate, up, *tensors = ctx.saved_tensors
+        (x, *tensors), (gate, up) = _phases.load(ctx, 9)
         needs: Needs = ctx.needs
         if torch.is_grad_enabled():
             grads = _double_backward(x, tensors, ctx.options, needs, dy)
         else:
             found = mlp_backward_op(dy, gate, up, x, *tensors, *ctx.options, list(needs))
             grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
-        return (*grads, *(None,) * (len(ctx.options) + 1))
+        return (*grads, *(None,) * (len(ctx.options) + 2))
 
 
 def _double_backward(
@@ -134,7 +141,7 @@ def _mlp(call: _Call, x: Tensor, linears: _check.Linears) -> Tensor:
     (gate, *up, down) = linears.values()
     tensors = (*norm_weights, *gate, *(up[0] if up else (None, None)), *down)
     level = call.level if torch.is_grad_enabled() else "inputs"
-    y = _MLP.apply(read, *tensors, *options, level)
+    y = _MLP.apply(read, *tensors, *options, level, _phases.current())
     return x + y if call.residual and not adds else y
 
 

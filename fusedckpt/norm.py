@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, _dispatch, reference
+from fusedckpt import _check, _dispatch, _phases, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._norm_ops import norm_backward_op, norm_op
+from fusedckpt._phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.spec import output_dtype, rms_rule
 
@@ -35,14 +36,17 @@ class _Norm(torch.autograd.Function):
         num_dims: int,
         rule: NormRule,
         out_dtype: torch.dtype,
+        phase: Phase | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, total = norm_op(x, residual, weight, bias, num_dims, *rule, out_dtype)
+        phase = _phases.settle(ctx, phase)
         needs_dx = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         needs_dw = ctx.needs_input_grad[2]
-        ctx.save_for_backward(
-            (x if residual is None else total) if needs_dx or needs_dw else None,
-            weight if needs_dx else None,
-        )
+        reads_x, weight_read = needs_dx or needs_dw, weight if needs_dx else None
+        if residual is None:
+            phase.enter((x if reads_x else None, weight_read))
+        y, total = norm_op(x, residual, weight, bias, num_dims, *rule, out_dtype)
+        normalised = x if residual is None else total
+        phase.save(ctx, "norm", (normalised if reads_x else None, weight_read))
         ctx.set_materialize_grads(False)
         if residual is not None and not needs_dx:
             ctx.mark_non_differentiable(total)
@@ -54,7 +58,7 @@ class _Norm(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x, weight), _ = _phases.load(ctx, 2)
         needs = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
             dx, dw, db = _double_backward(ctx, x, weight, dy, dtotal)
@@ -67,7 +71,7 @@ class _Norm(torch.autograd.Function):
             None if grad is None or not need else grad.to(dtype)
             for grad, need, dtype in zip((dx, dx, dw, db), needs, ctx.dtypes, strict=True)
         )
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 def _double_backward(
@@ -123,7 +127,8 @@ def _norm(
         return y if residual is None else (y, total)
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     out_dtype = output_dtype(rule, dtype, weight, x.device)
-    return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype)
+    phase = _phases.current()
+    return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype, phase)
 
 
 def rms_norm(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt import _check, _dispatch, _ops, reference
+from fusedckpt import _check, _dispatch, _ops, _phases, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._norm_ops import norm_op, row_kernels
+from fusedckpt._phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.spec import NormSpec, output_dtype, rule_of
@@ -119,10 +120,16 @@ class _NormLinear(torch.autograd.Function):
         norm_bias: Tensor | None,
         rule: NormRule,
         dtype: torch.dtype,
+        phase: Phase | None,
         *linears: Tensor | None,
     ) -> tuple[Tensor, ...]:
         count = len(linears) // 2
         weights, biases = linears[:count], linears[count:]
+        needs = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:])
+        reads_x = any(needs[: 3 + count])
+        given = (x if reads_x else None, norm_weight, norm_bias, *linears)
+        phase = _phases.settle(ctx, phase)
+        phase.enter(given)
         n, _ = norm_op(x, None, norm_weight, norm_bias, 1, *rule, dtype)
         # two-dimensional, and put into shape unseen: autograd forbids writing into a view made here
         rows = as_matrix(n)
@@ -133,9 +140,7 @@ class _NormLinear(torch.autograd.Function):
             )
             for w, b in zip(weights, biases, strict=True)
         )
-        needs = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
-        reads_x = any(needs[: 3 + count])
-        ctx.save_for_backward(x if reads_x else None, norm_weight, norm_bias, *linears)
+        phase.save(ctx, "norm_linear", given)
         ctx.rule, ctx.dtype, ctx.needs, ctx.count = rule, dtype, needs, count
         if not any(needs[:3]):
             frozen = [not (needs[3 + i] or needs[3 + count + i]) for i in range(count)]
@@ -144,7 +149,7 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, norm_weight, norm_bias, *linears = ctx.saved_tensors
+        (x, norm_weight, norm_bias, *linears), _ = _phases.load(ctx, 3 + 2 * ctx.count)
         if torch.is_grad_enabled():
             grads = _double_backward(ctx, x, norm_weight, norm_bias, linears, dys)
         else:
@@ -157,7 +162,7 @@ class _NormLinear(torch.autograd.Function):
                 grad.to(like.dtype) if need else None
                 for grad, need, like in zip(found, ctx.needs, likes, strict=True)
             ]
-        return (*grads[:3], None, None, *grads[3:])
+        return (*grads[:3], None, None, None, *grads[3:])
 
 
 def _double_backward(
@@ -214,4 +219,5 @@ def norm_linear(
     autocast = _dispatch.autocasts(x.device)
     for weight, bias in zip(weights, biases, strict=True):
         _check.same_dtype("norm_linear", dtype, autocast, weight=weight, bias=bias)
-    return _NormLinear.apply(x, norm.weight, norm.bias, rule, dtype, *weights, *biases)
+    constants = rule, dtype, _phases.current()
+    return _NormLinear.apply(x, norm.weight, norm.bias, *constants, *weights, *biases)

@@ -1,0 +1,97 @@
+"""What stands for the tensors of a checkpointed segment while they are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt._replay import stale
+
+# private to torch: without it an argument is held, also inside another checkpoint
+_make_saved: Callable[..., Any] | None = getattr(
+    getattr(torch._C, "_autograd", None), "_make_saved_tensor", None
+)
+
+
+class Held:
+    """An argument, kept as autograd keeps a tensor: in the custody of an enclosing checkpoint."""
+
+    def __init__(self, tensor: Tensor):
+        # detached: a recompute's graph is its own
+        data = tensor.detach()
+        self.requires_grad = tensor.requires_grad
+        self.version = tensor._version
+        self._saved = data if _make_saved is None else _make_saved(data, is_output=False)
+
+    def tensor(self) -> Tensor:
+        """Return the argument, detached; raise where it was written in place since."""
+        try:
+            tensor = self._saved if isinstance(self._saved, Tensor) else self._saved.unpack()
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(stale("an argument")) from error
+        if tensor is self._saved and tensor._version != self.version:
+            raise RuntimeError(stale("an argument", tensor))
+        return tensor.detach()
+
+
+class Output(NamedTuple):
+    """An argument that an earlier call of the segment returned."""
+
+    call: int
+    leaf: int
+
+
+class Call(NamedTuple):
+    """One call of the segment, its arguments flattened."""
+
+    fn: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any
+
+
+class Event:
+    """Stands for a dropped tensor; autograd holds it, the segment does not."""
+
+    __slots__ = ("__weakref__", "index")
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class Leaf(NamedTuple):
+    """A tensor that stays alive anyway, with its version."""
+
+    tensor: Tensor
+    version: int
+
+
+class View(NamedTuple):
+    """An argument, reshaped."""
+
+    held: Held
+    size: torch.Size
+
+
+def is_plain(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return plain and not tensor.is_conj() and not tensor.is_neg()
+
+
+def like_of(tensor: Tensor, made_here: bool) -> tuple[Any, ...]:
+    """Return what a tensor and the one at its place in the recompute must share.
+
+    The kind of node that it comes from tells apart tensors of one shape.
+    """
+    node = tensor.grad_fn if made_here and type(tensor) is Tensor else None
+    return tensor.shape, tensor.dtype, tensor.device, None if node is None else type(node)
+
+
+def describe(like: tuple[Any, ...]) -> str:
+    shape, dtype, device, node = like
+    made = "" if node is None else f" from {node.__name__}"
+    return f"{dtype} {list(shape)} on {device}{made}"

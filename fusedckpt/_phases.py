@@ -1,0 +1,163 @@
+"""Where a fused layer's forward runs: free, or in a checkpoint's forward or recompute.
+
+In a checkpoint's forward what a layer saves is thrown away, so it computes nothing for it; in the
+recompute it keeps all that spares its backward a GEMM, since the recompute is the one that backward
+is about to read. Without that, its forward would run a third time, inside its backward.
+
+The phase is read from autograd's own stack of saved-tensor hooks, which is thread-local and nests.
+That is private to torch: where it is missing, layers keep what their level says, which recomputes
+more but is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+# shape and dtype of a tensor that a layer may keep; None where the layer has no such tensor
+Like = tuple[Sequence[int], torch.dtype] | None
+
+_top_hooks: Callable[[bool], Hooks | None] | None = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+)
+_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+
+
+class Phase:
+    """No checkpoint around: a layer keeps what its level says.
+
+    A layer keeps tensors that it was given, and extras: GEMM outputs that its backward can make
+    again from them. `runs` is the level at which the forward computes extras, `keeps` the one at
+    which what it was given must suffice.
+    """
+
+    recomputes = False
+
+    def runs(self, level: str) -> str:
+        """Return the level to compute at."""
+        return level
+
+    def keeps(self, level: str) -> str:
+        """Return the level whose extras backward can count on."""
+        return level
+
+    def enter(self, given: Sequence[Tensor | None]) -> None:
+        """Take note of what the layer is about to keep, before it computes anything."""
+
+    def save(
+        self,
+        ctx: Any,
+        name: str,
+        given: Sequence[Tensor | None],
+        extras: Sequence[Tensor | None] = (),
+        likes: Sequence[Like] = (),
+    ) -> None:
+        """Keep tensors on an autograd Function's ctx; `load` returns them."""
+        ctx.save_for_backward(*given, *extras)
+        ctx.recall = None
+
+
+class _ReentrantRecompute(Phase):
+    """The recompute of a reentrant checkpoint: its own graph runs next."""
+
+    recomputes = True
+
+    def runs(self, level: str) -> str:
+        return "preact"
+
+    keeps = runs
+
+
+class _Stock(Phase):
+    """torch's non-reentrant checkpoint, which matches saved tensors by position and metadata."""
+
+    def __init__(self, level: str):
+        self.level = level
+        self.recomputes = level == "preact"
+
+    def runs(self, level: str) -> str:
+        return self.level
+
+    def keeps(self, level: str) -> str:
+        return "inputs"
+
+    def save(
+        self,
+        ctx: Any,
+        name: str,
+        given: Sequence[Tensor | None],
+        extras: Sequence[Tensor | None] = (),
+        likes: Sequence[Like] = (),
+    ) -> None:
+        device = next(t.device for t in given if t is not None)
+        # selective checkpointing may return a forward's result, without extras, in the recompute
+        standing = (
+            extra
+            if like is None or (extra is not None and extra.shape == torch.Size(like[0]))
+            else _placeholder(*like, device)
+            for extra, like in zip(extras, likes, strict=True)
+        )
+        ctx.save_for_backward(*given, *standing)
+        ctx.recall = _without_placeholders
+
+
+FREE = Phase()
+_REENTRANT = _ReentrantRecompute()
+_STOCK = {
+    "_checkpoint_hook.__init__.<locals>.pack_hook": _Stock("inputs"),
+    "_recomputation_hook.__init__.<locals>.pack_hook": _Stock("preact"),
+}
+
+
+def current() -> Phase | None:
+    """Return the phase in which a layer called here runs; None for no checkpoint.
+
+    To be called where grad mode is still the caller's. Under torch.compile it is None: a compiled
+    checkpoint decides by itself what is recomputed.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _top_hooks is None:
+        return None
+    hooks = _top_hooks(False)
+    if hooks is None:
+        in_backward = _graph_task_id is not None and _graph_task_id() != -1
+        return _REENTRANT if in_backward else None
+    pack = hooks[0]
+    owner = getattr(pack, "__self__", None)
+    if isinstance(owner, Phase):
+        return owner
+    if getattr(pack, "__module__", None) != "torch.utils.checkpoint":
+        return None
+    return _STOCK.get(pack.__qualname__)
+
+
+def settle(ctx: Any, phase: Phase | None) -> Phase:
+    """Return the phase that counts for a Function: none where no gradient will be asked for."""
+    return phase if phase is not None and any(ctx.needs_input_grad) else FREE
+
+
+def load(ctx: Any, num_given: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return what `save` kept: what the layer was given, and its extras, None where missing."""
+    saved = ctx.saved_tensors
+    given, extras = saved[:num_given], saved[num_given:]
+    return given, extras if ctx.recall is None else ctx.recall(extras)
+
+
+def _placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of this shape and dtype that owns no memory."""
+    # unseen by dispatch modes: selective checkpointing counts the ops of both phases
+    with _disable_current_modes():
+        tensor = torch.empty(1, dtype=dtype, device=device).expand(*shape)
+        tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _without_placeholders(extras: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [
+        None if t is None or t.untyped_storage().nbytes() < t.numel() * t.element_size() else t
+        for t in extras
+    ]

@@ -1,0 +1,173 @@
+"""Checkpointing that composes with fused layers: nothing is recomputed twice.
+
+GEMMs of a training step of four fused MLPs, of which 8 are the forward's and 16 the gradients':
+
+    no checkpoint, save="preact"                               24
+    no checkpoint, save="inputs"                               28
+    fusedckpt.checkpoint, one segment per layer                28
+    fusedckpt.checkpoint, one segment                          31
+    torch.utils.checkpoint, one segment or one per layer       32
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint as stock_checkpoint
+
+from fusedckpt._paranoia import Record
+from fusedckpt._recompute import is_recomputing
+from fusedckpt._replay import Conditions, Holdings
+from fusedckpt._segment import Segment
+from fusedckpt.memory import saved_tensors
+from fusedckpt.policies import balanced
+
+__all__ = ["checkpoint", "checkpoint_sequential", "is_recomputing"]
+
+
+def checkpoint(
+    fn: Callable[..., Any],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    preserve_python_rng: bool = False,
+    debug: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return fn(*args, **kwargs), keeping its arguments and running it once more in backward.
+
+    What is kept: the tensors among the arguments, in any nesting of lists, tuples and dicts. The
+    recompute stops at the last tensor that backward needs, before a fused layer that ends the
+    segment, and all that it made is dropped at the end of the backward. Whatever their level, fused
+    layers keep nothing in the forward, and in the recompute all that spares their backward a GEMM.
+
+    Args:
+        fn: a function or module that computes the same each time it is called.
+        args, kwargs: its arguments.
+        preserve_rng_state: give the recompute the random numbers of the forward, on the CPU and on
+            the devices of the arguments and of the parameters that `fn` holds.
+        preserve_python_rng: and those of `random` and `numpy.random`.
+        debug: keep a copy of what every module in `fn` returns, run the recompute to its end, and
+            raise where it differs in any bit, naming the first module that does.
+
+    Where the parameters, buffers, arguments or closure of `fn` are written in place between forward
+    and backward, backward raises. Buffers that the forward itself writes, such as BatchNorm's, are
+    written once. Under torch.compile this is torch.utils.checkpoint's non-reentrant form; under
+    no_grad and torch.func transforms it is a plain call.
+
+    Raises:
+        TypeError: `fn` cannot be called.
+        torch.utils.checkpoint.CheckpointError: in backward, where `fn` did not do the same again.
+        RuntimeError: in backward, where something it reads was written in place.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+    """
+    if torch.compiler.is_compiling():
+        return stock_checkpoint(
+            fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        )
+    _check_callable("checkpoint", fn)
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return fn(*args, **kwargs)
+    # what a partial holds are arguments like others
+    while isinstance(fn, functools.partial):
+        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+    segment = _segment(fn, (args, kwargs), preserve_rng_state, preserve_python_rng, debug)
+    output = segment.run(fn, args, kwargs)
+    segment.conditions.settle()
+    return output
+
+
+def _segment(
+    fn: Callable[..., Any], arguments: Any, rng: bool, python_rng: bool, debug: bool
+) -> Segment:
+    leaves = pytree.tree_leaves(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    held = Holdings(fn, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
+    devices = {tensor.device for tensor in tensors}
+    conditions = Conditions(held, devices, rng=rng, python_rng=python_rng)
+    return Segment(conditions, Record(held.modules) if debug else None)
+
+
+def checkpoint_sequential(
+    functions: Iterable[Callable[..., Any]],
+    segments: int | Sequence[int] | str,
+    input: Any,
+    **options: Any,
+) -> Any:
+    """Return the functions applied one after the other to `input`, checkpointed in segments.
+
+    Unlike torch.utils.checkpoint's, every segment is checkpointed, the last one too, and lengths
+    differ by one at most.
+
+    Args:
+        functions: an nn.Sequential or callables; each is called with what the one before returned.
+        segments: how many; or the indices of the functions that start one, but for the first; or
+            "sqrt": about the square root of the number of functions, balanced by the bytes that
+            they keep, which one forward more per call measures.
+        input: of the first function: a tensor, or any nesting of tensors.
+        options: those of `checkpoint`.
+
+    Raises:
+        ValueError: segments are none of these: less than one, more than functions, not in order.
+        TypeError: what is called cannot be called.
+    """
+    functions = list(functions)
+    for function in functions:
+        _check_callable("checkpoint_sequential", function)
+    starts = _starts(functions, segments, input)
+    for start, stop in zip(starts, [*starts[1:], len(functions)], strict=True):
+        input = checkpoint(_chain, functions[start:stop], input, **options)
+    return input
+
+
+def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
+    for function in functions:
+        input = function(input)
+    return input
+
+
+def _check_callable(name: str, fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"{name}: expected something to call, got {type(fn).__name__}")
+
+
+def _starts(functions: list[Any], segments: Any, input: Any) -> list[int]:
+    """Return the indices of the functions that start a segment."""
+    count = len(functions)
+    if isinstance(segments, str) and segments == "sqrt":
+        return balanced(_kept_bytes(functions, input)) if torch.is_grad_enabled() else [0]
+    if isinstance(segments, int) and 1 <= segments <= count:
+        return [count * i // segments for i in range(segments)]
+    if isinstance(segments, Sequence) and all(isinstance(start, int) for start in segments):
+        starts = [0, *segments]
+        if all(a < b for a, b in pairwise([*starts, count])):
+            return starts
+    raise ValueError(
+        f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, or "
+        f"'sqrt', got {segments!r}"
+    )
+
+
+def _kept_bytes(functions: list[Any], input: Any) -> list[int]:
+    """Run each function once, as if it had not run, and return what autograd keeps for it."""
+    leaves = [leaf for leaf in pytree.tree_leaves(input) if isinstance(leaf, Tensor)]
+    devices = {leaf.device for leaf in leaves}
+    sizes = []
+    with Conditions(Holdings(*functions), devices, rng=True, python_rng=True).restored():
+        for function in functions:
+            # not a leaf, which it could not write in place
+            input = pytree.tree_map_only(Tensor, _fresh, input)
+            with saved_tensors() as saved:
+                input = function(input)
+            sizes.append(saved.nbytes)
+    return sizes
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()

@@ -1,0 +1,215 @@
+"""Fused layers inside checkpoints, ours and torch's: equal gradients, and no GEMM run twice."""
+
+from functools import partial
+
+import pytest
+import torch
+from cases import CASES
+from support import DEVICE, as_tuple, flops, gemm_flops, randn
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.checkpoint import checkpoint as stock_checkpoint
+
+import fusedckpt
+from fusedckpt import _kept, _phases
+from fusedckpt._dispatch import forced_path
+from fusedckpt.memory import saved_tensors
+
+D, F, ROWS = 12, 20, 6
+
+
+def selective(policy: CheckpointPolicy):
+    """Checkpoint as torch's selective form does, with one policy for the fused ops."""
+
+    def of(ctx, op, *args, **kwargs):
+        fused = op.namespace == "fusedckpt"
+        return policy if fused else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context_fn = partial(create_selective_checkpoint_contexts, of)
+    return partial(stock_checkpoint, use_reentrant=False, context_fn=context_fn)
+
+
+STOCK = {
+    "non-reentrant": partial(stock_checkpoint, use_reentrant=False),
+    "reentrant": partial(stock_checkpoint, use_reentrant=True),
+    "late": partial(stock_checkpoint, use_reentrant=False, early_stop=False),
+    "selective-recompute": selective(CheckpointPolicy.PREFER_RECOMPUTE),
+    "selective-save": selective(CheckpointPolicy.MUST_SAVE),
+}
+OURS = {
+    "ours": fusedckpt.checkpoint,
+    "debug": partial(fusedckpt.checkpoint, debug=True),
+    "ours-in-ours": lambda fn, *args: fusedckpt.checkpoint(fusedckpt.checkpoint, fn, *args),
+    "ours-in-stock": lambda fn, *args: STOCK["non-reentrant"](fusedckpt.checkpoint, fn, *args),
+    "ours-in-reentrant": lambda fn, *args: STOCK["reentrant"](
+        partial(fusedckpt.checkpoint, fn), *args
+    ),
+    "stock-in-ours": lambda fn, *args: fusedckpt.checkpoint(STOCK["non-reentrant"], fn, *args),
+    "reentrant-in-ours": lambda fn, *args: fusedckpt.checkpoint(STOCK["reentrant"], fn, *args),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_aten():
+    with forced_path("aten"):
+        yield
+
+
+def gradients(call, inputs) -> list:
+    """Return outputs and gradients of what `call` makes of activations and weights."""
+    wanted = [x for x in inputs if x is not None]
+    for x in wanted:
+        x.grad = None
+    # the first is an activation, as inside a model
+    outputs = as_tuple(call(inputs[0] * 1, *inputs[1:]))
+    torch.autograd.backward([y.float().square().sum() for y in outputs])
+    return [*(y.detach() for y in outputs), *(x.grad for x in wanted)]
+
+
+@pytest.mark.parametrize("name", [*STOCK, *OURS])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_no_checkpoint(case, name):
+    wrap = (STOCK | OURS)[name]
+    inputs = case.inputs((ROWS,), D, F)
+    plain = gradients(case.fused, inputs)
+    found = gradients(lambda *args: wrap(case.fused, *args), inputs)
+    for a, b in zip(found, plain, strict=True):
+        assert torch.equal(a, b)
+
+
+def counted(call, inputs, count=flops) -> tuple[float, list]:
+    """Return how often a step multiplies as much as one GEMM of a block does, and `gradients`."""
+    found = []
+    total = count(lambda: found.extend(gradients(call, inputs)))
+    return total / (2 * ROWS * D * F), found
+
+
+def blocks(cls, save: str) -> nn.ModuleList:
+    return nn.ModuleList(cls(D, F, save=save) for _ in range(4)).to(DEVICE)
+
+
+def in_one(checkpoint, layers, x):
+    return checkpoint(nn.Sequential(*layers), x)
+
+
+def in_each(checkpoint, layers, x):
+    for layer in layers:
+        x = checkpoint(layer, x)
+    return x
+
+
+# of one GEMM of the first layer: the step's, where the whole is cut how and checkpointed by what
+GEMMS = [
+    (None, "preact", lambda _, layers, x: nn.Sequential(*layers)(x), 24, 36),
+    (None, "inputs", lambda _, layers, x: nn.Sequential(*layers)(x), 28, 44),
+    *[
+        (name, save, cut, 32, 48)
+        for name in ("non-reentrant", "reentrant", "selective-recompute")
+        for save in ("preact", "inputs")
+        for cut in (in_one, in_each)
+    ],
+    *[
+        ("ours", save, cut, *counts)
+        for save in ("preact", "inputs")
+        for cut, counts in ((in_one, (31, 47)), (in_each, (28, 44)))
+    ],
+    ("late", "inputs", in_one, 32, 48),
+    ("debug", "inputs", in_one, 32, 48),
+]
+
+
+@pytest.mark.parametrize(("name", "save", "cut", "mlp", "gated"), GEMMS)
+@pytest.mark.parametrize("cls", [fusedckpt.MLP, fusedckpt.GatedMLP])
+def test_gemms_of_a_step(cls, name, save, cut, mlp, gated):
+    wrap = (STOCK | OURS).get(name)
+    layers, reference = blocks(cls, save), blocks(cls, "preact")
+    reference.load_state_dict(layers.state_dict())
+    x = randn(ROWS, D)
+    expected = gradients(nn.Sequential(*reference), [x])
+    gemms, found = counted(partial(cut, wrap, layers), [x])
+    assert gemms == (gated if cls is fusedckpt.GatedMLP else mlp)
+    expected += [p.grad for p in reference.parameters()]
+    found += [p.grad for p in layers.parameters()]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gemms_under_compile():
+    layers, x = blocks(fusedckpt.MLP, "inputs"), randn(ROWS, D)
+    expected = gradients(nn.Sequential(*layers), [x])
+    compiled = torch.compile(
+        partial(in_each, fusedckpt.checkpoint, layers), backend="aot_eager", fullgraph=True
+    )
+    gradients(compiled, [x])
+    gemms, found = counted(compiled, [x], gemm_flops)
+    # the levels stay as set: the layers' backward recomputes what the checkpoint did
+    assert gemms == 34
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("impl", CheckpointImpl)
+def test_inside_distributed_wrapper(impl):
+    model = nn.Sequential(*blocks(fusedckpt.GatedMLP, "inputs"))
+    x = randn(ROWS, D)
+    expected = gradients(model, [x])
+    wrap = partial(checkpoint_wrapper, checkpoint_impl=impl)
+    blocks_alone = set(model)
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrap, check_fn=blocks_alone.__contains__
+    )
+    gemms, found = counted(model, [x])
+    assert gemms == 48
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_saved_bytes_in_a_checkpoint_are_its_input():
+    layers = nn.Sequential(*blocks(fusedckpt.MLP, "preact"))
+    x = randn(ROWS, D)
+    for wrap in (fusedckpt.checkpoint, STOCK["non-reentrant"]):
+        with saved_tensors() as saved:
+            y = wrap(layers, x * 1)
+        assert saved.nbytes == x.nbytes
+        del y
+
+
+@pytest.mark.parametrize("wrap", [fusedckpt.checkpoint, STOCK["non-reentrant"]])
+def test_frozen_layers(wrap):
+    """A frozen block in the middle: its weights get no gradient, what is before it does."""
+    layers = blocks(fusedckpt.MLP, "inputs")
+    layers[1].requires_grad_(False)
+    layers[2].fc1.requires_grad_(False)
+    x = randn(ROWS, D)
+    expected = gradients(nn.Sequential(*layers), [x])
+    grads = [p.grad for p in layers.parameters() if p.requires_grad]
+    for p in layers.parameters():
+        p.grad = None
+    found = gradients(partial(in_one, wrap, layers), [x])
+    assert all(p.grad is None for p in layers[1].parameters())
+    found += [p.grad for p in layers.parameters() if p.requires_grad]
+    for a, b in zip(found, expected + grads, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name", ["ours", "non-reentrant", "reentrant", "ours-in-ours", "ours-in-stock"]
+)
+def test_without_torchs_private_hooks(monkeypatch, name):
+    """Layers then keep what their level says: recomputed more often, with equal gradients."""
+    layers, x = blocks(fusedckpt.MLP, "inputs"), randn(ROWS, D)
+    expected = gradients(nn.Sequential(*layers), [x])
+    monkeypatch.setattr(_phases, "_top_hooks", None)
+    monkeypatch.setattr(_kept, "_make_saved", None)
+    gemms, found = counted(partial(in_one, (STOCK | OURS)[name], layers), [x])
+    assert gemms >= 35
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
