@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt._replay import stale
+from fusedckpt._replay import Conditions, stale
 
 # private to torch: without it an argument is held, also inside another checkpoint
 _make_saved: Callable[..., Any] | None = getattr(
@@ -47,11 +47,16 @@ class Output(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of the segment, its arguments flattened."""
+    """One call of the segment, its arguments flattened.
+
+    level: what fused layers keep in the recompute.
+    """
 
     fn: Callable[..., Any]
     leaves: list[Any]
     spec: Any
+    conditions: Conditions
+    level: str
 
 
 class Event:

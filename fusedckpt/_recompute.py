@@ -37,18 +37,19 @@ class Recompute(Phase):
         self._values: dict[int, tuple[Tensor, int]] = {}
         self._taken: dict[int, weakref.ref[Tensor]] = {}
         self._num_saved = self._num_slots = 0
+        self._level = "preact"
         count = len(segment.events)
         self._last = next((i for i in reversed(range(count)) if _alive(segment.events[i])), -1)
 
     def run(self) -> None:
         """Call what the segment called, up to the last event whose tensor is wanted."""
-        conditions = self.segment.conditions
-        conditions.check()
+        for call in self.segment.calls:
+            call.conditions.check()
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
         record = self.segment.record
         watch = nullcontext() if record is None else record.recompute()
         try:
-            with conditions.restored(), hooks, torch.enable_grad(), _recomputing(), watch:
+            with hooks, torch.enable_grad(), _recomputing(), watch:
                 self._run_calls()
         except Stop:
             return
@@ -64,7 +65,9 @@ class Recompute(Phase):
             leaves = [self._argument(leaf, outputs) for leaf in call.leaves]
             args, kwargs = pytree.tree_unflatten(leaves, call.spec)
             del leaves
-            result = call.fn(*args, **kwargs)
+            self._level = call.level
+            with call.conditions.restored():
+                result = call.fn(*args, **kwargs)
             del args, kwargs
             if self.segment.record is not None:
                 self.segment.record.see(SEGMENT, result)
@@ -115,8 +118,8 @@ class Recompute(Phase):
         return tensor
 
     def runs(self, level: str) -> str:
-        """Compute all extras: backward reads them next."""
-        return "preact"
+        """Compute extras: backward reads them next."""
+        return self._level
 
     def keeps(self, level: str) -> str:
         """Count on no extras: the forward had none."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,8 +46,8 @@ class _Slot:
 class Segment(Phase):
     """The forward of a checkpoint: one call, or several in a row that hand on their outputs."""
 
-    def __init__(self, conditions: Conditions, record: Record | None = None):
-        self.conditions, self.record = conditions, record
+    def __init__(self, record: Record | None = None):
+        self.record = record
         self.calls: list[Call] = []
         # what an enclosing checkpoint recomputes, it gives back once only
         self._is_nested = current() is not None
@@ -60,20 +61,28 @@ class Segment(Phase):
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Output]] = {}
         self._recomputes: dict[int, Recompute] = {}
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `fn`, dropping what autograd saves."""
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        conditions: Conditions,
+        level: str = "preact",
+    ) -> Any:
+        """Call `fn`, dropping what autograd saves; `conditions` are those of now."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        self.calls.append(Call(fn, [self._hold(leaf) for leaf in leaves], spec))
+        held = [self._hold(leaf) for leaf in leaves]
+        self.calls.append(Call(fn, held, spec, conditions, level))
+        watch = nullcontext() if self.record is None else self.record.forward()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-                if self.record is None:
-                    return fn(*args, **kwargs)
-                with self.record.forward():
-                    output = fn(*args, **kwargs)
-                self.record.see(SEGMENT, output)
-                return output
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), watch:
+                output = fn(*args, **kwargs)
         finally:
             self._arguments, self._leaves = {}, []
+        if self.record is not None:
+            self.record.see(SEGMENT, output)
+        conditions.settle()
+        return output
 
     def _hold(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -77,21 +77,12 @@ def checkpoint(
     # what a partial holds are arguments like others
     while isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-    segment = _segment(fn, (args, kwargs), preserve_rng_state, preserve_python_rng, debug)
-    output = segment.run(fn, args, kwargs)
-    segment.conditions.settle()
-    return output
-
-
-def _segment(
-    fn: Callable[..., Any], arguments: Any, rng: bool, python_rng: bool, debug: bool
-) -> Segment:
-    leaves = pytree.tree_leaves(arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves((args, kwargs))
     held = Holdings(fn, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
-    devices = {tensor.device for tensor in tensors}
-    conditions = Conditions(held, devices, rng=rng, python_rng=python_rng)
-    return Segment(conditions, Record(held.modules) if debug else None)
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    conditions = Conditions(held, devices, rng=preserve_rng_state, python_rng=preserve_python_rng)
+    segment = Segment(Record(held.modules) if debug else None)
+    return segment.run(fn, args, kwargs, conditions)
 
 
 def checkpoint_sequential(
