@@ -72,17 +72,29 @@ def checkpoint(
             fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
         )
     _check_callable("checkpoint", fn)
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if is_plain_call():
         return fn(*args, **kwargs)
     # what a partial holds are arguments like others
     while isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+    conditions = conditions_of(fn, args, kwargs, preserve_rng_state, preserve_python_rng)
+    segment = Segment(Record(Holdings(fn, args, kwargs).modules) if debug else None)
+    return segment.run(fn, args, kwargs, conditions)
+
+
+def conditions_of(
+    fn: Callable[..., Any], args: Any, kwargs: Any, rng: bool = True, python_rng: bool = False
+) -> Conditions:
+    """Return what a call finds, taken now."""
     leaves = pytree.tree_leaves((args, kwargs))
     held = Holdings(fn, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    conditions = Conditions(held, devices, rng=preserve_rng_state, python_rng=preserve_python_rng)
-    segment = Segment(Record(held.modules) if debug else None)
-    return segment.run(fn, args, kwargs, conditions)
+    return Conditions(held, devices, rng=rng, python_rng=python_rng)
+
+
+def is_plain_call() -> bool:
+    """Whether nothing is kept for backward here, or torch cannot drop it."""
+    return not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
 
 
 def checkpoint_sequential(
