@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedckpt._step import Step, default_loss
 from fusedckpt._timeline import Moment, Watch, timeline
-from fusedckpt.memory import SavedStorage, SavedTensors, profiled, saved_tensors
+from fusedckpt.memory import SavedStorage, SavedTensors, profiled
 from fusedckpt.trial import aliased, tensors_of, trial
 
 __all__ = ["MemoryReport", "report"]
@@ -142,7 +143,7 @@ def report(
     """
     _check_call(model, loss, optimizer, (args, kwargs))
     parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
-    step = _Step(model, args, kwargs, loss or _default_loss, optimizer)
+    step = Step(model, args, kwargs, loss or default_loss, optimizer)
     with trial(parts, optimizer, (args, kwargs)), torch.enable_grad():
         before = _nbytes(step.state())
         found = _measure(step)
@@ -169,42 +170,7 @@ def _check_call(model: Any, loss: Any, optimizer: Any, inputs: Any) -> None:
         )
 
 
-class _Step(NamedTuple):
-    """One training step."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Callable[[Any], Any]
-    optimizer: Optimizer | None
-
-    def take(self, watch: Watch, held: list[Tensor]) -> SavedTensors:
-        """Run it as a training loop does, where output and loss live on until the next step."""
-        watch.phase("forward")
-        # outermost, and not in backward: what a recompute saves was not kept since the forward
-        with saved_tensors(held, watch.current) as saved, watch.hooked():
-            output = self.model(*self.args, **self.kwargs)
-            loss = _checked(self.loss(output))
-        watch.phase("backward")
-        loss.backward()
-        if self.optimizer is not None:
-            watch.phase("optimizer")
-            self.optimizer.step()
-        watch.phase("end")
-        return saved
-
-    def parameters(self) -> list[Tensor]:
-        """Return the model's parameters, then those that only the optimizer has."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        theirs = [parameter for group in groups for parameter in group["params"]]
-        return list(dict.fromkeys([*self.model.parameters(), *theirs]))
-
-    def state(self) -> list[Tensor]:
-        """Return the tensors of the optimizer's state."""
-        return list(tensors_of(list(self.optimizer.state.values()) if self.optimizer else []))
-
-
-def _measure(step: _Step) -> MemoryReport:
+def _measure(step: Step) -> MemoryReport:
     """Take the step from gradients of None."""
     parameters, buffers = step.parameters(), list(step.model.buffers())
     for parameter in parameters:
@@ -236,20 +202,3 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of `tensors`."""
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
-
-
-def _default_loss(output: Any) -> Any:
-    loss = getattr(output, "loss", None)
-    if loss is not None:
-        return loss
-    found = [x for x in tensors_of(output) if x.is_floating_point() and x.requires_grad]
-    return sum(x.float().square().mean() for x in found)
-
-
-def _checked(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    came = type(loss).__name__
-    if isinstance(loss, Tensor):
-        came = f"shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
-    raise ValueError(f"report: the loss must be a scalar tensor that requires grad, got {came}")
