@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["SavedStorage", "SavedTensors", "live_bytes", "peak_bytes", "profiled", "saved_tensors"]
+__all__ = [
+    "SavedStorage",
+    "SavedTensors",
+    "live_bytes",
+    "peak_bytes",
+    "profiled",
+    "saved_tensors",
+    "strided",
+]
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class SavedTensors:
     """The distinct storages that autograd kept while `saved_tensors` was open."""
 
     def __init__(self, exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str):
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
+        self._excluded = {part.untyped_storage()._cdata for x in exclude for part in strided(x)}
         self._owner = owner
         self._kept: dict[int, tuple[int, str, tuple[int, ...]]] = {}
         self._keepers: dict[int, dict[str, None]] = {}
@@ -60,22 +68,41 @@ class SavedTensors:
         return tuple(found)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
         # autograd keeps views of parameters too, such as weight.t()
         owner = tensor if tensor._base is None else tensor._base
         given = isinstance(owner, nn.Parameter) or (owner.requires_grad and owner.is_leaf)
-        if not given and storage._cdata not in self._excluded:
-            self._add(tensor, storage)
+        for part in strided(tensor):
+            if not given and part.untyped_storage()._cdata not in self._excluded:
+                self._add(part)
         # an output packed as it is would hold its own node: a cycle that is never freed
         return tensor.detach()
 
-    def _add(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._kept:
             self._references.append(StorageWeakRef(storage))
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._kept[key] = (storage.nbytes(), dtype, tuple(tensor.shape))
         self._keepers.setdefault(key, {})[self._owner()] = None
+
+
+# what holds the memory of a sparse tensor
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def strided(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor, or what a sparse one consists of."""
+    if tensor.layout not in _PARTS:
+        return [tensor]
+    tensor = tensor.detach()
+    return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
 
 
 @contextmanager

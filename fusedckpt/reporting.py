@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fusedckpt._step import Step, default_loss
 from fusedckpt._timeline import Moment, Watch, timeline
-from fusedckpt.memory import SavedStorage, SavedTensors, profiled
+from fusedckpt.memory import SavedStorage, SavedTensors, profiled, strided
 from fusedckpt.trial import aliased, tensors_of, trial
 
 __all__ = ["MemoryReport", "report"]
@@ -122,7 +122,9 @@ def report(
     Afterwards everything is as before (see `trial`). Gradients start from None. A second
     step follows where the first one created state of the optimizer, as it is the one that repeats.
     What modules keep inside stock checkpoints is not saved and so not listed; its recompute shows
-    in the timeline. Inside torch.compile'd code there is one module, the compiled one.
+    in the timeline. Inside torch.compile'd code there is one module, the compiled one; call it once
+    before, so that the step holds no compilation. A model that calls torch.func.grad or the like
+    cannot be reported: torch then refuses the hooks that see saved tensors.
 
     On a CPU sizes are what was asked for, on CUDA what the caching allocator took for it. With
     several devices, `timeline` and `resident_bytes` are those of the first parameter's.
@@ -137,8 +139,8 @@ def report(
 
     Raises:
         TypeError: `model` is no nn.Module, `loss` not callable, `optimizer` no Optimizer.
-        ValueError: nothing requires grad, a parameter is not initialised yet, the loss is no
-            scalar that requires grad.
+        ValueError: nothing requires grad, a parameter is not initialised yet, a tensor was made in
+            inference mode, the loss is no scalar that requires grad.
         RuntimeError: the step wrote to a parameter that `optimizer` does not have, see `trial`.
     """
     _check_call(model, loss, optimizer, (args, kwargs))
@@ -163,7 +165,10 @@ def _check_call(model: Any, loss: Any, optimizer: Any, inputs: Any) -> None:
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"report: {name} is not initialised: call the model once before")
-    if not any(tensor.requires_grad for tensor in [*model.parameters(), *tensors_of(inputs)]):
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ValueError("report: expected ordinary tensors, some were made in inference mode")
+    if not any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "report: expected a parameter or an input that requires grad, none of the "
             f"{type(model).__name__}'s does"
@@ -200,5 +205,5 @@ def _measure(step: Step) -> MemoryReport:
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of `tensors`."""
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
-    return sum(storages.values())
+    parts = [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in parts}.values())

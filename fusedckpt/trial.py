@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedckpt.memory import strided
+
 __all__ = ["aliased", "tensors_of", "trial"]
 
 
@@ -35,6 +37,8 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
     `inputs`, from copies in host memory; attributes of modules, such as `training`, and of the
     optimizer; the random state of Python, NumPy, the CPU and all CUDA devices. A tensor that did
     not change is not written to. Parameters that `optimizer` does not have are not copied.
+
+    Objects of other kinds, such as caches of keys and values, are not looked into.
 
     Args:
         model: any module, lazy ones after their first forward.
@@ -134,11 +138,12 @@ def _keep(value: Any, undo: ExitStack, seen: set[int]) -> None:
     if isinstance(value, Optimizer):
         # one that wraps another has it as an attribute
         value = vars(value)
-    if id(value) in seen or not isinstance(value, (Tensor, dict, MutableMapping, list, tuple)):
+    if id(value) in seen or not isinstance(value, (Tensor, MutableMapping, list, tuple)):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        undo.callback(_restorer(value))
+        for part in strided(value):
+            undo.callback(_restorer(part))
     elif isinstance(value, MutableMapping):
         undo.callback(_refill_dict, value, dict(value))
         for item in list(value.values()):

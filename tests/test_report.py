@@ -357,6 +357,36 @@ def test_a_loss_that_is_a_module_is_put_back():
     assert found.saved_by_module["(loss)"] > 2 * X
 
 
+def test_sparse_tensors():
+    model = nn.Sequential(nn.Embedding(100, D, sparse=True), Adjacent())
+    optimizer = torch.optim.SparseAdam([model[0].weight])
+    before = model[1].edges.values().clone()
+    found = report(model, torch.arange(R), optimizer=optimizer)
+    # as many rows as tokens, and their indices
+    assert found.gradient_bytes == X + 8 * R
+    # the weights of edges, row offsets and columns
+    assert found.buffer_bytes == 4 * R + 8 * (R + 1) + 8 * R
+    # for the loss
+    assert found.saved_by_module == {"(loss)": X}
+    assert torch.equal(model[1].edges.values(), before)
+
+
+class Adjacent(nn.Module):
+    """Multiplies by a sparse buffer, and changes that."""
+
+    def __init__(self):
+        super().__init__()
+        rows, columns = torch.arange(R + 1), torch.arange(R)
+        edges = torch.sparse_csr_tensor(rows, columns, torch.ones(R), (R, R))
+        self.register_buffer("edges", edges)
+
+    def forward(self, x):
+        y = self.edges @ x
+        with torch.no_grad():
+            self.edges.values().mul_(2)
+        return y
+
+
 def test_inputs_in_a_graph_of_the_caller():
     weight = randn(D).cpu()
     x = torch.ones(R, D) * weight
@@ -364,6 +394,11 @@ def test_inputs_in_a_graph_of_the_caller():
     assert found.gradient_bytes == 2 * W + 4 * (D + F) + X
     x.sum().backward()
     assert weight.grad is not None
+
+
+@torch.inference_mode()
+def made_in_inference_mode():
+    return torch.ones(2, D)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +421,7 @@ def test_inputs_in_a_graph_of_the_caller():
             ValueError,
             r"got shape \[\], requires_grad=False",
         ),
+        ((mlp(), made_in_inference_mode()), {}, ValueError, "report: expected ordinary tensors"),
         ((mlp(), torch.ones(2, D)), {"loss": id}, ValueError, "the loss must .* got int"),
     ],
 )
