@@ -9,52 +9,118 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["SavedTensors", "peak_bytes", "saved_tensors"]
+__all__ = [
+    "SavedStorage",
+    "SavedTensors",
+    "live_bytes",
+    "peak_bytes",
+    "profiled",
+    "saved_tensors",
+    "strided",
+]
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """One storage kept for backward: `dtype` and `shape` of the first tensor that was saved of it.
+
+    `owner` is who kept it first, `sharers` are the others that kept it too, in order.
+    """
+
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    owner: str
+    sharers: tuple[str, ...]
 
 
 class SavedTensors:
     """The distinct storages that autograd kept while `saved_tensors` was open."""
 
-    def __init__(self, exclude: Iterable[Tensor] = ()):
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
-        self._storages: dict[int, torch.UntypedStorage] = {}
+    def __init__(self, exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str):
+        self._excluded = {part.untyped_storage()._cdata for x in exclude for part in strided(x)}
+        self._owner = owner
+        self._kept: dict[int, tuple[int, str, tuple[int, ...]]] = {}
+        self._keepers: dict[int, dict[str, None]] = {}
+        # a weak reference keeps the address from being used again for another storage, but not the
+        # memory, which would raise the peak of the backward
+        self._references: list[StorageWeakRef] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all kept storages, each counted once."""
-        return sum(storage.nbytes() for storage in self._storages.values())
+        return sum(nbytes for nbytes, _, _ in self._kept.values())
+
+    @property
+    def storages(self) -> tuple[SavedStorage, ...]:
+        """What was kept, in the order in which it was."""
+        found = []
+        for key, kept in self._kept.items():
+            owner, *sharers = self._keepers[key]
+            found.append(SavedStorage(*kept, owner, tuple(sharers)))
+        return tuple(found)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
         # autograd keeps views of parameters too, such as weight.t()
         owner = tensor if tensor._base is None else tensor._base
         given = isinstance(owner, nn.Parameter) or (owner.requires_grad and owner.is_leaf)
-        if not given and storage._cdata not in self._excluded:
-            # the reference keeps the address from being used again for another storage
-            self._storages[storage._cdata] = storage
+        for part in strided(tensor):
+            if not given and part.untyped_storage()._cdata not in self._excluded:
+                self._add(part)
         # an output packed as it is would hold its own node: a cycle that is never freed
         return tensor.detach()
 
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._kept:
+            self._references.append(StorageWeakRef(storage))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._kept[key] = (storage.nbytes(), dtype, tuple(tensor.shape))
+        self._keepers.setdefault(key, {})[self._owner()] = None
+
+
+# what holds the memory of a sparse tensor
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def strided(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor, or what a sparse one consists of."""
+    if tensor.layout not in _PARTS:
+        return [tensor]
+    tensor = tensor.detach()
+    return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
+
 
 @contextmanager
-def saved_tensors(exclude: Iterable[Tensor] = ()) -> Iterator[SavedTensors]:
+def saved_tensors(
+    exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str
+) -> Iterator[SavedTensors]:
     """Count what the forward passes run inside keep for their backward.
 
     Parameters and other leaves that require grad are not counted, nor are the storages of
     `exclude` (inputs and buffers that the caller holds anyway). A view counts its whole storage,
     once. Place it outermost: hooks pushed inside, such as those of `torch.utils.checkpoint`, see
-    their tensors first.
+    their tensors first. `owner` names who runs at the moment, for `storages`.
 
         with saved_tensors(exclude=[tokens]) as saved:
             loss = model(tokens)
         print(saved.nbytes)
     """
-    saved = SavedTensors(exclude)
+    saved = SavedTensors(exclude, owner)
     with torch.autograd.graph.saved_tensors_hooks(saved._pack, lambda tensor: tensor):
         yield saved
 
@@ -73,13 +139,18 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
         fn()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - start
+    events = sorted(_memory_events(profiled(fn)), key=lambda event: event.start_time_ns)
+    return max(live_bytes(event.extra_fields for event in events), default=0)
+
+
+def profiled(fn: Callable[[], Any]) -> list[Any]:
+    """Run `fn` once, and return the profiler's tree of its events, allocations among them."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
         fn()
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]  # set while profiling
-    events = sorted(_memory_events(kineto.experimental_event_tree()), key=lambda e: e.start_time_ns)
-    return _peak(event.extra_fields for event in events)
+    return kineto.experimental_event_tree()
 
 
 def _memory_events(events: Iterable[Any]) -> Iterator[Any]:
@@ -90,15 +161,14 @@ def _memory_events(events: Iterable[Any]) -> Iterator[Any]:
         yield from _memory_events(event.children)
 
 
-def _peak(records: Iterable[Any]) -> int:
-    live = peak = 0
+def live_bytes(records: Iterable[Any]) -> Iterator[int]:
+    """Yield, after each allocation or free, how many bytes live that were allocated by these."""
+    live = 0
     ours: set[int] = set()
     for record in records:
         if record.alloc_size > 0:
             ours.add(record.ptr)
         # a block from before: its size, where one is given, is that of an earlier block there
-        elif record.ptr not in ours:
-            continue
-        live += record.alloc_size
-        peak = max(peak, live)
-    return peak
+        if record.ptr in ours:
+            live += record.alloc_size
+        yield live

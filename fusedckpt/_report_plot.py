@@ -1,0 +1,126 @@
+"""A memory report as one figure: what every module keeps, and live bytes through the step."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from fusedckpt._report_text import size
+
+if TYPE_CHECKING:
+    from fusedckpt.reporting import MemoryReport
+
+__all__ = ["draw"]
+
+# modules drawn; the rest is one bar
+_MOST = 14
+_MIB = 2**20
+# Okabe and Ito's, told apart with every kind of colour vision
+_BLUE, _RED, _GREY = "#0072b2", "#d55e00", "#8c8c8c"
+_PHASES = {"forward": "#dceaf4", "backward": "#fbe6d4", "optimizer": "#d9eedd"}
+_INK, _FAINT = "#222222", "#6b6b6b"
+_STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.edgecolor": "#b5b5b5",
+    "axes.labelcolor": _FAINT,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "xtick.color": _FAINT,
+    "ytick.color": _FAINT,
+}
+
+
+def draw(report: MemoryReport, path: Path) -> None:
+    """Write the figure in the format that the path's ending names."""
+    with mpl.rc_context(_STYLE):
+        layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
+        figure = Figure(figsize=(12, 5), dpi=160, layout=layout)
+        bars, curve = figure.subplots(1, 2, width_ratios=(5, 6))
+        _draw_modules(bars, report)
+        _draw_timeline(curve, report)
+        title = f"Memory of one training step: {report.model} on {report.device}"
+        figure.text(0.012, 0.955, title, fontsize=14, fontweight="bold", va="center")
+        figure.text(0.012, 0.918, _subtitle(report), fontsize=9, color=_FAINT, va="top")
+        figure.savefig(path)
+
+
+def _subtitle(report: MemoryReport) -> str:
+    parts = [
+        f"parameters {size(report.parameter_bytes)}",
+        f"gradients {size(report.gradient_bytes)}",
+        f"saved for backward {size(report.saved_bytes)}",
+    ]
+    if report.optimizer_bytes is not None:
+        parts.insert(2, f"optimizer state {size(report.optimizer_bytes)}")
+    parts.append(f"live before the step (dotted) {size(report.resident_bytes)}")
+    return ", ".join(parts)
+
+
+def _draw_modules(axes: Axes, report: MemoryReport) -> None:
+    modules = report.saved_by_module
+    rows = list(modules.items())[:_MOST]
+    rest = list(modules.values())[_MOST:]
+    colours = [_BLUE] * len(rows)
+    if rest:
+        rows.append((f"{len(rest)} more", sum(rest)))
+        colours.append(_GREY)
+    widths = [nbytes / _MIB for _, nbytes in rows]
+    bars = axes.barh(range(len(rows)), widths, color=colours, height=0.7)
+    axes.bar_label(bars, [size(nbytes) for _, nbytes in rows], padding=3, fontsize=8, color=_INK)
+    axes.set_yticks(range(len(rows)), [_shortened(name) for name, _ in rows], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.xaxis.set_visible(False)
+    axes.spines["bottom"].set_visible(False)
+    axes.margins(x=0.18)
+    axes.set_title("Saved for backward, by module")
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 36 else f"\N{HORIZONTAL ELLIPSIS}{name[-35:]}"
+
+
+def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
+    times = [moment.time_ns / 1e6 for moment in report.timeline]
+    lives = [moment.live_bytes / _MIB for moment in report.timeline]
+    peak = report.peak
+    top = peak.live_bytes / _MIB
+    axes.step(times, lives, where="post", color=_BLUE, linewidth=1.3)
+    axes.axhline(report.resident_bytes / _MIB, color=_FAINT, linewidth=0.9, linestyle=":")
+    _shade(axes, report)
+    axes.plot(peak.time_ns / 1e6, top, "o", color=_RED, markersize=6)
+    # towards the side that has room
+    late = peak.time_ns / 1e6 > times[-1] / 2
+    where = f"peak {size(peak.live_bytes)}\nin {peak.phase}, {_shortened(peak.module)}"
+    at, away = (peak.time_ns / 1e6, top), (-4 if late else 4, 7)
+    side: Any = {"ha": "right" if late else "left", "va": "bottom"}
+    axes.annotate(where, at, away, textcoords="offset points", color=_RED, fontsize=9, **side)
+    axes.set_xlim(0, max(times[-1], 1e-6))
+    axes.set_ylim(0, top * 1.22 or 1)
+    axes.set_xlabel("ms into the step, under the profiler")
+    axes.set_title("Live memory (MiB)")
+
+
+def _shade(axes: Axes, report: MemoryReport) -> None:
+    """Lay a colour and a name under every phase."""
+    phases = [
+        (name, next(moments).time_ns / 1e6)
+        for name, moments in groupby(report.timeline, key=lambda moment: moment.phase)
+    ]
+    ends = [start for _, start in phases[1:]] + [report.timeline[-1].time_ns / 1e6]
+    for (name, start), end in zip(phases, ends, strict=True):
+        axes.axvspan(start, end, color=_PHASES[name], linewidth=0, zorder=0, label=name)
+    # beside the title, as a band can be narrower than its name
+    place: Any = {"loc": "lower right", "bbox_to_anchor": (1.01, 0.99), "borderaxespad": 0.2}
+    look: Any = {"frameon": False, "fontsize": 9, "handlelength": 1, "columnspacing": 1.2}
+    axes.legend(ncols=len(phases), **place, **look)

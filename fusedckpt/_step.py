@@ -1,0 +1,70 @@
+"""One training step as `report` takes it: forward, loss, backward, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedckpt._timeline import Watch
+from fusedckpt.memory import SavedTensors, saved_tensors
+from fusedckpt.trial import tensors_of
+
+__all__ = ["Step", "default_loss"]
+
+
+class Step(NamedTuple):
+    """One training step."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Any]
+    optimizer: Optimizer | None
+
+    def take(self, watch: Watch, held: list[Tensor]) -> SavedTensors:
+        """Run it as a training loop does, where output and loss live on until the next step."""
+        # in backward too: a recompute calls modules
+        with watch.hooked():
+            watch.phase("forward")
+            # outermost, and not in backward: what a recompute saves was not kept since the forward
+            with saved_tensors(held, watch.current) as saved:
+                output = self.model(*self.args, **self.kwargs)
+                loss = _checked(self.loss(output))
+            watch.phase("backward")
+            loss.backward()
+            if self.optimizer is not None:
+                watch.phase("optimizer")
+                self.optimizer.step()
+            watch.phase("end")
+        return saved
+
+    def parameters(self) -> list[Tensor]:
+        """Return the model's parameters, then those that only the optimizer has."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        theirs = [parameter for group in groups for parameter in group["params"]]
+        return list(dict.fromkeys([*self.model.parameters(), *theirs]))
+
+    def state(self) -> list[Tensor]:
+        """Return the tensors of the optimizer's state."""
+        return list(tensors_of(list(self.optimizer.state.values()) if self.optimizer else []))
+
+
+def default_loss(output: Any) -> Any:
+    """Return the output's `.loss`, or the sum of the mean squares of its tensors."""
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    found = [x for x in tensors_of(output) if x.is_floating_point() and x.requires_grad]
+    return sum(x.float().square().mean() for x in found)
+
+
+def _checked(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    came = type(loss).__name__
+    if isinstance(loss, Tensor):
+        came = f"shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
+    raise ValueError(f"report: the loss must be a scalar tensor that requires grad, got {came}")

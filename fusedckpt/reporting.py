@@ -1,0 +1,209 @@
+"""Where the memory of one training step goes: what autograd keeps per module, and when it peaks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedckpt._step import Step, default_loss
+from fusedckpt._timeline import Moment, Watch, timeline
+from fusedckpt.memory import SavedStorage, SavedTensors, profiled, strided
+from fusedckpt.trial import aliased, tensors_of, trial
+
+__all__ = ["MemoryReport", "report"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What `report` found. Sizes are in bytes, of distinct storages.
+
+    `saved` are the storages that autograd keeps between forward and backward, under the names of
+    modules that they were kept in: "(model)" is the model's own code, "(loss)" the loss. `timeline`
+    holds live bytes after every allocation and free; the first of its highest is the peak.
+    """
+
+    model: str
+    device: str
+    parameter_bytes: int
+    buffer_bytes: int
+    input_bytes: int
+    # None without an optimizer
+    optimizer_bytes: int | None
+    gradient_bytes: int
+    # what of parameters, buffers, inputs and optimizer lives on `device` when the step begins
+    resident_bytes: int
+    saved: tuple[SavedStorage, ...]
+    timeline: tuple[Moment, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps between forward and backward."""
+        return sum(storage.nbytes for storage in self.saved)
+
+    @property
+    def saved_by_module(self) -> dict[str, int]:
+        """Saved bytes by the name of the module that kept them first, the largest first."""
+        counts: Counter[str] = Counter()
+        for storage in self.saved:
+            counts[storage.owner] += storage.nbytes
+        return dict(counts.most_common())
+
+    @property
+    def peak(self) -> Moment:
+        """When memory was highest: `live_bytes`, `time_ns`, and the `phase` and `module` then."""
+        return max(self.timeline, key=lambda moment: moment.live_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that lived at once, what was there when the step began included."""
+        return self.peak.live_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as numbers, strings, lists and dicts; the timeline by column."""
+        found = asdict(self)
+        peak = self.peak
+        found["saved"] = [asdict(storage) for storage in self.saved]
+        found["timeline"] = {
+            name: [getattr(moment, name) for moment in self.timeline] for name in Moment._fields
+        }
+        found["saved_bytes"], found["saved_bytes_by_module"] = (
+            self.saved_bytes,
+            self.saved_by_module,
+        )
+        found["peak_bytes"], found["peak_time_ns"] = peak.live_bytes, peak.time_ns
+        found["peak_phase"], found["peak_module"] = peak.phase, peak.module
+        return found
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return `to_dict()` as JSON, and write it to `path` if given."""
+        text = json.dumps(self.to_dict())
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def __str__(self) -> str:
+        return importlib.import_module("fusedckpt._report_text").text(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the saved bytes of every module, and the timeline with its peak.
+
+        The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
+        """
+        try:
+            drawing = importlib.import_module("fusedckpt._report_plot")
+        except ImportError as error:
+            raise ImportError(
+                "MemoryReport.plot: expected matplotlib to be installed, as "
+                f"pip install 'fusedckpt[bench]' does: {error}"
+            ) from error
+        drawing.draw(self, Path(path))
+
+
+def report(
+    model: nn.Module,
+    *args: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    **kwargs: Any,
+) -> MemoryReport:
+    """Run one real training step and say where its memory goes.
+
+        loss(model(*args, **kwargs)).backward(); optimizer.step()
+
+    Afterwards everything is as before (see `trial`). Gradients start from None. A second
+    step follows where the first one created state of the optimizer, as it is the one that repeats.
+    What modules keep inside stock checkpoints is not saved and so not listed; its recompute shows
+    in the timeline. Inside torch.compile'd code there is one module, the compiled one; call it once
+    before, so that the step holds no compilation. A model that calls torch.func.grad or the like
+    cannot be reported: torch then refuses the hooks that see saved tensors.
+
+    On a CPU sizes are what was asked for, on CUDA what the caching allocator took for it. With
+    several devices, `timeline` and `resident_bytes` are those of the first parameter's.
+
+    Args:
+        model: any module. Its name is "(model)", its parts are named as by `named_modules`.
+        args, kwargs: what the model gets, tensors in any nesting of lists, tuples and dicts.
+        loss: maps the model's output to a scalar. None takes the output's `.loss`, and where there
+            is none the sum, over all floating-point tensors in the output that require grad, of
+            the mean of their squares in float32.
+        optimizer: steps after the backward if given.
+
+    Raises:
+        TypeError: `model` is no nn.Module, `loss` not callable, `optimizer` no Optimizer.
+        ValueError: nothing requires grad, a parameter is not initialised yet, a tensor was made in
+            inference mode, the loss is no scalar that requires grad.
+        RuntimeError: the step wrote to a parameter that `optimizer` does not have, see `trial`.
+    """
+    _check_call(model, loss, optimizer, (args, kwargs))
+    parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
+    step = Step(model, args, kwargs, loss or default_loss, optimizer)
+    with trial(parts, optimizer, (args, kwargs)), torch.enable_grad():
+        before = _nbytes(step.state())
+        found = _measure(step)
+        if _nbytes(step.state()) > before:
+            found = _measure(step)
+    return found
+
+
+def _check_call(model: Any, loss: Any, optimizer: Any, inputs: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"report: model must be an nn.Module, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"report: loss must be callable or None, got {type(loss).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"report: optimizer must be a torch.optim.Optimizer or None, got {kind}")
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"report: {name} is not initialised: call the model once before")
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ValueError("report: expected ordinary tensors, some were made in inference mode")
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "report: expected a parameter or an input that requires grad, none of the "
+            f"{type(model).__name__}'s does"
+        )
+
+
+def _measure(step: Step) -> MemoryReport:
+    """Take the step from gradients of None."""
+    parameters, buffers = step.parameters(), list(step.model.buffers())
+    for parameter in parameters:
+        parameter.grad = None
+    args, kwargs = aliased((step.args, step.kwargs))
+    inputs, state = list(tensors_of((args, kwargs))), step.state()
+    held = [*parameters, *buffers, *inputs, *state]
+    device = held[0].device
+    resident = _nbytes(tensor for tensor in held if tensor.device == device)
+    watch, saved = Watch(step.model), list[SavedTensors]()
+    events = profiled(
+        lambda: saved.append(step._replace(args=args, kwargs=kwargs).take(watch, held))
+    )
+    return MemoryReport(
+        model=type(step.model).__name__,
+        device=str(device),
+        parameter_bytes=_nbytes(parameters),
+        buffer_bytes=_nbytes(buffers),
+        input_bytes=_nbytes(inputs),
+        optimizer_bytes=None if step.optimizer is None else _nbytes(step.state()),
+        gradient_bytes=_nbytes(x.grad for x in [*parameters, *inputs] if x.grad is not None),
+        resident_bytes=resident,
+        saved=saved[0].storages,
+        timeline=tuple(timeline(events, device, resident)),
+    )
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of `tensors`."""
+    parts = [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in parts}.values())

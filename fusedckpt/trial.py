@@ -1,0 +1,193 @@
+"""Real training steps on someone's model that leave no trace.
+
+Measuring needs real steps: only they show what autograd keeps, what the allocator does and how
+long it takes. What they change is put back, so that who measures a model in the middle of its
+training goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedckpt.memory import strided
+
+__all__ = ["aliased", "tensors_of", "trial"]
+
+
+@contextmanager
+def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()) -> Iterator[None]:
+    """Put everything back on leaving, by an exception too, that training steps inside change.
+
+        with trial(model, optimizer, (args, kwargs)):
+            args, kwargs = aliased((args, kwargs))
+            loss(model(*args, **kwargs)).backward()
+            optimizer.step()
+
+    Inside, every `.grad` is None, as after `zero_grad()`. Put back are: every `.grad`, the same
+    object as before; buffers, the optimizer's state, options and parameters, and the tensors in
+    `inputs`, from copies in host memory; attributes of modules, such as `training`, and of the
+    optimizer; the random state of Python, NumPy, the CPU and all CUDA devices. A tensor that did
+    not change is not written to. Parameters that `optimizer` does not have are not copied.
+
+    Objects of other kinds, such as caches of keys and values, are not looked into.
+
+    Args:
+        model: any module, lazy ones after their first forward.
+        optimizer: what steps inside, or None.
+        inputs: what the model gets: tensors in any nesting of lists, tuples and dicts.
+
+    Raises:
+        RuntimeError: on leaving, a parameter that `optimizer` does not have was written to: it
+            keeps its new value, all else is put back. Replacing its `.data` is put back.
+    """
+    seen: set[int] = set()
+    parameters = [*model.parameters(), *_parameters_of(optimizer), *_parameters_of(inputs)]
+    with torch.inference_mode(False), ExitStack() as undo:
+        watched: list[tuple[str, nn.Parameter, int]] = []
+        # undone in reverse: this raises once all else is put back
+        undo.callback(_check_unwritten, watched)
+        _keep_rng(undo)
+        for parameter in dict.fromkeys(parameters):
+            undo.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+        _keep(optimizer, undo, seen)
+        _keep(inputs, undo, seen)
+        _keep_modules(model, undo, seen)
+        for name, parameter in model.named_parameters():
+            undo.callback(_put_memory_back, parameter, parameter.detach())
+            if id(parameter) not in seen:
+                watched.append((name, parameter, parameter._version))
+        yield
+
+
+def aliased(tree: Any) -> Any:
+    """Return `tree` with new lists, tuples and dicts, and tensors that share memory with its own.
+
+    A step on it reaches neither the graph a tensor came from nor its `.grad`, and cannot add to or
+    take from the caller's containers. Parameters stay themselves.
+    """
+    if isinstance(tree, nn.Parameter):
+        return tree
+    if isinstance(tree, Tensor):
+        return tree.detach().requires_grad_(tree.requires_grad)
+    if isinstance(tree, MutableMapping):
+        found = copy.copy(tree)
+        for key, value in tree.items():
+            found[key] = aliased(value)
+        return found
+    if isinstance(tree, MutableSequence) and not isinstance(tree, bytearray):
+        found = copy.copy(tree)
+        found[:] = [aliased(value) for value in tree]
+        return found
+    if isinstance(tree, tuple):
+        values = [aliased(value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return tree
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in any nesting of lists, tuples and dicts."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, MutableMapping):
+        for value in tree.values():
+            yield from tensors_of(value)
+    elif isinstance(tree, (MutableSequence, tuple)) and not isinstance(tree, bytearray):
+        for value in tree:
+            yield from tensors_of(value)
+
+
+def _parameters_of(given: Any) -> list[Any]:
+    """Return the leaves, of an optimizer or among inputs, whose `.grad` a step would change."""
+    if isinstance(given, Optimizer):
+        return [parameter for group in given.param_groups for parameter in group["params"]]
+    return [tensor for tensor in tensors_of(given) if isinstance(tensor, nn.Parameter)]
+
+
+def _keep_rng(undo: ExitStack) -> None:
+    undo.callback(random.setstate, random.getstate())
+    undo.callback(np.random.set_state, np.random.get_state())
+    undo.callback(torch.set_rng_state, torch.get_rng_state())
+    if torch.cuda.is_initialized():
+        undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+
+
+def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:
+    for module in model.modules():
+        attributes = vars(module)
+        undo.callback(_refill_dict, attributes, dict(attributes))
+        for buffer in module.buffers(recurse=False):
+            _keep(buffer, undo, seen)
+        # parameters are watched, or copied with the optimizer
+        for slot in ("_buffers", "_parameters"):
+            if isinstance(attributes.get(slot), dict):
+                undo.callback(_refill_dict, attributes[slot], dict(attributes[slot]))
+
+
+def _keep(value: Any, undo: ExitStack, seen: set[int]) -> None:
+    """Copy every tensor in `value`, and remember what its containers hold."""
+    if isinstance(value, Optimizer):
+        # one that wraps another has it as an attribute
+        value = vars(value)
+    if id(value) in seen or not isinstance(value, (Tensor, MutableMapping, list, tuple)):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        for part in strided(value):
+            undo.callback(_restorer(part))
+    elif isinstance(value, MutableMapping):
+        undo.callback(_refill_dict, value, dict(value))
+        for item in list(value.values()):
+            _keep(item, undo, seen)
+    else:
+        if isinstance(value, list):
+            undo.callback(value.__setitem__, slice(None), list(value))
+        for item in value:
+            _keep(item, undo, seen)
+
+
+def _refill_dict(found: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
+    found.clear()
+    found.update(before)
+
+
+def _restorer(tensor: Tensor) -> Callable[[], None]:
+    """Copy a tensor to host memory, and return what puts its value back."""
+    memory = tensor.detach()
+    # one element stands for all of an expanded axis
+    for axis, stride in enumerate(memory.stride()):
+        if stride == 0 and memory.shape[axis] > 1:
+            memory = memory.narrow(axis, 0, 1)
+    before, version, whole = memory.to("cpu", copy=True), tensor._version, tensor.detach()
+
+    def restore() -> None:
+        _put_memory_back(tensor, whole)
+        # some of torch's own ops, batch_norm among them, write without a new version
+        if tensor._version != version or not torch.equal(memory, before.to(memory.device)):
+            memory.copy_(before)
+
+    return restore
+
+
+def _put_memory_back(tensor: Tensor, whole: Tensor) -> None:
+    """Undo `tensor.data = other`."""
+    if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        tensor.data = whole
+
+
+def _check_unwritten(watched: list[tuple[str, nn.Parameter, int]]) -> None:
+    written = [name for name, parameter, version in watched if parameter._version != version]
+    if written:
+        raise RuntimeError(
+            "trial: expected a step that writes to no parameter but the optimizer's, it wrote to "
+            f"{', '.join(written)}: their former values are lost"
+        )
