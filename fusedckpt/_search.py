@@ -4,7 +4,7 @@ From the last unit to the first, the staircase of all that starts at a unit is m
 what follows each item that may start there. Three bounds, all exact, keep it short:
 
 - bytes below `floor` are worth as much as `floor`, as no plan within the limit keeps more earlier;
-- bytes above the limit less `least_kept` do not fit;
+- bytes above `rooms`, the limit less the least that is kept earlier, do not fit;
 - at any price of a byte, a plan within the limit takes no less than ms + price * (need - limit) of
   the rest plus the least ms + price * kept of the units before (Lagrange's bound). What cannot
   beat the best plan known is dropped.
@@ -44,14 +44,16 @@ class Ways(NamedTuple):
 
     def taken(self, chosen: NDArray) -> Ways:
         """Return some of the ways."""
-        return Ways(*(part[chosen] for part in self))
+        need, ms, level, stop, step = (part[chosen] for part in self)
+        return Ways(need, ms, level, stop, step)
 
 
 class Search:
-    """Plans of a chain within `limit` bytes beyond its base, made of these segments."""
+    """Plans of a chain within the limit of `prices`, made of kept units and these segments."""
 
-    def __init__(self, chain: Chain, limit: int, segments: Segments, prices: Prices):
-        self.chain, self.limit, self.segments, self.prices = chain, limit, segments, prices
+    def __init__(self, chain: Chain, segments: Segments, prices: Prices):
+        self.chain, self.segments, self.prices = chain, segments, prices
+        self.limit = prices.limit
         self.floor = self._floor()
 
     def _floor(self) -> Bytes:
@@ -136,7 +138,7 @@ class Search:
         price, before = self.prices.price, self.prices.before[i]
         all_ways = Ways(*(np.concatenate(parts) for parts in zip(*ways, strict=True)))
         bound = all_ways.ms + price * (all_ways.need - self.limit) + before
-        fits = all_ways.need <= self.limit - self.prices.least_kept[i]
+        fits = all_ways.need <= self.prices.rooms[i]
         all_ways = all_ways.taken(fits & (bound < best))
         if not len(all_ways.ms):
             return all_ways, False

@@ -44,11 +44,17 @@ class Segments(NamedTuple):
     thinned: bool
 
 
-def segments(chain: Chain, longest: int, steps: int, optimistic: bool = False) -> Segments:
+def segments(
+    chain: Chain, longest: int, rooms: list[int], steps: int, optimistic: bool = False
+) -> Segments:
     """Build the staircases of all segments of at most `longest` units.
 
-    Rows of more than `steps` steps are thinned: to some of their steps, always with the least need,
-    or, if `optimistic`, to steps on or below them, which bound the time from below.
+    Args:
+        chain: the units.
+        longest: how many units a segment has at most.
+        rooms: for each unit, how many bytes there are at most for all from it on.
+        steps: rows of more are thinned to that many of their steps, always with the least need.
+        optimistic: thin to steps on or below the row instead, which bound the time from below.
     """
     count, left = len(chain.units), left_from(chain)
     out: list[tuple[Bytes, Ms, Bytes, Ms]] = []
@@ -63,12 +69,15 @@ def segments(chain: Chain, longest: int, steps: int, optimistic: bool = False) -
         first_need, first_ms = _extended(unit, floors, unit.input, need, ms)
         running = unit.input + np.maximum(unit.forward_transient, flowing)
         first_need = np.maximum(first_need, running[:, None])
+        first_ms = np.where(first_need <= rooms[i], first_ms, np.inf)
         first_need, first_ms, cut = _thinned(first_need, first_ms, steps, optimistic)
-        need, ms, cut_inner = _thinned(*_extended(unit, floors, 0, need, ms), steps, optimistic)
+        need, ms = _extended(unit, floors, 0, need, ms)
+        ms = np.where(need <= rooms[i], ms, np.inf)
+        need, ms, cut_inner = _thinned(need, ms, steps, optimistic)
         out.append((first_need, first_ms, need, ms))
         thinned |= cut or cut_inner
-    parts = (list(part) for part in zip(*reversed(out), strict=True))
-    return Segments(*parts, thinned)
+    first_needs, first_times, needs, times = map(list, zip(*reversed(out), strict=True))
+    return Segments(first_needs, first_times, needs, times, thinned)
 
 
 def segment_levels(chain: Chain, of: Segments, start: int, stop: int, room: int) -> tuple[str, ...]:
@@ -153,14 +162,13 @@ def _extended(
 
 def _thinned(need: Bytes, ms: Ms, steps: int, optimistic: bool) -> tuple[Bytes, Ms, bool]:
     """Sort points into staircases, row by row, of at most `steps` steps; tell if any were lost."""
-    if need.shape[1] == 1:
-        return need, ms, False
-    # the best of those that need no more, before this one; ties in need are harmless
+    # the fastest of those that need no more; where two need the same, both may stay
     need, ms = _taken(need, ms, np.argsort(need, axis=1, kind="stable"))
     before = np.minimum.accumulate(ms, axis=1)[:, :-1]
     step = np.hstack((np.isfinite(ms[:, :1]), ms[:, 1:] < before))
     counts = step.sum(axis=1, keepdims=True)
-    need, ms = _taken(need, ms, np.argsort(~step, axis=1, kind="stable")[:, : counts.max()])
+    width = max(1, int(counts.max()))
+    need, ms = _taken(need, ms, np.argsort(~step, axis=1, kind="stable")[:, :width])
     columns = np.arange(need.shape[1])
     need, ms = np.where(columns < counts, need, NEVER), np.where(columns < counts, ms, np.inf)
     if len(columns) <= steps:
