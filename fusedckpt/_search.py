@@ -42,10 +42,16 @@ class Ways(NamedTuple):
         """Return ways that start with the same item."""
         return cls(need, ms, np.full(len(ms), level), np.full(len(ms), stop), step)
 
+    @classmethod
+    def joined(cls, ways: list[Ways]) -> Ways:
+        """Return all of several ways, in no order."""
+        need, ms, level, stop, step = map(np.concatenate, zip(*ways, strict=True))
+        return cls(need, ms, level, stop, step)
+
     def taken(self, chosen: NDArray) -> Ways:
         """Return some of the ways."""
-        need, ms, level, stop, step = (part[chosen] for part in self)
-        return Ways(need, ms, level, stop, step)
+        rest = (self.level[chosen], self.stop[chosen], self.step[chosen])
+        return Ways(self.need[chosen], self.ms[chosen], *rest)
 
 
 class Search:
@@ -92,20 +98,14 @@ class Search:
         return (self._items(rest) if len(rest[0].ms) else None), lost
 
     def _kept(self, i: int, rest: list[Ways]) -> list[Ways]:
-        after, unit = rest[i + 1], self.chain.units[i]
+        """Keep the unit in front, at each of its levels."""
+        after, needs = rest[i + 1], self.prices.kept_needs[i]
         step = np.arange(len(after.ms))
-        return [
-            Ways.starting(
-                number,
-                i + 1,
-                np.maximum(need, level.kept + after.need),
-                level.extra + after.ms,
-                step,
-            )
-            for number, (level, need) in enumerate(
-                zip(unit.levels, self.prices.kept_needs[i], strict=True)
-            )
-        ]
+        ways = []
+        for number, level in enumerate(self.chain.units[i].levels):
+            need = np.maximum(needs[number], level.kept + after.need)
+            ways.append(Ways.starting(number, i + 1, need, level.extra + after.ms, step))
+        return ways
 
     def _stops(self, i: int, value: Ms, best: float) -> list[int]:
         """Return where a segment from unit i may stop in a plan that beats `best`."""
@@ -120,49 +120,50 @@ class Search:
         row = stop - i - 1
         need, ms = self.segments.need[i][row], self.segments.ms[i][row]
         reach = self.chain.units[i].input + after.need
+        # at the bytes that a rest needs, or the segment if that needs more
         step = np.maximum(np.searchsorted(need, reach, "right") - 1, 0)
-        faster_rest = np.maximum(reach, need[step]), ms[step] + after.ms
+        # at the bytes that a segment needs, with what rest these allow
         behind = np.searchsorted(reach, need, "right") - 1
         later = np.flatnonzero((behind >= 0) & np.isfinite(ms))
         behind = behind[later]
         return Ways.starting(
             -1,
             stop,
-            np.concatenate((faster_rest[0], need[later])),
-            np.concatenate((faster_rest[1], ms[later] + after.ms[behind])),
+            np.concatenate((np.maximum(reach, need[step]), need[later])),
+            np.concatenate((ms[step] + after.ms, ms[later] + after.ms[behind])),
             np.concatenate((np.arange(len(reach)), behind)),
         )
 
     def _shortened(self, i: int, ways: list[Ways], best: float, width: int) -> tuple[Ways, bool]:
         """Drop what the bounds exclude, then what is dominated, then what is one too many."""
         price, before = self.prices.price, self.prices.before[i]
-        all_ways = Ways(*(np.concatenate(parts) for parts in zip(*ways, strict=True)))
-        bound = all_ways.ms + price * (all_ways.need - self.limit) + before
-        fits = all_ways.need <= self.prices.rooms[i]
-        all_ways = all_ways.taken(fits & (bound < best))
-        if not len(all_ways.ms):
-            return all_ways, False
-        all_ways = all_ways._replace(need=np.maximum(all_ways.need, self.floor[i]))
-        all_ways = all_ways.taken(pareto(all_ways.need, all_ways.ms))
-        if len(all_ways.ms) <= width:
-            return all_ways, False
-        value = all_ways.ms + price * all_ways.need
+        found = Ways.joined(ways)
+        bound = found.ms + price * (found.need - self.limit) + before
+        found = found.taken((found.need <= self.prices.rooms[i]) & (bound < best))
+        if not len(found.ms):
+            return found, False
+        found = found._replace(need=np.maximum(found.need, self.floor[i]))
+        found = found.taken(pareto(found.need, found.ms))
+        if len(found.ms) <= width:
+            return found, False
+        value = found.ms + price * found.need
         # the one that needs least, so that a plan is found whatever the price
         value[0] = -np.inf
-        return all_ways.taken(np.sort(np.argpartition(value, width)[:width])), True
+        return found.taken(np.sort(np.argpartition(value, width)[:width])), True
 
     def _items(self, rest: list[Ways]) -> tuple[Item, ...]:
         """Follow the fastest way, with segments as fast as the bytes that are there allow."""
         items: list[Item] = []
         i, step, room = 0, -1, self.limit
         while i < len(self.chain.units):
-            unit, (_, _, level, stop, after) = self.chain.units[i], rest[i].taken(np.array([step]))
-            if level[0] >= 0:
-                items.append(Keep(i, unit.levels[level[0]].name))
-                room -= unit.levels[level[0]].kept
+            unit, ways = self.chain.units[i], rest[i]
+            number, stop = int(ways.level[step]), int(ways.stop[step])
+            if number >= 0:
+                items.append(Keep(i, unit.levels[number].name))
+                room -= unit.levels[number].kept
             else:
-                names = segment_levels(self.chain, self.segments, i, int(stop[0]), room)
+                names = segment_levels(self.chain, self.segments, i, stop, room)
                 items.append(Segment(i, names))
                 room -= unit.input
-            i, step = int(stop[0]), int(after[0])
+            i, step = stop, int(ways.step[step])
         return tuple(items)

@@ -102,13 +102,14 @@ def _improved(chain: Chain, budget: float, known: list[Solution]) -> Solution:
     best = min((plan for plan in known if plan.peak <= budget), key=lambda plan: plan.extra)
     search = _search(chain, int(min(budget, NEVER)) - chain.base)
     bound = min(search.prices.lower_bound, best.extra)
+    near, far = bound * (1 + 1 / len(chain.units)), math.inf
     # first for a plan near the bound, which makes it quick to look for all that are better
-    for target, width in ((1.01 * bound, 64), (math.inf, 64), (math.inf, 512), (math.inf, 4096)):
+    for target, width in ((near, 64), (far, 64), (far, 512), (far, 4096)):
         items, lost = search.run(min(target, best.extra), width)
         if items is not None:
             best = min(best, _simulated(chain, items), key=lambda plan: plan.extra)
             assert best.peak <= budget, "the search and the simulator disagree"
-        if target == math.inf and not lost:
+        if target == far and not lost:
             bound = bound if search.segments.thinned else best.extra
             break
         if len(chain.units) > _ANY_LENGTH and best.extra <= _NEAR * bound:
