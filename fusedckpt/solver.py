@@ -104,7 +104,7 @@ def _improved(chain: Chain, budget: float, known: list[Solution]) -> Solution:
     bound = min(search.prices.lower_bound, best.extra)
     near, far = bound * (1 + 1 / len(chain.units)), math.inf
     # first for a plan near the bound, which makes it quick to look for all that are better
-    for target, width in ((near, 64), (far, 64), (far, 512), (far, 4096)):
+    for target, width in ((near, 512), (far, 64), (far, 512), (far, 4096)):
         items, lost = search.run(min(target, best.extra), width)
         if items is not None:
             best = min(best, _simulated(chain, items), key=lambda plan: plan.extra)
