@@ -1,0 +1,224 @@
+"""A model as a chain of units, what a plan does to it, and what that costs in bytes and time.
+
+A plan covers the chain, in order, with items: a unit that keeps a level of its intermediates, or a
+checkpointed segment that keeps only its input and is run again in backward. Bytes live at a moment:
+
+    forward of unit i, kept         base + kept(<= i) + forward_transient_i
+    forward of unit i, segment s    base + kept(< s) + input_s + output_(i-1) + forward_transient_i
+                                    (no output_(i-1) for the first, whose input is input_s)
+    run again of unit i of s        base + kept(< s) + held(s, i) + forward_transient_i
+                                    + output_last + left(> last)
+    backward of unit i              base + kept(< s) + held(s, i) + transient_i + left(> i)
+
+where kept(...) sums what items keep, left(...) the gradients that units left behind, and
+held(s, i) is what units of item s up to i hold for their backward: the sum of their levels' kept
+bytes, the first one's being at least input_s. A kept unit is its own item. The peak is the largest
+of these. Extra time is the sum of the levels' extra, and for each segment the forward of its units
+less the tail of the last.
+
+`simulate` walks through a step and adds this up, one moment after the other; it knows nothing of
+`solver`, whose plans it checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+__all__ = ["Chain", "Item", "Keep", "Level", "Outcome", "Segment", "Unit", "simulate"]
+
+
+def _check_amounts(record: Level | Unit | Chain) -> None:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        wanted = {"int": (int,), "float": (int, float)}.get(str(field.type))
+        if wanted and not (isinstance(value, wanted) and 0 <= value < math.inf):
+            kind = type(record).__name__
+            raise ValueError(
+                f"{kind}: {field.name} is {field.type}, finite and not negative, got {value!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a unit may keep from its forward until its backward.
+
+    kept: bytes, its own input included where autograd keeps that; a tensor between two units is
+        counted by the one that reads it.
+    extra: ms by which backward is slower than at the level that keeps most.
+    transient: bytes that its backward holds at its worst moment beyond all that is kept: dy, dx,
+        temporaries, the gradients that it leaves.
+    """
+
+    name: str
+    kept: int
+    extra: float
+    transient: int
+
+    def __post_init__(self):
+        _check_amounts(self)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A fused layer, a block, or any other module that runs as a whole.
+
+    levels: in any order, at least one, names distinct.
+    forward: ms. tail: ms of its last GEMM, which is not run again where the unit ends a segment.
+    input, output: bytes; `input` is what a segment that starts here keeps.
+    forward_transient: bytes that its forward holds at its worst moment beyond what is kept, its
+        output included, and its input where no level keeps that.
+    left: bytes that stay after its backward, such as gradients of parameters.
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    forward: float
+    input: int
+    output: int
+    tail: float = 0.0
+    forward_transient: int = 0
+    left: int = 0
+
+    def __post_init__(self):
+        _check_amounts(self)
+        names = [level.name for level in self.levels]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"Unit: {self.name} needs levels of distinct names, got {names}")
+        if self.tail > self.forward:
+            raise ValueError(f"Unit: the tail of {self.name} takes longer than its forward")
+
+    @property
+    def fastest(self) -> Level:
+        """The level of least extra time; of those the one that keeps least."""
+        return min(self.levels, key=lambda level: (level.extra, level.kept))
+
+    def level(self, name: str) -> Level:
+        """Return the level called `name`, or raise ValueError."""
+        for level in self.levels:
+            if level.name == name:
+                return level
+        raise ValueError(f"Unit: {self.name} has no level {name!r}")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Units in the order of their forward.
+
+    base: bytes that are there before, during and after: parameters, existing gradients, optimizer.
+    """
+
+    units: tuple[Unit, ...]
+    base: int = 0
+
+    def __post_init__(self):
+        _check_amounts(self)
+        if not self.units:
+            raise ValueError("Chain: at least one unit is needed, got none")
+
+    @property
+    def forward(self) -> float:
+        """Ms of one forward pass."""
+        return sum(unit.forward for unit in self.units)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """An item of a plan: unit number `start` keeps `level`."""
+
+    start: int
+    level: str
+
+    @property
+    def stop(self) -> int:
+        """The number of the next item's first unit."""
+        return self.start + 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """An item of a plan: units from `start` on are checkpointed as one.
+
+    levels: for each of its units what that keeps between being run again and its backward.
+    """
+
+    start: int
+    levels: tuple[str, ...]
+
+    @property
+    def stop(self) -> int:
+        """The number of the next item's first unit."""
+        return self.start + len(self.levels)
+
+
+Item: TypeAlias = Keep | Segment
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a plan costs: the peak in bytes, extra ms per step, and the moment of the peak."""
+
+    peak: int
+    extra: float
+    where: str
+
+
+def simulate(chain: Chain, items: Sequence[Item]) -> Outcome:
+    """Walk through one step under a plan; raise ValueError if that does not cover the chain."""
+    _check_cover(chain, items)
+    peak, where = max(_moments(chain, items), key=lambda moment: moment[0])
+    return Outcome(peak, sum(_extra(chain, item) for item in items), where)
+
+
+def _check_cover(chain: Chain, items: Sequence[Item]) -> None:
+    at = 0
+    for item in items:
+        if item.start != at or item.stop == at:
+            raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
+        at = item.stop
+    if at != len(chain.units):
+        raise ValueError(f"simulate: the plan covers {at} of {len(chain.units)} units")
+
+
+def _moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
+    """Yield live bytes and what is going on, from the first forward to the last backward."""
+    units, live = chain.units, chain.base
+    for item in items:
+        live += _kept(chain, item)
+        for i in range(item.start, item.stop):
+            flowing = units[i - 1].output if i > item.start else 0
+            yield live + flowing + units[i].forward_transient, f"forward of {units[i].name}"
+    for item in reversed(items):
+        live -= _kept(chain, item)
+        held = []
+        dy = units[item.stop - 1].output
+        for unit, level in _levels(chain, item):
+            first = isinstance(item, Segment) and not held
+            held.append(max(level.kept, unit.input) if first else level.kept)
+            if isinstance(item, Segment):
+                yield live + sum(held) + unit.forward_transient + dy, f"recompute of {unit.name}"
+        for unit, level in reversed(_levels(chain, item)):
+            yield live + sum(held) + level.transient, f"backward of {unit.name}"
+            held.pop()
+            live += unit.left
+
+
+def _kept(chain: Chain, item: Item) -> int:
+    unit = chain.units[item.start]
+    return unit.input if isinstance(item, Segment) else unit.level(item.level).kept
+
+
+def _levels(chain: Chain, item: Item) -> list[tuple[Unit, Level]]:
+    names = item.levels if isinstance(item, Segment) else (item.level,)
+    units = chain.units[item.start : item.stop]
+    return [(unit, unit.level(name)) for unit, name in zip(units, names, strict=True)]
+
+
+def _extra(chain: Chain, item: Item) -> float:
+    extra = sum(level.extra for _, level in _levels(chain, item))
+    if isinstance(item, Keep):
+        return extra
+    units = chain.units[item.start : item.stop]
+    return extra + sum(unit.forward for unit in units) - units[-1].tail

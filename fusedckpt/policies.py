@@ -1,0 +1,63 @@
+"""Plans by rule: what one can do without looking at a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fusedckpt.chain import Chain, Item, Keep, Segment
+
+__all__ = ["policy"]
+
+
+def policy(chain: Chain, name: str) -> tuple[Item, ...]:
+    """Return the plan of a rule that looks at no budget, every unit at its fastest level.
+
+    Args:
+        chain: what is planned.
+        name: "none" (nothing is checkpointed), "all" (every unit on its own), "sqrt" (at most
+            sqrt(n) segments, balanced by kept bytes; Chen et al. 2016, arXiv 1604.06174) or
+            "uniform:k" (k segments of equal length, but for one unit).
+
+    Raises:
+        ValueError: `name` is none of these, or k is not between 1 and the number of units.
+    """
+    count = len(chain.units)
+    if name == "none":
+        return tuple(Keep(i, unit.fastest.name) for i, unit in enumerate(chain.units))
+    if name == "all":
+        return _segments(chain, range(count))
+    if name == "sqrt":
+        return _segments(chain, _balanced([unit.fastest.kept for unit in chain.units]))
+    rule, _, number = name.partition(":")
+    if rule != "uniform" or not number.isdecimal() or not 1 <= int(number) <= count:
+        raise ValueError(f"policy: none, all, sqrt or uniform:1 to {count} expected, got {name!r}")
+    return _segments(chain, [count * i // int(number) for i in range(int(number))])
+
+
+def _segments(chain: Chain, starts: Sequence[int]) -> tuple[Item, ...]:
+    names = [unit.fastest.name for unit in chain.units]
+    stops = [*starts[1:], len(names)]
+    return tuple(Segment(a, tuple(names[a:b])) for a, b in zip(starts, stops, strict=True))
+
+
+def _balanced(sizes: list[int]) -> list[int]:
+    """Return where about sqrt(n) segments start so that the largest is as small as can be."""
+    few, enough = max(sizes), sum(sizes)
+    while few < enough:
+        middle = (few + enough) // 2
+        if len(_packed(sizes, middle)) <= math.isqrt(len(sizes)):
+            enough = middle
+        else:
+            few = middle + 1
+    return _packed(sizes, enough)
+
+
+def _packed(sizes: list[int], capacity: int) -> list[int]:
+    starts, filled = [0], 0
+    for i, size in enumerate(sizes):
+        if filled + size > capacity:
+            starts.append(i)
+            filled = 0
+        filled += size
+    return starts
