@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fusedckpt.chain import Chain, Item, Keep, Segment
 
-__all__ = ["balanced", "policy"]
+__all__ = ["policy"]
 
 
 def policy(chain: Chain, name: str) -> tuple[Item, ...]:
@@ -28,7 +28,7 @@ def policy(chain: Chain, name: str) -> tuple[Item, ...]:
     if name == "all":
         return _segments(chain, range(count))
     if name == "sqrt":
-        return _segments(chain, balanced([unit.fastest.kept for unit in chain.units]))
+        return _segments(chain, _balanced([unit.fastest.kept for unit in chain.units]))
     rule, _, number = name.partition(":")
     if rule != "uniform" or not number.isdecimal() or not 1 <= int(number) <= count:
         raise ValueError(f"policy: none, all, sqrt or uniform:1 to {count} expected, got {name!r}")
@@ -41,7 +41,7 @@ def _segments(chain: Chain, starts: Sequence[int]) -> tuple[Item, ...]:
     return tuple(Segment(a, tuple(names[a:b])) for a, b in zip(starts, stops, strict=True))
 
 
-def balanced(sizes: list[int]) -> list[int]:
+def _balanced(sizes: list[int]) -> list[int]:
     """Return where about sqrt(n) segments start so that the largest is as small as can be."""
     few, enough = max(sizes), sum(sizes)
     while few < enough:

@@ -12,7 +12,7 @@ import pytest
 
 from fusedckpt.chain import Chain, Keep, Level, Segment, Unit, simulate
 from fusedckpt.policies import policy
-from fusedckpt.solver import least_peak, solve
+from fusedckpt.solver import _search, least_peak, solve
 
 
 def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
@@ -298,7 +298,7 @@ def test_beats_sqrt_clearly_on_a_transformer():
 
 def test_bounds_hold_where_staircases_are_thinned(monkeypatch):
     draw = random.Random(9)
-    chains = [random_chain(draw, draw.randint(5, 8)) for _ in range(20)]
+    chains = [random_chain(draw, draw.randint(4, 7)) for _ in range(60)]
     for chain in chains:
         least, most = least_peak(chain).peak, simulate(chain, policy(chain, "none")).peak
         budget = (2 * least + max(least, most)) // 3
@@ -307,6 +307,8 @@ def test_bounds_hold_where_staircases_are_thinned(monkeypatch):
             patch.setattr("fusedckpt.solver._FEWEST", 2)
             patch.setattr("fusedckpt.solver._MOST", 2)
             thinned = solve(chain, budget)
+            priced = _search(chain, budget - chain.base).prices
+        assert priced.lower_bound <= exact.extra + 1e-9
         assert exact.lower_bound == exact.extra
         assert thinned.lower_bound <= exact.extra + 1e-9
         assert exact.extra <= thinned.extra + 1e-9
