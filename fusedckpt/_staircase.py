@@ -125,6 +125,9 @@ def kept_needs(chain: Chain, left: Bytes, i: int) -> list[int]:
 def _again_needs(chain: Chain, left: Bytes, i: int, stops: NDArray[np.int64]) -> list[Bytes]:
     """Return what unit i of segments with these stops needs beyond what they hold, per level."""
     unit = chain.units[i]
+    if unit.fixed:
+        # no bytes suffice
+        return [np.full(len(stops), NEVER) for _ in unit.levels]
     dy = np.array([chain.units[stop - 1].output for stop in stops], np.int64)
     again = unit.forward_transient + dy + left[stops]
     return [np.maximum(again, level.transient + left[i + 1]) for level in unit.levels]

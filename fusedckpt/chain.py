@@ -71,6 +71,7 @@ class Unit:
     forward_transient: bytes that its forward holds at its worst moment beyond what is kept, its
         output included, and its input where no level keeps that.
     left: bytes that stay after its backward, such as gradients of parameters.
+    fixed: it cannot be run again, so that no segment may hold it.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Unit:
     tail: float = 0.0
     forward_transient: int = 0
     left: int = 0
+    fixed: bool = False
 
     def __post_init__(self):
         _check_amounts(self)
@@ -177,6 +179,9 @@ def _check_cover(chain: Chain, items: Sequence[Item]) -> None:
     for item in items:
         if item.start != at or item.stop == at:
             raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
+        units = chain.units[item.start : item.stop]
+        if isinstance(item, Segment) and any(unit.fixed for unit in units):
+            raise ValueError(f"simulate: a segment without fixed units was expected, got {item}")
         at = item.stop
     if at != len(chain.units):
         raise ValueError(f"simulate: the plan covers {at} of {len(chain.units)} units")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fusedckpt.chain import Chain, Item, Keep, Segment
 
-__all__ = ["policy"]
+__all__ = ["balanced", "policy"]
 
 
 def policy(chain: Chain, name: str) -> tuple[Item, ...]:
@@ -22,26 +22,37 @@ def policy(chain: Chain, name: str) -> tuple[Item, ...]:
     Raises:
         ValueError: `name` is none of these, or k is not between 1 and the number of units.
     """
-    count = len(chain.units)
-    if name == "none":
-        return tuple(Keep(i, unit.fastest.name) for i, unit in enumerate(chain.units))
+    free = [i for i, unit in enumerate(chain.units) if not unit.fixed]
+    count = len(free)
+    if name == "none" or not free:
+        return _cut(chain, None)
     if name == "all":
-        return _segments(chain, range(count))
+        return _cut(chain, free)
     if name == "sqrt":
-        return _segments(chain, _balanced([unit.fastest.kept for unit in chain.units]))
+        starts = balanced([chain.units[i].fastest.kept for i in free])
+        return _cut(chain, [free[start] for start in starts])
     rule, _, number = name.partition(":")
     if rule != "uniform" or not number.isdecimal() or not 1 <= int(number) <= count:
         raise ValueError(f"policy: none, all, sqrt or uniform:1 to {count} expected, got {name!r}")
-    return _segments(chain, [count * i // int(number) for i in range(int(number))])
+    return _cut(chain, [free[count * i // int(number)] for i in range(int(number))])
 
 
-def _segments(chain: Chain, starts: Sequence[int]) -> tuple[Item, ...]:
-    names = [unit.fastest.name for unit in chain.units]
-    stops = [*starts[1:], len(names)]
-    return tuple(Segment(a, tuple(names[a:b])) for a, b in zip(starts, stops, strict=True))
+def _cut(chain: Chain, starts: Sequence[int] | None) -> tuple[Item, ...]:
+    """Return segments that start there, cut by fixed units; None for none."""
+    begins = set(starts or ())
+    items: list[Item] = []
+    for i, unit in enumerate(chain.units):
+        level, last = unit.fastest.name, items[-1] if items else None
+        if unit.fixed or starts is None:
+            items.append(Keep(i, level))
+        elif isinstance(last, Segment) and i not in begins:
+            items[-1] = Segment(last.start, (*last.levels, level))
+        else:
+            items.append(Segment(i, (level,)))
+    return tuple(items)
 
 
-def _balanced(sizes: list[int]) -> list[int]:
+def balanced(sizes: list[int]) -> list[int]:
     """Return where about sqrt(n) segments start so that the largest is as small as can be."""
     few, enough = max(sizes), sum(sizes)
     while few < enough:

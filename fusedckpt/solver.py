@@ -91,7 +91,7 @@ def _simulated(chain: Chain, items: tuple[Item, ...]) -> Solution:
 
 
 def _by_rule(chain: Chain) -> Iterator[Solution]:
-    count = len(chain.units)
+    count = sum(not unit.fixed for unit in chain.units)
     powers = (1 << i for i in range(count.bit_length()))
     for name in ("none", "all", "sqrt", *(f"uniform:{k}" for k in powers)):
         yield _simulated(chain, policy(chain, name))

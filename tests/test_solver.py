@@ -33,6 +33,7 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
             tail=draw.randrange(forward + 1),
             forward_transient=draw.randrange(most),
             left=draw.choice((0, 0, draw.randrange(most))),
+            fixed=draw.random() < 0.15,
         )
 
     return Chain(tuple(unit(i) for i in range(count)), base=draw.randrange(most))
@@ -76,7 +77,10 @@ def every_plan(chain: Chain):
         ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [count]
         choices = []
         for start, stop in zip([0, *ends], ends, strict=False):
-            choice = [Segment(start, levels) for levels in itertools.product(*names[start:stop])]
+            choice = []
+            if not any(unit.fixed for unit in chain.units[start:stop]):
+                levels = itertools.product(*names[start:stop])
+                choice = [Segment(start, chosen) for chosen in levels]
             if stop == start + 1:
                 choice += [Keep(start, name) for name in names[start]]
             choices.append(choice)
@@ -316,6 +320,7 @@ def test_bounds_hold_where_staircases_are_thinned(monkeypatch):
 
 def test_policies_cover_the_chain():
     chain = random_chain(random.Random(10), 17)
+    chain = replace(chain, units=tuple(replace(unit, fixed=False) for unit in chain.units))
     count = {"none": 17, "all": 17, "uniform:1": 1, "uniform:5": 5, "uniform:17": 17}
     for name, expected in count.items():
         items = policy(chain, name)
@@ -324,6 +329,20 @@ def test_policies_cover_the_chain():
         assert all(isinstance(item, Keep) == (name == "none") for item in items)
     lengths = [item.stop - item.start for item in policy(chain, "uniform:5")]
     assert sorted(lengths) == [3, 3, 3, 4, 4]
+
+
+def test_policies_keep_fixed_units():
+    chain = random_chain(random.Random(10), 9)
+    fixed = {0, 4, 8}
+    units = [replace(unit, fixed=i in fixed) for i, unit in enumerate(chain.units)]
+    chain = replace(chain, units=tuple(units))
+    starts = {"none": range(9), "all": range(9), "uniform:1": (0, 1, 4, 5, 8)}
+    for name, expected in starts.items():
+        items = policy(chain, name)
+        simulate(chain, items)
+        assert [item.start for item in items] == list(expected)
+    with pytest.raises(ValueError, match="uniform:1 to 6"):
+        policy(chain, "uniform:7")
 
 
 def test_sqrt_balances_bytes():
