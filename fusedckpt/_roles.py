@@ -145,8 +145,8 @@ class Member(NamedTuple):
     """One module of several that are checkpointed as one."""
 
     chained: Chained
-    index: int
+    place: int
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it as its part of the segment."""
-        return self.chained.run(self.index, forward, args, kwargs)
+        return self.chained.run(self.place, forward, args, kwargs)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fusedckpt._timeline import Watch
 from fusedckpt.memory import SavedTensors, saved_tensors
-from fusedckpt.trial import tensors_of
+from fusedckpt.trial import aliased, tensors_of
 
 __all__ = ["Step", "default_loss"]
 
@@ -40,6 +40,19 @@ class Step(NamedTuple):
                 self.optimizer.step()
             watch.phase("end")
         return saved
+
+    def fresh(self) -> tuple[Step, list[Tensor]]:
+        """Clear gradients; return the step on aliases of its inputs, and the tensors there are."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        args, kwargs = aliased((self.args, self.kwargs))
+        step = self._replace(args=args, kwargs=kwargs)
+        buffers = list(self.model.buffers())
+        return step, [*self.parameters(), *buffers, *step.inputs(), *self.state()]
+
+    def inputs(self) -> list[Tensor]:
+        """Return the tensors that the model gets."""
+        return list(tensors_of((self.args, self.kwargs)))
 
     def parameters(self) -> list[Tensor]:
         """Return the model's parameters, then those that only the optimizer has."""

@@ -20,6 +20,7 @@ __all__ = [
     "SavedStorage",
     "SavedTensors",
     "live_bytes",
+    "nbytes_of",
     "peak_bytes",
     "profiled",
     "saved_tensors",
@@ -57,6 +58,9 @@ class SavedTensors:
     def nbytes(self) -> int:
         """Bytes of all kept storages, each counted once."""
         return sum(nbytes for nbytes, _, _ in self._kept.values())
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._kept
 
     @property
     def storages(self) -> tuple[SavedStorage, ...]:
@@ -103,6 +107,12 @@ def strided(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     tensor = tensor.detach()
     return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
+
+
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of `tensors`."""
+    parts = [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in parts}.values())
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from fusedckpt._step import Step, default_loss
 from fusedckpt._timeline import Moment, Watch, timeline
-from fusedckpt.memory import SavedStorage, SavedTensors, profiled, strided
-from fusedckpt.trial import aliased, tensors_of, trial
+from fusedckpt.memory import SavedStorage, SavedTensors, nbytes_of, profiled
+from fusedckpt.trial import tensors_of, trial
 
 __all__ = ["MemoryReport", "report"]
 
@@ -143,67 +143,57 @@ def report(
             inference mode, the loss is no scalar that requires grad.
         RuntimeError: the step wrote to a parameter that `optimizer` does not have, see `trial`.
     """
-    _check_call(model, loss, optimizer, (args, kwargs))
+    check_step("report", model, loss, optimizer, (args, kwargs))
     parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
     step = Step(model, args, kwargs, loss or default_loss, optimizer)
     with trial(parts, optimizer, (args, kwargs)), torch.enable_grad():
-        before = _nbytes(step.state())
-        found = _measure(step)
-        if _nbytes(step.state()) > before:
-            found = _measure(step)
+        before = nbytes_of(step.state())
+        found = measure(step)
+        if nbytes_of(step.state()) > before:
+            found = measure(step)
     return found
 
 
-def _check_call(model: Any, loss: Any, optimizer: Any, inputs: Any) -> None:
+def check_step(name: str, model: Any, loss: Any, optimizer: Any, inputs: Any) -> None:
+    """Refuse what is no training step; `name` is the public function's."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"report: model must be an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
     if loss is not None and not callable(loss):
-        raise TypeError(f"report: loss must be callable or None, got {type(loss).__name__}")
+        raise TypeError(f"{name}: loss must be callable or None, got {type(loss).__name__}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
-        raise TypeError(f"report: optimizer must be a torch.optim.Optimizer or None, got {kind}")
-    for name, parameter in model.named_parameters():
+        raise TypeError(f"{name}: optimizer must be a torch.optim.Optimizer or None, got {kind}")
+    for key, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
-            raise ValueError(f"report: {name} is not initialised: call the model once before")
+            raise ValueError(f"{name}: {key} is not initialised: call the model once before")
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
     if any(tensor.is_inference() for tensor in tensors):
-        raise ValueError("report: expected ordinary tensors, some were made in inference mode")
+        raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")
     if not any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
-            "report: expected a parameter or an input that requires grad, none of the "
+            f"{name}: expected a parameter or an input that requires grad, none of the "
             f"{type(model).__name__}'s does"
         )
 
 
-def _measure(step: Step) -> MemoryReport:
+def measure(step: Step) -> MemoryReport:
     """Take the step from gradients of None."""
+    step, held = step.fresh()
     parameters, buffers = step.parameters(), list(step.model.buffers())
-    for parameter in parameters:
-        parameter.grad = None
-    args, kwargs = aliased((step.args, step.kwargs))
-    inputs, state = list(tensors_of((args, kwargs))), step.state()
-    held = [*parameters, *buffers, *inputs, *state]
+    inputs = step.inputs()
     device = held[0].device
-    resident = _nbytes(tensor for tensor in held if tensor.device == device)
+    resident = nbytes_of(tensor for tensor in held if tensor.device == device)
     watch, saved = Watch(step.model), list[SavedTensors]()
-    events = profiled(
-        lambda: saved.append(step._replace(args=args, kwargs=kwargs).take(watch, held))
-    )
+    events = profiled(lambda: saved.append(step.take(watch, held)))
     return MemoryReport(
         model=type(step.model).__name__,
         device=str(device),
-        parameter_bytes=_nbytes(parameters),
-        buffer_bytes=_nbytes(buffers),
-        input_bytes=_nbytes(inputs),
-        optimizer_bytes=None if step.optimizer is None else _nbytes(step.state()),
-        gradient_bytes=_nbytes(x.grad for x in [*parameters, *inputs] if x.grad is not None),
+        parameter_bytes=nbytes_of(parameters),
+        buffer_bytes=nbytes_of(buffers),
+        input_bytes=nbytes_of(inputs),
+        optimizer_bytes=None if step.optimizer is None else nbytes_of(step.state()),
+        gradient_bytes=nbytes_of(x.grad for x in [*parameters, *inputs] if x.grad is not None),
         resident_bytes=resident,
         saved=saved[0].storages,
         timeline=tuple(timeline(events, device, resident)),
     )
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages of `tensors`."""
-    parts = [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in parts}.values())

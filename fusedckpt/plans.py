@@ -1,0 +1,146 @@
+"""A plan for a model: which of its units keep what, which run again as one segment."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import weakref
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fusedckpt import _roles
+from fusedckpt._unit_costs import PRODUCTS
+from fusedckpt.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
+from fusedckpt.levels import LEVELS
+
+__all__ = ["Plan"]
+
+_FORMAT, _VERSION = "fusedckpt.plan", 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` found: `items` for the units of `chain`, in order.
+
+    `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
+    latter is None where no step was run under the plan. Times are in ms per step: `extra_ms` is
+    what the plan adds to the fastest way, and `lower_bound_ms` what no plan within the budget is
+    below.
+    """
+
+    model: str
+    policy: str
+    budget_bytes: int | None
+    chain: Chain
+    items: tuple[Item, ...]
+    predicted_bytes: int
+    extra_ms: float
+    lower_bound_ms: float
+    measured_bytes: int | None = None
+    _applied: list[weakref.ref[nn.Module]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Let the units of `model` run as planned, and return it.
+
+        Parameters, hooks, names and the state_dict stay; a unit's class becomes a subclass of it.
+
+        Raises:
+            TypeError: `model` is no nn.Module.
+            ValueError: it lacks a unit of the plan, or a plan is applied to it. Nothing is changed.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
+        roles = {self._unit(model, name): role for name, role in self._roles()}
+        if any(_roles.is_assigned(module) for module in model.modules()):
+            raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
+        for module, role in roles.items():
+            _roles.assign(module, role)
+            self._applied.append(weakref.ref(module))
+        return model
+
+    def undo(self, model: nn.Module | None = None) -> None:
+        """Let units run as before: those of `model`, or all that this plan was applied to.
+
+        A copy of a planned model, or one that was loaded, is to be given.
+        """
+        modules = model.modules() if model is not None else [ref() for ref in self._applied]
+        for module in list(modules):
+            if module is not None and _roles.is_assigned(module):
+                _roles.release(module)
+        self._applied.clear()
+
+    def _unit(self, model: nn.Module, name: str) -> nn.Module:
+        try:
+            return model.get_submodule(name)
+        except AttributeError as error:
+            raise ValueError(f"Plan.apply: {type(model).__name__} has no unit {name!r}") from error
+
+    def _roles(self) -> list[tuple[str, _roles.Role]]:
+        roles: list[tuple[str, _roles.Role]] = []
+        for item in self.items:
+            names = [unit.name for unit in self.chain.units[item.start : item.stop]]
+            if isinstance(item, Segment):
+                levels = tuple(level if level in LEVELS else "preact" for level in item.levels)
+                chained = _roles.Chained(levels)
+                roles += [(name, _roles.Member(chained, i)) for i, name in enumerate(names)]
+            elif item.level == PRODUCTS:
+                roles.append((names[0], _roles.Selecting()))
+            elif item.level in LEVELS:
+                roles.append((names[0], _roles.Keeping(item.level)))
+        return roles
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        found = {name: value for name, value in asdict(self).items() if name != "_applied"}
+        found = {"format": _FORMAT, "version": _VERSION, **found}
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is no plan, of another version, or contradicts itself.
+        """
+        try:
+            return cls._of(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Plan.load: {path} is not a plan: {error}") from error
+
+    @classmethod
+    def _of(cls, found: Any) -> Plan:
+        if (found.pop("format"), found.pop("version")) != (_FORMAT, _VERSION):
+            raise ValueError(f"expected {_FORMAT}, version {_VERSION}")
+        units = []
+        for unit in found["chain"]["units"]:
+            levels = tuple(Level(**level) for level in unit.pop("levels"))
+            units.append(Unit(levels=levels, **unit))
+        chain = Chain(tuple(units), found["chain"]["base"])
+        items = tuple(
+            Segment(item["start"], tuple(item["levels"])) if "levels" in item else Keep(**item)
+            for item in found["items"]
+        )
+        simulate(chain, items)
+        return cls(**{**found, "chain": chain, "items": items})
+
+    def __str__(self) -> str:
+        return importlib.import_module("fusedckpt._plan_text").text(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw time against peak for all budgets, with this plan and those made by rule.
+
+        The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
+        """
+        try:
+            drawing = importlib.import_module("fusedckpt._plan_plot")
+        except ImportError as error:
+            raise ImportError(
+                "Plan.plot: expected matplotlib to be installed, as "
+                f"pip install 'fusedckpt[bench]' does: {error}"
+            ) from error
+        drawing.draw(self, Path(path))

@@ -1,0 +1,70 @@
+"""The chain of units that a plan cuts: fused layers, blocks, children of a Sequential."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from fusedckpt.blocks import MLP, GatedMLP, NormLinear
+from fusedckpt.linear import Linear
+from fusedckpt.norm import LayerNorm, RMSNorm
+from fusedckpt.sequential import Sequential, runs
+
+__all__ = ["candidates", "is_fused"]
+
+_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a level tells the module itself what to keep."""
+    if isinstance(module, Sequential):
+        return any(run.kind != "layer" for run in runs(list(module)))
+    return isinstance(module, _FUSED)
+
+
+def has_levels(module: nn.Module) -> bool:
+    """Whether a level tells the module, or one inside it, what to keep."""
+    return any(is_fused(child) for child in module.modules())
+
+
+def candidates(model: nn.Module) -> list[str]:
+    """Return the names of the modules that may be units, outermost first, in order of definition.
+
+    The children of every nn.Sequential and nn.ModuleList that is in no unit itself; where there are
+    none, the fused layers; else the model's own children.
+    """
+    found = [name for name, _ in _walk("", model)]
+    if not found:
+        found = [name for name, module in model.named_modules() if name and is_fused(module)]
+    return found or [name for name, _ in model.named_children()]
+
+
+def _walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    children = [(f"{prefix}.{name}" if prefix else name, m) for name, m in module.named_children()]
+    # a fused Sequential computes its children together
+    container = isinstance(module, (nn.Sequential, nn.ModuleList)) and len(children) > 1
+    if container and not is_fused(module):
+        yield from children
+        return
+    if is_fused(module):
+        return
+    for name, child in children:
+        yield from _walk(name, child)
+
+
+def named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
+    """Return the names of units that a caller gave by name or as modules.
+
+    Raises:
+        ValueError: one is not in the model, or lies in another.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    known = set(names.values())
+    found = [names.get(unit) if isinstance(unit, nn.Module) else unit for unit in units]
+    for name in found:
+        if not name or name not in known:
+            raise ValueError(f"plan: units must be modules inside the model, got {name!r}")
+        if any(other != name and name.startswith(f"{other}.") for other in found):
+            raise ValueError(f"plan: unit {name} lies inside another unit")
+    return [name for name in found if name]
