@@ -4,7 +4,8 @@ The profiler records every allocation and free, also those inside ops. Instant m
 all modules set say which module's forward runs (hooks of single modules would keep fused layers
 from fusing). In backward nothing is hooked: tensor hooks would hold gradients longer and module
 backward hooks put views around outputs. The profiler's events carry autograd's sequence number
-instead, that of the forward op which made a node and of the engine's call of that node.
+instead, that of the forward op which made a node and of the engine's call of that node. CUDA's
+caching allocator reports to the same profiler; that part has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._profiler import RecordScope
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -173,7 +173,7 @@ def _items(events: Iterable[Any], device: torch.device) -> Iterator[_Item]:
             yield from _items(event.children, device)
             yield _Item(event.end_time_ns, "done", number)
         else:
-            if number >= 0 and fields.scope != RecordScope.BACKWARD_FUNCTION:
+            if number >= 0:
                 yield _Item(start, "op", number)
             yield from _items(event.children, device)
 

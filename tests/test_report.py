@@ -159,6 +159,23 @@ def test_peak_with_an_optimizer_is_that_of_a_later_step(name):
     assert again.resident_bytes == found.resident_bytes
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_peak_on_a_gpu_is_the_allocators():
+    model, x = mlp().cuda(), given(R, D).cuda()
+
+    def step():
+        output = model(x)
+        value = squares(output)
+        value.backward()
+
+    # the first step sets up libraries
+    step()
+    model.zero_grad()
+    found = report(model, x)
+    assert found.device == "cuda:0"
+    assert found.peak_bytes - found.resident_bytes == peak_bytes(step, "cuda")
+
+
 def test_bytes_by_kind():
     model = nn.Sequential(nn.Linear(D, F), nn.BatchNorm1d(F), nn.Linear(F, D))
     model[2].weight.requires_grad_(False)
@@ -245,10 +262,24 @@ def test_peak_in_backward():
     model = nn.Sequential(nn.Embedding(1000, D), nn.Linear(D, D), nn.GELU())
     found = report(model, torch.arange(R))
     assert (found.peak.phase, found.peak.module) == ("backward", "0")
-    # a node that saves no tensors
-    model = nn.Sequential(nn.Linear(D, D), Pool(), nn.Linear(D, D))
+    # a node that saves no tensors, after an op that made no node
+    model = nn.Sequential(nn.Linear(D, D), Idle(), Pool(), nn.Linear(D, D))
     found = report(model, given(4 * R, 64, D))
-    assert (found.peak.phase, found.peak.module) == ("backward", "1")
+    assert (found.peak.phase, found.peak.module) == ("backward", "2")
+    # after a recompute that stopped early, by an exception out of its modules
+    model = Checkpointed(False)
+    model.first = nn.Embedding(1000, D)
+    found = report(model, torch.arange(R))
+    assert (found.peak.phase, found.peak.module) == ("backward", "first")
+    assert found.timeline[-1].module == "first"
+
+
+class Idle(nn.Module):
+    """Passes its input on, and computes something that needs no gradient."""
+
+    def forward(self, x):
+        given(3).mul(2)
+        return x
 
 
 class Pool(nn.Module):
@@ -357,6 +388,7 @@ def test_a_loss_that_is_a_module_is_put_back():
     assert found.saved_by_module["(loss)"] > 2 * X
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_tensors():
     model = nn.Sequential(nn.Embedding(100, D, sparse=True), Adjacent())
     optimizer = torch.optim.SparseAdam([model[0].weight])
