@@ -36,10 +36,12 @@ class _Slot:
     """Where a fused layer finds the extras that the recompute made for it."""
 
     def __init__(self, segment: Segment, index: int):
-        self.segment, self.index = segment, index
+        # the layer's node outlives its saved tensors, which hold the segment
+        self.segment, self.index = weakref.ref(segment), index
 
     def __call__(self, extras: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        recompute = self.segment.running()
+        segment = self.segment()
+        recompute = None if segment is None else segment.running()
         return extras if recompute is None else recompute.extras.pop(self.index, extras)
 
 
@@ -159,6 +161,8 @@ class Segment(Phase):
     def _recompute(self) -> Recompute:
         recompute = Recompute(self)
         recompute.run()
+        # it lives until the end of the backward, the segment's arguments should not
+        del recompute.segment
         backward = _backward_id()
         if backward != -1:
             self._recomputes[backward] = recompute

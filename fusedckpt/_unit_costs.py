@@ -175,8 +175,8 @@ def measured(
     if selective:
         runs[PRODUCTS] = partial(_roles.Selecting().call, forward)
     taken = {name: call.bytes(run) for name, run in runs.items()}
-    # of levels that keep the same, the last one
-    distinct = {found.kept: name for name, found in taken.items()}
+    # of levels that keep the same, the first one
+    distinct = {found.kept: name for name, found in reversed(taken.items())}
     times = {name: call.milliseconds(runs[name]) for name in distinct.values()}
     fastest = min(backward for _, backward in times.values())
     forward_ms = statistics.median(ms for ms, _ in times.values())
