@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from fusedckpt._report_text import size
+from fusedckpt._figure import BLUE, FAINT, GREY, INK, RED, STYLE
+from fusedckpt._text import size
 
 if TYPE_CHECKING:
     from fusedckpt.reporting import MemoryReport
@@ -21,28 +22,12 @@ __all__ = ["draw"]
 # modules drawn; the rest is one bar
 _MOST = 14
 _MIB = 2**20
-# Okabe and Ito's, told apart with every kind of colour vision
-_BLUE, _RED, _GREY = "#0072b2", "#d55e00", "#8c8c8c"
 _PHASES = {"forward": "#dceaf4", "backward": "#fbe6d4", "optimizer": "#d9eedd"}
-_INK, _FAINT = "#222222", "#6b6b6b"
-_STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.edgecolor": "#b5b5b5",
-    "axes.labelcolor": _FAINT,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-}
 
 
 def draw(report: MemoryReport, path: Path) -> None:
     """Write the figure in the format that the path's ending names."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
         figure = Figure(figsize=(12, 5), dpi=160, layout=layout)
         bars, curve = figure.subplots(1, 2, width_ratios=(5, 6))
@@ -50,7 +35,7 @@ def draw(report: MemoryReport, path: Path) -> None:
         _draw_timeline(curve, report)
         title = f"Memory of one training step: {report.model} on {report.device}"
         figure.text(0.012, 0.955, title, fontsize=14, fontweight="bold", va="center")
-        figure.text(0.012, 0.918, _subtitle(report), fontsize=9, color=_FAINT, va="top")
+        figure.text(0.012, 0.918, _subtitle(report), fontsize=9, color=FAINT, va="top")
         figure.savefig(path)
 
 
@@ -70,13 +55,13 @@ def _draw_modules(axes: Axes, report: MemoryReport) -> None:
     modules = report.saved_by_module
     rows = list(modules.items())[:_MOST]
     rest = list(modules.values())[_MOST:]
-    colours = [_BLUE] * len(rows)
+    colours = [BLUE] * len(rows)
     if rest:
         rows.append((f"{len(rest)} more", sum(rest)))
-        colours.append(_GREY)
+        colours.append(GREY)
     widths = [nbytes / _MIB for _, nbytes in rows]
     bars = axes.barh(range(len(rows)), widths, color=colours, height=0.7)
-    axes.bar_label(bars, [size(nbytes) for _, nbytes in rows], padding=3, fontsize=8, color=_INK)
+    axes.bar_label(bars, [size(nbytes) for _, nbytes in rows], padding=3, fontsize=8, color=INK)
     axes.set_yticks(range(len(rows)), [_shortened(name) for name, _ in rows], fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
@@ -95,16 +80,16 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     lives = [moment.live_bytes / _MIB for moment in report.timeline]
     peak = report.peak
     top = peak.live_bytes / _MIB
-    axes.step(times, lives, where="post", color=_BLUE, linewidth=1.3)
-    axes.axhline(report.resident_bytes / _MIB, color=_FAINT, linewidth=0.9, linestyle=":")
+    axes.step(times, lives, where="post", color=BLUE, linewidth=1.3)
+    axes.axhline(report.resident_bytes / _MIB, color=FAINT, linewidth=0.9, linestyle=":")
     _shade(axes, report)
-    axes.plot(peak.time_ns / 1e6, top, "o", color=_RED, markersize=6)
+    axes.plot(peak.time_ns / 1e6, top, "o", color=RED, markersize=6)
     # towards the side that has room
     late = peak.time_ns / 1e6 > times[-1] / 2
     where = f"peak {size(peak.live_bytes)}\nin {peak.phase}, {_shortened(peak.module)}"
     at, away = (peak.time_ns / 1e6, top), (-4 if late else 4, 7)
     side: Any = {"ha": "right" if late else "left", "va": "bottom"}
-    axes.annotate(where, at, away, textcoords="offset points", color=_RED, fontsize=9, **side)
+    axes.annotate(where, at, away, textcoords="offset points", color=RED, fontsize=9, **side)
     axes.set_xlim(0, max(times[-1], 1e-6))
     axes.set_ylim(0, top * 1.22 or 1)
     axes.set_xlabel("ms into the step, under the profiler")

@@ -1,41 +1,26 @@
-"""A memory report as text: a Rich table where rich is installed, else aligned columns."""
+"""A memory report as text."""
 
 from __future__ import annotations
 
-import importlib
-import io
 from typing import TYPE_CHECKING
+
+from fusedckpt._text import Row, size, table
 
 if TYPE_CHECKING:
     from fusedckpt.reporting import MemoryReport
 
-__all__ = ["size", "text"]
-
-Row = tuple[str, ...]
+__all__ = ["text"]
 
 # modules shown; the rest is summed
 _MOST = 24
 _HEAD = ("module", "saved", "share", "storages", "largest", "shared with")
 
 
-def size(nbytes: float) -> str:
-    """Write a number of bytes in the unit that suits it."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.1f} GiB"
-
-
 def text(report: MemoryReport) -> str:
     """Return what holds memory, when it peaks, and what every module keeps for backward."""
     title = f"Memory of one training step of {report.model} on {report.device}"
     rows = module_rows(report)
-    try:
-        table = _rich(_HEAD, rows)
-    except ImportError:
-        table = _plain(_HEAD, rows)
-    return "\n".join([title, *summary(report), "", table])
+    return "\n".join([title, *summary(report), "", table(_HEAD, rows, numbers=(1, 2, 3))])
 
 
 def summary(report: MemoryReport) -> list[str]:
@@ -74,35 +59,3 @@ def module_rows(report: MemoryReport) -> list[Row]:
         share = f"{nbytes / total:.1%}"
         rows.append((f"{len(rest)} more", size(nbytes), share, str(count), "", ""))
     return rows
-
-
-def _right(column: int) -> bool:
-    return 1 <= column <= 3
-
-
-def _plain(head: Row, rows: list[Row]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if _right(column) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [head, tuple("-" * width for width in widths), *rows]
-    ]
-    return "\n".join(lines)
-
-
-def _rich(head: Row, rows: list[Row]) -> str:
-    names = ("rich.console", "rich.table", "rich.text")
-    console, tables, texts = (importlib.import_module(name) for name in names)
-    table = tables.Table()
-    for column, name in enumerate(head):
-        table.add_column(name, justify="right" if _right(column) else "left", no_wrap=True)
-    for row in rows:
-        # as text: brackets of shapes are no markup
-        table.add_row(*map(texts.Text, row))
-    # as wide as it needs, wherever it is printed
-    width = sum(max(map(len, column)) + 3 for column in zip(head, *rows, strict=True)) + 1
-    page = console.Console(file=io.StringIO(), width=width, color_system=None)
-    page.print(table)
-    return page.file.getvalue().rstrip()

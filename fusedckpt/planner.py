@@ -23,13 +23,14 @@ from fusedckpt.chain import Chain, Item, Keep, Unit, simulate
 from fusedckpt.costs import Probe, rest
 from fusedckpt.plans import Plan
 from fusedckpt.policies import policy as by_rule
-from fusedckpt.reporting import check_step, measure
+from fusedckpt.reporting import MemoryReport, check_step, measure
 from fusedckpt.solver import Solution, least_peak, solve
 from fusedckpt.trial import aliased, tensors_of, trial
 from fusedckpt.units import candidates, named
 
 __all__ = ["plan"]
 
+# plans tried for a budget before it is given up
 _TRIES = 4
 
 
@@ -91,7 +92,10 @@ def plan(
         chain = _chain(step, names, progress, selective=policy == "speed")
         if activation_budget is not None and limit is not None:
             limit += chain.base + sum(unit.left for unit in chain.units)
-        found = _Search(model, step, chain).run(policy, limit)
+        if limit is None:
+            found = _by_policy(policy, step, chain)
+        else:
+            found = _within(limit, step, chain)
     return _agreed(found)
 
 
@@ -156,63 +160,55 @@ def _ticking(total: int, progress: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-class _Search:
-    """Solutions for one chain, and what their step takes on the model."""
+def _within(limit: int, step: Step, chain: Chain) -> Plan:
+    """Return the fastest plan whose step, when run, stays within the limit."""
+    least, target = least_peak(chain), limit
+    for _ in range(_TRIES):
+        if target < least.peak:
+            break
+        found = _plan(step, "budget", chain, solve(chain, target), limit)
+        tried = _tried(step, found)
+        if tried.peak_bytes <= limit:
+            return replace(found, measured_bytes=tried.peak_bytes)
+        if tried.peak.phase == "optimizer":
+            raise ValueError(
+                f"plan: the optimizer's step takes {tried.peak_bytes} bytes, the budget is {limit}"
+            )
+        # what the model of memory missed, it may miss again
+        target = min(target, found.predicted_bytes) - (tried.peak_bytes - limit)
+    least_feasible = least.peak + limit - target
+    raise ValueError(
+        f"plan: the least feasible budget is {least_feasible} bytes, got {limit} bytes"
+    )
 
-    def __init__(self, model: nn.Module, step: Step, chain: Chain):
-        self.model, self.step, self.chain = model, step, chain
 
-    def run(self, policy: str | Sequence[str], limit: int | None) -> Plan:
-        """Return the plan of a policy, after a step under it."""
-        if limit is None:
-            return self._tried(self._by_policy(policy))
-        return self._within(limit)
-
-    def _within(self, limit: int) -> Plan:
-        target = least = limit
-        for _ in range(_TRIES):
-            found = self._tried(self._plan("budget", solve(self.chain, target), limit))
-            measured = found.measured_bytes or 0
-            if measured <= limit:
-                return found
-            least = measured if least == limit else min(least, measured)
-            # what the model of memory missed, it may miss again
-            target = min(target, found.predicted_bytes) - (measured - limit)
-        raise ValueError(
-            f"plan: within {limit} bytes the best plan found peaks at {measured} bytes"
-        )
-
-    def _tried(self, found: Plan) -> Plan:
-        """Run a step under the plan."""
-        found.apply(self.model)
-        try:
-            return replace(found, measured_bytes=measure(self.step).peak_bytes)
-        finally:
-            found.undo()
-
-    def _by_policy(self, policy: str | Sequence[str]) -> Plan:
-        if policy == "memory":
-            return self._plan("memory", least_peak(self.chain), None)
+def _by_policy(policy: str | Sequence[str], step: Step, chain: Chain) -> Plan:
+    """Return the plan of a rule, with the peak of a step under it."""
+    if policy == "memory":
+        found = _plan(step, "memory", chain, least_peak(chain))
+    else:
         rule = policy if isinstance(policy, str) else "all"
-        if policy == "speed":
-            items = _selective(self.chain)
-        else:
-            items = by_rule(self.chain, rule)
-        outcome = simulate(self.chain, items)
-        solution = Solution(items, outcome.peak, outcome.extra, 0.0)
-        return self._plan(rule if rule == policy else ", ".join(policy), solution, None)
+        items = _selective(chain) if rule == "speed" else by_rule(chain, rule)
+        outcome = simulate(chain, items)
+        name = rule if rule == policy else f"again: {', '.join(policy)}"
+        found = _plan(step, name, chain, Solution(items, outcome.peak, outcome.extra, 0.0))
+    return replace(found, measured_bytes=_tried(step, found).peak_bytes)
 
-    def _plan(self, policy: str, solution: Solution, limit: int | None) -> Plan:
-        return Plan(
-            type(self.model).__name__,
-            policy,
-            limit,
-            self.chain,
-            solution.items,
-            solution.peak,
-            solution.extra,
-            solution.lower_bound,
-        )
+
+def _plan(
+    step: Step, policy: str, chain: Chain, solution: Solution, limit: int | None = None
+) -> Plan:
+    costs = solution.peak, solution.extra, solution.lower_bound
+    return Plan(type(step.model).__name__, policy, limit, chain, solution.items, *costs)
+
+
+def _tried(step: Step, found: Plan) -> MemoryReport:
+    """Run a step under the plan."""
+    found.apply(step.model)
+    try:
+        return measure(step)
+    finally:
+        found.undo()
 
 
 def _selective(chain: Chain) -> tuple[Item, ...]:

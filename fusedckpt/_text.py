@@ -1,0 +1,56 @@
+"""Tables and sizes as text: Rich tables where rich is installed, else aligned columns."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Sequence
+
+__all__ = ["Row", "size", "table"]
+
+Row = tuple[str, ...]
+
+
+def size(nbytes: float) -> str:
+    """Write a number of bytes in the unit that suits it."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} GiB"
+
+
+def table(head: Row, rows: Sequence[Row], numbers: Sequence[int]) -> str:
+    """Return a table; the columns in `numbers` are aligned to the right."""
+    try:
+        return _rich(head, rows, numbers)
+    except ImportError:
+        return _plain(head, rows, numbers)
+
+
+def _plain(head: Row, rows: Sequence[Row], numbers: Sequence[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [head, tuple("-" * width for width in widths), *rows]
+    ]
+    return "\n".join(lines)
+
+
+def _rich(head: Row, rows: Sequence[Row], numbers: Sequence[int]) -> str:
+    names = ("rich.console", "rich.table", "rich.text")
+    console, tables, texts = (importlib.import_module(name) for name in names)
+    table = tables.Table()
+    for column, name in enumerate(head):
+        table.add_column(name, justify="right" if column in numbers else "left", no_wrap=True)
+    for row in rows:
+        # as text: brackets of shapes are no markup
+        table.add_row(*map(texts.Text, row))
+    # as wide as it needs, wherever it is printed
+    width = sum(max(map(len, column)) + 3 for column in zip(head, *rows, strict=True)) + 1
+    page = console.Console(file=io.StringIO(), width=width, color_system=None)
+    page.print(table)
+    return page.file.getvalue().rstrip()
