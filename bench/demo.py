@@ -142,7 +142,8 @@ def _replace_gated(model: nn.Module) -> str:
     for name in left:
         old = model.get_submodule(name)
         weight = old.get_parameter("gate_proj.weight")
-        new = fusedckpt.GatedMLP(*weight.mT.shape, device=weight.device, dtype=weight.dtype)
+        hidden, dim = weight.shape
+        new = fusedckpt.GatedMLP(dim, hidden, device=weight.device, dtype=weight.dtype)
         new.load_state_dict(old.state_dict())
         model.set_submodule(name, new)
     return f"\nreplaced by hand\n  {len(left):4d} x GatedMLP -> fusedckpt.GatedMLP" if left else ""
