@@ -195,6 +195,8 @@ def backward(
         if dx is None:
             dx = grad.new_empty(dy.shape[0], grad.shape[1])
         dx[rows] = grad
+        # before the next chunk asks for as much
+        del dn, grad
     return total.found | ({} if dx is None else {"x": dx})
 
 
