@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedckpt
 from bench.data import Batches, stdlib_text
 from bench.env import choose_device, environment, summary
-from bench.model import HEAD_DIM, Transformer
+from bench.model import HEAD_DIM, GatedMLP, Transformer
 from bench.options import DEFAULTS
 from bench.report import Result, Run, draw, save, table
 from bench.results import MIB
@@ -47,6 +47,7 @@ class Settings:
     dim: int
     seq: int
     batch: int
+    mlp: str
     dtype: str
     device: str
     seed: int
@@ -127,12 +128,25 @@ def _trainers(chosen: Settings) -> tuple[list[Trainer], str]:
     """Three trainers that start from the same weights, and what fuse reports."""
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     torch.manual_seed(chosen.seed)
-    eager = Transformer(chosen.layers, chosen.dim, chosen.seq).to(device, dtype)
+    eager = Transformer(chosen.layers, chosen.dim, chosen.seq, chosen.mlp).to(device, dtype)
     checkpointed, fused = copy.deepcopy(eager), copy.deepcopy(eager)
     checkpointed.checkpointing = True
-    report = fusedckpt.fuse(fused)
+    report = str(fusedckpt.fuse(fused)) + _replace_gated(fused)
     models = {"eager": eager, "checkpoint": checkpointed, "fusedckpt": fused}
-    return [Trainer(name, model, chosen) for name, model in models.items()], str(report)
+    return [Trainer(name, model, chosen) for name, model in models.items()], report
+
+
+def _replace_gated(model: nn.Module) -> str:
+    """Put fusedckpt.GatedMLP where fuse left a gated MLP, and say so."""
+    left = [name for name, module in model.named_modules() if type(module) is GatedMLP]
+    for name in left:
+        old = model.get_submodule(name)
+        weight = old.get_parameter("gate_proj.weight")
+        hidden, dim = weight.shape
+        new = fusedckpt.GatedMLP(dim, hidden, device=weight.device, dtype=weight.dtype)
+        new.load_state_dict(old.state_dict())
+        model.set_submodule(name, new)
+    return f"\nreplaced by hand\n  {len(left):4d} x GatedMLP -> fusedckpt.GatedMLP" if left else ""
 
 
 def _train(trainers: list[Trainer], batches: Batches, steps: int, console: Console) -> None:
@@ -178,7 +192,8 @@ def _record(trainer: Trainer, eager: Trainer, tokens: Tensor, targets: Tensor) -
 def _subtitle(chosen: Settings, facts: dict[str, Any], num_parameters: int) -> str:
     return (
         f"{summary(facts)} ({facts['paths']['linear_act']})\n"
-        f"{chosen.layers} layers, dim {chosen.dim}, {num_parameters / 1e6:.1f} M parameters,"
+        f"{chosen.layers} layers{', SwiGLU' if chosen.mlp == 'swiglu' else ''}, dim {chosen.dim},"
+        f" {num_parameters / 1e6:.1f} M parameters,"
         f" {chosen.dtype}; batch {chosen.batch} x {chosen.seq} bytes"
     )
 

@@ -6,13 +6,14 @@ Nothing here knows of fusedckpt: it is what a user has before `fusedckpt.fuse(mo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["HEAD_DIM", "VOCAB", "Block", "Transformer"]
+__all__ = ["HEAD_DIM", "VOCAB", "Block", "GatedMLP", "Transformer"]
 
 VOCAB = 256
 HEAD_DIM = 64
@@ -58,15 +59,42 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
+class GatedMLP(nn.Module):
+    """SwiGLU (Shazeer, arXiv:2002.05202), its children named as Llama's are.
+
+    Two thirds of the plain MLP's width, so that both have as many parameters.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        hidden = 64 * math.ceil(8 * dim / 3 / 64)
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., dim]` to itself."""
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def plain_mlp(dim: int) -> nn.Sequential:
+    """GPT-2's MLP."""
+    return nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+
+MLPS: dict[str, Callable[[int], nn.Module]] = {"gelu": plain_mlp, "swiglu": GatedMLP}
+
+
 class Block(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, dim: int, rotary: Rotary):
+    def __init__(self, dim: int, rotary: Rotary, mlp: str):
         super().__init__()
         self.attn_norm = nn.RMSNorm(dim)
         self.attn = Attention(dim, rotary)
         self.mlp_norm = nn.RMSNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.mlp = MLPS[mlp](dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[batch, seq, dim]` to itself."""
@@ -75,14 +103,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, next-byte logits out; with `checkpointing` every block is a torch checkpoint."""
+    """Bytes in, next-byte logits out; with `checkpointing` every block is a torch checkpoint.
 
-    def __init__(self, layers: int, dim: int, seq: int):
+    mlp: "gelu" or "swiglu".
+    """
+
+    def __init__(self, layers: int, dim: int, seq: int, mlp: str = "gelu"):
         super().__init__()
         self.checkpointing = False
         rotary = Rotary(seq)
         self.embedding = nn.Embedding(VOCAB, dim)
-        self.blocks = nn.ModuleList(Block(dim, rotary) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, rotary, mlp) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, VOCAB, bias=False)
         self._init_weights()
@@ -96,7 +127,8 @@ class Transformer(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2 and name != "embedding.weight":
-                feeds_residual = name.endswith(("o_proj.weight", "mlp.2.weight"))
+                last = ("o_proj.weight", "mlp.2.weight", "down_proj.weight")
+                feeds_residual = name.endswith(last)
                 scale = 1 / math.sqrt(2 * len(self.blocks)) if feeds_residual else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
 

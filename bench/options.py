@@ -96,6 +96,8 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
     ):
         text = f"{what}; {_default(name, DEFAULTS)}"
         parser.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
+    text = "kind of the blocks' MLPs: plain with GELU, or gated; default: gelu"
+    parser.add_argument("--mlp", choices=("gelu", "swiglu"), default="gelu", help=text)
     text = f"type of every parameter and activation; {_default('dtype', DEFAULTS)}"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")

@@ -20,7 +20,7 @@ def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str
     """Write act(z), times `up` if given, into h, which may be z or up; all [M, N], contiguous."""
     act = ACTIVATIONS[activation]
     if kernel != "aten":
-        elementwise.act(z, up, h, act.value)
+        elementwise.act(z, up, h, act.jits(h.dtype)[0])
     elif up is None:
         act.write(z, h)
     else:
@@ -43,12 +43,19 @@ def hidden_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write h, dz and dup, see HiddenGrad for which may share memory; return their db, db_up [N].
 
-    dh [M, N] may be strided; the rest is contiguous. dz must not be z where h is wanted too.
+    dh [M, N] may be strided; the rest is contiguous. On ATen only these may share memory: plain, dz
+    with dh or, without h, z, and h with z; gated, dup with dh, h with up, dz with z or, without h,
+    up.
     """
     act = ACTIVATIONS[activation]
     if kernel == "aten":
-        for block in row_blocks(z):
-            write_block(act, *(t if t is None else t[block] for t in (dh, z, up, h, dz, dup)))
+        blocks = row_blocks(z)
+        height = blocks[0].stop if blocks and up is not None else 0
+        # once: an allocation per block costs its page faults
+        scratch = z.new_empty(2, height, z.shape[1])
+        for block in blocks:
+            rows = (t if t is None else t[block] for t in (dh, z, up, h, dz, dup))
+            write_block(act, *rows, scratch)
         db, db_up = (
             column_sums(t) if need and t is not None else None
             for t, need in zip((dz, dup), needs_db, strict=True)
@@ -56,7 +63,8 @@ def hidden_grad(
         return db, db_up
     dh = unit_stride(dh)
     db, db_up = partial_sums(z, needs_db, elementwise.row_tiles(dh))
-    elementwise.act_grad(dh, HiddenGrad(z, up, h, dz, dup, db, db_up), act.value_and_grad)
+    _, value_and_grad = act.jits(dz.dtype)
+    elementwise.act_grad(dh, HiddenGrad(z, up, h, dz, dup, db, db_up), value_and_grad)
     return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
 
 
@@ -75,8 +83,8 @@ def hybrid_grad(
     tile = launch_tile(dy, down.t(), hybrid=True)
     db, db_up = partial_sums(z, needs_db, triton.cdiv(z.shape[0], tile.block_m))
     operands = HiddenGrad(z, up, h, dz, dup, db, db_up)
-    act = ACTIVATIONS[activation].value_and_grad
-    gemm(dy, down.t(), operands, store_hidden_grad, act, hybrid=True)
+    _, value_and_grad = ACTIVATIONS[activation].jits(dz.dtype)
+    gemm(dy, down.t(), operands, store_hidden_grad, value_and_grad, hybrid=True)
     return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
 
 
@@ -98,19 +106,20 @@ def write_block(
     h: Tensor | None,
     dz: Tensor,
     dup: Tensor | None,
+    scratch: Tensor,
 ) -> None:
-    """Run `hidden_grad` for some rows on ATen; gated, temporaries keep what may be overwritten."""
+    """Run `hidden_grad` for some rows on ATen; gated, in two blocks of scratch."""
     if up is None:
         act.write_grad(dh, z, dz)
         if h is not None:
             act.write(z, h)
         return
     assert dup is not None
-    value = act.write(z, torch.empty_like(z))
-    dvalue = dh * up
-    product = dh * value
-    value.mul_(up)
+    value, dvalue = scratch[:, : z.shape[0]]
+    act.write(z, value)
+    torch.mul(dh, up, out=dvalue)
+    # z is read for the last time, then dh, then up
     act.write_grad(dvalue, z, dz)
-    dup.copy_(product)
+    torch.mul(dh, value, out=dup)
     if h is not None:
-        h.copy_(value)
+        torch.mul(up, value, out=h)

@@ -195,6 +195,8 @@ def backward(
         if dx is None:
             dx = grad.new_empty(dy.shape[0], grad.shape[1])
         dx[rows] = grad
+        # before the next chunk asks for as much
+        del dn, grad
     return total.found | ({} if dx is None else {"x": dx})
 
 
@@ -223,12 +225,11 @@ def chunk_backward(
     dh = None
     if block.kernel != "hybrid":
         free.append(dh := torch.mm(dy, w.down))
-    # dz first, over dh: over z it would take what h is made of
-    dz, h, dup = (
-        None if not want else free.pop() if free else torch.empty_like(z)
-        for want in (True, needs.down, u is not None)
-    )
-    assert dz is not None
+    # plain, dz over dh: over z it would take what h is made of; gated, dup over dh, h over up
+    wanted = {"dup": u is not None, "h": needs.down, "dz": True}
+    order = ("dz", "h", "dup") if u is None else ("dup", "h", "dz")
+    found = {name: free.pop() if free else torch.empty_like(z) for name in order if wanted[name]}
+    dz, h, dup = found.pop("dz"), found.pop("h", None), found.pop("dup", None)
     outputs = (z, u, h, dz, dup, block.activation, (needs.gate_bias, needs.up_bias))
     if dh is None:
         db, db_up = hybrid_grad(dy, w.down, *outputs)

@@ -47,7 +47,7 @@ _HOPPER = Tiles(
 )
 _TF32 = Tile(128, 128, 32, 8, 3, 2)
 _HOPPER_TF32 = Tiles(_TF32, _TF32, _SMALL, _SMALL, _SMALL)
-_AMPERE = Tile(128, 128, 32, 8, 3, 2)
+_AMPERE = Tile(128, 128, 32, 8, 3, 4)
 _NARROW = Tile(128, 64, 32, 8, 3, 2)
 _CDNA = Tile(128, 128, 64, 8, 2, 2)
 # unequal sides, so that a test sees a swapped axis

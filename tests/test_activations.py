@@ -1,5 +1,7 @@
 """Every activation on every path: value, derivative, extremes, and the names people use."""
 
+import math
+
 import pytest
 import torch
 from support import DEVICE, HALF, launches, squared
@@ -42,14 +44,87 @@ def test_value_and_derivative(name, path, dtype):
         assert mine <= 2 * other + 8 * torch.finfo(torch.float32).eps * squared(exact) ** 0.5
 
 
+# worst errors of value and derivative over `dense_grid`, in eps of the dtype times the larger of
+# |truth| and a floor: float32, bfloat16, float16. Half of one is the rounding of the result. The
+# kernels' bounds are at most twice what was measured, in the interpreter. Where they are large,
+# digits cancel: in erf's tail, in 1 - h^2, and where a derivative passes through zero
+FLOORS = 2.0**-14, 2.0**-10
+BOUNDS = {
+    "identity": ((0, 0), (0, 0), (0, 0)),
+    "relu": ((0, 0), (0, 0), (0, 0)),
+    "relu2": ((0.5, 0), (0.5, 0), (0.5, 0)),
+    "leaky_relu": ((1, 0.28), (0.5, 0.19), (0.5, 0.33)),
+    "gelu": ((17000, 190), (0.5, 0.5), (0.5, 1.3)),
+    "gelu_tanh": ((14, 87), (0.5, 0.5), (0.51, 0.5)),
+    "quick_gelu": ((8.7, 35), (0.5, 0.5), (0.51, 0.5)),
+    "silu": ((2.2, 71), (0.5, 0.5), (0.51, 0.5)),
+    "sigmoid": ((2.1, 1100), (0.5, 0.5), (0.5, 0.5)),
+    "tanh": ((2.2, 2000), (0.5, 0.5), (0.5, 0.5)),
+    "softplus": ((2.9, 2.1), (0.5, 0.5), (0.5, 0.5)),
+    "mish": ((3.3, 430), (0.5, 0.5), (0.5, 0.5)),
+}
+
+
+def dense_grid(dtype):
+    """Return z [32, 256]: dense around zero, then to the ends of what the dtype holds."""
+    top = math.log10(min(torch.finfo(dtype).max, 1e18))
+    ends = torch.logspace(-8, top, 512, dtype=torch.float64)
+    dense = torch.linspace(-30, 30, 7168, dtype=torch.float64)
+    return torch.cat([dense, ends, -ends]).to(DEVICE, dtype).view(32, 256)
+
+
+def worst_errors(found, truth):
+    """Return the largest error of value and derivative in the units of BOUNDS."""
+    worst = []
+    for mine, exact, floor in zip(found, truth, FLOORS, strict=True):
+        inside = exact.to(mine.dtype).isfinite()
+        assert torch.equal(mine.isfinite(), inside)
+        unit = torch.finfo(mine.dtype).eps * exact.abs().clamp_min(floor)
+        worst.append(((mine.double() - exact).abs() / unit)[inside].max().item())
+    return worst
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 @each
-def test_extremes_go_where_torch_sends_them(name, path):
+def test_error_table(name, path, dtype):
+    """No worse than the table on the kernels, nor than a few of torch's own errors anywhere."""
+    z = dense_grid(dtype)
+    dh = torch.ones_like(z)
+    truth = eager(name, z.double(), dh.double())
+    ours = worst_errors(evaluate(path, name, z, dh), truth)
+    theirs = worst_errors(eager(name, z, dh), truth)
+    bounds = BOUNDS[name][[torch.float32, *HALF].index(dtype)]
+    for mine, other, bound in zip(ours, theirs, bounds, strict=True):
+        assert mine <= 3 * other + 1
+        if path == "triton" and DEVICE.type == "cpu":
+            # a GPU's exp is another one
+            assert bound / 2 <= mine <= bound
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton")
+def test_erf_gelu_keeps_its_tail_in_bfloat16():
+    """Value and derivative to half a unit in the last place where torch's erf has no digit left."""
+    z = torch.linspace(-12.5, -1, 4096).to(DEVICE, torch.bfloat16).view(32, 128)
+    # normal down to -12.5; the float64 of torch loses that tail too
+    x = z.double()
+    cdf = torch.special.erfcx(-x / 2**0.5) / 2 * torch.exp(-x * x / 2)
+    density = torch.exp(-x * x / 2) / (2 * torch.pi) ** 0.5
+    for found, exact in zip(
+        evaluate("triton", "gelu", z, torch.ones_like(z)), (x * cdf, cdf + x * density), strict=True
+    ):
+        assert ((found.double() / exact - 1).abs() <= 0.51 * torch.finfo(z.dtype).eps).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+@each
+def test_extremes_go_where_torch_sends_them(name, path, dtype):
     values = [0.0, -0.0, 1e-30, 20.0, 21.0, 90.0, 1e4, 1e30, float("inf")]
-    z = torch.tensor([*values, *(-v for v in values), float("nan")], device=DEVICE)
+    z = torch.tensor([*values, *(-v for v in values), float("nan")]).to(DEVICE, dtype)
     # where the derivative is zero by definition, not by underflow, an infinite dh stops
     stops = [float("inf")] if name in ("relu", "relu2", "leaky_relu", "identity") else []
-    dh = torch.tensor([1.0, 0.0, float("nan"), *stops], device=DEVICE)
+    dh = torch.tensor([1.0, 0.0, float("nan"), *stops]).to(DEVICE, dtype)
     z, dh = (t.contiguous() for t in torch.broadcast_tensors(z[:, None], dh[None, :]))
     spoiled = z.isnan(), z.isnan() | dh.isnan()
     found = zip(evaluate(path, name, z, dh), eager(name, z, dh), spoiled, strict=True)

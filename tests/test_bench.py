@@ -108,6 +108,28 @@ def test_demo_in_bfloat16(tmp_path):
     assert by_name(result)["fusedckpt"]["loss_difference"] < 0.05
 
 
+def test_demo_with_gated_mlps(tmp_path):
+    status, result = run_demo(tmp_path, "--mlp=swiglu")
+    assert status == 0
+    assert result["settings"]["mlp"] == "swiglu"
+    assert f"{LAYERS} layers, SwiGLU" in result["subtitle"]
+    assert f"{LAYERS} x GatedMLP -> " in result["fused"]
+    runs = by_name(result)
+    assert runs["fusedckpt"]["loss_difference"] < 1e-4
+    assert runs["fusedckpt"]["loss_last"] < runs["fusedckpt"]["loss_first"]
+    # the gate before and after its activation, up, and their product
+    hidden = 4 * LAYERS * BATCH * SEQ * 192 * 4 / MIB
+    assert runs["fusedckpt"]["saved_mib"] <= runs["eager"]["saved_mib"] - hidden
+
+
+def test_gated_mlps_start_as_eager_ones_do():
+    sizes = vars(demo.settings("cpu", Path("."), **SIZES, mlp="swiglu", seed=3))
+    trainers, _ = demo._trainers(demo.Settings(**sizes))
+    eager, _, fused = (trainer.model.state_dict() for trainer in trainers)
+    assert list(eager) == list(fused)
+    assert all(torch.equal(eager[name], fused[name]) for name in eager)
+
+
 def test_one_step_suffices(tmp_path):
     status, result = run_demo(tmp_path, "--steps=1")
     assert status == 0
@@ -134,6 +156,7 @@ def test_a_loss_that_is_not_finite_is_told(tmp_path, monkeypatch, capsys):
         ("--batch=1.5", "--batch: expected a positive integer, got '1.5'"),
         ("--dim=100", "--dim expects a multiple of the head size 64, got 100"),
         ("--seq=99999999", "seq 99999999 needs a longer text than one of"),
+        ("--mlp=relu", "--mlp: invalid choice: 'relu'"),
         ("--dtype=int8", "--dtype: invalid choice: 'int8'"),
         ("--device=tpu", "--device expects cpu, cuda or cuda:N, got 'tpu'"),
         ("--device=cuda:99", "--device cuda:99: this torch sees"),

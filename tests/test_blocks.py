@@ -138,6 +138,68 @@ def test_norm_linear(norm):
     assert_same(joined, lambda joined, x: children(joined.block, x))
 
 
+RANK = 3
+
+
+class LoRA(nn.Module):
+    """A frozen `base` and a trainable low-rank branch beside it (arXiv 2106.09685)."""
+
+    def __init__(self, base, in_features, out_features):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        options = {"bias": False, "device": DEVICE, "dtype": torch.float64}
+        self.a = nn.Linear(in_features, RANK, **options)
+        self.b = nn.Linear(RANK, out_features, **options)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+def trained(module, x, call):
+    """Return call's result and the gradients of all that is trainable, x's too where wanted."""
+    wanted = [t for t in (x, *module.parameters()) if t.requires_grad]
+    y = call(x)
+    return [y, *torch.autograd.grad(y.square().sum(), wanted)]
+
+
+@pytest.mark.parametrize("x_grad", [False, True])
+@pytest.mark.parametrize("level", ["inputs", "preact"])
+@pytest.mark.parametrize("norm", ["none", "rms"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_lora_beside_a_frozen_block(kind, norm, level, x_grad):
+    """The branch keeps x and its own low-rank product; the block adds what dx reads, if wanted."""
+    block = build(kind, norm, save=level)
+    model = LoRA(block, D, D)
+    x = randn(T, D, dtype=torch.float64, requires_grad=x_grad)
+    reference = trained(model, x, lambda x: eager(block, x) + model.b(model.a(x)))
+    torch.testing.assert_close(trained(model, x, model), reference)
+    wide = 0 if level == "inputs" or not x_grad else F if kind is MLP else 2 * F
+    assert saved_bytes(model, [x]) == 8 * T * (D + RANK + wide)
+    # the block alone: x, but where the level keeps all that dx reads
+    reads_x = x_grad and (level == "inputs" or norm == "rms")
+    assert saved_bytes(block, [x]) == 8 * T * (D * reads_x + wide)
+
+
+@pytest.mark.parametrize("x_grad", [False, True])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_lora_around_a_frozen_linear_in_a_block(kind, x_grad):
+    """An adapter in a child's place is called, and nothing is kept for a frozen weight."""
+    block = build(kind, activation="silu").requires_grad_(False)
+    child = "fc1" if kind is MLP else "gate_proj"
+    old = block.get_submodule(child)
+    base = fusedckpt.Linear(D, F, old.bias is not None, DEVICE, torch.float64)
+    base.load_state_dict(old.state_dict())
+    setattr(block, child, LoRA(base, D, F))
+    x = randn(T, D, dtype=torch.float64, requires_grad=x_grad)
+    reference = trained(block, x, lambda x: eager(block, x))
+    torch.testing.assert_close(trained(block, x, block), reference)
+    assert saved_bytes(base, [x]) == 0
+    # x and the low-rank product for the branch, what SiLU reads; gated, what the product reads: the
+    # activated gate is read only where up has a gradient
+    wide = F if kind is MLP else (3 * F if x_grad else 2 * F)
+    assert saved_bytes(block, [x]) == 8 * T * (D + RANK + wide)
+
+
 def test_names_of_common_models():
     assert list(build(MLP, "rms").state_dict()) == [
         "norm.weight",

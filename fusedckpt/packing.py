@@ -1,0 +1,86 @@
+"""Weights of gated MLPs that hold gate and up in one tensor: from one order of rows to another.
+
+`gated_mlp` reads the gate's rows first. Models pack otherwise too, and a checkpoint of theirs is
+converted once, when it is loaded, and back before it is saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack_gate_up", "repack_gate_up", "unpack_gate_up"]
+
+LAYOUTS = ("gate_up", "up_gate", "interleaved")
+
+
+def pack_gate_up(gate: Tensor, up: Tensor, layout: str = "gate_up", dim: int = 0) -> Tensor:
+    """Return gate and up, weights [F, D] or biases [F] alike, as one new tensor [2 F, ...].
+
+    Args:
+        gate, up: of one shape, dtype and device.
+        layout: "gate_up", the gate's rows first, as `gated_mlp` reads them; "up_gate", up's first,
+            as F.glu splits; "interleaved", gate and up in turns, as gpt-oss has them.
+        dim: which dimension counts the F rows; -1 for weights stored as [D, F].
+
+    Raises:
+        ValueError: an unknown layout or dimension, or tensors that do not fit each other.
+        TypeError: no tensors.
+    """
+    _check_packing("pack_gate_up", dim, layout, gate=gate, up=up)
+    mine, other = ((t.shape, t.dtype, t.device) for t in (gate, up))
+    if mine != other:
+        raise ValueError(
+            f"pack_gate_up: gate and up must have one shape, dtype and device, got "
+            f"{list(gate.shape)} {gate.dtype} on {gate.device} and "
+            f"{list(up.shape)} {up.dtype} on {up.device}"
+        )
+    if layout == "interleaved":
+        dim %= gate.dim()
+        return torch.stack((gate, up), dim + 1).flatten(dim, dim + 1)
+    return torch.cat((gate, up) if layout == "gate_up" else (up, gate), dim)
+
+
+def unpack_gate_up(packed: Tensor, layout: str = "gate_up", dim: int = 0) -> tuple[Tensor, Tensor]:
+    """Return gate and up, each [F, ...], as views of `packed` [2 F, ...]: undoes `pack_gate_up`.
+
+    Raises:
+        ValueError: an odd number of rows, an unknown layout or dimension.
+        TypeError: no tensor.
+    """
+    _check_packing("unpack_gate_up", dim, layout, packed=packed)
+    rows = packed.shape[dim]
+    if rows % 2:
+        raise ValueError(
+            f"unpack_gate_up: packed must have 2 F rows in dimension {dim}, got {rows} "
+            f"(packed {list(packed.shape)})"
+        )
+    if layout == "interleaved":
+        gate, up = packed.unflatten(dim, (rows // 2, 2)).unbind(dim % packed.dim() + 1)
+        return gate, up
+    first, second = packed.chunk(2, dim)
+    return (first, second) if layout == "gate_up" else (second, first)
+
+
+def repack_gate_up(packed: Tensor, layout: str, to: str = "gate_up", dim: int = 0) -> Tensor:
+    """Return `packed` [2 F, ...] in another order of rows, as a new tensor.
+
+        repack_gate_up(repack_gate_up(w, "interleaved"), "gate_up", "interleaved") == w
+
+    Arguments and errors are those of `pack_gate_up`; `layout` is what packed has, `to` what is
+    wanted. Gradients flow through, but convert checkpoints rather than weights in every step.
+    """
+    gate, up = unpack_gate_up(packed, layout, dim)
+    return pack_gate_up(gate, up, to, dim)
+
+
+def _check_packing(name: str, dim: Any, layout: Any, **given: Any) -> None:
+    for key, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
+        if not -value.dim() <= dim < value.dim():
+            raise ValueError(f"{name}: {key} {list(value.shape)} has no dimension {dim}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{name}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")

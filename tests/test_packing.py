@@ -1,0 +1,110 @@
+"""Gate and up in one tensor: every order of rows, there and back, and gated_mlp on it."""
+
+from itertools import product
+
+import pytest
+import torch
+from support import randn
+
+from fusedckpt.functional import gated_mlp
+from fusedckpt.packing import LAYOUTS, pack_gate_up, repack_gate_up, unpack_gate_up
+
+F, D = 6, 5
+
+
+def numbered(*shape):
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def test_what_the_layouts_mean():
+    gate, up = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
+    packed = {layout: pack_gate_up(gate, up, layout).tolist() for layout in LAYOUTS}
+    assert packed == {
+        "gate_up": [1, 2, 3, 4, 5, 6],
+        "up_gate": [4, 5, 6, 1, 2, 3],
+        "interleaved": [1, 4, 2, 5, 3, 6],
+    }
+
+
+@pytest.mark.parametrize("shape", [(2 * F, D), (2 * F,), (0, D)])
+@pytest.mark.parametrize(("layout", "to"), list(product(LAYOUTS, LAYOUTS)))
+def test_there_and_back(layout, to, shape):
+    packed = numbered(*shape)
+    there = repack_gate_up(packed, layout, to)
+    assert there.data_ptr() != packed.data_ptr() or not packed.numel()
+    assert torch.equal(repack_gate_up(there, to, layout), packed)
+    assert (layout == to) == torch.equal(there, packed) or not packed.numel()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unpack_undoes_pack_in_any_dimension(layout):
+    gate, up = numbered(3, D, F), -1 - numbered(3, D, F)
+    for dim in (-1, 1, 0):
+        packed = pack_gate_up(gate, up, layout, dim)
+        moved = pack_gate_up(gate.movedim(dim, 0), up.movedim(dim, 0), layout)
+        assert torch.equal(packed.movedim(dim, 0), moved)
+        halves = unpack_gate_up(packed, layout, dim)
+        assert torch.equal(halves[0], gate)
+        assert torch.equal(halves[1], up)
+        assert all(half.untyped_storage().data_ptr() == packed.data_ptr() for half in halves)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gated_mlp_reads_what_was_repacked(layout):
+    x, gate, up, down = (randn(*s, dtype=torch.float64) for s in ((9, D), (F, D), (F, D), (D, F)))
+    gate_bias, up_bias = randn(F, dtype=torch.float64), randn(F, dtype=torch.float64)
+    weight, bias = pack_gate_up(gate, up, layout), pack_gate_up(gate_bias, up_bias, layout)
+    given = (x, gate, up, down, gate_bias, up_bias)
+    expected = gated_mlp(x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias)
+    found = gated_mlp(
+        x, repack_gate_up(weight, layout), None, down, gate_bias=repack_gate_up(bias, layout)
+    )
+    torch.testing.assert_close(found, expected)
+    # through the rows' order too
+    torch.testing.assert_close(
+        torch.autograd.grad(found.sum(), given), torch.autograd.grad(expected.sum(), given)
+    )
+
+
+def test_glu_of_torch_packs_up_first():
+    weight, x = randn(2 * F, D), randn(3, D)
+    gate, up = unpack_gate_up(weight, "up_gate")
+    torch.testing.assert_close(
+        torch.nn.functional.glu(x @ weight.mT), torch.sigmoid(x @ gate.mT) * (x @ up.mT)
+    )
+
+
+def test_gpt_oss_interleaves():
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = modeling.GptOssConfig(
+        hidden_size=D, intermediate_size=F, num_local_experts=1, num_experts_per_tok=1
+    )
+    experts = modeling.GptOssExperts(config)
+    gate_up = numbered(2, 2 * F).float() / 9
+    gate, up = unpack_gate_up(gate_up, "interleaved", dim=-1)
+    bounded = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+    expected = (bounded[1] + 1) * bounded[0] * torch.sigmoid(bounded[0] * experts.alpha)
+    torch.testing.assert_close(experts._apply_gate(gate_up), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: repack_gate_up(numbered(5, 2), "up_gate"), ValueError, "2 F rows .* got 5"),
+        (lambda: repack_gate_up(numbered(4), "gate"), ValueError, "one of gate_up, .*'gate'"),
+        (lambda: repack_gate_up(numbered(4), "up_gate", "x"), ValueError, "one of gate_up, .*'x'"),
+        (
+            lambda: unpack_gate_up(numbered(4), dim=1),
+            ValueError,
+            r"packed \[4\] has no dimension 1",
+        ),
+        (lambda: unpack_gate_up([1, 2]), TypeError, "packed must be a tensor, got list"),
+        (lambda: pack_gate_up(numbered(4), None), TypeError, "up must be a tensor, got NoneType"),
+        (lambda: pack_gate_up(numbered(4), numbered(5)), ValueError, r"one shape.*\[4\].*\[5\]"),
+        (lambda: pack_gate_up(numbered(4), numbered(4) / 2), ValueError, "one shape, dtype"),
+        (lambda: pack_gate_up(torch.tensor(1), torch.tensor(1)), ValueError, "no dimension 0"),
+    ],
+)
+def test_bad_input_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,95 @@
+"""How high mlp and gated_mlp climb, to the byte: every tensor alive at the worst moment."""
+
+import pytest
+import torch
+from support import DEVICE, HALF, randn
+from torch import nn
+
+from fusedckpt import NormSpec, _dispatch
+from fusedckpt.functional import gated_mlp, mlp
+from fusedckpt.kernels.runtime import BLOCK_ELEMENTS
+from fusedckpt.memory import peak_bytes
+
+# F so wide that a norm's few D-wide temporaries never make the peak
+T, D, F = 2048, 8, 512
+WIDE = 4
+# of the tens of tensors alive at once, on CUDA
+ROUNDING = 64 * 512
+
+
+def forward_peak(gated, level, chunks, itemsize, has_norm):
+    """Bytes above the start: y and what the level keeps, then the larger of two moments."""
+    hidden = T // chunks * F
+    n = T // chunks * D if has_norm else 0
+    # a block of act(gate) before up meets it
+    scratch = min(hidden, BLOCK_ELEMENTS) if gated else 0
+    kept = {"inputs": 0, "preact": 2 if gated else 1}[level] * T * F
+    # the GEMM outputs that are not kept; n is freed before h, which goes over one of them
+    fresh = {"inputs": 2 if gated else 1, "preact": 0}[level] * hidden
+    h = {"inputs": 0, "preact": hidden}[level]
+    return itemsize * (T * D + kept + max(n + fresh, fresh + h + scratch))
+
+
+def backward_peak(gated, chunks, itemsize, has_norm):
+    """Bytes above the start, the same at every level: what is not recomputed is made anew."""
+    weights = 3 if gated else 2
+    hidden, n = T // chunks * F, T // chunks * D if has_norm else 0
+    # gate, up and dh, which become dgate, h and dup in blocks
+    scratch = 2 * itemsize * min(hidden, BLOCK_ELEMENTS) if gated else 0
+    # one chunk's product is the gradient; in later ones float32 adds up in place, half precision by
+    # way of the product and ATen's float32 copy of it
+    product = itemsize * D * F
+    if chunks > 1:
+        product = 0 if itemsize == WIDE else product + WIDE * D * F
+    # in later chunks: the gradients so far, the norm's too, and dx in x's dtype
+    wide = weights * D * F + (D if has_norm else 0)
+    sums = 0 if chunks == 1 else WIDE * wide + itemsize * T * D
+    return sums + itemsize * (n + weights * hidden) + max(scratch, product)
+
+
+def leaves(gated, dtype, norm):
+    shapes = [(F, D), (F, D), (D, F)] if gated else [(F, D), (D, F)]
+    weights = [nn.Parameter(randn(*shape, dtype=dtype).detach() / 4) for shape in shapes]
+    given = (
+        NormSpec("rms", nn.Parameter(torch.ones(D, dtype=dtype, device=DEVICE))) if norm else None
+    )
+    x = randn(T, D, dtype=dtype)
+
+    def call(**options):
+        if gated:
+            return gated_mlp(x, *weights, norm=given, **options)
+        return mlp(x, weights[0], None, weights[1], None, norm=given, **options)
+
+    return call, [x, *weights, *([given.weight] if given else [])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF[0]], ids=str)
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+@pytest.mark.parametrize("level", ["inputs", "preact"])
+@pytest.mark.parametrize("gated", [False, True], ids=["mlp", "gated_mlp"])
+def test_peaks(gated, level, chunks, norm, dtype):
+    call, inputs = leaves(gated, dtype, norm)
+    found = []
+
+    def forward():
+        found.append(call(save=level, chunks=chunks))
+
+    # oneDNN's half-precision GEMMs take scratch of their own from the allocator
+    with _dispatch.forced_path("aten"), torch.backends.mkldnn.flags(enabled=False):
+        if DEVICE.type == "cuda":
+            # cuBLAS asks for its workspace once
+            torch.autograd.grad(call(), inputs, torch.ones_like(inputs[0]))
+        up = peak_bytes(forward, DEVICE)
+        (y,) = found
+        dy = torch.randn_like(y)
+        down = peak_bytes(lambda: torch.autograd.grad(y, inputs, dy), DEVICE)
+    forward_bytes = forward_peak(gated, level, chunks, dtype.itemsize, norm)
+    backward_bytes = backward_peak(gated, chunks, dtype.itemsize, norm)
+    if DEVICE.type == "cpu":
+        assert (up, down) == (forward_bytes, backward_bytes)
+    else:
+        # off a CPU a block is all rows, and every tensor is rounded up to 512 bytes
+        rows = dtype.itemsize * T // chunks * F * gated
+        assert up <= forward_bytes + rows + ROUNDING
+        assert down <= backward_bytes + 2 * rows + ROUNDING
