@@ -7,6 +7,10 @@ from fusedckpt.checkpointing import checkpoint, checkpoint_sequential, is_recomp
 from fusedckpt.levels import saving
 from fusedckpt.linear import Linear
 from fusedckpt.norm import LayerNorm, RMSNorm
+from fusedckpt.packing import pack_gate_up, repack_gate_up, unpack_gate_up
+from fusedckpt.planner import plan
+from fusedckpt.plans import Plan
+from fusedckpt.reporting import MemoryReport, report
 from fusedckpt.sequential import Sequential
 from fusedckpt.spec import NormSpec
 from fusedckpt.swap import FuseReport, fuse, unfuse
@@ -19,8 +23,10 @@ __all__ = [
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "MemoryReport",
     "NormLinear",
     "NormSpec",
+    "Plan",
     "RMSNorm",
     "Sequential",
     "checkpoint",
@@ -28,9 +34,14 @@ __all__ = [
     "functional",
     "fuse",
     "is_recomputing",
+    "pack_gate_up",
     "paths",
+    "plan",
+    "repack_gate_up",
+    "report",
     "saving",
     "unfuse",
+    "unpack_gate_up",
 ]
 
 __version__ = "0.1.0"

@@ -7,6 +7,7 @@ mode would be blind to what is allocated inside an op.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ __all__ = [
     "saved_tensors",
     "strided",
 ]
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @dataclass(frozen=True)
@@ -155,12 +158,28 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
 
 def profiled(fn: Callable[[], Any]) -> list[Any]:
     """Run `fn` once, and return the profiler's tree of its events, allocations among them."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+    with (
+        _quiet(),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler,
+    ):
         fn()
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]  # set while profiling
     return kineto.experimental_event_tree()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the profiler's own messages, of which torch 2.13 has two a run, off stderr."""
+    # read when the profiler is first used; who has set it wants it so
+    given = _LOG_LEVEL in os.environ
+    os.environ.setdefault(_LOG_LEVEL, "99")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[_LOG_LEVEL]
 
 
 def _memory_events(events: Iterable[Any]) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fusedckpt import _roles
 from fusedckpt._budget import bytes_of
 from fusedckpt._step import Step, default_loss
+from fusedckpt._text import size
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, Unit, simulate
 from fusedckpt.costs import Probe, rest
@@ -176,9 +177,9 @@ def _within(limit: int, step: Step, chain: Chain) -> Plan:
             )
         # what the model of memory missed, it may miss again
         target = min(target, found.predicted_bytes) - (tried.peak_bytes - limit)
-    least_feasible = least.peak + limit - target
+    feasible = least.peak + limit - target
     raise ValueError(
-        f"plan: the least feasible budget is {least_feasible} bytes, got {limit} bytes"
+        f"plan: the least feasible budget is {feasible} bytes ({size(feasible)}), got {limit} bytes"
     )
 
 
