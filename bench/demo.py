@@ -1,8 +1,9 @@
-"""Train one model three ways in lockstep and compare loss, memory and time.
+"""Train one model five ways in lockstep and compare loss, memory and time.
 
-Same initial weights, same batches: `eager`, torch's non-reentrant `checkpoint` around every block,
-and `fusedckpt` after one call of `fusedckpt.fuse`. The steps of the three take turns, so that
-whatever slows the machine down slows all of them.
+Same initial weights, same batches: `eager`; torch's non-reentrant `checkpoint` around every block;
+`fuse`, one call of `fusedckpt.fuse`; `fuse+ckpt`, with `fusedckpt.Checkpoint` around every
+block besides; and `fuse+plan`, the fastest plan that peaks no higher than `checkpoint` does. The
+steps take turns, so that whatever slows the machine down slows all of them.
 """
 
 from __future__ import annotations
@@ -124,16 +125,42 @@ class Trainer:
         return peak / MIB
 
 
-def _trainers(chosen: Settings) -> tuple[list[Trainer], str]:
-    """Three trainers that start from the same weights, and what fuse reports."""
+def _trainers(chosen: Settings, batch: tuple[Tensor, Tensor]) -> tuple[list[Trainer], str]:
+    """Trainers that start from the same weights, and what fuse and plan report."""
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     torch.manual_seed(chosen.seed)
     eager = Transformer(chosen.layers, chosen.dim, chosen.seq, chosen.mlp).to(device, dtype)
-    checkpointed, fused = copy.deepcopy(eager), copy.deepcopy(eager)
+    checkpointed, fused, both, planned = (copy.deepcopy(eager) for _ in range(4))
     checkpointed.checkpointing = True
-    report = str(fusedckpt.fuse(fused)) + _replace_gated(fused)
-    models = {"eager": eager, "checkpoint": checkpointed, "fusedckpt": fused}
-    return [Trainer(name, model, chosen) for name, model in models.items()], report
+    for model in (fused, both, planned):
+        report = str(fusedckpt.fuse(model)) + _replace_gated(model)
+    for index, block in enumerate(both.blocks):
+        both.blocks[index] = fusedckpt.Checkpoint(block)
+    plan = _plan(planned, checkpointed, *batch)
+    plan.apply(planned)
+    models = {
+        "eager": eager,
+        "checkpoint": checkpointed,
+        "fuse": fused,
+        "fuse+ckpt": both,
+        "fuse+plan": planned,
+    }
+    return [Trainer(name, model, chosen) for name, model in models.items()], f"{report}\n{plan}"
+
+
+def _plan(
+    model: nn.Module, checkpointed: nn.Module, tokens: Tensor, targets: Tensor
+) -> fusedckpt.Plan:
+    """Plan to peak no higher than torch's checkpoint does, or where toys are too small, little."""
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    budget = fusedckpt.report(checkpointed, tokens, loss=loss).peak_bytes
+    try:
+        return fusedckpt.plan(model, tokens, budget=budget, loss=loss, progress=False)
+    except ValueError:
+        return fusedckpt.plan(model, tokens, policy="memory", loss=loss, progress=False)
 
 
 def _replace_gated(model: nn.Module) -> str:
@@ -202,8 +229,8 @@ def run(chosen: Settings) -> int:
     """Train, print, write demo.json and demo.png; 1 where a loss was not finite, else 0."""
     console = Console()
     device = torch.device(chosen.device)
-    trainers, fused = _trainers(chosen)
     batches = Batches(stdlib_text(), chosen.batch, chosen.seq, chosen.seed, device)
+    trainers, fused = _trainers(chosen, batches.draw())
     _train(trainers, batches, chosen.steps, console)
     tokens, targets = batches.draw()
     num_parameters = sum(p.numel() for p in trainers[0].model.parameters())

@@ -88,8 +88,8 @@ def table(result: Result) -> Table:
     return out
 
 
-# grey, blue, vermillion: told apart with every kind of colour vision (Okabe and Ito), and in print
-COLOURS = ("#8c8c8c", "#0072b2", "#d55e00")
+# told apart with every kind of colour vision (Okabe and Ito), and in print
+COLOURS = ("#8c8c8c", "#56b4e9", "#0072b2", "#e69f00", "#d55e00")
 INK, FAINT = "#222222", "#6b6b6b"
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -108,7 +108,7 @@ STYLE: dict[Any, Any] = {
 
 def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     # the curves lie on one another: each is drawn thinner than the one below it
-    for run, colour, width in zip(runs, COLOURS, (6.0, 3.2, 1.3), strict=False):
+    for run, colour, width in zip(runs, COLOURS, (9.0, 6.6, 4.6, 2.8, 1.2), strict=False):
         steps = range(1, len(run.losses) + 1)
         axes.plot(steps, run.losses, color=colour, linewidth=width, label=run.name)
     axes.set_title("Training loss (nats per byte)")
@@ -131,8 +131,9 @@ def _draw_bars(axes: Axes, groups: dict[str, list[float]], title: str) -> None:
     num_runs = len(next(iter(groups.values())))
     for index in range(num_runs):
         heights = [values[index] for values in groups.values()]
-        centres = [group + (index - (num_runs - 1) / 2) * 0.28 for group in range(len(groups))]
-        bars = axes.bar(centres, heights, width=0.26, color=COLOURS[index])
+        step = 0.84 / num_runs
+        centres = [group + (index - (num_runs - 1) / 2) * step for group in range(len(groups))]
+        bars = axes.bar(centres, heights, width=0.93 * step, color=COLOURS[index])
         labels = [_bar_label(values[index], values[0], index) for values in groups.values()]
         axes.bar_label(bars, labels, padding=2, fontsize=9, color=INK, linespacing=1.25)
     axes.set_title(title)
@@ -147,8 +148,8 @@ def draw(result: Result, path: Path) -> None:
     """Write the figure: loss curves, memory, time."""
     with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.78), wspace=0.06)
-        figure = Figure(figsize=(10, 4.4), dpi=200, layout=layout)
-        losses, memory, time = figure.subplots(1, 3, width_ratios=(4.2, 4, 2.2))
+        figure = Figure(figsize=(12, 4.6), dpi=200, layout=layout)
+        losses, memory, time = figure.subplots(1, 3, width_ratios=(3.6, 5.2, 2.8))
         runs = result.runs
         _draw_losses(losses, runs)
         groups = {
@@ -164,5 +165,5 @@ def draw(result: Result, path: Path) -> None:
         swatches = [
             Patch(color=colour, label=run.name) for run, colour in zip(runs, COLOURS, strict=False)
         ]
-        figure.legend(handles=swatches, loc=(0.62, 0.84), ncols=len(runs), frameon=False)
+        figure.legend(handles=swatches, loc=(0.42, 0.84), ncols=len(runs), frameon=False)
         figure.savefig(path)
