@@ -9,11 +9,13 @@ steps take turns, so that whatever slows the machine down slows all of them.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,16 +24,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fusedckpt
+from bench import tasks
 from bench.data import Batches, stdlib_text
 from bench.env import choose_device, environment, summary
-from bench.model import HEAD_DIM, GatedMLP, Transformer
+from bench.model import HEAD_DIM, GatedMLP
 from bench.options import DEFAULTS
 from bench.report import Result, Run, draw, save, table
 from bench.results import MIB
 from fusedckpt.memory import peak_bytes, saved_tensors
+from fusedckpt.units import candidates
 
 __all__ = ["Settings", "run", "settings"]
 
@@ -48,6 +51,7 @@ class Settings:
     dim: int
     seq: int
     batch: int
+    model: str
     mlp: str
     dtype: str
     device: str
@@ -65,6 +69,8 @@ def settings(device: str | None, out: Path, **options: Any) -> Settings:
     chosen = Settings(**DEFAULTS[place.type] | given, device=str(place), out=out)
     if chosen.dim % HEAD_DIM:
         raise ValueError(f"--dim expects a multiple of the head size {HEAD_DIM}, got {chosen.dim}")
+    if chosen.model != "own" and importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"--model {chosen.model} needs transformers: pip install transformers")
     Batches(stdlib_text(), chosen.batch, chosen.seq, chosen.seed, place)
     out.mkdir(parents=True, exist_ok=True)
     return chosen
@@ -73,7 +79,7 @@ def settings(device: str | None, out: Path, **options: Any) -> Settings:
 class Trainer:
     """One model with its optimizer, its losses and the time of its steps."""
 
-    def __init__(self, name: str, model: Transformer, chosen: Settings):
+    def __init__(self, name: str, model: nn.Module, chosen: Settings):
         self.name, self.model, self.device = name, model, torch.device(chosen.device)
         self.losses: list[float] = []
         self.step_ms: list[float] = []
@@ -86,10 +92,9 @@ class Trainer:
             self.optimizer, lambda step: min((step + 1) / ramp, 1.1 - step / steps)
         )
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte, taken in float32."""
-        logits = self.model(tokens)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte."""
+        return tasks.loss(self.model(inputs), targets)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -101,26 +106,26 @@ class Trainer:
             torch.cuda.synchronize(self.device)
         self.step_ms.append(1e3 * (time.perf_counter() - start))
 
-    def step(self, tokens: Tensor, targets: Tensor) -> None:
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
         """Forward, backward and update, timed together."""
         with self._timed():
-            loss = self.loss(tokens, targets)
+            loss = self.loss(inputs, targets)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
         self.losses.append(loss.item())
 
-    def saved_mib(self, tokens: Tensor, targets: Tensor) -> float:
+    def saved_mib(self, inputs: Tensor, targets: Tensor) -> float:
         """What forward and loss keep for backward, without inputs, parameters and buffers."""
-        held = [tokens, targets, *self.model.parameters(), *self.model.buffers()]
+        held = [inputs, targets, *self.model.parameters(), *self.model.buffers()]
         with saved_tensors(exclude=held) as saved:
-            self.loss(tokens, targets)
+            self.loss(inputs, targets)
         return saved.nbytes / MIB
 
-    def peak_mib(self, tokens: Tensor, targets: Tensor) -> float:
+    def peak_mib(self, inputs: Tensor, targets: Tensor) -> float:
         """How high forward and backward climb above a step's start, new gradients included."""
-        peak = peak_bytes(lambda: self.loss(tokens, targets).backward(), self.device)
+        peak = peak_bytes(lambda: self.loss(inputs, targets).backward(), self.device)
         self.optimizer.zero_grad(set_to_none=True)
         return peak / MIB
 
@@ -129,13 +134,15 @@ def _trainers(chosen: Settings, batch: tuple[Tensor, Tensor]) -> tuple[list[Trai
     """Trainers that start from the same weights, and what fuse and plan report."""
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     torch.manual_seed(chosen.seed)
-    eager = Transformer(chosen.layers, chosen.dim, chosen.seq, chosen.mlp).to(device, dtype)
+    sizes = tasks.Sizes(chosen.layers, chosen.dim, chosen.seq, chosen.mlp)
+    eager = tasks.MODELS[chosen.model].make(sizes).to(device, dtype)
     checkpointed, fused, both, planned = (copy.deepcopy(eager) for _ in range(4))
-    checkpointed.checkpointing = True
+    tasks.checkpoint(checkpointed)
+    report = ""
     for model in (fused, both, planned):
         report = str(fusedckpt.fuse(model)) + _replace_gated(model)
-    for index, block in enumerate(both.blocks):
-        both.blocks[index] = fusedckpt.Checkpoint(block)
+    for name in candidates(both):
+        both.set_submodule(name, fusedckpt.Checkpoint(both.get_submodule(name)))
     plan = _plan(planned, checkpointed, *batch)
     plan.apply(planned)
     models = {
@@ -149,18 +156,15 @@ def _trainers(chosen: Settings, batch: tuple[Tensor, Tensor]) -> tuple[list[Trai
 
 
 def _plan(
-    model: nn.Module, checkpointed: nn.Module, tokens: Tensor, targets: Tensor
+    model: nn.Module, checkpointed: nn.Module, inputs: Tensor, targets: Tensor
 ) -> fusedckpt.Plan:
     """Plan to peak no higher than torch's checkpoint does, or where toys are too small, little."""
-
-    def loss(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-    budget = fusedckpt.report(checkpointed, tokens, loss=loss).peak_bytes
+    loss = partial(tasks.loss, targets=targets)
+    budget = fusedckpt.report(checkpointed, inputs, loss=loss).peak_bytes
     try:
-        return fusedckpt.plan(model, tokens, budget=budget, loss=loss, progress=False)
+        return fusedckpt.plan(model, inputs, budget=budget, loss=loss, progress=False)
     except ValueError:
-        return fusedckpt.plan(model, tokens, policy="memory", loss=loss, progress=False)
+        return fusedckpt.plan(model, inputs, policy="memory", loss=loss, progress=False)
 
 
 def _replace_gated(model: nn.Module) -> str:
@@ -176,7 +180,12 @@ def _replace_gated(model: nn.Module) -> str:
     return f"\nreplaced by hand\n  {len(left):4d} x GatedMLP -> fusedckpt.GatedMLP" if left else ""
 
 
-def _train(trainers: list[Trainer], batches: Batches, steps: int, console: Console) -> None:
+def _train(
+    trainers: list[Trainer],
+    draw_batch: Callable[[], tuple[Tensor, Tensor]],
+    steps: int,
+    console: Console,
+) -> None:
     """Give every trainer each batch; who goes first changes from step to step."""
     columns = (
         TextColumn("[bold]{task.description:>10}"),
@@ -190,15 +199,17 @@ def _train(trainers: list[Trainer], batches: Batches, steps: int, console: Conso
             for trainer in trainers
         }
         for step in range(steps):
-            tokens, targets = batches.draw()
+            inputs, targets = draw_batch()
             first = step % len(trainers)
             for trainer in trainers[first:] + trainers[:first]:
-                trainer.step(tokens, targets)
+                trainer.step(inputs, targets)
                 loss, ms = trainer.losses[-1], trainer.step_ms[-1]
                 progress.update(tasks[trainer.name], advance=1, loss=loss, ms=ms)
 
 
-def _record(trainer: Trainer, eager: Trainer, tokens: Tensor, targets: Tensor) -> Run:
+def _record(
+    trainer: Trainer, eager: Trainer, chosen: Settings, inputs: Tensor, targets: Tensor
+) -> Run:
     timed = trainer.step_ms[min(WARMUP, len(trainer.step_ms) - 1) :]
     losses = torch.tensor([trainer.losses, eager.losses], dtype=torch.float64)
     return Run(
@@ -207,19 +218,25 @@ def _record(trainer: Trainer, eager: Trainer, tokens: Tensor, targets: Tensor) -
         loss_last=trainer.losses[-1],
         # torch's max keeps a NaN, Python's may drop it
         loss_difference=(losses[0] - losses[1]).abs().max().item(),
-        saved_mib=trainer.saved_mib(tokens, targets),
-        peak_mib=trainer.peak_mib(tokens, targets),
+        saved_mib=trainer.saved_mib(inputs, targets),
+        peak_mib=trainer.peak_mib(inputs, targets),
         ms_per_step=median(timed),
-        tokens_per_second=tokens.numel() / median(timed) * 1e3,
+        tokens_per_second=chosen.batch * chosen.seq / median(timed) * 1e3,
         losses=tuple(trainer.losses),
         step_ms=tuple(timed),
     )
 
 
+def _model(chosen: Settings) -> str:
+    if chosen.model != "own":
+        return f"transformers' {chosen.model}"
+    return "own transformer" + (" with SwiGLU" if chosen.mlp == "swiglu" else "")
+
+
 def _subtitle(chosen: Settings, facts: dict[str, Any], num_parameters: int) -> str:
     return (
         f"{summary(facts)} ({facts['paths']['linear_act']})\n"
-        f"{chosen.layers} layers{', SwiGLU' if chosen.mlp == 'swiglu' else ''}, dim {chosen.dim},"
+        f"{_model(chosen)}, {chosen.layers} layers, dim {chosen.dim},"
         f" {num_parameters / 1e6:.1f} M parameters,"
         f" {chosen.dtype}; batch {chosen.batch} x {chosen.seq} bytes"
     )
@@ -228,25 +245,30 @@ def _subtitle(chosen: Settings, facts: dict[str, Any], num_parameters: int) -> s
 def run(chosen: Settings) -> int:
     """Train, print, write demo.json and demo.png; 1 where a loss was not finite, else 0."""
     console = Console()
-    device = torch.device(chosen.device)
+    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     batches = Batches(stdlib_text(), chosen.batch, chosen.seq, chosen.seed, device)
-    trainers, fused = _trainers(chosen, batches.draw())
-    _train(trainers, batches, chosen.steps, console)
-    tokens, targets = batches.draw()
+
+    def draw_batch() -> tuple[Tensor, Tensor]:
+        inputs, targets = tasks.MODELS[chosen.model].batch(*batches.draw())
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs, targets
+
+    trainers, fused = _trainers(chosen, draw_batch())
+    _train(trainers, draw_batch, chosen.steps, console)
+    inputs, targets = draw_batch()
     num_parameters = sum(p.numel() for p in trainers[0].model.parameters())
-    facts = environment(device, getattr(torch, chosen.dtype))
+    facts = environment(device, dtype)
     result = Result(
         title="One model, the same batches: what each way of training costs",
         subtitle=_subtitle(chosen, facts, num_parameters),
         settings=asdict(chosen) | {"out": str(chosen.out), "parameters": num_parameters},
         environment=facts,
         fused=fused,
-        runs=tuple(_record(trainer, trainers[0], tokens, targets) for trainer in trainers),
+        runs=tuple(_record(trainer, trainers[0], chosen, inputs, targets) for trainer in trainers),
     )
     save(result, chosen.out / "demo.json")
     draw(result, chosen.out / "demo.png")
     console.print(table(result))
-    console.print(fused, markup=False, highlight=False)
+    console.print(fused, markup=False, highlight=False, soft_wrap=True)
     console.print(f"wrote demo.json and demo.png to {chosen.out}", markup=False, highlight=False)
     broken = [run.name for run in result.runs if not all(map(math.isfinite, run.losses))]
     if broken:

@@ -30,6 +30,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
+MODEL_NAMES = ("own", "llama", "gpt2", "bert", "vit")
+
 CASE_NAMES = (
     "rms_norm",
     "layer_norm",
@@ -96,7 +98,11 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
     ):
         text = f"{what}; {_default(name, DEFAULTS)}"
         parser.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
-    text = "kind of the blocks' MLPs: plain with GELU, or gated; default: gelu"
+    text = (
+        "what to train: the demo's own transformer, or one of transformers' classes; default: own"
+    )
+    parser.add_argument("--model", choices=MODEL_NAMES, default="own", help=text)
+    text = "kind of the own model's MLPs: plain with GELU, or gated; default: gelu"
     parser.add_argument("--mlp", choices=("gelu", "swiglu"), default="gelu", help=text)
     text = f"type of every parameter and activation; {_default('dtype', DEFAULTS)}"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)

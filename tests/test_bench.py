@@ -103,6 +103,16 @@ def test_time_leaves_the_first_steps_out(result):
         assert run["tokens_per_second"] == pytest.approx(BATCH * SEQ * 1e3 / run["ms_per_step"])
 
 
+@pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "vit"])
+def test_demo_of_transformers(tmp_path, model):
+    status, result = run_demo(tmp_path, f"--model={model}", "--steps=2")
+    assert status == 0
+    runs = by_name(result)
+    assert max(run["loss_difference"] for run in runs.values()) < 1e-4
+    assert runs["fuse"]["saved_mib"] <= runs["eager"]["saved_mib"]
+    assert runs["fuse+ckpt"]["saved_mib"] < runs["eager"]["saved_mib"] / 2
+
+
 def test_demo_in_bfloat16(tmp_path):
     status, result = run_demo(tmp_path, "--dtype=bfloat16", "--steps=2")
     assert status == 0
@@ -114,7 +124,7 @@ def test_demo_with_gated_mlps(tmp_path):
     status, result = run_demo(tmp_path, "--mlp=swiglu")
     assert status == 0
     assert result["settings"]["mlp"] == "swiglu"
-    assert f"{LAYERS} layers, SwiGLU" in result["subtitle"]
+    assert f"own transformer with SwiGLU, {LAYERS} layers" in result["subtitle"]
     assert f"{LAYERS} x GatedMLP -> " in result["fused"]
     runs = by_name(result)
     assert max(run["loss_difference"] for run in runs.values()) < 1e-4
@@ -125,7 +135,7 @@ def test_demo_with_gated_mlps(tmp_path):
 
 
 def test_gated_mlps_start_as_eager_ones_do():
-    chosen = demo.settings("cpu", Path("."), **SIZES, mlp="swiglu", seed=3)
+    chosen = demo.settings("cpu", Path("."), **SIZES, model="own", mlp="swiglu", seed=3)
     tokens = torch.randint(256, (BATCH, SEQ))
     trainers, _ = demo._trainers(chosen, (tokens, tokens))
     eager, *others = (trainer.model.state_dict() for trainer in trainers)
