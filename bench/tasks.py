@@ -53,8 +53,9 @@ def checkpoint(model: nn.Module) -> None:
     if isinstance(model, Transformer):
         model.checkpointing = True
     else:
-        options = {"use_reentrant": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        # the older name is deprecated since transformers 5.23
+        old, options = "gradient_checkpointing_enable", {"use_reentrant": False}
+        getattr(model, "activation_checkpointing_enable", getattr(model, old))(options)
 
 
 def _own(sizes: Sizes) -> nn.Module:
