@@ -96,7 +96,15 @@ BESIDE = "its linears and activation stand beside"
 LAYER = f"{BESIDE} self_attn"
 POOLER = "the forward of BertPooler is not that of an MLP of its layers"
 SEQ2SEQ = {"vocab_size": VOCAB, "decoder_start_token_id": 1, **IDS}
-T5 = {**SEQ2SEQ, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 = {
+    **SEQ2SEQ,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
 WHISPER = {
     **SEQ2SEQ,
     "num_mel_bins": 8,
@@ -140,7 +148,7 @@ MODELS = {
     "mixtral": Model(
         "MixtralForCausalLM",
         "MixtralConfig",
-        {**DECODER, "num_local_experts": 2},
+        {**DECODER, "num_local_experts": 2, "experts_implementation": "eager"},
         {"MixtralRMSNorm -> rms_norm (llama cast)": 5},
         {f"model.layers.{i}.mlp.experts": "mixture of experts" for i in range(2)},
     ),
