@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, _dispatch, levels, reference
+from fusedckpt import _check, _dispatch, _joined, levels, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._linear_ops import linear_act_backward_op, linear_act_op
 
@@ -137,7 +137,8 @@ def _linear_act(
     if _dispatch.takes_twin():
         return reference.linear_act(x, weight, bias, activation)
     keep_z = level == "preact" and activation != "identity" and torch.is_grad_enabled()
-    return _LinearAct.apply(x.to(dtype), weight, bias, activation, keep_z, kernel)
+    args = (weight, bias, activation, keep_z, kernel)
+    return _joined.apply(_LinearAct, x, x.to(dtype), *args)
 
 
 class Linear(nn.Linear):

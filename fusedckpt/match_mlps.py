@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt import parity
+from fusedckpt._watched import watched
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.parity import is_transposed
-from fusedckpt.sequential import watched
 from fusedckpt.structure import (
     TOL,
     Layout,

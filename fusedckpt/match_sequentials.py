@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import activation as activations
 
+from fusedckpt._watched import watched
 from fusedckpt.kernels.activations import name_of
 from fusedckpt.linear import Linear
-from fusedckpt.sequential import Run, Sequential, runs, watched
+from fusedckpt.sequential import Run, Sequential, runs
 from fusedckpt.swapped import Swap
 
 # every activation of torch, so that those which cannot be fused are reported

@@ -41,6 +41,11 @@ class SavedTensors:
         return tensor.detach()
 
 
+def is_counting(pack: Callable[..., Any]) -> bool:
+    """Whether a saved-tensor hook only counts: it is one of `saved_tensors`."""
+    return getattr(pack, "__func__", None) is SavedTensors._pack
+
+
 @contextmanager
 def saved_tensors(exclude: Iterable[Tensor] = ()) -> Iterator[SavedTensors]:
     """Count what the forward passes run inside keep for their backward.

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _dispatch, levels
+from fusedckpt import _dispatch, _joined, levels
+from fusedckpt._watched import watched
 from fusedckpt.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.linear import linear_act
 from fusedckpt.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.norm import rms_norm
-from fusedckpt.sequential import watched
+from fusedckpt.spec import NormSpec
 
 # where a swapped module remembers its original class and the attributes to delete
 MARK = "_fusedckpt_original"
@@ -108,7 +109,9 @@ class FusedRMSNorm(nn.Module):
             if (x.dtype, x.dtype if weight is None else weight.dtype) in plan.dtypes:
                 shape = x.shape[-1:] if weight is None else weight.shape
                 eps = getattr(self, plan.eps)
-                return rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)  # type: ignore[arg-type]  # a Size is a sequence
+                y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
+                spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
+                return _joined.remember(self, y, spec)
         return super().forward(*args, **kwargs)
 
 
