@@ -14,8 +14,10 @@ from fusedckpt import parity
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.parity import is_transposed
 
-# activations are told apart within this; so are blocks, in float64
+# within which blocks are told apart, in float64: some compute parts of it in float32
 TOL = 1e-5
+# and activations: another threshold of a softplus shows only here
+_ACTIVATION_TOL = 1e-8
 # a block is probed on slices of its weights: what it computes does not depend on its size
 _D, _F = 24, 40
 _DROPOUTS = nn.modules.dropout._DropoutNd
@@ -56,8 +58,7 @@ def has_nothing(module: nn.Module) -> bool:
 
 def activation_of(function: Any) -> str | None:
     """Return the table's name for what a callable computes, None where it is not in the table."""
-    z = torch.cat([torch.linspace(-9, 9, 361), torch.tensor([-200.0, -30.0, 15.0, 25.0, 200.0])])
-    z = z.double()
+    z = torch.cat([torch.linspace(-30, 30, 1201), torch.tensor([-200.0, 200.0])]).double()
     with parity.undisturbed(torch.device("cpu")), torch.no_grad():
         try:
             h = function(z.clone())
@@ -66,7 +67,8 @@ def activation_of(function: Any) -> str | None:
         if not isinstance(h, Tensor) or h.shape != z.shape:
             return None
         for name, act in ACTIVATIONS.items():
-            if torch.allclose(h.double(), act.eager(z), rtol=TOL, atol=TOL):
+            tol = _ACTIVATION_TOL
+            if torch.allclose(h.double(), act.eager(z), rtol=tol, atol=tol):
                 return name
     return None
 
