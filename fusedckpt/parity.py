@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -116,11 +117,14 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """Keep the random state, and run as plain training code does, whatever the caller is inside."""
     devices = [device] if device.type == "cuda" else []
     with (
+        warnings.catch_warnings(),
         torch.random.fork_rng(devices),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type if device.type != "meta" else "cpu", enabled=False),
     ):
+        # of dtypes that no user asked for
+        warnings.simplefilter("ignore")
         yield
 
 

@@ -13,7 +13,7 @@ from fusedckpt._dispatch import forced_path
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
 
-BATCHES = 3
+BATCHES = 2
 
 
 @pytest.fixture(autouse=True)
