@@ -67,7 +67,7 @@ def replica(
 ) -> Any:
     """Return a copy of the module tree over other parameter tensors, given by their ids.
 
-    p: for all its dropouts, as they are if None. Attributes are shared, hooks left out.
+    p: for all its dropouts, as they are if None. Attributes and buffers are shared, hooks left out.
     """
     clone: Any = type(module).__new__(type(module))
     clone.__dict__.update(module.__dict__)
@@ -75,9 +75,6 @@ def replica(
     clone.__dict__["training"] = training
     clone.__dict__["_parameters"] = {
         name: None if one is None else values[id(one)] for name, one in module._parameters.items()
-    }
-    clone.__dict__["_buffers"] = {
-        name: None if one is None else one.clone() for name, one in module._buffers.items()
     }
     clone.__dict__["_modules"] = {
         name: child if _is_function(child) else replica(child, values, training, p)  # type: ignore[arg-type]  # None is one

@@ -151,6 +151,21 @@ class EpsOutside(Norm):
         return self.w * (x.float() / (x.float().pow(2).mean(-1, keepdim=True).sqrt() + self.eps))
 
 
+class OtherEps(Norm):
+    """Seen only in rows of small numbers."""
+
+    def forward(self, x):
+        rms = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps * 1.5)
+        return (self.w * rms).to(x.dtype)
+
+
+class Half(Norm):
+    """The same in float32, but it rounds everything to half precision."""
+
+    def forward(self, x):
+        return self.w * self.rms(x)
+
+
 class Twice(Norm):
     def forward(self, x, scale):
         return self.w * self.rms(x) * scale
@@ -176,6 +191,8 @@ class Broken(Norm):
     [
         (Doubled, {"": "Doubled is no RMSNorm of a known rule"}),
         (EpsOutside, {"": "EpsOutside is no RMSNorm of a known rule"}),
+        (OtherEps, {"": "OtherEps is no RMSNorm of a known rule"}),
+        (Half, {"": "Half is no RMSNorm of a known rule"}),
         (Broken, {"": "Broken is no RMSNorm of a known rule"}),
         (Twice, {}),
         (Buffered, {}),
