@@ -37,39 +37,49 @@ def mlp_swap(module: nn.Module, save: str) -> Swap | str | None:
         return None
     parts = parts_of(module)
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    if parts.activations:
-        obstacle = _obstacle(parts, own)
-        if obstacle is not None:
-            return obstacle
-    elif own or parts.others:
-        return None
-    if not parts.linears or not parity.takes_one(module):
-        return None
-    found = _first_equal(module, parts, save)
-    if found is not None:
-        return found
-    # attention too has linears of such shapes
-    if not parts.activations:
-        return None
-    return f"the forward of {type(module).__name__} is not that of an MLP of its layers"
-
-
-def _obstacle(parts: Parts, own: dict[str, Any]) -> str | None:
-    """Return why a module with an activation cannot be computed as one, None if it may be."""
-    if any(tensor.dim() == 3 for tensor in own.values()):
+    counts = [tensor.shape[0] for tensor in own.values() if tensor.dim() == 3]
+    if len(counts) > 1 and len({*counts}) == 1 < counts[0]:
         return "its weights are 3-dimensional: a mixture of experts is not fused"
-    names = {name: activation_of(act) for name, act in parts.activations.items()}
-    wrapped = parts.others if all(map(_wraps_linear, parts.others.values())) else {}
-    if not parts.linears and not wrapped:
+    known = {name: activation_of(act) for name, act in parts.activations.items()}
+    if any(known.values()):
+        obstacle = _beside(parts, own)
+    elif own or parts.others or not any(layouts(parts.linears)):
+        # attention too has linears, and what looks like activations
         return None
-    for name, child in (parts.linears | wrapped).items():
+    else:
+        obstacle = None
+    obstacle = obstacle or _unfit_children(parts, known)
+    if obstacle is not None or not parts.linears:
+        return obstacle if known else None
+    if not parity.takes_one(module):
+        return f"the forward of {type(module).__name__} takes more than an input" if known else None
+    names = [name for name in known.values() if name] or [n for n in ACTIVATIONS if n != "identity"]
+    found = _first_equal(module, parts, names, save)
+    if found is None and known:
+        return f"the forward of {type(module).__name__} is not that of an MLP of its layers"
+    return found
+
+
+def _beside(parts: Parts, own: dict[str, Any]) -> str | None:
+    """Return why a module with an activation is no MLP alone, None if it may be."""
+    wrapped = parts.others if all(map(_wraps_linear, parts.others.values())) else {}
+    for name, child in wrapped.items():
+        return f"{name}: {type(child).__name__} is no plain nn.Linear"
+    if not parts.linears or not (own or parts.others):
+        return None
+    beside = ", ".join([*own, *parts.others])
+    return f"its linears and activation stand beside {beside}: no module computes them alone"
+
+
+def _unfit_children(parts: Parts, known: dict[str, str | None]) -> str | None:
+    """Return why the layers cannot be computed as one, None if they may be."""
+    if not parts.linears:
+        return None
+    for name, child in parts.linears.items():
         if not is_transposed(child) and type(child) is not nn.Linear:
             return f"{name}: {type(child).__name__} is no plain nn.Linear"
-    if own or parts.others:
-        beside = ", ".join([*own, *parts.others])
-        return f"its linears and activation stand beside {beside}: no module computes them alone"
     for name, act in parts.activations.items():
-        if names[name] in (None, "identity"):
+        if known[name] in (None, "identity"):
             return f"{name}: {act} is no activation that can be fused"
     for name, child in (parts.linears | parts.activations | parts.dropouts).items():
         if watched(child):
@@ -86,18 +96,13 @@ def _wraps_linear(child: nn.Module) -> bool:
     )
 
 
-def _first_equal(module: nn.Module, parts: Parts, save: str) -> Swap | str | None:
+def _first_equal(module: nn.Module, parts: Parts, names: list[str], save: str) -> Swap | str | None:
     """Return the first swap that the module's shapes allow and its numbers confirm."""
-    if parts.activations:
-        names = [activation_of(act) for act in parts.activations.values()]
-    else:
-        names = [name for name in ACTIVATIONS if name != "identity"]
     for layout in layouts(parts.linears):
         probe = _Probe(module, layout)
         if probe.expected(False, None) is None:
             continue
         for name in names:
-            assert name is not None
             swap = _swap(module, parts, layout, name, save)
             if probe.is_equal(swap, False, None):
                 return next(_with_dropouts(probe, swap, parts), None) or (

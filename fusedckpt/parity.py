@@ -157,7 +157,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     Root mean square errors against float64, over draws of 256 elements or 16 draws, in the
     module's own dtype: err(swapped) <= 2 err(as it is) + 8 eps max(1, rms(truth)).
     """
-    first = next(module.parameters(), torch.empty(0))
+    first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device
     smallest = min(
         [math.prod(swap.sizes.get(id(p), tuple(p.shape))) for p in module.parameters()],
@@ -204,10 +204,15 @@ def _errors(
 
 def _row(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
     if a.shape != b.shape or a.dtype != b.dtype:
-        return torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0])
+        return _cells(0, 0, 0, 1, 1)
     squares = (x.double().nan_to_num(0, 0, 0).square().sum().item() for x in (a - t, b - t, t))
     strays = (a.isfinite() != b.isfinite()).sum().item()
-    return torch.tensor([*squares, t.numel(), strays], dtype=torch.float64)
+    return _cells(*squares, t.numel(), strays)
+
+
+def _cells(*values: float) -> Tensor:
+    # whatever the default dtype and device are
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None:

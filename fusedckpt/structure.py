@@ -58,7 +58,8 @@ def has_nothing(module: nn.Module) -> bool:
 
 def activation_of(function: Any) -> str | None:
     """Return the table's name for what a callable computes, None where it is not in the table."""
-    z = torch.cat([torch.linspace(-30, 30, 1201), torch.tensor([-200.0, 200.0])]).double()
+    z = torch.linspace(-30, 30, 1201, dtype=torch.float64, device="cpu")
+    z = torch.cat([z, z[:1] * 7, z[-1:] * 7])
     with parity.undisturbed(torch.device("cpu")), torch.no_grad():
         try:
             h = function(z.clone())
@@ -96,7 +97,9 @@ class Layout:
 
 def layouts(linears: dict[str, Any]) -> Iterator[Layout]:
     """Yield what shapes allow, the parts in the order in which the children stand first."""
-    if len(linears) > 3 or any(not _is_matrix(linear.weight) for linear in linears.values()):
+    if not 1 <= len(linears) <= 3 or any(
+        not _is_matrix(linear.weight) for linear in linears.values()
+    ):
         return
     for order in permutations(linears):
         shapes = [shape_of(linears[name]) for name in order]
@@ -110,8 +113,7 @@ def layouts(linears: dict[str, Any]) -> Iterator[Layout]:
 
 
 def _is_matrix(weight: Any) -> bool:
-    lazy = isinstance(weight, nn.UninitializedParameter)
-    return isinstance(weight, Tensor) and not lazy and weight.dim() == 2 and 0 not in weight.shape
+    return isinstance(weight, Tensor) and weight.dim() == 2 and 0 not in weight.shape
 
 
 def _kinds(shapes: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:

@@ -6,15 +6,15 @@ children and state_dict stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from fusedckpt import _check, parity
+from fusedckpt._wanted import Names, Wanted, patterns
 from fusedckpt.fuse_report import FuseReport
 from fusedckpt.levels import LEVELS
 from fusedckpt.match_mlps import mlp_swap
@@ -25,8 +25,6 @@ from fusedckpt.sequential import Sequential
 from fusedckpt.swapped import MARK, Swap, is_made, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
-
-Names = str | Sequence[str] | None
 
 
 def fuse(
@@ -78,7 +76,7 @@ def fuse(
     """
     _check_module("fuse", model)
     _check.level("fuse", save, LEVELS)
-    wanted = _Wanted(_patterns("only", only), _patterns("skip", skip), norm, mlp, linear)
+    wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear)
     report = FuseReport()
     # all are planned before anything is touched
     planned = [
@@ -91,31 +89,16 @@ def fuse(
     return report
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What a call of fuse is to swap."""
-
-    only: Sequence[str] | None
-    skip: Sequence[str] | None
-    norm: bool
-    mlp: bool
-    linear: bool
-
-    def has(self, name: str, kind: str) -> bool:
-        """Whether a module of this name and kind is meant."""
-        if self.only is not None and not any(fnmatchcase(name, p) for p in self.only):
-            return False
-        return getattr(self, kind) and not any(fnmatchcase(name, p) for p in self.skip or ())
-
-
 def _planned(
-    name: str, module: nn.Module, save: str, wanted: _Wanted, verify: bool, report: FuseReport
+    name: str, module: nn.Module, save: str, wanted: Wanted, verify: bool, report: FuseReport
 ) -> Iterator[Swap]:
     """Yield how a module is swapped, if at all; add to the report what will be and what not."""
     if MARK in module.__dict__ or type(module).__module__.startswith("fusedckpt."):
         return
     if isinstance(module, nn.Sequential):
         yield from _sequential(name, module, save, wanted, verify, report)
+        return
+    if any(_is_lazy(layer) for layer in (module, *module.children())):
         return
     matchers: dict[str, Callable[[nn.Module], Swap | str | None]] = {
         "norm": norm_swap,
@@ -142,7 +125,7 @@ def _sequential(
     prefix: str,
     parent: nn.Sequential,
     save: str,
-    wanted: _Wanted,
+    wanted: Wanted,
     verify: bool,
     report: FuseReport,
 ) -> Iterator[Swap]:
@@ -209,16 +192,9 @@ def _check_module(name: str, model: Any) -> None:
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
 
 
-def _patterns(name: str, given: Any) -> Sequence[str] | None:
-    """Return names or patterns as a sequence, None for none given."""
-    patterns = [given] if isinstance(given, str) else given
-    if patterns is None:
-        return None
-    patterns = list(patterns) if isinstance(patterns, (list, tuple, set)) else [patterns]
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"fuse: {name} must be names or patterns, got {type(pattern).__name__}")
-    return patterns
+def _is_lazy(module: nn.Module) -> bool:
+    """Whether a module's parameters have no shape yet."""
+    return any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False))
 
 
 def _join(prefix: str, name: str) -> str:

@@ -301,6 +301,23 @@ def test_bad_names(names):
             fuse(layers(), **{key: names})
 
 
+def test_layers_without_shapes_are_left():
+    model = nn.ModuleList([nn.LazyConv2d(3, 1), nn.LazyLinear(4), nn.LazyBatchNorm1d()])
+    model.append(Plain(linear=lambda i, o: nn.LazyLinear(o)))
+    assert fuse(model) == fusedckpt.FuseReport()
+
+
+def test_default_dtype_and_device_do_not_matter():
+    model = layers()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            assert len(fuse(model).swapped) == 5
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_shared_and_fused_already():
     mlp = Plain().to(DEVICE, torch.float64)
     model = nn.Sequential(mlp, nn.Tanh(), mlp)
