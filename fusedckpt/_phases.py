@@ -114,15 +114,25 @@ _STOCK = {
 }
 
 
+def can_see_hooks() -> bool:
+    """Whether this torch tells which hooks saved tensors go through."""
+    return _top_hooks is not None
+
+
+def top_hooks() -> Hooks | None:
+    """Return the innermost hooks that saved tensors go through here, None for none."""
+    return None if _top_hooks is None else _top_hooks(False)
+
+
 def current() -> Phase | None:
     """Return the phase in which a layer called here runs; None for no checkpoint.
 
     To be called where grad mode is still the caller's. Under torch.compile it is None: a compiled
     checkpoint decides by itself what is recomputed.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _top_hooks is None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not can_see_hooks():
         return None
-    hooks = _top_hooks(False)
+    hooks = top_hooks()
     if hooks is None:
         in_backward = _graph_task_id is not None and _graph_task_id() != -1
         return _REENTRANT if in_backward else None

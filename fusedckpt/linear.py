@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, _dispatch, _phases, levels, reference
+from fusedckpt import _check, _dispatch, _joined, _phases, levels, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._linear_ops import linear_act_backward_op, linear_act_op
 from fusedckpt._phases import Phase
@@ -146,8 +146,8 @@ def _linear_act(
     if _dispatch.takes_twin():
         return reference.linear_act(x, weight, bias, activation)
     level = level if torch.is_grad_enabled() else "inputs"
-    phase = _phases.current()
-    return _LinearAct.apply(x.to(dtype), weight, bias, activation, level, kernel, phase)
+    args = (weight, bias, activation, level, kernel, _phases.current())
+    return _joined.apply(_LinearAct, x, x.to(dtype), *args)
 
 
 class Linear(nn.Linear):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt import _check, _dispatch, _phases, levels, reference
+from fusedckpt import _check, _dispatch, _joined, _phases, levels, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._mlp_ops import Options, mlp_backward_op, mlp_op
 from fusedckpt.kernels.mlp import Needs
@@ -141,7 +141,8 @@ def _mlp(call: _Call, x: Tensor, linears: _check.Linears) -> Tensor:
     (gate, *up, down) = linears.values()
     tensors = (*norm_weights, *gate, *(up[0] if up else (None, None)), *down)
     level = call.level if torch.is_grad_enabled() else "inputs"
-    y = _MLP.apply(read, *tensors, *options, level, _phases.current())
+    args = (*tensors, *options, level, _phases.current())
+    y = _joined.apply(_MLP, x, read, *args) if rule is None else _MLP.apply(read, *args)
     return x + y if call.residual and not adds else y
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, _dispatch, _phases, reference
+from fusedckpt import _check, _dispatch, _joined, _phases, reference
 from fusedckpt._autograd import twin_gradients
 from fusedckpt._norm_ops import norm_backward_op, norm_op
 from fusedckpt._phases import Phase
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.spec import output_dtype, rms_rule
+from fusedckpt.spec import NormSpec, output_dtype, rms_rule
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -260,8 +260,11 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
-        return rms_norm(
+        y = rms_norm(
             x, self.normalized_shape, self.weight, self.eps, offset=self.offset, cast=self.cast
+        )
+        return _joined.remember(
+            self, y, NormSpec("rms", self.weight, None, self.eps, self.offset, self.cast)
         )
 
     def extra_repr(self) -> str:
@@ -277,4 +280,5 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        y = layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return _joined.remember(self, y, NormSpec("layer", self.weight, self.bias, self.eps))

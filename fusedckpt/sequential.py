@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fusedckpt import _check, levels
+from fusedckpt._watched import watched
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
 from fusedckpt.linear import Linear, linear_act
 from fusedckpt.mlp import MLP_LEVELS, mlp
@@ -110,17 +111,6 @@ def letter_of(layer: Any) -> str:
     else:
         fits = name_of(layer) is not None
     return letter if fits else "-"
-
-
-def watched(layer: nn.Module) -> bool:
-    """Whether someone counts on the layer's own call: a hook, or a forward put in its place."""
-    return bool(
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or "forward" in layer.__dict__
-    )
 
 
 def spec_of(name: str, norm: Any, x: Tensor) -> NormSpec:

@@ -6,97 +6,160 @@ children and state_dict stay.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import activation as activations
+from torch.nn.parameter import UninitializedParameter
 
-from fusedckpt import _check
-from fusedckpt.kernels.activations import name_of
-from fusedckpt.linear import Linear
-from fusedckpt.mlp import MLP_LEVELS
+from fusedckpt import _check, parity
+from fusedckpt._wanted import Names, Wanted, patterns
+from fusedckpt.fuse_report import FuseReport
+from fusedckpt.levels import LEVELS
+from fusedckpt.match_mlps import mlp_swap
+from fusedckpt.match_norms import norm_swap
+from fusedckpt.match_sequentials import apart, blocks_of
 from fusedckpt.norm import LayerNorm, RMSNorm
-from fusedckpt.sequential import Run, Sequential, runs, watched
+from fusedckpt.sequential import Sequential
+from fusedckpt.swapped import MARK, Swap, is_made, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
 
-# what each norm becomes, and the attributes that it has then and had not before
-_NORMS: dict[type[nn.Module], tuple[type[nn.Module], dict[str, Any]]] = {
-    nn.RMSNorm: (RMSNorm, {"offset": 0.0, "cast": "torch"}),
-    nn.LayerNorm: (LayerNorm, {}),
-}
-# where a swapped module remembers its original class and the attributes to delete
-_MARK = "_fusedckpt_original"
-# every activation of torch, so that those which cannot be fused are reported
-_ACTIVATIONS = tuple(getattr(activations, name) for name in activations.__all__)
 
-
-@dataclass(frozen=True)
-class FuseReport:
-    """What `fuse` did: `swapped` maps a module's name to its change, `left` to the reason."""
-
-    swapped: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        changes = Counter(self.swapped.values())
-        reasons = Counter(self.left.values())
-        first = {reason: name or "(root)" for name, reason in reversed(self.left.items())}
-        lines = [f"fused {len(self.swapped)} modules, left {len(self.left)}"]
-        lines += [f"  {count:4d} x {change}" for change, count in changes.most_common()]
-        for reason, count in reasons.most_common():
-            others = f" and {count - 1} more" if count > 1 else ""
-            lines.append(f"  left {first[reason]}{others}: {reason}")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Swap:
-    """One change of class, not yet made."""
-
-    module: nn.Module
-    to: type[nn.Module]
-    attributes: dict[str, Any]
-
-    def apply(self) -> None:
-        self.module.__dict__.update(self.attributes)
-        self.module.__dict__[_MARK] = type(self.module), tuple(self.attributes)
-        self.module.__class__ = self.to
-
-
-def fuse(model: nn.Module, *, save: str = "inputs") -> FuseReport:
+def fuse(
+    model: nn.Module,
+    *,
+    save: str = "inputs",
+    only: Names = None,
+    skip: Names = None,
+    norm: bool = True,
+    mlp: bool = True,
+    linear: bool = True,
+    verify: bool = True,
+) -> FuseReport:
     """Swap, in place, the layers of `model` that keep more for backward than they need.
 
-    nn.RMSNorm and nn.LayerNorm become fusedckpt's. An nn.Sequential becomes a fusedckpt.Sequential
-    where that computes layers as one block: [norm,] linear, activation, linear; linear, activation;
-    norm, linear. Its layers stay what they are. Parameters, hooks, module names and the state_dict
-    stay; `unfuse` restores the classes. What is fused already stays as it is.
+    Found by what they are made of and what they compute, not by their classes:
+
+    - norms: nn.RMSNorm, nn.LayerNorm, subclasses that inherit their forward, and RMSNorms of any
+      class that rounds as torch, Llama or Gemma do;
+    - MLPs and gated MLPs of any class: two or three linears (gate and up may be packed, weights may
+      lie as [in, out]), an activation of `functional.linear_act`, dropouts;
+    - a linear with its activation, of any class;
+    - an nn.Sequential with [norm,] linear, activation, linear, or part of that.
+
+    A swapped module gets a subclass of its class, or fusedckpt's where it was one of torch's; a
+    call that was not proven to be the same (inside dropout, another dtype, a child replaced or
+    hooked since) runs the old forward. Parameters, hooks, module names and the state_dict stay;
+    `unfuse` restores the classes. What is fused already stays as it is.
 
     Args:
-        model: any module; itself a norm or a Sequential, too.
-        save: what blocks with an activation keep, see `functional.mlp`.
+        model: any module; itself a norm, an MLP or a Sequential, too.
+        save: what blocks with an activation keep, "inputs", "gate" or "preact", see `functional`;
+            without a gate "gate" means "inputs".
+        only, skip: names of modules, or patterns as fnmatch has them; a list of them, or one.
+        norm, mlp, linear: whether norms, MLPs, and linears with a norm or activation are swapped.
+        verify: hold every module's output and gradients, before it is swapped, against its own on
+            random numbers: errors against float64 at most twice its own plus 8 epsilons. A module
+            that differs stays and is named. What a module of an unknown class computes is found by
+            running it in any case. Nothing of the model is run with its own weights, and neither
+            its gradients, its buffers nor the random state change.
 
     Returns:
-        What was swapped, and what was left as it is and why: subclasses, parametrized or hooked
-        layers, replaced forwards, parameters that are not dense local floating-point tensors, and
-        activations with other than default parameters.
+        What was swapped, what was left as it is and why, and what one token of training keeps.
 
     Raises:
-        TypeError: `model` is no nn.Module.
-        ValueError: `save` is no level of an MLP.
+        TypeError: `model` is no nn.Module, or names are no strings.
+        ValueError: `save` is no level.
+        An error leaves the model as it was.
     """
     _check_module("fuse", model)
-    _check.level("fuse", save, MLP_LEVELS)
+    _check.level("fuse", save, LEVELS)
+    wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear)
     report = FuseReport()
     # all are planned before anything is touched
-    swaps = [*_norm_swaps(model, report), *_sequential_swaps(model, save, report)]
-    for swap in swaps:
-        swap.apply()
+    planned = [
+        (module, swap)
+        for name, module in model.named_modules()
+        for swap in _planned(name, module, save, wanted, verify, report)
+    ]
+    for module, swap in planned:
+        swap.apply(module)
     return report
+
+
+def _planned(
+    name: str, module: nn.Module, save: str, wanted: Wanted, verify: bool, report: FuseReport
+) -> Iterator[Swap]:
+    """Yield how a module is swapped, if at all; add to the report what will be and what not."""
+    if MARK in module.__dict__ or type(module).__module__.startswith("fusedckpt."):
+        return
+    if isinstance(module, nn.Sequential):
+        yield from _sequential(name, module, save, wanted, verify, report)
+        return
+    if any(_is_lazy(layer) for layer in (module, *module.children())):
+        return
+    matchers: dict[str, Callable[[nn.Module], Swap | str | None]] = {
+        "norm": norm_swap,
+        "mlp": partial(mlp_swap, save=save),
+    }
+    for kind, match in matchers.items():
+        if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
+            continue
+        swap = match(module)
+        if isinstance(swap, str):
+            report.leave(name, kind, swap)
+        elif swap is not None and wanted.has(name, swap.kind):
+            obstacle = _unfit(module, swap.attributes, *module.children())
+            obstacle = obstacle or (parity.difference(module, swap) if verify else None)
+            if obstacle is not None:
+                report.leave(name, swap.kind, obstacle)
+                continue
+            report.swap(name, swap.kind, swap.change, parity.saved_per_token(module, swap))
+            yield swap
+            return
+
+
+def _sequential(
+    prefix: str,
+    parent: nn.Sequential,
+    save: str,
+    wanted: Wanted,
+    verify: bool,
+    report: FuseReport,
+) -> Iterator[Swap]:
+    save = within(save, ("inputs", "preact"))
+    attributes = {"save": save}
+    blocks = {_join(prefix, block.name): block for block in blocks_of(parent, save)}
+    for name, reason in apart(parent).items():
+        if wanted.has(_join(prefix, name), "linear"):
+            report.leave(_join(prefix, name), "linear", reason)
+    meant = {n: b for n, b in blocks.items() if wanted.has(n, b.swap.kind)}
+    if not meant:
+        return
+    # one layer that no kernel takes, or a block that is not meant, keeps the Sequential as it is
+    obstacle = (
+        _subclass(parent)
+        or _unfit(parent, attributes)
+        or next(
+            filter(None, (_unfit_layer(layer) for b in blocks.values() for layer in b.layers)), None
+        )
+    )
+    if obstacle is None and len(meant) < len(blocks):
+        obstacle = "another block of its Sequential is not to be fused"
+    for name, block in meant.items():
+        alone = nn.Sequential(*block.layers)
+        if obstacle is None and verify:
+            obstacle = parity.difference(alone, block.swap)
+        if obstacle is None:
+            saved = parity.saved_per_token(alone, block.swap)
+            report.swap(name, block.swap.kind, block.swap.change, saved)
+    if obstacle is None:
+        yield Swap("mlp", "", Sequential, attributes, ())
+        return
+    for name, block in meant.items():
+        report.leave(name, block.swap.kind, obstacle)
 
 
 def unfuse(model: nn.Module) -> nn.Module:
@@ -110,13 +173,14 @@ def unfuse(model: nn.Module) -> nn.Module:
             Nothing is changed then.
     """
     _check_module("unfuse", model)
-    swapped = [(name, m) for name, m in model.named_modules() if _MARK in m.__dict__]
+    swapped = [(name, m) for name, m in model.named_modules() if MARK in m.__dict__]
     for name, module in swapped:
-        if type(module) not in (LayerNorm, RMSNorm, Sequential):
+        kind = type(module)
+        if kind not in (LayerNorm, RMSNorm, Sequential) and not is_made(kind):
             where = name or "the model"
-            raise ValueError(f"unfuse: {where} became a {type(module).__name__}: undo that first")
+            raise ValueError(f"unfuse: {where} became a {kind.__name__}: undo that first")
     for _, module in swapped:
-        original, attributes = module.__dict__.pop(_MARK)
+        original, attributes = module.__dict__.pop(MARK)
         for attribute in attributes:
             del module.__dict__[attribute]
         module.__class__ = original
@@ -128,83 +192,36 @@ def _check_module(name: str, model: Any) -> None:
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
 
 
-def _norm_swaps(model: nn.Module, report: FuseReport) -> Iterator[_Swap]:
-    for name, module in model.named_modules():
-        for original, (to, attributes) in _NORMS.items():
-            if not isinstance(module, original) or isinstance(module, to):
-                continue
-            obstacle = _unfit(module, original, attributes)
-            if obstacle is not None:
-                report.left[name] = obstacle
-                continue
-            report.swapped[name] = f"nn.{original.__name__} -> {to.__name__}"
-            yield _Swap(module, to, attributes)
+def _is_lazy(module: nn.Module) -> bool:
+    """Whether a module's parameters have no shape yet."""
+    return any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False))
 
 
-def _sequential_swaps(model: nn.Module, save: str, report: FuseReport) -> Iterator[_Swap]:
-    attributes = {"save": save}
-    for prefix, parent in model.named_modules():
-        if not isinstance(parent, nn.Sequential) or isinstance(parent, Sequential):
-            continue
-        names = [f"{prefix}.{slot}" if prefix else slot for slot in parent._modules]
-        layers = list(parent._modules.values())
-        blocks = [run for run in runs(layers) if run.kind != "layer"]
-        # one layer that no kernel takes keeps the whole Sequential as it is
-        obstacle = _unfit(parent, nn.Sequential, attributes) or next(
-            filter(None, (_unfit_layer(layer) for run in blocks for layer in run.of(layers))), None
-        )
-        changes = report.swapped if obstacle is None else report.left
-        for run in blocks:
-            # a block goes by its linear, as its norm may be swapped too
-            linear = run.start + (not isinstance(layers[run.start], nn.Linear))
-            changes[names[linear]] = obstacle or _describe(run, layers)
-        _report_pairs(report, names, layers, blocks)
-        if blocks and obstacle is None:
-            yield _Swap(parent, Sequential, attributes)
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
-def _describe(run: Run, layers: list[Any]) -> str:
-    parts = [name_of(layer) or f"nn.{type(layer).__name__}" for layer in run.of(layers)]
-    return f"{' + '.join(parts)} -> {run.kind}"
+def _subclass(parent: nn.Sequential) -> str | None:
+    if type(parent) is nn.Sequential:
+        return None
+    return f"{type(parent).__name__} is a subclass of nn.Sequential"
 
 
-def _report_pairs(
-    report: FuseReport, names: list[str], layers: list[Any], blocks: list[Run]
-) -> None:
-    """Say why a linear and the activation after it form no block."""
-    inside = {index for run in blocks for index in range(run.start, run.start + run.length)}
-    for index, (linear, follower) in enumerate(pairwise(layers)):
-        if index in inside or not isinstance(linear, nn.Linear) or isinstance(linear, Linear):
-            continue
-        if isinstance(follower, _ACTIVATIONS):
-            report.left[names[index]] = _inseparable(linear, follower)
-
-
-def _unfit(module: nn.Module, original: type[nn.Module], attributes: dict[str, Any]) -> str | None:
+def _unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) -> str | None:
     """Return why ours cannot stand for this module, None if it can."""
-    if type(module) is not original:
-        return f"{type(module).__name__} is a subclass of nn.{original.__name__}"
+    kind = type(module).__name__
     if "forward" in module.__dict__:
-        return f"the forward of the {original.__name__} was replaced"
+        return f"the forward of the {kind} was replaced"
     for attribute in attributes:
         if hasattr(module, attribute):
-            return f"the {original.__name__} has an attribute {attribute} already"
-    return _unfit_layer(module)
+            return f"the {kind} has an attribute {attribute} already"
+    return next(filter(None, map(_unfit_layer, (module, *layers))), None)
 
 
 def _unfit_layer(module: nn.Module) -> str | None:
-    """Return why no kernel takes a module's own parameters, None if they do."""
+    """Return why no kernel takes a module's own parameters, None if one does."""
     try:
         _check.tensors(type(module).__name__, dict(module.named_parameters(recurse=False)))
     except (TypeError, ValueError) as error:
         return str(error)
     return None
-
-
-def _inseparable(linear: nn.Linear, follower: nn.Module) -> str:
-    if name_of(follower) is None:
-        return f"{follower} is no activation that can be fused"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear"
-    assert watched(linear) or watched(follower)
-    return "a hook watches it or its activation, or a forward was replaced"

@@ -27,11 +27,13 @@ class MySequential(nn.Sequential):
 
 
 class MyRMSNorm(nn.RMSNorm):
-    pass
+    def forward(self, x):
+        return super().forward(x) * 2
 
 
 class MyLayerNorm(nn.LayerNorm):
-    pass
+    def forward(self, input):
+        return super().forward(input) * 2
 
 
 class Double(nn.Module):
@@ -91,6 +93,7 @@ def sparse() -> nn.Sequential:
 
 
 WATCHED = "a hook watches it or its activation, or a forward was replaced"
+OWN = "is a subclass of torch's with a forward of its own"
 NO_ACTIVATION = "is no activation that can be fused"
 DECLINED = {
     "forward hook on the linear": (lambda: hooked(0, "register_forward_hook"), WATCHED),
@@ -103,10 +106,13 @@ DECLINED = {
     "subclass of Linear": (lambda: pair(MyLinear(D, D)), "MyLinear is a subclass of nn.Linear"),
     "subclass of an activation": (lambda: pair(None, MyGELU()), "MyGELU(approximate='none') is no"),
     "subclass of Sequential": (lambda: MySequential(*pair()), "a subclass of nn.Sequential"),
-    "subclass of RMSNorm": (lambda: MyRMSNorm(D), "MyRMSNorm is a subclass of nn.RMSNorm"),
-    "subclass of LayerNorm": (lambda: MyLayerNorm(D), "MyLayerNorm is a subclass of nn.LayerNorm"),
+    "subclass of RMSNorm": (lambda: MyRMSNorm(D), f"MyRMSNorm {OWN}"),
+    "subclass of LayerNorm": (lambda: MyLayerNorm(D), f"MyLayerNorm {OWN}"),
     "parametrized linear": (lambda: parametrized(pair(), "0"), "ParametrizedLinear is a subclass"),
-    "parametrized norm": (lambda: parametrized(nn.RMSNorm(D)), "ParametrizedRMSNorm is a subclass"),
+    "parametrized norm": (
+        lambda: parametrized(nn.RMSNorm(D)),
+        "ParametrizedRMSNorm: a parametrization makes its weights",
+    ),
     "LeakyReLU(0.2)": (lambda: pair(None, nn.LeakyReLU(0.2)), NO_ACTIVATION),
     "Softplus(beta=2)": (lambda: pair(None, nn.Softplus(beta=2)), NO_ACTIVATION),
     "Softplus(threshold=1)": (lambda: pair(None, nn.Softplus(threshold=1)), NO_ACTIVATION),

@@ -1,0 +1,225 @@
+"""The classes that fuse gives to modules whose own classes are not known in advance.
+
+Such a module gets a subclass of its own class with our forward before the old one: isinstance
+checks, attributes and methods go on working, and whatever a call does that was not proven equal
+runs the old forward. A subclass is made once per original class and found again by what it was made
+from, so that copies and pickles need no name for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt import _dispatch, _joined, levels
+from fusedckpt._watched import watched
+from fusedckpt.linear import LEVELS as LINEAR_LEVELS
+from fusedckpt.linear import linear_act
+from fusedckpt.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
+from fusedckpt.norm import rms_norm
+from fusedckpt.spec import NormSpec
+
+# where a swapped module remembers its original class and the attributes to delete
+MARK = "_fusedckpt_original"
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One change of class, not yet made.
+
+    kind: "norm", "mlp" or "linear", as `fuse` switches them; change: what the report says of it;
+    features: the trailing shape of what the module reads; small, sizes: a smaller such shape, and
+    shapes of parameters by their ids, in which parity is checked; empty for the real ones.
+    """
+
+    kind: str
+    change: str
+    to: type[nn.Module]
+    attributes: dict[str, Any]
+    features: tuple[int, ...]
+    small: tuple[int, ...] = ()
+    sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def apply(self, module: nn.Module) -> None:
+        """Change the module's class."""
+        module.__dict__.update(self.attributes)
+        module.__dict__[MARK] = type(module), tuple(self.attributes)
+        module.__class__ = self.to
+
+
+class Made(nn.Module):
+    """What all made classes begin with: they are copied and pickled by what they were made from."""
+
+    _fusedckpt_bases: tuple[type[nn.Module], type[nn.Module]]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce_ex__(protocol)
+        # a class made from this one, by parametrization or sharding, is not ours to find again
+        if not is_made(type(self)):
+            return reduced
+        return _new, self._fusedckpt_bases, *reduced[2:]
+
+
+def _new(ours: type[nn.Module], original: type[nn.Module]) -> nn.Module:
+    made = subclass(ours, original)
+    return made.__new__(made)
+
+
+@cache
+def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `original` with the forward of `ours`, one and the same each time."""
+    names = {"__module__": original.__module__, "_fusedckpt_bases": (ours, original)}
+    return type(f"Fused{original.__name__}", (Made, ours, original), names)
+
+
+def is_made(kind: type[nn.Module]) -> bool:
+    """Whether `subclass` made this very class."""
+    return "_fusedckpt_bases" in kind.__dict__
+
+
+class NormPlan(NamedTuple):
+    """What an RMSNorm of some class computes: see `functional.rms_norm`.
+
+    weight, eps: attribute names (weight None for a norm without one); dtypes: the pairs of x's and
+    the weight's dtype for which that was seen to hold, x's twice where there is no weight.
+    """
+
+    weight: str | None
+    eps: str
+    offset: float
+    cast: str
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
+
+
+class FusedRMSNorm(nn.Module):
+    """Forward of an RMSNorm of any class, keeping x alone where its rule is known to hold."""
+
+    _fusedckpt_plan: NormPlan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Normalise as `functional.rms_norm` does, or as the original class does."""
+        plan = self._fusedckpt_plan
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            x = args[0]
+            weight = None if plan.weight is None else getattr(self, plan.weight)
+            if (x.dtype, x.dtype if weight is None else weight.dtype) in plan.dtypes:
+                shape = x.shape[-1:] if weight is None else weight.shape
+                eps = getattr(self, plan.eps)
+                y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
+                spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
+                return _joined.remember(self, y, spec)
+        return super().forward(*args, **kwargs)
+
+
+class MLPPlan(NamedTuple):
+    """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
+
+    kind: "mlp", "gated_mlp" or "linear_act"; linears, classes, transposed: child names, their
+    classes, and whether the weight lies as [in, out], in the order of the function's arguments;
+    packed: which half of the first weight comes first, "gate" or "up", "" where it has no halves;
+    same: attributes that must still hold these objects; dropouts, rates: children and numbers that
+    drop something inside while training; last: a child that drops from the result.
+    """
+
+    kind: str
+    linears: tuple[str, ...]
+    classes: tuple[type[nn.Module], ...]
+    transposed: tuple[bool, ...]
+    activation: str
+    packed: str = ""
+    same: tuple[tuple[str, Any], ...] = ()
+    dropouts: tuple[str, ...] = ()
+    rates: tuple[str, ...] = ()
+    last: str | None = None
+
+
+class FusedMLP(nn.Module):
+    """Forward of an MLP of any class, keeping what its save level names."""
+
+    _fusedckpt_plan: MLPPlan
+    save: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the block at once, or as the original class does."""
+        plan = self._fusedckpt_plan
+        if len(args) != 1 or kwargs or not _holds(self, plan, args[0]):
+            return super().forward(*args, **kwargs)
+        y = _COMPUTE[plan.kind](args[0], self, plan)
+        return y if plan.last is None else self._modules[plan.last](y)  # type: ignore[misc]  # a child
+
+
+def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
+    """Whether a call computes what the plan says: nothing replaced, watched, dropped or mixed."""
+    children = module._modules
+    dtypes = []
+    for name, kind in zip(plan.linears, plan.classes, strict=True):
+        linear = children.get(name)
+        if linear is None or type(linear) is not kind or watched(linear):
+            return False
+        dtypes.append(linear.weight.dtype)  # type: ignore[union-attr]  # a linear's weight
+    for name, seen in plan.same:
+        found = getattr(module, name, None)
+        if found is not seen or (isinstance(found, nn.Module) and watched(found)):
+            return False
+    for name in plan.dropouts:
+        dropout: Any = children.get(name)
+        if dropout is not None and dropout.training and dropout.p > 0:
+            return False
+    if module.training and any(getattr(module, name) > 0 for name in plan.rates):
+        return False
+    if not isinstance(x, Tensor):
+        return False
+    return all(d == x.dtype for d in dtypes) or _dispatch.autocasts(x.device)
+
+
+def _tensors(module: nn.Module, plan: MLPPlan) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the (weight, bias) of the plan's linears, weights as [out, in] views."""
+    pairs: list[tuple[Tensor, Tensor | None]] = []
+    for name, is_transposed in zip(plan.linears, plan.transposed, strict=True):
+        linear: Any = module._modules[name]
+        pairs.append((linear.weight.t() if is_transposed else linear.weight, linear.bias))
+    return pairs
+
+
+def _run_mlp(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+    level = levels.resolve("mlp", None, within(module.save, MLP_LEVELS), MLP_LEVELS)
+    (fc1, fc1_bias), (fc2, fc2_bias) = _tensors(module, plan)
+    return mlp(x, fc1, fc1_bias, fc2, fc2_bias, plan.activation, save=level)
+
+
+def _run_gated(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+    level = levels.resolve("gated_mlp", None, module.save, GATED_LEVELS)
+    (gate, gate_bias), *up, (down, down_bias) = _tensors(module, plan)
+    up_weight, up_bias = up[0] if up else (None, None)
+    if plan.packed == "up":
+        up_weight, gate = gate.chunk(2)
+        up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
+    return gated_mlp(
+        x,
+        gate,
+        up_weight,
+        down,
+        plan.activation,
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        save=level,
+    )
+
+
+def _run_linear_act(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+    level = levels.resolve("linear_act", None, within(module.save, LINEAR_LEVELS), LINEAR_LEVELS)
+    ((weight, bias),) = _tensors(module, plan)
+    return linear_act(x, weight, bias, plan.activation, save=level)
+
+
+def within(level: str, known: tuple[str, ...]) -> str:
+    """Return a level, "inputs" for one that a layer without a gate does not have."""
+    return level if level in known else "inputs"
+
+
+_COMPUTE = {"mlp": _run_mlp, "gated_mlp": _run_gated, "linear_act": _run_linear_act}

@@ -1,0 +1,231 @@
+"""Real transformers models of tiny random configurations, and what each is fed. No downloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from support import DEVICE
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 64
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {"vocab_size": VOCAB, "max_position_embeddings": 64, **IDS}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+# F = 48, so that no width is another's double
+DECODER = {**TEXT, **SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+VISION = {**SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 8}
+
+
+def tokens(length: int = 10) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, (2, length), device=DEVICE)
+    return {"input_ids": ids, "labels": ids}
+
+
+def pixels() -> torch.Tensor:
+    return torch.randn(2, 3, 16, 16, device=DEVICE)
+
+
+def image() -> dict[str, torch.Tensor]:
+    return {"pixel_values": pixels(), "labels": torch.tensor([0, 1], device=DEVICE)}
+
+
+def pair() -> dict[str, Any]:
+    ids = tokens()["input_ids"]
+    return {"input_ids": ids, "pixel_values": pixels(), "return_loss": True}
+
+
+def speech() -> dict[str, torch.Tensor]:
+    features = torch.randn(2, 8, 16, device=DEVICE)
+    return {"input_features": features, "labels": tokens(6)["labels"]}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model class and its configuration.
+
+    swapped: change -> how often; left: module name -> a part of the reason.
+    """
+
+    model: str
+    config: str
+    options: dict[str, Any]
+    swapped: dict[str, int]
+    left: dict[str, str] = field(default_factory=dict)
+    inputs: Callable[[], dict[str, Any]] = tokens
+    generates: bool = True
+
+    def build(self, **more: Any) -> Any:
+        """Make the model anew, with random weights that are no ones and zeros."""
+        config = getattr(transformers, self.config)(**self.options, **more)
+        model = getattr(transformers, self.model)(config).to(DEVICE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # norms start as identities, biases as zeros: neither would tell anything
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        return model
+
+
+def decoder(name: str, swapped: dict[str, int], **more: Any) -> Model:
+    return Model(f"{name}ForCausalLM", more.pop("config", f"{name}Config"), DECODER | more, swapped)
+
+
+def llama_like(name: str, norms: int = 5, act: str = "silu", **more: Any) -> Model:
+    swapped = {
+        f"{name}RMSNorm -> rms_norm (llama cast)": norms,
+        f"{name}MLP -> gated_mlp ({act})": 2,
+    }
+    return decoder(name, swapped, **more)
+
+
+def gemma_like(name: str, norms: int, **more: Any) -> Model:
+    swapped = {
+        f"{name}RMSNorm -> rms_norm (gemma cast, offset 1)": norms,
+        f"{name}MLP -> gated_mlp (gelu_tanh)": 2,
+    }
+    return decoder(name, swapped, head_dim=8, **more)
+
+
+NORM = "nn.LayerNorm -> LayerNorm"
+BESIDE = "its linears and activation stand beside"
+LAYER = f"{BESIDE} self_attn"
+POOLER = "the forward of BertPooler is not that of an MLP of its layers"
+SEQ2SEQ = {"vocab_size": VOCAB, "decoder_start_token_id": 1, **IDS}
+T5 = {
+    **SEQ2SEQ,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
+WHISPER = {
+    **SEQ2SEQ,
+    "num_mel_bins": 8,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_source_positions": 8,
+    "max_target_positions": 32,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+CLIP = {
+    "text_config": {**TEXT, **SIZES, "intermediate_size": 48},
+    "vision_config": VISION,
+    "projection_dim": 16,
+}
+
+MODELS = {
+    "llama": llama_like("Llama"),
+    "mistral": llama_like("Mistral", head_dim=8),
+    "qwen2": llama_like("Qwen2"),
+    "qwen3": llama_like("Qwen3", norms=9, head_dim=8),
+    "gemma": gemma_like("Gemma", 5),
+    "gemma2": gemma_like("Gemma2", 9),
+    "gemma3": gemma_like("Gemma3", 13, config="Gemma3TextConfig"),
+    "phi3": decoder(
+        "Phi3",
+        {
+            "Phi3RMSNorm -> rms_norm (llama cast)": 5,
+            "Phi3MLP -> gated_mlp (silu, packed, gate first)": 2,
+        },
+    ),
+    "olmo2": decoder(
+        "Olmo2",
+        {"Olmo2RMSNorm -> rms_norm (gemma cast)": 9, "Olmo2MLP -> gated_mlp (silu)": 2},
+    ),
+    "mixtral": Model(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**DECODER, "num_local_experts": 2, "experts_implementation": "eager"},
+        {"MixtralRMSNorm -> rms_norm (llama cast)": 5},
+        {f"model.layers.{i}.mlp.experts": "mixture of experts" for i in range(2)},
+    ),
+    "gpt2": Model(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": VOCAB, **IDS, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        {NORM: 5, "GPT2MLP -> mlp (gelu_tanh, weights as [in, out])": 2},
+    ),
+    "gpt_neox": Model(
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**TEXT, **SIZES, "intermediate_size": 48},
+        {NORM: 5, "GPTNeoXMLP -> mlp (gelu)": 2},
+    ),
+    "opt": Model(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**TEXT, **SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+        {NORM: 5},
+        {f"model.decoder.layers.{i}": LAYER for i in range(2)},
+    ),
+    "bert": Model(
+        "BertForMaskedLM",
+        "BertConfig",
+        {**TEXT, **SIZES, "intermediate_size": 48},
+        {NORM: 6, "BertIntermediate -> linear_act (gelu)": 2},
+        {"cls.predictions.transform": f"{BESIDE} LayerNorm"},
+        generates=False,
+    ),
+    "roberta": Model(
+        "RobertaForMaskedLM",
+        "RobertaConfig",
+        {**TEXT, **SIZES, "intermediate_size": 48},
+        {NORM: 6, "RobertaIntermediate -> linear_act (gelu)": 2},
+        generates=False,
+    ),
+    "vit": Model(
+        "ViTForImageClassification",
+        "ViTConfig",
+        VISION,
+        {NORM: 5, "ViTMLP -> mlp (gelu)": 2},
+        inputs=image,
+        generates=False,
+    ),
+    "clip": Model(
+        "CLIPModel",
+        "CLIPConfig",
+        CLIP,
+        {NORM: 11, "CLIPMLP -> mlp (quick_gelu)": 4},
+        inputs=pair,
+        generates=False,
+    ),
+    "t5": Model(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        T5,
+        {
+            "T5LayerNorm -> rms_norm (llama cast)": 12,
+            "T5DenseActDense -> mlp (relu)": 4,
+        },
+    ),
+    "t5_gated": Model(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**T5, "feed_forward_proj": "gated-gelu"},
+        {
+            "T5LayerNorm -> rms_norm (llama cast)": 12,
+            "T5DenseGatedActDense -> gated_mlp (gelu_tanh)": 4,
+        },
+    ),
+    "whisper": Model(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        WHISPER,
+        {NORM: 12},
+        {f"model.{half}.layers.{i}": LAYER for half in ("encoder", "decoder") for i in range(2)},
+        inputs=speech,
+    ),
+}
