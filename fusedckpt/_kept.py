@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt._replay import stale
+from fusedckpt._versions import stale, version_of
 
 # private to torch: without it an argument is held, also inside another checkpoint
 _make_saved: Callable[..., Any] | None = getattr(
@@ -23,8 +23,10 @@ class Held:
         # detached: a recompute's graph is its own
         data = tensor.detach()
         self.requires_grad = tensor.requires_grad
-        self.version = tensor._version
-        self._saved = data if _make_saved is None else _make_saved(data, is_output=False)
+        self.version = version_of(tensor)
+        # autograd refuses to save an inference tensor
+        holds = _make_saved is None or tensor.is_inference()
+        self._saved = data if holds else _make_saved(data, is_output=False)
 
     def tensor(self) -> Tensor:
         """Return the argument, detached; raise where it was written in place since."""
@@ -34,7 +36,7 @@ class Held:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RuntimeError(stale("an argument")) from error
-        if tensor is self._saved and tensor._version != self.version:
+        if tensor is self._saved and version_of(tensor) != self.version:
             raise RuntimeError(stale("an argument", tensor))
         return tensor.detach()
 
@@ -82,16 +84,34 @@ def is_plain(tensor: Tensor) -> bool:
     return plain and not tensor.is_conj() and not tensor.is_neg()
 
 
-def like_of(tensor: Tensor, made_here: bool) -> tuple[Any, ...]:
-    """Return what a tensor and the one at its place in the recompute must share.
+class Marks(NamedTuple):
+    """What a saved tensor and the one at its place in the recompute must share.
 
-    The kind of node that it comes from tells apart tensors of one shape.
+    The kind of node that it comes from, and the parameter that it is or views, tell apart tensors
+    of one shape.
     """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    node: type | None
+    parameter: int | None
+
+    def __str__(self) -> str:
+        made = "" if self.node is None else f" from {self.node.__name__}"
+        kind = "" if self.parameter is None else f"parameter {self.parameter:#x} "
+        return f"{kind}{self.dtype} {list(self.shape)} on {self.device}{made}"
+
+
+def owner_of(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def marks_of(tensor: Tensor, made_here: bool, is_argument: bool = False) -> Marks:
+    """Return what marks a tensor; an argument, whose graph is not the recompute's, has no node."""
     node = tensor.grad_fn if made_here and type(tensor) is Tensor else None
-    return tensor.shape, tensor.dtype, tensor.device, None if node is None else type(node)
-
-
-def describe(like: tuple[Any, ...]) -> str:
-    shape, dtype, device, node = like
-    made = "" if node is None else f" from {node.__name__}"
-    return f"{dtype} {list(shape)} on {device}{made}"
+    owner = owner_of(tensor)
+    # an argument that is a parameter comes detached in the recompute
+    parameter = id(owner) if isinstance(owner, nn.Parameter) and not is_argument else None
+    kind = None if node is None else type(node)
+    return Marks(tensor.shape, tensor.dtype, tensor.device, kind, parameter)

@@ -22,11 +22,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fusedckpt._kept import Call, Event, Held, Leaf, Output, View, is_plain, like_of
+from fusedckpt._kept import (
+    Call,
+    Event,
+    Held,
+    Leaf,
+    Marks,
+    Output,
+    View,
+    is_plain,
+    marks_of,
+    owner_of,
+)
 from fusedckpt._paranoia import SEGMENT, Record
 from fusedckpt._phases import Like, Phase, current
 from fusedckpt._recompute import Recompute
-from fusedckpt._replay import Conditions, stale
+from fusedckpt._replay import Conditions
+from fusedckpt._versions import stale, version_of
 
 _exec_group: Callable[[], Any] | None = getattr(torch._C, "_get_graph_exec_group", None)
 
@@ -51,20 +63,29 @@ class Segment(Phase):
         # what an enclosing checkpoint recomputes, it gives back once only
         self._is_nested = current() is not None
         # of every tensor saved: what it was like, and where it was dropped, its event
-        self.likes: list[tuple[Any, ...]] = []
+        self.marks: list[Marks] = []
         self.events: list[weakref.ref[Event] | None] = []
         self.slots: list[tuple[str, weakref.ref[_Slot]]] = []
         # by storage, while a call runs
         self._arguments: dict[int, tuple[Held, Tensor]] = {}
-        self._leaves: list[Tensor] = []
+        self._leaves: dict[int, tuple[Tensor, Held]] = {}
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Output]] = {}
         self._recomputes: dict[int, Recompute] = {}
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `fn`, dropping what autograd saves."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        self.calls.append(Call(fn, [self._hold(leaf) for leaf in leaves], spec))
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flat: tuple[list[Any], Any] | None = None,
+    ) -> Any:
+        """Call `fn`, dropping what autograd saves; `flat` is the arguments flattened."""
+        leaves, spec = pytree.tree_flatten((args, kwargs)) if flat is None else flat
         try:
+            self.calls.append(Call(fn, [self._hold(leaf) for leaf in leaves], spec))
+            if (around := current()) is not None:
+                # where these were all that an enclosing recompute is for
+                around.enter(())
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 if self.record is None:
                     return fn(*args, **kwargs)
@@ -73,16 +94,19 @@ class Segment(Phase):
                 self.record.see(SEGMENT, output)
                 return output
         finally:
-            self._arguments, self._leaves = {}, []
+            self._arguments, self._leaves = {}, {}
 
     def _hold(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         known = self._outputs.get(id(leaf))
-        if known is not None and known[0]() is leaf and known[1] == leaf._version:
+        if known is not None and known[0]() is leaf and known[1] == version_of(leaf):
             return known[2]
+        if id(leaf) in self._leaves:
+            # given twice: the recompute gets one tensor twice too
+            return self._leaves[id(leaf)][1]
         held = Held(leaf)
-        self._leaves.append(leaf)
+        self._leaves[id(leaf)] = leaf, held
         if is_plain(leaf) and not self._is_nested:
             self._arguments[leaf.untyped_storage()._cdata] = held, leaf
         return held
@@ -93,11 +117,11 @@ class Segment(Phase):
         for index, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 place = Output(call, index)
-                self._outputs[id(leaf)] = weakref.ref(leaf), leaf._version, place
+                self._outputs[id(leaf)] = weakref.ref(leaf), version_of(leaf), place
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd keeps in the tensor's place."""
-        owner = tensor if tensor._base is None else tensor._base
+        owner = owner_of(tensor)
         packed: Any = None
         if isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad):
             # a view would hold its own node
@@ -105,8 +129,8 @@ class Segment(Phase):
         elif self._arguments and is_plain(tensor):
             packed = self._view(tensor)
         # an argument comes from no node in the recompute
-        made_here = packed is None and all(tensor is not leaf for leaf in self._leaves)
-        self.likes.append(like_of(tensor, made_here))
+        made_here = packed is None and id(tensor) not in self._leaves
+        self.marks.append(marks_of(tensor, made_here, id(owner) in self._leaves))
         if packed is not None:
             self.events.append(None)
             return packed

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
+from fusedckpt._holdings import Holdings, callee
 from fusedckpt._paranoia import Record
 from fusedckpt._recompute import is_recomputing
-from fusedckpt._replay import Conditions, Holdings
+from fusedckpt._replay import Conditions
 from fusedckpt._segment import Segment
 from fusedckpt.memory import saved_tensors
 from fusedckpt.policies import balanced
@@ -58,7 +60,7 @@ def checkpoint(
     Where the parameters, buffers, arguments or closure of `fn` are written in place between forward
     and backward, backward raises. Buffers that the forward itself writes, such as BatchNorm's, are
     written once. Under torch.compile this is torch.utils.checkpoint's non-reentrant form; under
-    no_grad and torch.func transforms it is a plain call.
+    no_grad, torch.func transforms and forward-mode AD it is a plain call.
 
     Raises:
         TypeError: `fn` cannot be called.
@@ -72,23 +74,32 @@ def checkpoint(
             fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
         )
     _check_callable("checkpoint", fn)
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or _is_transformed():
         return fn(*args, **kwargs)
     # what a partial holds are arguments like others
     while isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-    segment = _segment(fn, (args, kwargs), preserve_rng_state, preserve_python_rng, debug)
-    output = segment.run(fn, args, kwargs)
+    flat = pytree.tree_flatten((args, kwargs))
+    segment = _segment(fn, flat[0], preserve_rng_state, preserve_python_rng, debug)
+    output = segment.run(fn, args, kwargs, flat)
     segment.conditions.settle()
     return output
 
 
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work, which recompute for themselves."""
+    return torch._C._are_functorch_transforms_active() or _forward_level() >= 0
+
+
+def _forward_level() -> int:
+    return getattr(forward_ad, "_current_level", -1)
+
+
 def _segment(
-    fn: Callable[..., Any], arguments: Any, rng: bool, python_rng: bool, debug: bool
+    fn: Callable[..., Any], leaves: list[Any], rng: bool, python_rng: bool, debug: bool
 ) -> Segment:
-    leaves = pytree.tree_leaves(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    held = Holdings(fn, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
+    held = Holdings(callee(fn), *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
     devices = {tensor.device for tensor in tensors}
     conditions = Conditions(held, devices, rng=rng, python_rng=python_rng)
     return Segment(conditions, Record(held.modules) if debug else None)
@@ -159,7 +170,8 @@ def _kept_bytes(functions: list[Any], input: Any) -> list[int]:
     leaves = [leaf for leaf in pytree.tree_leaves(input) if isinstance(leaf, Tensor)]
     devices = {leaf.device for leaf in leaves}
     sizes = []
-    with Conditions(Holdings(*functions), devices, rng=True, python_rng=True).restored():
+    held = Holdings(*map(callee, functions))
+    with Conditions(held, devices, rng=True, python_rng=True).restored():
         for function in functions:
             # not a leaf, which it could not write in place
             input = pytree.tree_map_only(Tensor, _fresh, input)
