@@ -31,15 +31,17 @@ class Stop(BaseException):
 
 
 class Recompute(Phase):
-    """One recompute of a segment: the tensors it brought back, until backward takes them."""
+    """One recompute of a segment: the tensors it brought back, until backward takes them.
+
+    With `keeps`, until the end of that backward.
+    """
 
     recomputes = True
 
-    def __init__(self, segment: Segment):
-        self.segment = segment
+    def __init__(self, segment: Segment, keeps: bool = False):
+        self.segment, self._keeps = segment, keeps
         self.extras: dict[int, Sequence[Tensor | None]] = {}
         self._values: dict[int, tuple[Tensor, int]] = {}
-        self._taken: dict[int, weakref.ref[Tensor]] = {}
         self._num_saved = self._num_slots = 0
         # what was saved before, where no gradient flows into it
         self._before: Tensor | None = None
@@ -127,13 +129,13 @@ class Recompute(Phase):
         return before.untyped_storage()._cdata != tensor.untyped_storage()._cdata
 
     def take(self, index: int) -> Tensor | None:
-        """Hand over a tensor; None where it was handed over before and is gone."""
-        if index not in self._values:
-            return self._taken[index]() if index in self._taken else None
-        tensor, version = self._values.pop(index)
+        """Hand over a tensor; None where it was handed over before and not kept."""
+        given = self._values.get(index) if self._keeps else self._values.pop(index, None)
+        if given is None:
+            return None
+        tensor, version = given
         if tensor._version != version:
             raise RuntimeError(stale("a tensor saved for backward", tensor))
-        self._taken[index] = weakref.ref(tensor)
         return tensor
 
     def runs(self, level: str) -> str:

@@ -160,10 +160,10 @@ class Segment(Phase):
         if value is None:
             warnings.warn(
                 "checkpoint: a saved tensor was read twice in one backward, which recomputes its "
-                "segment twice: read ctx.saved_tensors once",
+                "segment once more and then keeps all: read ctx.saved_tensors once",
                 stacklevel=2,
             )
-            value = self._recompute().take(packed.index)
+            value = self._recompute(keeps=True).take(packed.index)
         assert value is not None
         return value
 
@@ -171,8 +171,8 @@ class Segment(Phase):
         """Return the recompute that serves the backward of now."""
         return self._recomputes.get(_backward_id())
 
-    def _recompute(self) -> Recompute:
-        recompute = Recompute(self)
+    def _recompute(self, keeps: bool = False) -> Recompute:
+        recompute = Recompute(self, keeps)
         recompute.run()
         backward = _backward_id()
         if backward != -1:
