@@ -99,8 +99,7 @@ class Marks(NamedTuple):
 
     def __str__(self) -> str:
         made = "" if self.node is None else f" from {self.node.__name__}"
-        kind = "" if self.parameter is None else f"parameter {self.parameter:#x} "
-        return f"{kind}{self.dtype} {list(self.shape)} on {self.device}{made}"
+        return f"{self.dtype} {list(self.shape)} on {self.device}{made}"
 
 
 def owner_of(tensor: Tensor) -> Tensor:

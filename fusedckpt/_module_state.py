@@ -10,13 +10,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fusedckpt._versions import stale, version_of
+
+if TYPE_CHECKING:
+    from fusedckpt._kept import Marks
 
 # names of the buffers that a module's forward was seen to change, in training and in eval mode
 _changing: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
@@ -73,6 +76,15 @@ class ModuleState:
             if entry.value is None and version_of(entry.tensor) != entry.version:
                 name = f"buffer {entry.name!r} of {type(entry.module).__name__}"
                 raise RuntimeError(stale(name, entry.tensor))
+
+    def describe(self, marks: Marks) -> str:
+        """Say what a saved tensor is, by name where it is a parameter."""
+        if marks.parameter is None:
+            return str(marks)
+        for module, name, tensor, *_ in self.parameters:
+            if id(tensor) == marks.parameter:
+                return f"{name} of {type(module).__name__} ({marks})"
+        return f"a parameter ({marks})"
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -104,9 +104,10 @@ class Recompute(Phase):
         event, before = segment.events[index], segment.marks[index]
         marks = marks_of(attached, event is not None)
         if marks != before:
+            was, now = map(segment.conditions.modules.describe, (before, marks))
             raise CheckpointError(
-                f"checkpoint: tensor {index} that the segment saves was {before} in forward and is "
-                f"{marks} when recomputed: it must do the same each time"
+                f"checkpoint: tensor {index} that the segment saves was {was} in forward and is "
+                f"{now} when recomputed: it must do the same each time"
             )
         self._num_saved += 1
         if _alive(event):
