@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,11 +50,34 @@ class Output(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of the segment, its arguments flattened."""
+    """One call of the segment, its arguments flattened; `make` returns what was called."""
 
-    fn: Callable[..., Any]
+    make: Callable[[], Callable[..., Any]]
     leaves: list[Any]
     spec: Any
+
+
+def maker(fn: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """Return what makes `fn` again, with the variables of its closure as they are bound now.
+
+    They may be bound anew before backward: a loop's variable to the next layer, or the input's name
+    to the output, which would then hold itself.
+    """
+    if not isinstance(fn, types.FunctionType) or not fn.__closure__:
+        return lambda: fn
+    empty = types.CellType()
+    contents = [() if cell == empty else (cell.cell_contents,) for cell in fn.__closure__]
+    parts = fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__
+    keywords, attributes = fn.__kwdefaults__, fn.__dict__
+
+    def make() -> Callable[..., Any]:
+        closure = tuple(types.CellType(*content) for content in contents)
+        made = types.FunctionType(*parts, closure)
+        made.__kwdefaults__ = keywords
+        made.__dict__.update(attributes)
+        return made
+
+    return make
 
 
 class Event:
@@ -103,7 +127,13 @@ class Marks(NamedTuple):
 
 
 def owner_of(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
+    return tensor if (base := tensor._base) is None else base
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    # the check by isinstance takes a microsecond
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
 
 
 def marks_of(tensor: Tensor, made_here: bool, is_argument: bool = False) -> Marks:
@@ -111,6 +141,6 @@ def marks_of(tensor: Tensor, made_here: bool, is_argument: bool = False) -> Mark
     node = tensor.grad_fn if made_here and type(tensor) is Tensor else None
     owner = owner_of(tensor)
     # an argument that is a parameter comes detached in the recompute
-    parameter = id(owner) if isinstance(owner, nn.Parameter) and not is_argument else None
+    parameter = id(owner) if not is_argument and is_parameter(owner) else None
     kind = None if node is None else type(node)
     return Marks(tensor.shape, tensor.dtype, tensor.device, kind, parameter)

@@ -81,7 +81,7 @@ class Recompute(Phase):
             leaves = _arguments(call.leaves, outputs)
             args, kwargs = pytree.tree_unflatten(leaves, call.spec)
             del leaves
-            result = call.fn(*args, **kwargs)
+            result = call.make()(*args, **kwargs)
             del args, kwargs
             if self.segment.record is not None:
                 self.segment.record.see(SEGMENT, result)

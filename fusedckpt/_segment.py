@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedckpt._kept import (
@@ -30,7 +30,9 @@ from fusedckpt._kept import (
     Marks,
     Output,
     View,
+    is_parameter,
     is_plain,
+    maker,
     marks_of,
     owner_of,
 )
@@ -82,7 +84,7 @@ class Segment(Phase):
         """Call `fn`, dropping what autograd saves; `flat` is the arguments flattened."""
         leaves, spec = pytree.tree_flatten((args, kwargs)) if flat is None else flat
         try:
-            self.calls.append(Call(fn, [self._hold(leaf) for leaf in leaves], spec))
+            self.calls.append(Call(maker(fn), [self._hold(leaf) for leaf in leaves], spec))
             if (around := current()) is not None:
                 # where these were all that an enclosing recompute is for
                 around.enter(())
@@ -123,7 +125,7 @@ class Segment(Phase):
         """Return what autograd keeps in the tensor's place."""
         owner = owner_of(tensor)
         packed: Any = None
-        if isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad):
+        if is_parameter(owner) or (owner.is_leaf and owner.requires_grad):
             # a view would hold its own node
             packed = Leaf(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         elif self._arguments and is_plain(tensor):

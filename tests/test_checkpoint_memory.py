@@ -84,6 +84,16 @@ def test_c29_forward_without_backward():
 
 
 @pytest.mark.usefixtures("no_gc")
+def test_c29_closure_over_the_name_of_the_output():
+    probe, x = Probe(), randn(4, 6)
+    x = checkpoint(lambda: probe(x).sin())
+    output = weakref.ref(x)
+    x.sum().backward()
+    x = None
+    assert output() is None
+
+
+@pytest.mark.usefixtures("no_gc")
 def test_c29_after_an_exception_in_the_recompute():
     probe, x = Probe(), randn(4, 6)
 

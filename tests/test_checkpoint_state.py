@@ -134,6 +134,32 @@ def test_replaced_between_forward_and_backward(kind):
     assert all(now[key] is t for key, t in net.state_dict(keep_vars=True).items())
 
 
+def test_closure_bound_anew():
+    """The recompute calls what the forward called, not what the names stand for by then."""
+    layers, x = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)], randn(4, 6)
+    layers = nn.ModuleList(layers).to(DEVICE)
+
+    def run(call):
+        y, count = x.detach(), 0
+        for layer in layers:
+
+            def fn(z):
+                nonlocal count
+                count += 1
+                return layer(z).sin() + y * count  # noqa: B023
+
+            y = call(fn, y)
+        assert count == 3
+        loss = y.square().sum()
+        grads = torch.autograd.grad(loss, [*layers.parameters()], retain_graph=True)
+        again = torch.autograd.grad(loss, [*layers.parameters()])
+        assert all(map(same, grads, again))
+        assert count == 3
+        return grads
+
+    assert all(map(same, run(checkpoint), run(lambda fn, z: fn(z))))
+
+
 def test_functional_call():
     net, x = Net(), randn(4, 6)
     given = {k: (p * 2).detach().requires_grad_(p.requires_grad) for k, p in net.named_parameters()}
