@@ -7,7 +7,7 @@ import dis
 import functools
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,14 @@ _ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dty
 # a longer container is data, not layers
 _MAX_LENGTH = 4096
 _DEPTH = 5
+
+
+class Global(NamedTuple):
+    """A name and what it stood for."""
+
+    space: dict[str, Any]
+    name: str
+    value: Any
 
 
 class Holdings:
@@ -29,6 +37,7 @@ class Holdings:
         self.modules: dict[nn.Module, None] = {}
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.globals: list[Global] = []
         self._seen: set[int] = set()
         for _ in range(_DEPTH):
             objects = tuple(part for obj in objects for part in self._see(obj))
@@ -46,6 +55,10 @@ class Holdings:
             self.tensors.append(obj)
         elif isinstance(obj, torch.Generator):
             self.generators.append(obj)
+        elif isinstance(obj, types.FunctionType):
+            found = _globals(obj)
+            self.globals += found
+            return _parts_of_function(obj, [entry.value for entry in found])
         else:
             return _parts(obj)
         return ()
@@ -58,8 +71,6 @@ def _parts(obj: Any) -> Iterable[Any]:
         return obj.values() if isinstance(obj, Mapping) else obj
     if isinstance(obj, types.MethodType):
         return obj.__self__, obj.__func__, *_named_attributes(obj.__func__, [obj.__self__])
-    if isinstance(obj, types.FunctionType):
-        return _parts_of_function(obj)
     if isinstance(obj, functools.partial):
         return obj.func, *obj.args, *obj.keywords.values()
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
@@ -67,15 +78,23 @@ def _parts(obj: Any) -> Iterable[Any]:
     return ()
 
 
-def _parts_of_function(fn: types.FunctionType) -> list[Any]:
+def _parts_of_function(fn: types.FunctionType, globals: list[Any]) -> list[Any]:
     cells = [cell.cell_contents for cell in fn.__closure__ or () if cell != types.CellType()]
-    found = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    for name in _names(fn.__code__)[0]:
-        part = fn.__globals__.get(name)
-        # not into the functions of libraries
-        if not isinstance(part, types.FunctionType) or part.__globals__ is fn.__globals__:
-            found.append(part)
+    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    found = [*cells, *defaults, *globals]
     return found + _named_attributes(fn, found)
+
+
+def _globals(fn: types.FunctionType) -> list[Global]:
+    """Return the globals that its code names: objects, but no functions of libraries."""
+    names, space = _names(fn.__code__)[0], fn.__globals__
+    entries = [Global(space, name, space[name]) for name in names if name in space]
+    return [
+        entry
+        for entry in entries
+        if not isinstance(entry.value, (type, types.ModuleType, types.BuiltinFunctionType))
+        and getattr(entry.value, "__globals__", space) is space
+    ]
 
 
 def _named_attributes(fn: Any, objects: Iterable[Any]) -> list[Any]:

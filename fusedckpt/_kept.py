@@ -26,8 +26,8 @@ class Held:
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
         # autograd refuses to save an inference tensor
-        holds = _make_saved is None or tensor.is_inference()
-        self._saved = data if holds else _make_saved(data, is_output=False)
+        save = None if tensor.is_inference() else _make_saved
+        self._saved = data if save is None else save(data, is_output=False)
 
     def tensor(self) -> Tensor:
         """Return the argument, detached; raise where it was written in place since."""

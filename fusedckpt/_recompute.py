@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class Recompute(Phase):
         self.extras: dict[int, Sequence[Tensor | None]] = {}
         self._values: dict[int, tuple[Tensor, int]] = {}
         self._num_saved = self._num_slots = 0
+        self._stopped = False
         # what was saved before, where no gradient flows into it
         self._before: Tensor | None = None
         count = len(segment.events)
@@ -66,6 +67,11 @@ class Recompute(Phase):
             ):
                 self._run_calls()
         except Stop:
+            return
+        except Exception:
+            # TorchScript makes another error of it
+            if not self._stopped:
+                raise
             return
         finally:
             self._before = None
@@ -93,7 +99,7 @@ class Recompute(Phase):
         """Bring back the tensor that the forward saved at this place."""
         index, segment = self._num_saved, self.segment
         if index > self._last and segment.record is None:
-            raise Stop
+            self._stop()
         # else the recompute's graph would hold itself
         tensor, attached = tensor.detach(), tensor
         if index >= len(segment.marks):
@@ -115,9 +121,13 @@ class Recompute(Phase):
         # all outputs are compared where they are recorded
         is_last = index == self._last and segment.record is None
         if is_last and attached.requires_grad and not self._is_noise(tensor):
-            raise Stop
+            self._stop()
         self._before = None if attached.requires_grad else tensor
         return tensor
+
+    def _stop(self) -> NoReturn:
+        self._stopped = True
+        raise Stop
 
     def _is_noise(self, tensor: Tensor) -> bool:
         """Whether the tensor before this one may yet be written: rrelu saves, then draws noise."""
@@ -156,7 +166,7 @@ class Recompute(Phase):
             for tensor in tensors:
                 self.pack(tensor)
         if self._num_saved > self._last:
-            raise Stop
+            self._stop()
 
     def save(
         self,

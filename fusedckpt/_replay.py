@@ -1,22 +1,27 @@
 """What a segment's recompute must find as its forward found it, besides its arguments.
 
-Random number generators, autocast, the default device, and the parameters and buffers of every
-module that the segment's function holds.
+Random number generators, autocast, the kernels of attention, the default device, and the
+parameters and buffers of every module that the segment's function holds.
 """
 
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.attention import sdpa_kernel
 
 from fusedckpt._holdings import Holdings
 from fusedckpt._module_state import ModuleState
 from fusedckpt._versions import stale, version_of
+
+_current_kernels: Any = getattr(torch.nn.attention, "_cur_sdpa_kernel_backends", None)
 
 
 class Conditions:
@@ -31,6 +36,9 @@ class Conditions:
         python_rng: bool,
     ):
         self.modules = ModuleState(held.modules)
+        # others, such as counters and flags, may well change
+        kinds = nn.Module, torch.Tensor, types.FunctionType
+        self.globals = [entry for entry in held.globals if isinstance(entry.value, kinds)]
         self.tensors = [(tensor, version_of(tensor)) for tensor in held.tensors]
         read = (*(entry.tensor for entry in self.modules.parameters), *held.tensors)
         devices = {*devices, *(tensor.device for tensor in read)}
@@ -43,6 +51,7 @@ class Conditions:
         kinds = {"cpu", *(device.type for device in devices)}
         self.autocasts = [(k, _autocast(k)) for k in kinds if torch.amp.is_autocast_available(k)]
         self.device = torch.get_default_device()
+        self.attention = _attention_kernels()
 
     def settle(self) -> None:
         """Learn, once the forward has run, which buffers it changed; let go of other copies."""
@@ -51,6 +60,12 @@ class Conditions:
     def check(self) -> None:
         """Raise where what the segment reads was written in place since its forward ran."""
         self.modules.check()
+        for space, name, value in self.globals:
+            if space.get(name) is not value:
+                raise RuntimeError(
+                    f"checkpoint: the global {name!r} was bound to another object between forward "
+                    "and backward: pass what it stands for as an argument"
+                )
         for tensor, version in self.tensors:
             if version_of(tensor) != version:
                 raise RuntimeError(stale("a tensor that it reads", tensor))
@@ -66,6 +81,8 @@ class Conditions:
                     stack.enter_context(torch.autocast(kind, **options))
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
+            if self.attention and self.attention != _attention_kernels():
+                stack.enter_context(sdpa_kernel(self.attention))
             stack.enter_context(self.modules.restored())
             yield
 
@@ -76,6 +93,11 @@ def _autocast(kind: str) -> dict[str, Any]:
         "dtype": torch.get_autocast_dtype(kind),
         "cache_enabled": torch.is_autocast_cache_enabled(),
     }
+
+
+def _attention_kernels() -> list[Any]:
+    """Return those that scaled_dot_product_attention may choose from, as sdpa_kernel set them."""
+    return [] if _current_kernels is None else _current_kernels()
 
 
 class _Random:

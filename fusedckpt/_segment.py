@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from fusedckpt._kept import (
@@ -158,6 +159,11 @@ class Segment(Phase):
             return packed.tensor
         if isinstance(packed, View):
             return packed.held.tensor().view(packed.size)
+        if torch.compiler.is_compiling():
+            return _uncompiled(self._bring_back, packed)
+        return self._bring_back(packed)
+
+    def _bring_back(self, packed: Event) -> Tensor:
         value = (self.running() or self._recompute()).take(packed.index)
         if value is None:
             warnings.warn(
@@ -201,6 +207,12 @@ class Segment(Phase):
         if any(like is not None for like in likes):
             ctx.recall = slot = _Slot(self, len(self.slots))
             self.slots.append((name, weakref.ref(slot)))
+
+
+@_disable_dynamo
+def _uncompiled(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call what compiled autograd is to leave to eager execution."""
+    return fn(*args)
 
 
 def _backward_id() -> int:

@@ -7,10 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checkpoints import assert_as_plain, same, step, stock
 from support import DEVICE, randn
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -181,6 +184,28 @@ def test_c28_compiled_inside(backend):
     expected = step(lambda x: layers(x).sin(), x, parameters=layers.parameters())
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_c28_compiled_autograd():
+    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE), randn(4, 6)
+    expected = step(lambda x: layers(x).sin(), x)[1]
+    loss = checkpoint(lambda x: layers(x).sin(), x).square().sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    assert same(x.grad, expected)
+
+
+def test_kernels_of_attention():
+    q = randn(1, 2, 8, 8)
+
+    def fn(q):
+        return F.scaled_dot_product_attention(q * 1, q * 1, q * 1).sin()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.autograd.grad(fn(q).sum(), q)
+        y = checkpoint(fn, q)
+    assert same(torch.autograd.grad(y.sum(), q)[0], expected[0])
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -182,3 +182,16 @@ def test_c31_debug_accepts_nan_and_what_is_equal():
         checkpoint, lambda x: (F.dropout(x).to(torch.bfloat16), x.argmax(), x[:0]), debug=True
     )
     half(randn(4, 6))[0].float().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_makes_another_error_of_a_recomputes_end():
+    script = torch.jit.script(chained)
+    x = randn(4)
+    with torch.jit.optimized_execution(False):
+        (found,) = torch.autograd.grad(checkpoint(script, x).sum(), x)
+    assert same(found, torch.autograd.grad(chained(x).sum(), x)[0])
+
+
+def chained(x):
+    return x.sin().exp().sin()

@@ -160,6 +160,14 @@ def test_closure_bound_anew():
     assert all(map(same, run(checkpoint), run(lambda fn, z: fn(z))))
 
 
+def test_global_bound_anew(monkeypatch):
+    x = randn(4, 6)
+    y = checkpoint(lambda x: add(x, WEIGHT), x)
+    monkeypatch.setitem(globals(), "WEIGHT", WEIGHT.clone())
+    with pytest.raises(RuntimeError, match="the global 'WEIGHT' was bound to another object"):
+        y.sum().backward()
+
+
 def test_functional_call():
     net, x = Net(), randn(4, 6)
     given = {k: (p * 2).detach().requires_grad_(p.requires_grad) for k, p in net.named_parameters()}
