@@ -51,16 +51,21 @@ def checkpoint(
     Args:
         fn: a function or module that computes the same each time it is called.
         args, kwargs: its arguments.
-        preserve_rng_state: give the recompute the random numbers of the forward, on the CPU and on
-            the devices of the arguments and of the parameters that `fn` holds.
+        preserve_rng_state: give the recompute the random numbers of the forward, on the CPU, on
+            the devices of the arguments and of what `fn` holds, and of any torch.Generator there.
         preserve_python_rng: and those of `random` and `numpy.random`.
         debug: keep a copy of what every module in `fn` returns, run the recompute to its end, and
             raise where it differs in any bit, naming the first module that does.
 
     Where the parameters, buffers, arguments or closure of `fn` are written in place between forward
-    and backward, backward raises. Buffers that the forward itself writes, such as BatchNorm's, are
-    written once. Under torch.compile this is torch.utils.checkpoint's non-reentrant form; under
-    no_grad, torch.func transforms and forward-mode AD it is a plain call.
+    and backward, backward raises; where they are replaced, it recomputes with those of the forward.
+    Buffers that the forward itself writes, such as BatchNorm's, are written once. This goes for
+    what `fn` holds: its modules, closure, defaults, and the globals and attributes that its code
+    names. What it reaches through other objects, and other state that it writes, it must keep the
+    same by itself, see `is_recomputing`; values alone that differ show with `debug`.
+
+    Under torch.compile this is torch.utils.checkpoint's non-reentrant form; under no_grad,
+    torch.func transforms and forward-mode AD it is a plain call.
 
     Raises:
         TypeError: `fn` cannot be called.

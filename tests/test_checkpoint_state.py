@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import same, step
+from checkpoints import same
 from support import DEVICE, randn
 from torch import nn
 
@@ -118,69 +118,6 @@ def test_c9_segment_that_writes_its_input():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_replaced_between_forward_and_backward(kind):
-    """Autograd goes by the tensors that the forward read, and so does the recompute."""
-    net, x = Net(), randn(4, 6)
-    expected = step(net, x)
-    y = checkpoint(net, x)
-    if kind == "parameter":
-        net.fc1.bias = nn.Parameter(torch.zeros(6))
-    else:
-        net.scale = torch.zeros(6)
-    now = net.state_dict(keep_vars=True)
-    (grad,) = torch.autograd.grad(y.square().sum(), x)
-    assert same(grad, expected[1])
-    assert all(now[key] is t for key, t in net.state_dict(keep_vars=True).items())
-
-
-def test_closure_bound_anew():
-    """The recompute calls what the forward called, not what the names stand for by then."""
-    layers, x = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)], randn(4, 6)
-    layers = nn.ModuleList(layers).to(DEVICE)
-
-    def run(call):
-        y, count = x.detach(), 0
-        for layer in layers:
-
-            def fn(z):
-                nonlocal count
-                count += 1
-                return layer(z).sin() + y * count  # noqa: B023
-
-            y = call(fn, y)
-        assert count == 3
-        loss = y.square().sum()
-        grads = torch.autograd.grad(loss, [*layers.parameters()], retain_graph=True)
-        again = torch.autograd.grad(loss, [*layers.parameters()])
-        assert all(map(same, grads, again))
-        assert count == 3
-        return grads
-
-    assert all(map(same, run(checkpoint), run(lambda fn, z: fn(z))))
-
-
-def test_global_bound_anew(monkeypatch):
-    x = randn(4, 6)
-    y = checkpoint(lambda x: add(x, WEIGHT), x)
-    monkeypatch.setitem(globals(), "WEIGHT", WEIGHT.clone())
-    with pytest.raises(RuntimeError, match="the global 'WEIGHT' was bound to another object"):
-        y.sum().backward()
-
-
-def test_functional_call():
-    net, x = Net(), randn(4, 6)
-    given = {k: (p * 2).detach().requires_grad_(p.requires_grad) for k, p in net.named_parameters()}
-    given["scale"] = torch.full((6,), 3.0)
-    leaves = list(given.values())[:-1]
-
-    def run(module):
-        y = torch.func.functional_call(module, given, (x,))
-        return torch.autograd.grad(y.sum(), [x, *leaves])
-
-    assert all(map(same, run(Checkpoint(net)), run(net)))
-
-
 def statistics(module):
     return [b.clone() for b in module.buffers()]
 
@@ -200,8 +137,9 @@ class Functional(nn.Module):
 class Average(nn.Module):
     """Buffers written in place, and replaced, by every second forward."""
 
-    def __init__(self):
+    def __init__(self, turn=1):
         super().__init__()
+        self.turn = turn
         self.register_buffer("in_place", torch.ones(6))
         self.register_buffer("replaced", torch.ones(70_000))
         self.register_buffer("count", torch.tensor(0))
@@ -209,7 +147,7 @@ class Average(nn.Module):
     def forward(self, x):
         if self.training:
             self.count += 1
-            if self.count % 2:
+            if self.count % 2 == self.turn:
                 self.in_place.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
             self.replaced = self.replaced * 0.5
         return (x * self.in_place.clone() * self.replaced[:6]).sin()
@@ -269,3 +207,15 @@ def test_c18_batchnorm_reached_by_a_global_and_an_attribute():
     checkpoint(trainer.call, x).sum().backward()
     checkpoint(lambda x: GLOBAL(x).sin(), x).sum().backward()
     assert trainer.net.num_batches_tracked == GLOBAL.num_batches_tracked == 1
+
+
+def test_c32_buffer_that_is_first_written_later():
+    def run(call):
+        module, found = Average(turn=0).to(DEVICE), []
+        for _ in range(4):
+            found += torch.autograd.grad(call(module, x).square().sum(), x)
+            found += statistics(module)
+        return found
+
+    x = randn(8, 6)
+    assert all(map(same, run(checkpoint), run(lambda module, x: module(x))))
