@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt._replay import Conditions, stale
+from fusedckpt._replay import Conditions
+from fusedckpt._versions import stale, version_of
 
 # private to torch: without it an argument is held, also inside another checkpoint
 _make_saved: Callable[..., Any] | None = getattr(
@@ -23,8 +25,10 @@ class Held:
         # detached: a recompute's graph is its own
         data = tensor.detach()
         self.requires_grad = tensor.requires_grad
-        self.version = tensor._version
-        self._saved = data if _make_saved is None else _make_saved(data, is_output=False)
+        self.version = version_of(tensor)
+        # autograd refuses to save an inference tensor
+        save = None if tensor.is_inference() else _make_saved
+        self._saved = data if save is None else save(data, is_output=False)
 
     def tensor(self) -> Tensor:
         """Return the argument, detached; raise where it was written in place since."""
@@ -34,7 +38,7 @@ class Held:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RuntimeError(stale("an argument")) from error
-        if tensor is self._saved and tensor._version != self.version:
+        if tensor is self._saved and version_of(tensor) != self.version:
             raise RuntimeError(stale("an argument", tensor))
         return tensor.detach()
 
@@ -49,14 +53,37 @@ class Output(NamedTuple):
 class Call(NamedTuple):
     """One call of the segment, its arguments flattened.
 
-    level: what fused layers keep in the recompute.
+    make: returns what was called. level: what fused layers keep in the recompute.
     """
 
-    fn: Callable[..., Any]
+    make: Callable[[], Callable[..., Any]]
     leaves: list[Any]
     spec: Any
     conditions: Conditions
     level: str
+
+
+def maker(fn: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """Return what makes `fn` again, with the variables of its closure as they are bound now.
+
+    They may be bound anew before backward: a loop's variable to the next layer, or the input's name
+    to the output, which would then hold itself.
+    """
+    if not isinstance(fn, types.FunctionType) or not fn.__closure__:
+        return lambda: fn
+    empty = types.CellType()
+    contents = [() if cell == empty else (cell.cell_contents,) for cell in fn.__closure__]
+    parts = fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__
+    keywords, attributes = fn.__kwdefaults__, fn.__dict__
+
+    def make() -> Callable[..., Any]:
+        closure = tuple(types.CellType(*content) for content in contents)
+        made = types.FunctionType(*parts, closure)
+        made.__kwdefaults__ = keywords
+        made.__dict__.update(attributes)
+        return made
+
+    return make
 
 
 class Event:
@@ -87,16 +114,39 @@ def is_plain(tensor: Tensor) -> bool:
     return plain and not tensor.is_conj() and not tensor.is_neg()
 
 
-def like_of(tensor: Tensor, made_here: bool) -> tuple[Any, ...]:
-    """Return what a tensor and the one at its place in the recompute must share.
+class Marks(NamedTuple):
+    """What a saved tensor and the one at its place in the recompute must share.
 
-    The kind of node that it comes from tells apart tensors of one shape.
+    The kind of node that it comes from, and the parameter that it is or views, tell apart tensors
+    of one shape.
     """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    node: type | None
+    parameter: int | None
+
+    def __str__(self) -> str:
+        made = "" if self.node is None else f" from {self.node.__name__}"
+        return f"{self.dtype} {list(self.shape)} on {self.device}{made}"
+
+
+def owner_of(tensor: Tensor) -> Tensor:
+    return tensor if (base := tensor._base) is None else base
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    # the check by isinstance takes a microsecond
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+
+
+def marks_of(tensor: Tensor, made_here: bool, is_argument: bool = False) -> Marks:
+    """Return what marks a tensor; an argument, whose graph is not the recompute's, has no node."""
     node = tensor.grad_fn if made_here and type(tensor) is Tensor else None
-    return tensor.shape, tensor.dtype, tensor.device, None if node is None else type(node)
-
-
-def describe(like: tuple[Any, ...]) -> str:
-    shape, dtype, device, node = like
-    made = "" if node is None else f" from {node.__name__}"
-    return f"{dtype} {list(shape)} on {device}{made}"
+    owner = owner_of(tensor)
+    # an argument that is a parameter comes detached in the recompute
+    parameter = id(owner) if not is_argument and is_parameter(owner) else None
+    kind = None if node is None else type(node)
+    return Marks(tensor.shape, tensor.dtype, tensor.device, kind, parameter)

@@ -89,8 +89,13 @@ class Record:
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    # as bytes, so that NaN equals itself
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return what a tensor is made of, where NaN equals itself."""
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return dense.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _difference(before: list[Tensor], after: list[Tensor]) -> str:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch import pyfunctorch
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
-from fusedckpt._kept import Event, Held, Output, describe, like_of
+from fusedckpt._kept import Call, Event, Held, Output, is_plain, marks_of
 from fusedckpt._paranoia import SEGMENT
 from fusedckpt._phases import Like, Phase, current
-from fusedckpt._replay import stale
+from fusedckpt._versions import stale
 
 if TYPE_CHECKING:
     from fusedckpt._segment import Segment
+
+
+_clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", None)
 
 
 class Stop(BaseException):
@@ -27,17 +31,23 @@ class Stop(BaseException):
 
 
 class Recompute(Phase):
-    """One recompute of a segment: the tensors it brought back, until backward takes them."""
+    """One recompute of a segment: the tensors it brought back, until backward takes them.
+
+    With `keeps`, until the end of that backward.
+    """
 
     recomputes = True
 
-    def __init__(self, segment: Segment):
-        self.segment = segment
+    def __init__(self, segment: Segment, keeps: bool = False):
+        self.segment, self._keeps = segment, keeps
         self.extras: dict[int, Sequence[Tensor | None]] = {}
         self._values: dict[int, tuple[Tensor, int]] = {}
-        self._taken: dict[int, weakref.ref[Tensor]] = {}
         self._num_saved = self._num_slots = 0
-        self._level = "preact"
+        self._stopped = False
+        # the one that runs
+        self._call: Call
+        # what was saved before, where no gradient flows into it
+        self._before: Tensor | None = None
         count = len(segment.events)
         self._last = next((i for i in reversed(range(count)) if _alive(segment.events[i])), -1)
 
@@ -49,25 +59,36 @@ class Recompute(Phase):
         record = self.segment.record
         watch = nullcontext() if record is None else record.recompute()
         try:
-            with hooks, torch.enable_grad(), _recomputing(), watch:
+            with _unbatched(), hooks, torch.enable_grad(), _recomputing(), watch:
                 self._run_calls()
         except Stop:
             return
+        except Exception:
+            # TorchScript makes another error of it
+            if not self._stopped:
+                raise
+            return
+        finally:
+            self._before = None
         if self._num_saved <= self._last:
             raise CheckpointError(
                 f"checkpoint: the segment saved {len(self.segment.events)} tensors in forward and "
                 f"{self._num_saved} when recomputed: it must do the same each time"
             )
 
+    def release(self) -> None:
+        """Let go of the segment: this lives until the end of the backward, its arguments do not."""
+        del self.segment, self._call
+
     def _run_calls(self) -> None:
         outputs: dict[Output, Tensor] = {}
         for number, call in enumerate(self.segment.calls):
-            leaves = [self._argument(leaf, outputs) for leaf in call.leaves]
+            leaves = _arguments(call.leaves, outputs)
             args, kwargs = pytree.tree_unflatten(leaves, call.spec)
             del leaves
-            self._level = call.level
+            self._call = call
             with call.conditions.restored():
-                result = call.fn(*args, **kwargs)
+                result = call.make()(*args, **kwargs)
             del args, kwargs
             if self.segment.record is not None:
                 self.segment.record.see(SEGMENT, result)
@@ -75,51 +96,63 @@ class Recompute(Phase):
             made = {Output(number, i): leaf for i, leaf in enumerate(pytree.tree_leaves(result))}
             outputs = {place: leaf for place, leaf in (outputs | made).items() if place in later}
 
-    def _argument(self, leaf: Any, outputs: dict[Output, Tensor]) -> Any:
-        if isinstance(leaf, Output):
-            return outputs[leaf]
-        if isinstance(leaf, Held):
-            return leaf.tensor().requires_grad_(leaf.requires_grad)
-        return leaf
-
     def pack(self, tensor: Tensor) -> Tensor:
         """Bring back the tensor that the forward saved at this place."""
         index, segment = self._num_saved, self.segment
+        if index > self._last and segment.record is None:
+            self._stop()
         # else the recompute's graph would hold itself
         tensor, attached = tensor.detach(), tensor
-        if index >= len(segment.likes):
+        if index >= len(segment.marks):
             raise CheckpointError(
-                f"checkpoint: the segment saves more than the {len(segment.likes)} tensors of its "
+                f"checkpoint: the segment saves more than the {len(segment.marks)} tensors of its "
                 "forward when recomputed: it must do the same each time"
             )
-        event, before = segment.events[index], segment.likes[index]
-        like = like_of(attached, event is not None)
-        if like != before:
+        event, before = segment.events[index], segment.marks[index]
+        marks = marks_of(attached, event is not None)
+        if marks != before:
+            was, now = map(self._call.conditions.modules.describe, (before, marks))
             raise CheckpointError(
-                f"checkpoint: tensor {index} that the segment saves was {describe(before)} in "
-                f"forward and is {describe(like)} when recomputed"
+                f"checkpoint: tensor {index} that the segment saves was {was} in forward and is "
+                f"{now} when recomputed: it must do the same each time"
             )
         self._num_saved += 1
         if _alive(event):
             self._values[index] = tensor, tensor._version
-        # all the outputs are compared when they are recorded
-        if index == self._last and segment.record is None:
-            raise Stop
+        # all outputs are compared where they are recorded
+        is_last = index == self._last and segment.record is None
+        if is_last and attached.requires_grad and not self._is_noise(tensor):
+            self._stop()
+        self._before = None if attached.requires_grad else tensor
         return tensor
 
+    def _stop(self) -> NoReturn:
+        self._stopped = True
+        raise Stop
+
+    def _is_noise(self, tensor: Tensor) -> bool:
+        """Whether the tensor before this one may yet be written: rrelu saves, then draws noise."""
+        before = self._before
+        if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+            return False
+        if not (is_plain(before) and is_plain(tensor)):
+            return True
+        # else it is an output, and this one the same as input of what follows
+        return before.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+
     def take(self, index: int) -> Tensor | None:
-        """Hand over a tensor; None where it was handed over before and is gone."""
-        if index not in self._values:
-            return self._taken[index]() if index in self._taken else None
-        tensor, version = self._values.pop(index)
+        """Hand over a tensor; None where it was handed over before and not kept."""
+        given = self._values.get(index) if self._keeps else self._values.pop(index, None)
+        if given is None:
+            return None
+        tensor, version = given
         if tensor._version != version:
             raise RuntimeError(stale("a tensor saved for backward", tensor))
-        self._taken[index] = weakref.ref(tensor)
         return tensor
 
     def runs(self, level: str) -> str:
         """Compute extras: backward reads them next."""
-        return self._level
+        return self._call.level
 
     def keeps(self, level: str) -> str:
         """Count on no extras: the forward had none."""
@@ -127,11 +160,14 @@ class Recompute(Phase):
 
     def enter(self, given: Sequence[Tensor | None]) -> None:
         """End the recompute before the layer's own work, where the layer is its end."""
+        if self.segment.record is not None:
+            return
         tensors = [tensor for tensor in given if tensor is not None]
-        is_last = self._num_saved <= self._last < self._num_saved + len(tensors)
-        if is_last and self.segment.record is None:
+        if self._num_saved <= self._last < self._num_saved + len(tensors):
             for tensor in tensors:
                 self.pack(tensor)
+        if self._num_saved > self._last:
+            self._stop()
 
     def save(
         self,
@@ -157,6 +193,20 @@ class Recompute(Phase):
             self.extras[index] = extras
 
 
+def _arguments(leaves: Sequence[Any], outputs: dict[Output, Tensor]) -> list[Any]:
+    """Return a call's leaves as the forward had them; what was given twice is one tensor."""
+    given: dict[Held, Tensor] = {}
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, Held):
+            if leaf not in given:
+                given[leaf] = leaf.tensor().requires_grad_(leaf.requires_grad)
+            found.append(given[leaf])
+        else:
+            found.append(outputs[leaf] if isinstance(leaf, Output) else leaf)
+    return found
+
+
 def is_recomputing() -> bool:
     """Whether the code that asks runs in the recompute of a checkpoint, ours or torch's.
 
@@ -166,6 +216,13 @@ def is_recomputing() -> bool:
         return True
     phase = current()
     return phase is not None and phase.recomputes
+
+
+def _unbatched() -> AbstractContextManager[Any]:
+    """Leave the vmap of a batched backward: the forward was not in it, and random ops refuse it."""
+    if _clear_stack is None or not torch._C._are_functorch_transforms_active():
+        return nullcontext()
+    return _clear_stack()
 
 
 class _State(threading.local):

@@ -1,78 +1,27 @@
 """What a segment's recompute must find as its forward found it, besides its arguments.
 
-Random number generators, autocast, the default device, and the parameters and buffers of every
-module that the segment's function holds.
+Random number generators, autocast, the kernels of attention, the default device, and the
+parameters and buffers of every module that the segment's function holds.
 """
 
 from __future__ import annotations
 
-import functools
 import random
 import types
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import nn
+from torch.nn.attention import sdpa_kernel
 
-# names of the buffers that a module's forward was seen to change
-_changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+from fusedckpt._holdings import Holdings
+from fusedckpt._module_state import ModuleState
+from fusedckpt._versions import stale, version_of
 
-
-class Holdings:
-    """Modules and tensors that a function holds: as itself, in bound methods, partials, closures.
-
-    What it reaches otherwise, through globals or attributes of other objects, is not found.
-    """
-
-    def __init__(self, *objects: Any):
-        self.modules: dict[nn.Module, None] = {}
-        self.tensors: list[Tensor] = []
-        for obj in objects:
-            self._find(obj, depth=4)
-
-    def _find(self, obj: Any, depth: int) -> None:
-        if isinstance(obj, nn.Module):
-            self.modules.update(dict.fromkeys(obj.modules()))
-        elif isinstance(obj, Tensor):
-            self.tensors.append(obj)
-        elif depth and not isinstance(obj, (str, int, float, type(None))):
-            for part in _parts(obj):
-                self._find(part, depth - 1)
-
-
-def _parts(obj: Any) -> Iterable[Any]:
-    if isinstance(obj, types.MethodType):
-        return obj.__self__, obj.__func__
-    if isinstance(obj, functools.partial):
-        return obj.func, *obj.args, *obj.keywords.values()
-    if isinstance(obj, types.FunctionType):
-        cells = obj.__closure__ or ()
-        return [cell.cell_contents for cell in cells if cell != types.CellType()]
-    if isinstance(obj, Mapping):
-        return obj.values()
-    return obj if isinstance(obj, (list, tuple)) else ()
-
-
-class _Buffer(NamedTuple):
-    """A buffer before the segment ran; `value` is a copy where the forward may change it."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor
-    version: int
-    value: Tensor | None
-
-    @property
-    def changed(self) -> bool:
-        return (
-            self.module._buffers.get(self.name) is not self.tensor
-            or self.tensor._version != self.version
-        )
+_current_kernels: Any = getattr(torch.nn.attention, "_cur_sdpa_kernel_backends", None)
 
 
 class Conditions:
@@ -86,37 +35,40 @@ class Conditions:
         rng: bool,
         python_rng: bool,
     ):
-        parameters = [p for m in held.modules for p in m._parameters.values() if p is not None]
-        self.versions = [(tensor, tensor._version) for tensor in (*parameters, *held.tensors)]
-        self.buffers = [buffer for m in held.modules if m._buffers for buffer in _buffers(m)]
-        devices = {*devices, *(tensor.device for tensor, _ in self.versions)}
-        self.random = _Random(devices, rng, python_rng) if rng or python_rng else None
+        self.modules = ModuleState(held.modules)
+        # others, such as counters and flags, may well change
+        kinds = nn.Module, torch.Tensor, types.FunctionType
+        self.globals = [entry for entry in held.globals if isinstance(entry.value, kinds)]
+        self.tensors = [(tensor, version_of(tensor)) for tensor in held.tensors]
+        read = (*(entry.tensor for entry in self.modules.parameters), *held.tensors)
+        devices = {*devices, *(tensor.device for tensor in read)}
+        if torch.cuda.is_initialized() and {device.type for device in devices} <= {"cpu"}:
+            # what runs there is reached by a way that is not looked into
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
+        self.random = None
+        if rng or python_rng:
+            self.random = _Random(devices, held.generators if rng else (), rng, python_rng)
         kinds = {"cpu", *(device.type for device in devices)}
         self.autocasts = [(k, _autocast(k)) for k in kinds if torch.amp.is_autocast_available(k)]
         self.device = torch.get_default_device()
+        self.attention = _attention_kernels()
 
     def settle(self) -> None:
         """Learn, once the forward has run, which buffers it changed; let go of other copies."""
-        settled = []
-        for buffer in self.buffers:
-            known = _changing.setdefault(buffer.module, set())
-            if buffer.changed:
-                known.add(buffer.name)
-            stays = buffer.name in known or _has_statistics(buffer.module)
-            version = buffer.tensor._version
-            settled.append(buffer if stays else buffer._replace(version=version, value=None))
-        self.buffers = settled
+        self.modules.settle()
 
     def check(self) -> None:
         """Raise where what the segment reads was written in place since its forward ran."""
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                kind = "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor it reads"
-                raise RuntimeError(stale(kind, tensor))
-        for buffer in self.buffers:
-            if buffer.value is None and buffer.changed:
-                name = f"buffer {buffer.name!r} of {type(buffer.module).__name__}"
-                raise RuntimeError(stale(name, buffer.tensor))
+        self.modules.check()
+        for space, name, value in self.globals:
+            if space.get(name) is not value:
+                raise RuntimeError(
+                    f"checkpoint: the global {name!r} was bound to another object between forward "
+                    "and backward: pass what it stands for as an argument"
+                )
+        for tensor, version in self.tensors:
+            if version_of(tensor) != version:
+                raise RuntimeError(stale("a tensor that it reads", tensor))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -129,47 +81,10 @@ class Conditions:
                     stack.enter_context(torch.autocast(kind, **options))
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
-            stack.enter_context(self._buffers_before())
+            if self.attention and self.attention != _attention_kernels():
+                stack.enter_context(sdpa_kernel(self.attention))
+            stack.enter_context(self.modules.restored())
             yield
-
-    @contextmanager
-    def _buffers_before(self) -> Iterator[None]:
-        """Let the recompute see, and change, copies of the buffers that the forward changed."""
-        after = []
-        for module, name, _, _, value in self.buffers:
-            if value is not None:
-                after.append((module, name, module._buffers[name]))
-                module._buffers[name] = value.clone()
-        try:
-            yield
-        finally:
-            for module, name, tensor in after:
-                module._buffers[name] = tensor
-
-
-def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    """Copy those that the forward may change: all of a module that was never seen to run."""
-    known = _changing.get(module)
-    for name, tensor in module._buffers.items():
-        if tensor is None:
-            continue
-        copies = known is None or name in known or _has_statistics(module)
-        value = tensor.detach().clone() if copies else None
-        yield _Buffer(module, name, tensor, tensor._version, value)
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    # their kernels write the running statistics without raising the version
-    return isinstance(module, _NormBase) and module.training and module.track_running_stats
-
-
-def stale(what: str, tensor: Tensor | None = None) -> str:
-    """Say that something was written in place between forward and backward."""
-    which = "" if tensor is None else f" ({tensor.dtype} {list(tensor.shape)})"
-    return (
-        f"checkpoint: {what}{which} was changed in place between forward and backward, so that "
-        "recomputing would give other values"
-    )
 
 
 def _autocast(kind: str) -> dict[str, Any]:
@@ -180,10 +95,22 @@ def _autocast(kind: str) -> dict[str, Any]:
     }
 
 
-class _Random:
-    """States of the random number generators: torch's on the CPU and devices, Python's, numpy's."""
+def _attention_kernels() -> list[Any]:
+    """Return those that scaled_dot_product_attention may choose from, as sdpa_kernel set them."""
+    return [] if _current_kernels is None else _current_kernels()
 
-    def __init__(self, devices: Iterable[torch.device], torch_rng: bool, python_rng: bool):
+
+class _Random:
+    """States of random number generators: torch's, those that it holds, Python's, numpy's."""
+
+    def __init__(
+        self,
+        devices: Iterable[torch.device],
+        generators: Iterable[torch.Generator],
+        torch_rng: bool,
+        python_rng: bool,
+    ):
+        self.generators = list(generators)
         self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self.torch_rng, self.python_rng = torch_rng, python_rng
         on_cuda = torch_rng and any(device.type == "cuda" for device in self.devices)
@@ -198,7 +125,8 @@ class _Random:
         torch_states = python_states = None
         if self.torch_rng:
             others = [_rng(device).get_rng_state(*_index(device)) for device in self.devices]
-            torch_states = torch.get_rng_state(), others
+            own = [generator.get_state() for generator in self.generators]
+            torch_states = torch.get_rng_state(), others, own
         if self.python_rng:
             python_states = random.getstate(), np.random.get_state()
         return torch_states, python_states
@@ -209,6 +137,8 @@ class _Random:
             torch.set_rng_state(torch_states[0])
             for device, state in zip(self.devices, torch_states[1], strict=True):
                 _rng(device).set_rng_state(state, *_index(device))
+            for generator, state in zip(self.generators, torch_states[2], strict=True):
+                generator.set_state(state)
         if python_states is not None:
             random.setstate(python_states[0])
             np.random.set_state(python_states[1])

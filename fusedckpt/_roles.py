@@ -14,14 +14,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
+from fusedckpt._replay import Conditions
 from fusedckpt._segment import Segment
-from fusedckpt.checkpointing import checkpoint, conditions_of, is_plain_call
+from fusedckpt.checkpointing import checkpoint, devices_of, holdings_of, is_plain_call
 from fusedckpt.levels import saving
 
 _ROLE = "_fusedckpt_role"
@@ -125,9 +127,10 @@ class Chained:
         if index == 0 or running.expected != index or running.segment is None:
             running.segment = Segment()
         segment, running.segment = running.segment, None
-        output = segment.run(
-            forward, args, kwargs, conditions_of(forward, args, kwargs), self.levels[index]
-        )
+        flat = pytree.tree_flatten((args, kwargs))
+        held = holdings_of(forward, flat[0])
+        conditions = Conditions(held, devices_of(flat[0]), rng=True, python_rng=False)
+        output = segment.run(forward, args, kwargs, flat, conditions, self.levels[index])
         if index + 1 < len(self.levels):
             segment.hand_on(output)
             running.segment, running.expected = segment, index + 1

@@ -20,14 +20,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
-from fusedckpt._kept import Call, Event, Held, Leaf, Output, View, is_plain, like_of
+from fusedckpt._kept import (
+    Call,
+    Event,
+    Held,
+    Leaf,
+    Marks,
+    Output,
+    View,
+    is_parameter,
+    is_plain,
+    maker,
+    marks_of,
+    owner_of,
+)
 from fusedckpt._paranoia import SEGMENT, Record
 from fusedckpt._phases import Like, Phase, current
 from fusedckpt._recompute import Recompute
-from fusedckpt._replay import Conditions, stale
+from fusedckpt._replay import Conditions
+from fusedckpt._versions import stale, version_of
 
 _exec_group: Callable[[], Any] | None = getattr(torch._C, "_get_graph_exec_group", None)
 
@@ -54,12 +69,12 @@ class Segment(Phase):
         # what an enclosing checkpoint recomputes, it gives back once only
         self._is_nested = current() is not None
         # of every tensor saved: what it was like, and where it was dropped, its event
-        self.likes: list[tuple[Any, ...]] = []
+        self.marks: list[Marks] = []
         self.events: list[weakref.ref[Event] | None] = []
         self.slots: list[tuple[str, weakref.ref[_Slot]]] = []
         # by storage, while a call runs
         self._arguments: dict[int, tuple[Held, Tensor]] = {}
-        self._leaves: list[Tensor] = []
+        self._leaves: dict[int, tuple[Tensor, Held]] = {}
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Output]] = {}
         self._recomputes: dict[int, Recompute] = {}
 
@@ -68,19 +83,26 @@ class Segment(Phase):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        flat: tuple[list[Any], Any],
         conditions: Conditions,
         level: str = "preact",
     ) -> Any:
-        """Call `fn`, dropping what autograd saves; `conditions` are those of now."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        held = [self._hold(leaf) for leaf in leaves]
-        self.calls.append(Call(fn, held, spec, conditions, level))
-        watch = nullcontext() if self.record is None else self.record.forward()
+        """Call `fn`, dropping what autograd saves.
+
+        `flat` is the arguments flattened, `conditions` are those of now.
+        """
+        leaves, spec = flat
         try:
+            held = [self._hold(leaf) for leaf in leaves]
+            self.calls.append(Call(maker(fn), held, spec, conditions, level))
+            if (around := current()) is not None:
+                # where these were all that an enclosing recompute is for
+                around.enter(())
+            watch = nullcontext() if self.record is None else self.record.forward()
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), watch:
                 output = fn(*args, **kwargs)
         finally:
-            self._arguments, self._leaves = {}, []
+            self._arguments, self._leaves = {}, {}
         if self.record is not None:
             self.record.see(SEGMENT, output)
         conditions.settle()
@@ -90,10 +112,13 @@ class Segment(Phase):
         if not isinstance(leaf, Tensor):
             return leaf
         known = self._outputs.get(id(leaf))
-        if known is not None and known[0]() is leaf and known[1] == leaf._version:
+        if known is not None and known[0]() is leaf and known[1] == version_of(leaf):
             return known[2]
+        if id(leaf) in self._leaves:
+            # given twice: the recompute gets one tensor twice too
+            return self._leaves[id(leaf)][1]
         held = Held(leaf)
-        self._leaves.append(leaf)
+        self._leaves[id(leaf)] = leaf, held
         if is_plain(leaf) and not self._is_nested:
             self._arguments[leaf.untyped_storage()._cdata] = held, leaf
         return held
@@ -104,20 +129,20 @@ class Segment(Phase):
         for index, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 place = Output(call, index)
-                self._outputs[id(leaf)] = weakref.ref(leaf), leaf._version, place
+                self._outputs[id(leaf)] = weakref.ref(leaf), version_of(leaf), place
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd keeps in the tensor's place."""
-        owner = tensor if tensor._base is None else tensor._base
+        owner = owner_of(tensor)
         packed: Any = None
-        if isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad):
+        if is_parameter(owner) or (owner.is_leaf and owner.requires_grad):
             # a view would hold its own node
             packed = Leaf(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         elif self._arguments and is_plain(tensor):
             packed = self._view(tensor)
         # an argument comes from no node in the recompute
-        made_here = packed is None and all(tensor is not leaf for leaf in self._leaves)
-        self.likes.append(like_of(tensor, made_here))
+        made_here = packed is None and id(tensor) not in self._leaves
+        self.marks.append(marks_of(tensor, made_here, id(owner) in self._leaves))
         if packed is not None:
             self.events.append(None)
             return packed
@@ -143,14 +168,19 @@ class Segment(Phase):
             return packed.tensor
         if isinstance(packed, View):
             return packed.held.tensor().view(packed.size)
+        if torch.compiler.is_compiling():
+            return _uncompiled(self._bring_back, packed)
+        return self._bring_back(packed)
+
+    def _bring_back(self, packed: Event) -> Tensor:
         value = (self.running() or self._recompute()).take(packed.index)
         if value is None:
             warnings.warn(
                 "checkpoint: a saved tensor was read twice in one backward, which recomputes its "
-                "segment twice: read ctx.saved_tensors once",
+                "segment once more and then keeps all: read ctx.saved_tensors once",
                 stacklevel=2,
             )
-            value = self._recompute().take(packed.index)
+            value = self._recompute(keeps=True).take(packed.index)
         assert value is not None
         return value
 
@@ -158,11 +188,10 @@ class Segment(Phase):
         """Return the recompute that serves the backward of now."""
         return self._recomputes.get(_backward_id())
 
-    def _recompute(self) -> Recompute:
-        recompute = Recompute(self)
+    def _recompute(self, keeps: bool = False) -> Recompute:
+        recompute = Recompute(self, keeps)
         recompute.run()
-        # it lives until the end of the backward, the segment's arguments should not
-        del recompute.segment
+        recompute.release()
         backward = _backward_id()
         if backward != -1:
             self._recomputes[backward] = recompute
@@ -188,6 +217,12 @@ class Segment(Phase):
         if any(like is not None for like in likes):
             ctx.recall = slot = _Slot(self, len(self.slots))
             self.slots.append((name, weakref.ref(slot)))
+
+
+@_disable_dynamo
+def _uncompiled(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call what compiled autograd is to leave to eager execution."""
+    return fn(*args)
 
 
 def _backward_id() -> int:

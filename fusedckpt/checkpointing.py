@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
+from fusedckpt._holdings import Holdings, callee
 from fusedckpt._paranoia import Record
 from fusedckpt._recompute import is_recomputing
-from fusedckpt._replay import Conditions, Holdings
+from fusedckpt._replay import Conditions
 from fusedckpt._segment import Segment
 from fusedckpt.memory import saved_tensors
 from fusedckpt.policies import balanced
@@ -49,16 +51,21 @@ def checkpoint(
     Args:
         fn: a function or module that computes the same each time it is called.
         args, kwargs: its arguments.
-        preserve_rng_state: give the recompute the random numbers of the forward, on the CPU and on
-            the devices of the arguments and of the parameters that `fn` holds.
+        preserve_rng_state: give the recompute the random numbers of the forward, on the CPU, on
+            the devices of the arguments and of what `fn` holds, and of any torch.Generator there.
         preserve_python_rng: and those of `random` and `numpy.random`.
         debug: keep a copy of what every module in `fn` returns, run the recompute to its end, and
             raise where it differs in any bit, naming the first module that does.
 
     Where the parameters, buffers, arguments or closure of `fn` are written in place between forward
-    and backward, backward raises. Buffers that the forward itself writes, such as BatchNorm's, are
-    written once. Under torch.compile this is torch.utils.checkpoint's non-reentrant form; under
-    no_grad and torch.func transforms it is a plain call.
+    and backward, backward raises; where they are replaced, it recomputes with those of the forward.
+    Buffers that the forward itself writes, such as BatchNorm's, are written once. This goes for
+    what `fn` holds: its modules, closure, defaults, and the globals and attributes that its code
+    names. What it reaches through other objects, and other state that it writes, it must keep the
+    same by itself, see `is_recomputing`; values alone that differ show with `debug`.
+
+    Under torch.compile this is torch.utils.checkpoint's non-reentrant form; under no_grad,
+    torch.func transforms and forward-mode AD it is a plain call.
 
     Raises:
         TypeError: `fn` cannot be called.
@@ -77,24 +84,33 @@ def checkpoint(
     # what a partial holds are arguments like others
     while isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-    conditions = conditions_of(fn, args, kwargs, preserve_rng_state, preserve_python_rng)
-    segment = Segment(Record(Holdings(fn, args, kwargs).modules) if debug else None)
-    return segment.run(fn, args, kwargs, conditions)
-
-
-def conditions_of(
-    fn: Callable[..., Any], args: Any, kwargs: Any, rng: bool = True, python_rng: bool = False
-) -> Conditions:
-    """Return what a call finds, taken now."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    held = Holdings(fn, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    return Conditions(held, devices, rng=rng, python_rng=python_rng)
+    flat = pytree.tree_flatten((args, kwargs))
+    held = holdings_of(fn, flat[0])
+    conditions = Conditions(
+        held, devices_of(flat[0]), rng=preserve_rng_state, python_rng=preserve_python_rng
+    )
+    segment = Segment(Record(held.modules) if debug else None)
+    return segment.run(fn, args, kwargs, flat, conditions)
 
 
 def is_plain_call() -> bool:
-    """Whether nothing is kept for backward here, or torch cannot drop it."""
-    return not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    """Whether nothing is kept for backward here, or torch.func or forward-mode AD is at work."""
+    transformed = torch._C._are_functorch_transforms_active() or _forward_level() >= 0
+    return transformed or not torch.is_grad_enabled()
+
+
+def _forward_level() -> int:
+    return getattr(forward_ad, "_current_level", -1)
+
+
+def holdings_of(fn: Callable[..., Any], leaves: list[Any]) -> Holdings:
+    """Return what a call reads besides the tensors among its flattened arguments."""
+    return Holdings(callee(fn), *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
+
+
+def devices_of(leaves: list[Any]) -> set[torch.device]:
+    """Return the devices of the tensors among flattened arguments."""
+    return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def checkpoint_sequential(
@@ -162,7 +178,8 @@ def _kept_bytes(functions: list[Any], input: Any) -> list[int]:
     leaves = [leaf for leaf in pytree.tree_leaves(input) if isinstance(leaf, Tensor)]
     devices = {leaf.device for leaf in leaves}
     sizes = []
-    with Conditions(Holdings(*functions), devices, rng=True, python_rng=True).restored():
+    held = Holdings(*map(callee, functions))
+    with Conditions(held, devices, rng=True, python_rng=True).restored():
         for function in functions:
             # not a leaf, which it could not write in place
             input = pytree.tree_map_only(Tensor, _fresh, input)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ class Checkpoint(nn.Module):
         preserve_rng_state, preserve_python_rng, debug: see `checkpoint`.
 
     Raises:
-        TypeError: `module` is no nn.Module, has no forward, or is a TorchScript module.
+        TypeError: `module` is no nn.Module, has no forward of its class, or is a TorchScript
+            module, compiled, or sharded by FSDP: compile or shard the Checkpoint of it.
     """
 
     options = Options()
@@ -88,5 +90,23 @@ def _check_module(module: Any) -> None:
         raise TypeError(f"Checkpoint: expected an nn.Module, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("Checkpoint: a TorchScript module cannot be checkpointed")
+    name = type(module).__name__
+    is_compiled = _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+    if is_compiled or module._compiled_call_impl is not None:
+        raise TypeError(f"Checkpoint: {name} is compiled: compile the Checkpoint of it instead")
+    if "forward" in vars(module):
+        raise TypeError(
+            f"Checkpoint: the forward of this {name} was replaced, by {vars(module)['forward']!r}: "
+            "replace it on the Checkpoint, or call `checkpoint`"
+        )
     if type(module).forward is nn.Module.forward:
-        raise TypeError(f"Checkpoint: {type(module).__name__} has no forward")
+        raise TypeError(f"Checkpoint: {name} has no forward")
+    if _is_a(module, "torch.distributed.fsdp", "FSDPModule"):
+        # FSDP finds its state by the object
+        raise TypeError(f"Checkpoint: {name} is sharded: fully_shard the Checkpoint of it instead")
+
+
+def _is_a(module: nn.Module, source: str, name: str) -> bool:
+    """Whether a module is of a class of torch's that is slow to import, if nobody did."""
+    kind = getattr(sys.modules.get(source), name, None)
+    return kind is not None and isinstance(module, kind)

@@ -1,0 +1,161 @@
+"""A segment of several calls that hand on their outputs, and other inner workings."""
+
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import same
+from support import DEVICE, randn
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fusedckpt._holdings import Holdings
+from fusedckpt._replay import Conditions
+from fusedckpt._segment import Segment
+
+
+def segment() -> Segment:
+    return Segment()
+
+
+def part(of, fn, args):
+    """Call `fn` as a part of a segment."""
+    flat = pytree.tree_flatten((args, {}))
+    return of.run(fn, args, {}, flat, Conditions(Holdings(), (), rng=True, python_rng=False))
+
+
+def blocks(count: int = 3):
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)).to(DEVICE) for _ in range(count)
+    ]
+
+
+def in_calls(layers, x, between=lambda x: x):
+    torch.manual_seed(1)
+    shared, calls = segment(), []
+    for layer in layers:
+        x = part(shared, lambda x, layer=layer: (calls.append(1), layer(x))[1], (x,))
+        shared.hand_on(x)
+        x = between(x)
+    return x, calls
+
+
+def in_one(layers, x, between=lambda x: x):
+    torch.manual_seed(1)
+    for layer in layers:
+        x = between(layer(x))
+    return x
+
+
+def test_handed_on_outputs_are_not_kept():
+    layers, x = blocks(), randn(4, 6)
+    y, calls = in_calls(layers, x)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    expected = torch.autograd.grad(in_one(layers, x).sin().sum(), [x, *parameters])
+    found = torch.autograd.grad(y.sin().sum(), [x, *parameters])
+    assert all(map(same, found, expected))
+    # each once in forward and once in the recompute
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        torch.sin,
+        torch.Tensor.clone,
+        lambda x: x[:, :6],
+        lambda x: x.mul_(2),
+        lambda x: (x, x.sin())[1],
+    ],
+    ids=["sin", "clone", "view", "in place", "dropped"],
+)
+def test_what_is_done_between_calls(between):
+    """Another tensor than the one handed on is an argument like others."""
+    layers = [
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE) for _ in range(3)
+    ]
+    x = randn(4, 6)
+    expected = torch.autograd.grad(in_one(layers, x, between).sin().sum(), x)
+    found = torch.autograd.grad(in_calls(layers, x, between)[0].sin().sum(), x)
+    assert all(map(same, found, expected))
+
+
+def test_handed_on_several_and_twice():
+    w = randn(6, 6)
+
+    def split(x):
+        return {"a": x @ w, "b": [(x @ w).sin(), 3]}
+
+    def merge(a, b, again, x):
+        assert a is again
+        return (a * b * again * x).sin()
+
+    def together(call, hand_on, x):
+        parts = call(split, (x,))
+        hand_on(parts)
+        y = call(merge, (parts["a"], parts["b"][0], parts["a"], x))
+        hand_on(y)
+        return call(merge, (y, parts["a"], y, x))
+
+    x, shared = randn(4, 6), segment()
+    plain = together(lambda fn, args: fn(*args), lambda output: None, x)
+    expected = torch.autograd.grad(plain.sum(), [x, w])
+    found = together(partial(part, shared), shared.hand_on, x)
+    assert all(map(same, torch.autograd.grad(found.sum(), [x, w]), expected))
+
+
+def test_address_of_a_handed_on_output_used_again():
+    """An output that is gone must not be taken for what comes to lie where it lay."""
+    shared, x = segment(), randn(4, 6)
+    total = 0
+    for _ in range(50):
+        y = part(shared, lambda x: (x.sin() * 2).exp(), (x,))
+        shared.hand_on(y)
+        total = total + y.sum()
+        del y
+        # a fresh tensor, likely at the same address
+        z = torch.full((4, 6), 0.5, device=DEVICE)
+        total = total + part(shared, lambda z, x: (z * x.cos()).sin(), (z, x)).sum()
+        del z
+    (found,) = torch.autograd.grad(total, x)
+    expected = torch.autograd.grad(
+        50 * ((x.sin() * 2).exp().sum() + (0.5 * x.cos()).sin().sum()), x
+    )[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_parts_of_a_storage():
+    """Views of one storage, among arguments and within, are told apart."""
+    base = torch.randn(4, 6).to(DEVICE)
+    x, w = base.clone().requires_grad_(), randn(6, 4)
+
+    def fn(a, b, c, whole):
+        return (
+            (a * b.flip(0)).sin() @ w[:3] * (c.t() @ c.contiguous())[:2, :4] * whole[:2, :4]
+        ).exp()
+
+    def call(run):
+        y = x * 1
+        return torch.autograd.grad(
+            run(fn, (y[:2, :3], y[:2, 3:], y.t()[:, :].t(), y)).sum(), [x, w]
+        )
+
+    expected = call(lambda fn, args: fn(*args))
+    assert all(map(same, call(lambda fn, args: part(segment(), fn, args)), expected))
+
+
+@pytest.mark.parametrize(
+    "square", [lambda y: y.t(), lambda y: y.flip(0), lambda y: y[:, [1, 0, 2]]]
+)
+def test_square_arguments_of_equal_shape(square):
+    x = randn(3, 3)
+
+    def call(run):
+        y = x * 1
+        return torch.autograd.grad(
+            run(lambda a, b: (a * b).sin() @ (b * a), (y, square(y))).sum(), x
+        )
+
+    expected = call(lambda fn, args: fn(*args))
+    assert all(map(same, call(lambda fn, args: part(segment(), fn, args)), expected))

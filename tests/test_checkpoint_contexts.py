@@ -1,0 +1,251 @@
+"""Checkpoints among other checkpoints, hooks, threads, modes and compilers (C23-C26, C28, C30)."""
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import assert_as_plain, same, step, stock
+from support import DEVICE, randn
+from torch import nn
+from torch._dynamo import compiled_autograd
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.checkpoint import checkpoint as any_stock
+
+from fusedckpt import checkpoint
+from fusedckpt.memory import saved_tensors
+
+reentrant = partial(any_stock, use_reentrant=True)
+WRAPS = {"ours": checkpoint, "torch": stock, "reentrant": reentrant}
+ORDERS = [order for order in itertools.product(WRAPS, repeat=3) if "ours" in order]
+
+
+def block(width: int = 6) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(width, width), nn.Dropout(0.2), nn.Tanh(), nn.BatchNorm1d(width)
+    ).to(DEVICE)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_c23_nested_three_deep(order):
+    a, b, c = (WRAPS[name] for name in order)
+    blocks = [block() for _ in range(4)]
+    parameters = [p for m in blocks for p in m.parameters()]
+
+    def inner(x):
+        return blocks[2](c(blocks[1], x)).sin()
+
+    def nested(x):
+        x = b(inner, blocks[0](x))
+        return c(blocks[3], b(blocks[2], x)).sin()
+
+    def plain(x):
+        x = blocks[2](blocks[1](blocks[0](x))).sin()
+        return blocks[3](blocks[2](x)).sin()
+
+    def run(call):
+        # no reentrant checkpoint under autograd.grad
+        x.grad = None
+        for p in parameters:
+            p.grad = None
+        torch.manual_seed(1)
+        call(x * 1).square().sum().backward()
+        return [x.grad, *(p.grad for p in parameters)]
+
+    x = randn(4, 6)
+    expected = run(plain)
+    assert all(map(same, run(partial(a, nested)), expected))
+
+
+def counted(fn):
+    calls = []
+
+    def call(*args):
+        calls.append(1)
+        return fn(*args)
+
+    return call, calls
+
+
+def test_c24_save_on_cpu():
+    layer, x = block(), randn(4, 6)
+    fn, calls = counted(layer)
+
+    def outside(x):
+        with save_on_cpu():
+            return checkpoint(fn, x).sin()
+
+    def inside(x):
+        def offloaded(x):
+            with save_on_cpu():
+                return fn(x)
+
+        return checkpoint(offloaded, x.sin()).sin()
+
+    expected = step(lambda x: layer(x).sin(), x)
+    assert all(map(same, step(outside, x), expected))
+    # what the inner hooks keep is not recomputed
+    del calls[:]
+    assert all(map(same, step(inside, x), step(lambda x: layer(x.sin()).sin(), x)))
+    assert len(calls) == 1
+
+
+def test_c24_hooks_off():
+    with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        checkpoint(torch.sin, randn(4))
+
+
+def test_c25_four_threads():
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(8, 6, generator=generator).to(DEVICE).requires_grad_()
+        with lock:
+            torch.manual_seed(seed)
+            layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.BatchNorm1d(6)).to(
+                DEVICE
+            )
+        for _ in range(20):
+            found, expected = (
+                torch.autograd.grad(call(x).sin().sum(), [x, *layers.parameters()])
+                for call in (
+                    partial(checkpoint, lambda x: layers(x.sin())),
+                    lambda x: layers(x.sin()),
+                )
+            )
+            assert all(map(torch.equal, found, expected))
+
+    lock = threading.Lock()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+def test_c25_backward_in_another_thread():
+    layers, x = block(), randn(4, 6)
+    y = checkpoint(layers, x)
+    grads = []
+    thread = threading.Thread(
+        target=lambda: grads.extend(torch.autograd.grad(y.sum(), [x, *layers.parameters()]))
+    )
+    thread.start()
+    thread.join()
+    assert len(grads) == 5
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_c26_no_gradients_wanted(mode):
+    layers, x = block(), randn(4, 6)
+    fn, calls = counted(layers)
+    with mode(), saved_tensors() as saved:
+        y = checkpoint(fn, x)
+    assert saved.nbytes == 0
+    assert not y.requires_grad
+    assert len(calls) == 1
+
+
+def test_c26_inside_no_grad_inside():
+    def fn(x):
+        with torch.no_grad():
+            scale = x.sin().max()
+        with torch.enable_grad():
+            return (x * scale).sin() * scale
+
+    assert_as_plain(fn, randn(4))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_c28_compiled_around(backend, fullgraph):
+    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE), randn(4, 6)
+    compiled = torch.compile(
+        lambda x: checkpoint(layers, x).sin(), backend=backend, fullgraph=fullgraph
+    )
+    found, expected = (
+        step(call, x, parameters=layers.parameters())
+        for call in (compiled, lambda x: layers(x).sin())
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_c28_compiled_inside(backend):
+    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE), randn(4, 6)
+    compiled = torch.compile(layers, backend=backend)
+    found = step(lambda x: checkpoint(compiled, x).sin(), x, parameters=layers.parameters())
+    expected = step(lambda x: layers(x).sin(), x, parameters=layers.parameters())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_c28_compiled_autograd():
+    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE), randn(4, 6)
+    expected = step(lambda x: layers(x).sin(), x)[1]
+    loss = checkpoint(lambda x: layers(x).sin(), x).square().sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    assert same(x.grad, expected)
+
+
+def test_kernels_of_attention():
+    q = randn(1, 2, 8, 8)
+
+    def fn(q):
+        return F.scaled_dot_product_attention(q * 1, q * 1, q * 1).sin()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.autograd.grad(fn(q).sum(), q)
+        y = checkpoint(fn, q)
+    assert same(torch.autograd.grad(y.sum(), q)[0], expected[0])
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_c30_cuda_graphs():
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE)
+    x = randn(4, 6)
+
+    def work(preserve):
+        y = checkpoint(layers, x, preserve_rng_state=preserve)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    expected = work(True)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work(False)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        grad = work(False)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(grad, expected)
+    with (
+        pytest.raises(RuntimeError, match="pass preserve_rng_state=False"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
+        work(True)
+
+
+def test_selective_checkpointing_inside():
+    def policy(ctx, op, *args, **kwargs):
+        saves = op is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context_fn = partial(create_selective_checkpoint_contexts, policy)
+    x, w = randn(6, 6), randn(6, 6)
+
+    def fn(x):
+        y = any_stock(
+            lambda x: (x @ w).sin() @ w, x.sin(), use_reentrant=False, context_fn=context_fn
+        )
+        return y.sin()
+
+    expected = step(lambda x: ((x.sin() @ w).sin() @ w).sin(), x, parameters=[w])
+    assert all(map(same, step(partial(checkpoint, fn), x, parameters=[w]), expected))

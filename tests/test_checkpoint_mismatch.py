@@ -1,0 +1,197 @@
+"""Errors in a checkpoint, and recomputes that do something else (C20-C22, C31)."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import same, step, stock
+from support import DEVICE, randn
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+import fusedckpt
+from fusedckpt import checkpoint, is_recomputing
+from fusedckpt._dispatch import forced_path
+
+
+class Mine(Exception):
+    pass
+
+
+def surroundings() -> list:
+    """Return what a checkpoint must leave as it was."""
+    return [
+        torch.get_rng_state().tolist(),
+        torch.is_autocast_enabled(DEVICE.type),
+        torch.is_grad_enabled(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+        is_recomputing(),
+    ]
+
+
+@pytest.mark.parametrize("when", [False, True])
+@pytest.mark.parametrize("wraps", [1, 2])
+@pytest.mark.parametrize("error", [Mine, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_c20_c21_exceptions(when, wraps, error):
+    """In forward or recompute: the type is kept, all is restored, and the next step works."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout()).to(DEVICE)
+    x, failing = randn(4, 6), [True]
+
+    def fn(x):
+        x = model(x)
+        if failing and is_recomputing() == when:
+            raise error("no")
+        return x.sin().sin()
+
+    def call(x):
+        for _ in range(wraps - 1):
+            return checkpoint(checkpoint, fn, x)
+        return checkpoint(fn, x)
+
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        if when:
+            y = call(x)
+    before = surroundings()
+    buffers = [id(b) for b in model.buffers()]
+    with pytest.raises(error, match="no"):
+        y.float().sum().backward() if when else call(x)
+    if when:
+        assert surroundings() == before
+    else:
+        assert surroundings()[1:] == before[1:]
+    assert [id(b) for b in model.buffers()] == buffers
+    failing.clear()
+    model[1].reset_running_stats()
+    found = step(call, x, parameters=model.parameters())
+    model[1].reset_running_stats()
+    assert all(map(same, found, step(fn, x, parameters=model.parameters())))
+    if when:
+        # the graph was kept by the failure, and works once the cause is gone
+        y.float().sum().backward()
+
+
+LAYERS = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)).to(DEVICE)
+FUSED = nn.ModuleList(fusedckpt.MLP(6, 6) for _ in range(4)).to(DEVICE)
+
+
+def run(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def others(layers):
+    """In forward and recompute, which layers run."""
+    a, b, c, d = layers
+    return {
+        "fewer": ([a, torch.sin, b, torch.sin], [a, torch.sin]),
+        "none": ([a, torch.sin, b], []),
+        "more": ([a, torch.sin, b, torch.sin], [a, torch.sin, c, torch.sin, b, torch.sin]),
+        "another layer": ([a, torch.sin, b, torch.sin], [a, torch.sin, c, torch.sin]),
+        "shifted": ([a, b, c], [a, d, b, c]),
+        "swapped": ([a, b, c], [b, a, c]),
+        "another function": ([a, torch.sin, b, torch.sin], [a, torch.cos, b, torch.sin]),
+        "another shape": ([a, torch.sin, torch.sin], [a, lambda x: x[:3], torch.sin, torch.sin]),
+        "another dtype": (
+            [a, torch.sin, torch.sin],
+            [a, torch.Tensor.double, torch.sin, torch.sin],
+        ),
+    }
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("layers", [LAYERS, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", others(LAYERS))
+def test_c22_another_recompute_raises(name, layers, debug):
+    forward, recompute = others(layers)[name]
+    with forced_path("aten"):
+        y = checkpoint(
+            lambda x: run(recompute if is_recomputing() else forward, x), randn(6, 6), debug=debug
+        )
+        with pytest.raises(CheckpointError, match=r"checkpoint: .*recompute"):
+            y.sum().backward()
+
+
+def test_c22_more_behind_what_counts_is_right():
+    """A recompute ends where all is there that the forward saved: the rest does not run."""
+    a, b, c, _ = LAYERS
+    x = randn(6, 6)
+    forward, recompute = [a, torch.sin, b], [a, torch.sin, c, torch.sin, b]
+    y = checkpoint(lambda x: run(recompute if is_recomputing() else forward, x), x)
+    parameters = [x, *a.parameters(), *b.parameters()]
+    found = torch.autograd.grad(y.sum(), parameters)
+    assert all(map(same, found, torch.autograd.grad(run(forward, x).sum(), parameters)))
+
+
+def test_c22_equal_shapes_in_torchs_are_silent():
+    """What the parameters' identity is for: torch's checkpoint returns numbers here."""
+    forward, recompute = others(LAYERS)["shifted"]
+    recomputing = []
+
+    def fn(x):
+        recomputing.append(1)
+        return run(recompute if len(recomputing) > 1 else forward, x)
+
+    stock(fn, randn(6, 6)).sum().backward()
+
+
+def test_c22_names_the_fused_layer():
+    a, b = fusedckpt.MLP(6, 6).to(DEVICE), fusedckpt.GatedMLP(6, 6).to(DEVICE)
+    norm = fusedckpt.LayerNorm(6).to(DEVICE)
+    with forced_path("aten"):
+        y = checkpoint(lambda x: norm(b(x) if is_recomputing() else a(x)).sin(), randn(6, 6))
+        with pytest.raises(
+            CheckpointError, match=r"tensor 1 .* weight of Linear .* weight of Linear"
+        ):
+            y.sum().backward()
+
+
+class Noisy(nn.Module):
+    """Not the same twice, in values alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + 1e-6 * self.calls)
+
+
+def test_c31_debug_names_the_first_module_that_differs():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), Noisy()), nn.Linear(6, 6))
+    y = checkpoint(model.to(DEVICE), randn(4, 6), debug=True)
+    with pytest.raises(CheckpointError, match=r"the output of 1\.1 \(Noisy\) in the recompute"):
+        y.sum().backward()
+
+
+def test_c31_debug_sees_the_segments_own_output():
+    noisy = Noisy()
+    y = checkpoint(lambda x: noisy.forward(x.sin().sin()), randn(4), debug=True)
+    with pytest.raises(CheckpointError, match="the output of the segment"):
+        y.sum().backward()
+
+
+def test_c31_debug_accepts_nan_and_what_is_equal():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU(inplace=True))
+    fn = lambda x: (model(x) / 0).sin()  # noqa: E731
+    y = checkpoint(fn, randn(4, 6), debug=True)
+    y.sum().backward()
+    half = partial(
+        checkpoint, lambda x: (F.dropout(x).to(torch.bfloat16), x.argmax(), x[:0]), debug=True
+    )
+    half(randn(4, 6))[0].float().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_makes_another_error_of_a_recomputes_end():
+    script = torch.jit.script(chained)
+    x = randn(4)
+    with torch.jit.optimized_execution(False):
+        (found,) = torch.autograd.grad(checkpoint(script, x).sum(), x)
+    assert same(found, torch.autograd.grad(chained(x).sum(), x)[0])
+
+
+def chained(x):
+    return x.sin().exp().sin()
