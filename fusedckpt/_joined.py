@@ -44,11 +44,11 @@ def remember(norm: nn.Module, n: Tensor, spec: NormSpec) -> Tensor:
     """Note that a norm module made n, and return n.
 
     Not for a module with hooks, which may gather its weights for as long as its own call, nor for
-    one over several dimensions.
+    one over several dimensions, nor inside a checkpoint: to ask for its input would recompute it.
     """
     if torch.compiler.is_compiling() or not n.requires_grad or watched(norm):
         return n
-    if spec.weight is None or spec.weight.dim() == 1:
+    if (spec.weight is None or spec.weight.dim() == 1) and _nobody_packs():
         _sources[n] = Source(spec, _versions(n, spec))
     return n
 

@@ -75,7 +75,7 @@ def _of_any_class(module: nn.Module) -> Swap | str | None:
         return f"{kind} is no RMSNorm of a known rule" if weight is not None else None
     own = torch.float32 if weight is None else weight.dtype
     if (own, own) not in plan.dtypes:
-        return f"{kind} in {own} is no RMSNorm of a known rule"
+        return f"{kind} is an RMSNorm of a known rule, but computes {own} otherwise"
     rule = f"{plan.cast} cast" + (f", offset {plan.offset:g}" if plan.offset else "")
     to = subclass(FusedRMSNorm, type(module))
     attributes = {"_fusedckpt_plan": plan}

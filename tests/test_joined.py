@@ -181,9 +181,29 @@ def checkpointed(norm, mlp, x):
     return y
 
 
+def checkpointed_norm(norm, mlp, x):
+    calls = []
+
+    def counted(x):
+        calls.append(1)
+        return norm(x)
+
+    y = mlp(checkpoint(counted, x, use_reentrant=False))
+    # looking for the norm's input would run it again
+    assert len(calls) == 1
+    return y
+
+
 @pytest.mark.parametrize(
     "run",
-    [watched_norm, changed_result, another_tensor, packed_by_others, checkpointed],
+    [
+        watched_norm,
+        changed_result,
+        another_tensor,
+        packed_by_others,
+        checkpointed,
+        checkpointed_norm,
+    ],
     ids=lambda run: run.__name__,
 )
 def test_not_joined_where_it_might_show(norm, mlp, run):

@@ -56,7 +56,7 @@ PATTERNS = {
     "layer norm, linear": (lambda: [nn.LayerNorm(D), nn.Linear(D, F)], "norm_linear", D, 0),
     "rms norm, linear": (lambda: [nn.RMSNorm(D), nn.Linear(D, F, False)], "norm_linear", D, 0),
     "gemma norm, linear": (lambda: [gemma_norm(), nn.Linear(D, F)], "norm_linear", D, 0),
-    "norm, linear_act": (lambda: [gemma_norm(), *mlp()[:2]], "layer linear_act", 2 * D, F),
+    "norm, linear_act": (lambda: [gemma_norm(), *mlp()[:2]], "layer linear_act", D, F),
     "two mlps": (lambda: [nn.RMSNorm(D), *mlp(), nn.RMSNorm(D), *mlp()], "mlp mlp", 2 * D, 2 * F),
     "linear after": (lambda: [*mlp(), nn.Linear(D, D)], "mlp layer", 2 * D, F),
     "norm, linear after": (

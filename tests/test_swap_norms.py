@@ -141,6 +141,13 @@ def test_every_pair_of_dtypes_gives_what_it_did(kind):
                 assert torch.equal(ours, theirs)
 
 
+def test_float64_in_float32_is_left():
+    norm = Llama().double()
+    assert fuse(norm).left == {
+        "": "Llama is an RMSNorm of a known rule, but computes torch.float64 otherwise"
+    }
+
+
 class Doubled(Llama):
     def forward(self, hidden_states):
         return 2 * super().forward(hidden_states)
