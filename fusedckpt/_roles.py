@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 from fusedckpt._segment import Segment
 from fusedckpt.checkpointing import checkpoint, conditions_of, is_plain_call
-from fusedckpt.levels import saving
+from fusedckpt.levels import LEVELS, saving
 
 _ROLE = "_fusedckpt_role"
 
@@ -71,6 +71,11 @@ def release(module: nn.Module) -> None:
 def is_assigned(module: nn.Module) -> bool:
     """Whether a module runs in a role."""
     return isinstance(module, Planned)
+
+
+def inner_level(level: str) -> str:
+    """Return what fused layers keep in a segment's recompute, by the name of the unit's level."""
+    return level if level in LEVELS else "preact"
 
 
 class Keeping(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,8 +19,8 @@ from fusedckpt._budget import bytes_of
 from fusedckpt._step import Step, default_loss
 from fusedckpt._text import size
 from fusedckpt._unit_costs import PRODUCTS
-from fusedckpt.chain import Chain, Item, Keep, Unit, simulate
-from fusedckpt.costs import Probe, rest
+from fusedckpt.chain import Chain, Item, Keep, simulate
+from fusedckpt.costs import Survey, chain_of
 from fusedckpt.plans import Plan
 from fusedckpt.policies import policy as by_rule
 from fusedckpt.reporting import MemoryReport, check_step, measure
@@ -90,14 +89,14 @@ def plan(
     limit = _limit(budget, activation_budget, policy, device)
     with trial(parts, optimizer, (args, kwargs)), torch.enable_grad():
         _fill(optimizer)
-        chain = _chain(step, names, progress, selective=policy == "speed")
+        chain, left_out = _chain(step, names, progress, selective=policy == "speed")
         if activation_budget is not None and limit is not None:
             limit += chain.base + sum(unit.left for unit in chain.units)
         if limit is None:
             found = _by_policy(policy, step, chain)
         else:
             found = _within(limit, step, chain)
-    return _agreed(found)
+    return _agreed(replace(found, left_out=left_out))
 
 
 def _names(model: nn.Module, policy: Any, units: Any) -> list[str]:
@@ -126,27 +125,30 @@ def _fill(optimizer: Optimizer | None) -> None:
     optimizer.zero_grad()
 
 
-def _chain(step: Step, names: Sequence[str], progress: bool, selective: bool) -> Chain:
-    """Measure the units that run exactly once, in the order in which they run."""
-    found: list[Unit] = []
-    kinds: dict[Any, Unit] = {}
+def _chain(
+    step: Step, names: Sequence[str], progress: bool, selective: bool
+) -> tuple[Chain, dict[str, str]]:
+    """Measure the units that run exactly once, in the order in which they run; say why not others."""
     modules = {name: step.model.get_submodule(name) for name in names}
     with _ticking(len(modules), progress) as tick:
-        for name, module in modules.items():
-            _roles.assign(module, Probe(name, module, kinds, found, tick, selective))
+        survey = Survey(tick, selective)
         try:
+            for name, module in modules.items():
+                _roles.assign(module, survey.probe(name, module))
             args, kwargs = aliased((step.args, step.kwargs))
             step.model(*args, **kwargs)
         finally:
             for module in modules.values():
-                _roles.release(module)
-    calls = Counter(unit.name for unit in found)
-    units = [unit for unit in found if calls[unit.name] == 1]
-    if not units:
+                if _roles.is_assigned(module):
+                    _roles.release(module)
+    left_out = survey.left_out(names)
+    if len(left_out) == len(names):
+        reasons = "; ".join(f"{name} {why}" for name, why in left_out.items())
         raise ValueError(
-            f"plan: no unit of {type(step.model).__name__} runs exactly once: name some with units="
+            f"plan: expected a unit in {type(step.model).__name__} that runs exactly once, name some "
+            f"with units=: {reasons or 'it has no parts'}"
         )
-    return rest(step, units)
+    return chain_of(step, survey.units()), left_out
 
 
 @contextmanager

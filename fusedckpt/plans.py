@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Plan:
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
     latter is None where no step was run under the plan. Times are in ms per step: `extra_ms` is
     what the plan adds to the fastest way, and `lower_bound_ms` what no plan within the budget is
-    below.
+    below. `left_out` says why modules that might have been units are none.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Plan:
     extra_ms: float
     lower_bound_ms: float
     measured_bytes: int | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -85,7 +87,7 @@ class Plan:
         for item in self.items:
             names = [unit.name for unit in self.chain.units[item.start : item.stop]]
             if isinstance(item, Segment):
-                levels = tuple(level if level in LEVELS else "preact" for level in item.levels)
+                levels = tuple(map(_roles.inner_level, item.levels))
                 chained = _roles.Chained(levels)
                 roles += [(name, _roles.Member(chained, i)) for i, name in enumerate(names)]
             elif item.level == PRODUCTS:
