@@ -86,27 +86,29 @@ class Call:
     def bytes(self, run: Run) -> Bytes:
         """Return what `run(args, kwargs)` and its backward hold."""
         args, kwargs = self._arguments()
-        given = [(x, x._version) for x in tensors_of((args, kwargs))]
+        given = list(tensors_of((args, kwargs)))
         keeps: list[bool] = []
 
         def step() -> None:
             self._watch.phase("forward")
             with saved_tensors(self._constants) as saved:
                 outputs = self._outputs(run(args, kwargs))
-            keeps.append(any(x in saved for x, _ in given if x.requires_grad))
+            keeps.append(any(x in saved for x in given if x.requires_grad))
             root: Any = _Source.apply(*outputs)
             # one that is handed on whole
-            handed = StorageWeakRef(outputs[0].untyped_storage()) if len(outputs) == 1 else None
+            handed = StorageWeakRef(outputs[0].untyped_storage())
+            seen = len(outputs) == 1 and saved.holds(handed)
+            view = any(handed == StorageWeakRef(x.untyped_storage()) for x in given)
+            hidden = len(outputs) == 1 and not view
             del outputs
-            # by whoever: torch's selective checkpoints hide what they keep
-            keeps.append(handed is not None and not handed.expired())
+            # torch's selective checkpoints hide what they keep
+            keeps.append(seen or (hidden and not handed.expired()))
             self._watch.phase("backward")
             root.backward()
             self._watch.phase("end")
 
         moments = timeline(profiled(step), self.device, 0)
         self._clear()
-        self.writes |= any(x._version != version for x, version in given)
         forward, backward = (
             [moment.live_bytes for moment in moments if moment.phase == phase]
             for phase in ("forward", "backward")
@@ -117,10 +119,12 @@ class Call:
         return Bytes(made + own_input, extra, max(backward) - made, *keeps)
 
     def dry(self, run: Run) -> None:
-        """Run it once, for what that does besides."""
+        """Run it once, to see what it writes into."""
         with torch.no_grad():
             args, kwargs = self._arguments()
+            given = [(x, x._version) for x in tensors_of((args, kwargs))]
             run(args, kwargs)
+        self.writes = any(x._version != version for x, version in given)
 
     def milliseconds(self, runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float]]]:
         """Return the times of forward and of backward of each run, round by round."""

@@ -44,42 +44,46 @@ class Costs(NamedTuple):
     @property
     def replay(self) -> int:
         """Bytes that a segment keeps of the unit besides its input: random states, statistics."""
-        return max(0, *(found.kept - self.input for found in self.again.values()))
+        return max(0, 0, *(found.kept - self.input for found in self.again.values()))
 
-    @property
-    def keeps_input(self) -> bool:
-        """Whether it keeps what it was given, whatever the level."""
-        return all(found.keeps_input for found in self.levels.values())
+    def keeps_input(self, level: str) -> bool:
+        """Whether it keeps what it was given, where the unit before is at this level."""
+        # PRODUCTS stands beside PRODUCTS alone
+        return all(
+            found.keeps_input
+            for name, found in self.levels.items()
+            if (name == PRODUCTS) == (level == PRODUCTS) or len(self.levels) == 1
+        )
 
-    def unit(self, name: str, handed_on: bool) -> Unit:
-        """Return a unit that costs this; `handed_on`: whoever comes next keeps its output."""
+    def unit(self, name: str, handed_on: Callable[[str], bool]) -> Unit:
+        """Return a unit that costs this.
+
+        handed_on: whether, at a level, whoever comes next keeps the output, and so counts it.
+        """
+        shared = {
+            level: self.output if found.keeps_output and handed_on(level) else 0
+            for level, found in self.levels.items()
+        }
         return Unit(
             name,
-            tuple(self._level(level, handed_on) for level in self.levels),
+            tuple(self._level(level, shared[level]) for level in self.levels),
             forward=self.forward,
             input=self.input,
             output=self.output,
             tail=self.tail,
-            forward_transient=max(
-                found.forward + self._shared(found, handed_on) for found in self.levels.values()
-            ),
+            forward_transient=max(self.levels[name].forward + shared[name] for name in shared),
             left=self.left,
             fixed=self.writes,
         )
 
-    def _level(self, name: str, handed_on: bool) -> Level:
-        found = self.levels[name]
-        shared = self._shared(found, handed_on)
-        kept, ending = found.kept - shared, None
-        again = self.again.get(name)
+    def _level(self, name: str, shared: int) -> Level:
+        found, again, ending = self.levels[name], self.again.get(name), None
+        kept = found.kept - shared
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
         if again is not None and found.keeps_input:
             # the segment's input is the unit's
             ending = max(0, self.input + again.backward - max(kept, self.input))
         return Level(name, kept, self.extra[name], found.backward + shared, ending)
-
-    def _shared(self, found: Bytes, handed_on: bool) -> int:
-        return self.output if handed_on and found.keeps_output else 0
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -116,17 +120,17 @@ def measured(
         for level in (LEVELS if has_levels(module) else (None,))
     }
     _check_repeats(call, next(iter(runs.values())), args, kwargs)
-    if selective:
+    if selective and not call.writes:
         runs[PRODUCTS] = partial(_roles.Selecting().call, forward)
     taken = {name: call.bytes(run) for name, run in runs.items()}
     # of levels that keep the same, the first one
-    distinct = {found.kept: name for name, found in reversed(taken.items())}
+    distinct = {(name == PRODUCTS, found.kept): name for name, found in reversed(taken.items())}
     levels = {name: taken[name] for name in sorted(distinct.values(), key=list(runs).index)}
     # a segment cannot keep an argument that its own forward overwrites
     alone = {} if call.writes else {name: _alone(name, forward) for name in levels}
     alone.pop(PRODUCTS, None)
     again = {name: call.bytes(run) for name, run in alone.items()}
-    most = max(levels, key=lambda name: levels[name].kept)
+    most = max((name for name in levels if name != PRODUCTS), key=lambda name: levels[name].kept)
     fastest = most if most in alone else next(iter(alone), None)
     timed = {name: runs[name] for name in levels}
     if fastest is not None:
@@ -154,8 +158,10 @@ def _times(
         return max(0.0, statistics.median(sum(a) - sum(b) for a, b in pairs))
 
     # what keeps less does not get faster by it: that would be noise
-    falling = sorted(levels, key=lambda name: -levels[name].kept)
+    falling = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
     extra = dict(zip(falling, accumulate(map(slower, falling), max), strict=True))
+    if PRODUCTS in levels:
+        extra[PRODUCTS] = slower(PRODUCTS)
     again = slower("again") if "again" in times else forward
     return forward, {name: extra[name] for name in levels}, max(0.0, forward - again)
 

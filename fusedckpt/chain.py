@@ -113,6 +113,10 @@ class Unit:
         """The level of least extra time; of those the one that keeps least."""
         return min(self.levels, key=lambda level: (level.extra, level.kept))
 
+    def has(self, name: str) -> bool:
+        """Whether it has a level called `name`."""
+        return any(level.name == name for level in self.levels)
+
     def level(self, name: str) -> Level:
         """Return the level called `name`, or raise ValueError."""
         for level in self.levels:

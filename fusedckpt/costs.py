@@ -169,13 +169,13 @@ class _Walk:
             self._outputs[i] = StorageWeakRef(outputs[0].untyped_storage())
         self._watch.phase(f"left {i}")
 
-    def handed_on(self, i: int, costs: Sequence[Costs]) -> bool:
+    def handed_on(self, i: int, following: Costs | None, level: str) -> bool:
         """Whether unit i's output is counted by the unit, or the code, that comes next."""
         output = self._outputs[i]
         if output is None or self.saved is None:
             return False
-        if i + 1 < len(costs) and self._inputs[i + 1] == output:
-            return costs[i + 1].keeps_input
+        if following is not None and self._inputs[i + 1] == output:
+            return following.keeps_input(level)
         return self.saved.holds(output)
 
 
@@ -197,11 +197,12 @@ def chain_of(step: Step, costs: dict[str, Costs]) -> Chain:
         for module in modules:
             if _roles.is_assigned(module):
                 _roles.release(module)
-    found = list(costs.values())
+    followers = [*list(costs.values())[1:], None]
     units = [
-        one.unit(name, walk.handed_on(i, found)) for i, (name, one) in enumerate(costs.items())
+        one.unit(name, partial(walk.handed_on, i, followers[i]))
+        for i, (name, one) in enumerate(costs.items())
     ]
-    return _chain(_Phases(moments), units, resident, sum(one.replay for one in found))
+    return _chain(_Phases(moments), units, resident, sum(one.replay for one in costs.values()))
 
 
 class _Phases:

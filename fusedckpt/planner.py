@@ -215,9 +215,11 @@ def _tried(step: Step, found: Plan) -> MemoryReport:
 
 
 def _selective(chain: Chain) -> tuple[Item, ...]:
+    """Keep the outputs of products, but where the next unit writes into what it is given."""
+    overwritten = [unit.fixed and unit.input > 0 for unit in chain.units[1:]]
     return tuple(
-        Keep(i, unit.levels[0].name if unit.fixed else PRODUCTS)
-        for i, unit in enumerate(chain.units)
+        Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
+        for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))
     )
 
 
