@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -151,11 +149,12 @@ def _times(
     times: Mapping[str, list[tuple[float, float]]], levels: Mapping[str, Bytes], most: str
 ) -> tuple[float, dict[str, float], float]:
     """Return ms of the forward, extra ms per level, and ms of what a segment does not run again."""
-    forward = statistics.median(ms for name in levels for ms, _ in times[name])
+    # the least: what else goes on in the machine only adds to it
+    forward = min(ms for name in levels for ms, _ in times[name])
+    whole = {name: min(map(sum, rounds)) for name, rounds in times.items()}
 
     def slower(name: str) -> float:
-        pairs = zip(times[name], times[most], strict=True)
-        return max(0.0, statistics.median(sum(a) - sum(b) for a, b in pairs))
+        return max(0.0, whole[name] - whole[most])
 
     # what keeps less does not get faster by it: that would be noise
     falling = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
@@ -168,36 +167,31 @@ def _times(
 
 def _check_repeats(call: Call, run: Run, args: Any, kwargs: Any) -> None:
     """Refuse a unit that changes an object it is given, such as a cache of keys and values."""
-    objects = [
-        (name, x) for name, x in [*enumerate(args), *kwargs.items()] if hasattr(x, "__dict__")
-    ]
-    before = [list(_state(x)) for _, x in objects if not isinstance(x, Tensor)]
-    objects = [(name, x) for name, x in objects if not isinstance(x, Tensor)]
+    given = [*enumerate(args), *kwargs.items()]
+    objects = {name: x for name, x in given if hasattr(x, "__dict__") and not _is_known(x)}
+    before = {name: list(_state(x)) for name, x in objects.items()}
     call.dry(run)
-    for (name, x), state in zip(objects, before, strict=True):
-        if list(_state(x)) != state:
+    for name, found in objects.items():
+        if list(_state(found)) != before[name]:
             raise ValueError(
-                f"plan: a unit must do the same each time it is called, but it changes its argument "
-                f"{name} ({type(x).__name__}); for a cache, pass use_cache=False to the model"
+                "plan: expected units that do the same each time they are called, one changes its "
+                f"argument {name}, a {type(found).__name__}: for a cache of keys and values, pass "
+                "use_cache=False to the model"
             )
 
 
-def _state(obj: Any, depth: int = 5) -> Iterator[Any]:
+def _is_known(value: Any) -> bool:
+    return isinstance(value, (Tensor, nn.Module))
+
+
+def _state(value: Any, depth: int = 5) -> Iterator[Any]:
     """Yield what tells whether an object was changed."""
-    if isinstance(obj, Tensor):
-        yield id(obj), obj._version
-    elif isinstance(obj, (bool, int, float, str, type(None))):
-        yield obj
-    elif depth and isinstance(obj, nn.Module):
-        return
-    elif depth:
-        parts = (
-            obj.items()
-            if isinstance(obj, dict)
-            else enumerate(obj)
-            if isinstance(obj, (list, tuple))
-            else getattr(obj, "__dict__", {}).items()
-        )
-        for key, value in parts:
-            yield key if isinstance(key, (str, int)) else id(key)
-            yield from _state(value, depth - 1)
+    if isinstance(value, Tensor):
+        yield id(value), value._version
+    elif isinstance(value, (bool, int, float, str, type(None))):
+        yield value
+    elif depth and not isinstance(value, nn.Module):
+        is_list = isinstance(value, (list, tuple))
+        parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        for part in value if is_list else parts.values():
+            yield from _state(part, depth - 1)

@@ -46,7 +46,7 @@ def _check_amounts(record: Level | Unit | Chain) -> None:
         if wanted is None or (value is None and type(None) in wanted):
             continue
         # True is an int, too
-        if type(value) not in wanted or not 0 <= value < math.inf:
+        if value is None or type(value) not in wanted or not 0 <= value < math.inf:
             kind = type(record).__name__
             raise ValueError(
                 f"{kind}: {field.name} is {field.type}, finite and not negative, got {value!r}"
@@ -223,12 +223,14 @@ def _moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
             first = isinstance(item, Segment) and not held
             held.append(max(level.kept, unit.input) if first else level.kept)
             if isinstance(item, Segment):
-                ends = len(held) == len(item.levels) and level.ending is not None
-                more = level.ending if ends else unit.forward_transient + dy
-                yield live + sum(held) + more, f"recompute of {unit.name}"
-        for i, (unit, level) in reversed([*enumerate(_levels(chain, item))]):
-            # else it was in the recompute
-            if isinstance(item, Keep) or i + 1 < len(item.levels) or level.ending is None:
+                again = unit.forward_transient + dy
+                if len(held) == len(item.levels) and level.ending is not None:
+                    again = level.ending
+                yield live + sum(held) + again, f"recompute of {unit.name}"
+        for unit, level in reversed(_levels(chain, item)):
+            # of the last unit of a segment, `ending` was both
+            ends = isinstance(item, Segment) and len(held) == len(item.levels)
+            if not ends or level.ending is None:
                 yield live + sum(held) + level.transient, f"backward of {unit.name}"
             held.pop()
             live += unit.left

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from fusedckpt import _roles
+from fusedckpt._calls import NoGraph
 from fusedckpt._step import Step
 from fusedckpt._timeline import Moment, Watch, timeline
-from fusedckpt._calls import NoGraph
 from fusedckpt._unit_costs import PLAIN, Costs, kind_of, measured
 from fusedckpt.chain import Chain, Level, Unit
 from fusedckpt.memory import SavedTensors, nbytes_of, profiled
@@ -179,8 +179,11 @@ class _Walk:
         return self.saved.holds(output)
 
 
-def chain_of(step: Step, costs: dict[str, Costs]) -> Chain:
-    """Run the step with units that keep nothing; return the chain with what is before and after."""
+def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
+    """Run the step with units that keep nothing; return the chain with what is before and after.
+
+    stepping: bytes that the optimizer's step takes for a moment.
+    """
     step, held = step.fresh()
     watch, device = Watch(step.model), held[0].device
     resident = nbytes_of(x for x in held if x.device == device)
@@ -189,20 +192,18 @@ def chain_of(step: Step, costs: dict[str, Costs]) -> Chain:
     def run() -> None:
         walk.saved = step.take(watch, held)
 
-    try:
-        for i, module in enumerate(modules):
-            _roles.assign(module, walk.role(i, module))
+    with _roles.assigned({module: walk.role(i, module) for i, module in enumerate(modules)}):
         moments = timeline(profiled(run), device, resident)
-    finally:
-        for module in modules:
-            if _roles.is_assigned(module):
-                _roles.release(module)
     followers = [*list(costs.values())[1:], None]
     units = [
         one.unit(name, partial(walk.handed_on, i, followers[i]))
         for i, (name, one) in enumerate(costs.items())
     ]
-    return _chain(_Phases(moments), units, resident, sum(one.replay for one in costs.values()))
+    # one more while a segment runs again: the states that are put back afterwards
+    replays = [one.replay for one in costs.values()]
+    replay = sum(replays) + max(replays)
+    gradients = sum(x.numel() * x.element_size() for x in step.parameters() if x.requires_grad)
+    return _chain(_Phases(moments), units, resident, replay, gradients + stepping)
 
 
 class _Phases:
@@ -222,7 +223,9 @@ class _Phases:
         return max(self._live.get(phase, [0]))
 
 
-def _chain(live: _Phases, units: Sequence[Unit], resident: int, replay: int) -> Chain:
+def _chain(
+    live: _Phases, units: Sequence[Unit], resident: int, replay: int, stepping: int
+) -> Chain:
     """Put what runs before the units and after them at the ends of their chain."""
     first, last, final = units[0], units[-1], len(units) - 1
     # what the code before each unit keeps, that between units as if it were before all of them; a
@@ -232,6 +235,9 @@ def _chain(live: _Phases, units: Sequence[Unit], resident: int, replay: int) -> 
     kept_all = resident + kept_before
     kept_after = max(0, live.begin("backward") - kept_all)
     left_after = max(0, live.begin(f"entered {final}") - kept_all - last.output)
+    left = left_after + sum(unit.left for unit in units)
+    # the optimizer's step comes last
+    transient = max(live.most("entered 0") - kept_all - left_after, stepping - left - kept_before)
     before = Unit(
         BEFORE,
         (
@@ -240,7 +246,7 @@ def _chain(live: _Phases, units: Sequence[Unit], resident: int, replay: int) -> 
                 # and what segments may keep besides inputs, as if all units were in one
                 kept_before + replay,
                 0.0,
-                max(0, live.most("entered 0") - kept_all - left_after),
+                max(0, transient),
             ),
         ),
         forward=0.0,
