@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,19 +19,22 @@ __all__ = ["Bytes", "Call", "NoGraph", "Run"]
 
 Run = Callable[[Any, Any], Any]
 
-# rounds of timing go on for so many seconds per way to run, but for three of them at least
-_SECONDS, _MOST_ROUNDS = 0.05, 15
+# rounds of timing go on until the two best of every way to run agree so well; of as many at least
+# and at most; and so many seconds per way to run at most
+_AGREED, _ROUNDS, _SECONDS = 1.03, (5, 50), 0.3
 
 
 class Bytes(NamedTuple):
     """What a call holds: kept for backward; at worst in forward and in backward beyond that.
 
-    keeps_input, keeps_output: whether what it was given, what it returned is among what is kept.
+    input: bytes of what other units gave it that are among what is kept. keeps_input, keeps_output:
+        whether the first thing that it was given, what it returned is.
     """
 
     kept: int
     forward: int
     backward: int
+    input: int
     keeps_input: bool
     keeps_output: bool
 
@@ -67,17 +70,21 @@ class _Entrance(torch.autograd.Function):
 
 
 class Call:
-    """A module and the arguments that it gets."""
+    """A module and the arguments that it gets.
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any):
+    flows: of the arguments that require grad, whether another unit made it for this one; others,
+        such as the output of an encoder, belong to several units.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, flows: Sequence[bool]):
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._given = aliased(([*args], {**kwargs}))
         tensors = list(tensors_of(self._given))
-        # what the units hand on; the other arguments belong to all of them
-        main = next((x for x in tensors if x.requires_grad), None)
-        self._constants = [x for x in tensors if x is not main]
+        self._flows = flows
+        own = self._flowing(tensors)
+        self._constants = [x for x in tensors if all(x is not y for y in own)]
         self.device = next((x.device for x in (*tensors, *self._parameters)), torch.device("cpu"))
-        self.input_bytes = 0 if main is None else main.numel() * main.element_size()
+        self.input_bytes = sum(map(_size, own))
         self.output_bytes = 0
         # whether it was seen to write into an argument
         self.writes = False
@@ -87,13 +94,16 @@ class Call:
         """Return what `run(args, kwargs)` and its backward hold."""
         args, kwargs = self._arguments()
         given = list(tensors_of((args, kwargs)))
+        own, kept_input = self._flowing(given), 0
         keeps: list[bool] = []
 
         def step() -> None:
             self._watch.phase("forward")
             with saved_tensors(self._constants) as saved:
                 outputs = self._outputs(run(args, kwargs))
-            keeps.append(any(x in saved for x in given if x.requires_grad))
+            nonlocal kept_input
+            kept_input = sum(_size(x) for x in own if x in saved)
+            keeps.append(bool(own) and own[0] in saved)
             root: Any = _Source.apply(*outputs)
             # one that is handed on whole
             handed = StorageWeakRef(outputs[0].untyped_storage())
@@ -114,9 +124,9 @@ class Call:
             for phase in ("forward", "backward")
         )
         # what lives between the two, and the input that was there before them
-        made, own_input = backward[0], self.input_bytes if keeps[0] else 0
-        extra = max(0, max(forward) - made + self.input_bytes - own_input)
-        return Bytes(made + own_input, extra, max(backward) - made, *keeps)
+        made = backward[0]
+        extra = max(0, max(forward) - made + self.input_bytes - kept_input)
+        return Bytes(made + kept_input, extra, max(backward) - made, kept_input, *keeps)
 
     def dry(self, run: Run) -> None:
         """Run it once, to see what it writes into."""
@@ -129,19 +139,20 @@ class Call:
     def milliseconds(self, runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float]]]:
         """Return the times of forward and of backward of each run, round by round."""
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-        began = time.perf_counter()
-        for count in range(_MOST_ROUNDS):
-            if count >= 3 and time.perf_counter() - began > _SECONDS * len(runs):
-                break
+        end = time.perf_counter() + _SECONDS * len(runs)
+        for count in range(1, _ROUNDS[1] + 1):
             # in turns, so that what slows the machine down slows all of them
             for name, run in runs.items():
                 times[name].append(self._timed(run))
+            agreed = all(_agree([sum(pair) for pair in rounds]) for rounds in times.values())
+            if count >= _ROUNDS[0] and (agreed or time.perf_counter() > end):
+                break
         return times
 
     @property
     def left_bytes(self) -> int:
         """Bytes of the gradients that the backward leaves."""
-        return sum(p.numel() * p.element_size() for p in self._parameters)
+        return sum(map(_size, self._parameters))
 
     def _timed(self, run: Run) -> tuple[float, float]:
         args, kwargs = self._arguments()
@@ -160,9 +171,13 @@ class Call:
         )
         return tuple(args), kwargs
 
+    def _flowing(self, tensors: list[Tensor]) -> list[Tensor]:
+        graded = [x for x in tensors if x.requires_grad]
+        return [x for x, flows in zip(graded, self._flows, strict=True) if flows]
+
     def _outputs(self, output: Any) -> list[Tensor]:
         outputs = [x for x in tensors_of([output]) if x.requires_grad]
-        self.output_bytes = sum(x.numel() * x.element_size() for x in outputs)
+        self.output_bytes = sum(map(_size, outputs))
         if not outputs:
             raise NoGraph
         return outputs
@@ -175,3 +190,12 @@ class Call:
     def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _agree(times: list[float]) -> bool:
+    best, *others = sorted(times)
+    return bool(others) and others[0] <= _AGREED * best

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class Costs(NamedTuple):
         found, again, ending = self.levels[name], self.again.get(name), None
         kept = found.kept - shared
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
-        if again is not None and found.keeps_input:
+        if again is not None and found.input == self.input:
             # the segment's input is the unit's
             ending = max(0, self.input + again.backward - max(kept, self.input))
         return Level(name, kept, self.extra[name], found.backward + shared, ending)
@@ -104,15 +104,20 @@ def _name(leaf: Any) -> Any:
 
 
 def measured(
-    module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, selective: bool
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    flows: Sequence[bool],
+    selective: bool,
 ) -> Costs:
-    """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too.
+    """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too; `flows` as in Call.
 
     Raises:
         NoGraph: it returns nothing that requires a gradient.
         ValueError: a call changes an object among the arguments, so that no two are alike.
     """
-    call = Call(module, args, kwargs)
+    call = Call(module, args, kwargs, flows)
     runs: dict[str, Run] = {
         level or PLAIN: partial(_roles.Keeping(level).call, forward)
         for level in (LEVELS if has_levels(module) else (None,))

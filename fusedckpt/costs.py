@@ -80,11 +80,32 @@ class Skipping(NamedTuple):
         )
 
 
+class Scout:
+    """A pass before the first: which tensors units give to each other, and which all of them get."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, list[StorageWeakRef]] = {}
+        self._counts: Counter[int] = Counter()
+
+    def role(self, name: str, module: nn.Module) -> Skipping:
+        """Return the role in which a module is looked at."""
+        return Skipping(module, partial(self._see, name), _nothing, lambda: None)
+
+    def _see(self, name: str, given: list[Tensor]) -> None:
+        self._given[name] = [StorageWeakRef(x.untyped_storage()) for x in given]
+        self._counts.update({storage.cdata for storage in self._given[name]})
+
+    def flows(self, name: str) -> list[bool]:
+        """Return which of a unit's arguments that require grad are for it alone, or come first."""
+        given = self._given.get(name, [])
+        return [not i or self._counts[x.cdata] == 1 for i, x in enumerate(given)]
+
+
 class Survey:
     """The first pass: every unit measured where it is called, then made to keep nothing."""
 
-    def __init__(self, tick: Callable[[], None], selective: bool):
-        self._tick, self._selective = tick, selective
+    def __init__(self, scout: Scout, tick: Callable[[], None], selective: bool):
+        self._scout, self._tick, self._selective = scout, tick, selective
         # what was measured, by what units that are alike have in common
         self._kinds: dict[Any, Costs | None] = {}
         self._found: list[tuple[str, Costs | None]] = []
@@ -95,10 +116,11 @@ class Survey:
 
     def see(self, name: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> None:
         """Measure a call, once of a kind."""
-        key = kind_of(module, args, kwargs)
+        flows = self._scout.flows(name)
+        key = kind_of(module, args, kwargs), tuple(flows)
         if key not in self._kinds:
             try:
-                self._kinds[key] = measured(module, forward, args, kwargs, self._selective)
+                self._kinds[key] = measured(module, forward, args, kwargs, flows, self._selective)
             except NoGraph:
                 self._kinds[key] = None
         self._found.append((name, self._kinds[key]))
@@ -137,8 +159,11 @@ class Probe(NamedTuple):
         """Measure it."""
         if torch.is_grad_enabled():
             self.survey.see(self.name, self.module, forward, args, kwargs)
-        skipping = Skipping(self.module, lambda _: None, lambda _: None, lambda: None)
-        return skipping.call(forward, args, kwargs)
+        return Skipping(self.module, _nothing, _nothing, lambda: None).call(forward, args, kwargs)
+
+
+def _nothing(_: list[Tensor]) -> None:
+    pass
 
 
 def _flows(x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from fusedckpt._step import Step, default_loss
 from fusedckpt._text import size
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, simulate
-from fusedckpt.costs import AFTER, Survey, chain_of
+from fusedckpt.costs import AFTER, Scout, Survey, chain_of
 from fusedckpt.memory import peak_bytes
 from fusedckpt.plans import Plan
 from fusedckpt.policies import policy as by_rule
@@ -185,11 +185,13 @@ def _stepping(optimizer: Optimizer | None, device: torch.device) -> int:
 def _survey(step: Step, names: Sequence[str], progress: bool, selective: bool) -> Survey:
     """Measure the units, one after the other, where they are called."""
     modules = {name: step.model.get_submodule(name) for name in names}
+    scout = Scout()
     with _ticking(len(modules), progress) as tick:
-        survey = Survey(tick, selective)
-        with _roles.assigned({m: survey.probe(name, m) for name, m in modules.items()}):
-            args, kwargs = aliased((step.args, step.kwargs))
-            step.model(*args, **kwargs)
+        survey = Survey(scout, tick, selective)
+        for role in (scout.role, survey.probe):
+            with _roles.assigned({m: role(name, m) for name, m in modules.items()}):
+                args, kwargs = aliased((step.args, step.kwargs))
+                step.model(*args, **kwargs)
     if not survey.units():
         reasons = "; ".join(f"{name} {why}" for name, why in survey.left_out(names).items())
         raise ValueError(
@@ -218,20 +220,27 @@ def _within(limit: int, step: Step, chain: Chain) -> Plan:
         if target < least.peak:
             break
         found = _tried(step, _plan(step, "budget", chain, solve(chain, target), limit))
-        assert found.measured_bytes is not None
-        if found.measured_bytes <= limit:
+        if _measured(found) <= limit:
             return found
         # what the model of memory missed, it may miss again
-        target = min(target, found.predicted_bytes) - (found.measured_bytes - limit)
+        target = min(target, found.predicted_bytes) - (_measured(found) - limit)
     # the model of memory rather takes too much than too little
-    found = _tried(step, _plan(step, "budget", chain, least, limit))
-    assert found.measured_bytes is not None
-    if found.measured_bytes <= limit:
+    whole = by_rule(chain, "none")
+    kept = simulate(chain, whole)
+    last = [least, Solution(whole, kept.peak, kept.extra, 0.0)]
+    tried = [_tried(step, _plan(step, "budget", chain, solution, limit)) for solution in last]
+    found = min(tried, key=_measured)
+    if _measured(found) <= limit:
         return found
-    needed = found.measured_bytes
+    needed = _measured(found)
     raise ValueError(
         f"plan: the least feasible budget is {needed} bytes ({size(needed)}), got {limit} bytes"
     )
+
+
+def _measured(found: Plan) -> int:
+    assert found.measured_bytes is not None
+    return found.measured_bytes
 
 
 def _by_policy(policy: Policy, step: Step, chain: Chain, names: Sequence[str]) -> Plan:
