@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusedckpt._timeline import Watch, timeline
 from fusedckpt.memory import profiled, saved_tensors
@@ -21,7 +22,7 @@ Run = Callable[[Any, Any], Any]
 
 # rounds of timing go on until the two best of every way to run agree so well; of as many at least
 # and at most; and so many seconds per way to run at most
-_AGREED, _ROUNDS, _SECONDS = 1.03, (5, 50), 0.3
+_AGREED, _ROUNDS, _SECONDS = 1.03, (5, 50), 0.15
 
 
 class Bytes(NamedTuple):
@@ -88,6 +89,7 @@ class Call:
         self.output_bytes = 0
         # whether it was seen to write into an argument
         self.writes = False
+        self.forward_flops = 0
         self._watch = Watch(module)
 
     def bytes(self, run: Run) -> Bytes:
@@ -129,12 +131,13 @@ class Call:
         return Bytes(made + kept_input, extra, max(backward) - made, kept_input, *keeps)
 
     def dry(self, run: Run) -> None:
-        """Run it once, to see what it writes into."""
-        with torch.no_grad():
+        """Run it once without a graph, to see what it writes into; count its FLOPs."""
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
             args, kwargs = self._arguments()
             given = [(x, x._version) for x in tensors_of((args, kwargs))]
             run(args, kwargs)
         self.writes = any(x._version != version for x, version in given)
+        self.forward_flops = counter.get_total_flops()
 
     def milliseconds(self, runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float]]]:
         """Return the times of forward and of backward of each run, round by round."""
@@ -148,6 +151,12 @@ class Call:
             if count >= _ROUNDS[0] and (agreed or time.perf_counter() > end):
                 break
         return times
+
+    def flops(self, run: Run) -> int:
+        """Return the FLOPs of the matrix products of forward and backward."""
+        with FlopCounterMode(display=False) as counter:
+            self._timed(run)
+        return counter.get_total_flops()
 
     @property
     def left_bytes(self) -> int:

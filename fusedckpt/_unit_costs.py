@@ -111,7 +111,9 @@ def measured(
     flows: Sequence[bool],
     selective: bool,
 ) -> Costs:
-    """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too; `flows` as in Call.
+    """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too.
+
+    `flows` is that of Call.
 
     Raises:
         NoGraph: it returns nothing that requires a gradient.
@@ -138,7 +140,11 @@ def measured(
     timed = {name: runs[name] for name in levels}
     if fastest is not None:
         timed["again"] = alone[fastest]
-    forward_ms, extra, tail = _times(call.milliseconds(timed), levels, most)
+    flops = {name: call.flops(run) for name, run in timed.items() if name != PRODUCTS}
+    shares = {
+        name: (count - flops[most]) / max(1, call.forward_flops) for name, count in flops.items()
+    }
+    forward_ms, extra, tail = _times(call.milliseconds(timed), shares, levels, most)
     return Costs(
         levels, again, extra, forward_ms, tail,
         call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
@@ -151,15 +157,22 @@ def _alone(level: str, forward: Callable[..., Any]) -> Run:
 
 
 def _times(
-    times: Mapping[str, list[tuple[float, float]]], levels: Mapping[str, Bytes], most: str
+    times: Mapping[str, list[tuple[float, float]]],
+    shares: Mapping[str, float],
+    levels: Mapping[str, Bytes],
+    most: str,
 ) -> tuple[float, dict[str, float], float]:
-    """Return ms of the forward, extra ms per level, and ms of what a segment does not run again."""
+    """Return ms of the forward, extra ms per level, and ms of what a segment does not run again.
+
+    shares: of the forward's FLOPs, what each way computes more than the one that keeps most.
+    """
     # the least: what else goes on in the machine only adds to it
     forward = min(ms for name in levels for ms, _ in times[name])
     whole = {name: min(map(sum, rounds)) for name, rounds in times.items()}
 
     def slower(name: str) -> float:
-        return max(0.0, whole[name] - whole[most])
+        # on a noisy machine a product may seem to be free: not below half of what it should take
+        return max(0.0, whole[name] - whole[most], shares.get(name, 0.0) * forward / 2)
 
     # what keeps less does not get faster by it: that would be noise
     falling = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)

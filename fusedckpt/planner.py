@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,27 +16,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedckpt import _roles
-from fusedckpt._budget import bytes_of
+from fusedckpt._plan_input import Policy, check_model, limit_of, names_of
 from fusedckpt._step import Step, default_loss
+from fusedckpt._surroundings import AFTER, chain_of
 from fusedckpt._text import size
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, simulate
-from fusedckpt.costs import AFTER, Scout, Survey, chain_of
+from fusedckpt.costs import Scout, Survey
 from fusedckpt.memory import peak_bytes
 from fusedckpt.plans import Plan
 from fusedckpt.policies import policy as by_rule
 from fusedckpt.reporting import check_step, measure
 from fusedckpt.solver import Solution, least_peak, solve
 from fusedckpt.trial import aliased, tensors_of, trial
-from fusedckpt.units import candidates, named
 
 __all__ = ["plan"]
 
-_POLICY = re.compile(r"budget|none|all|sqrt|uniform:[1-9]\d*|memory|speed")
 # plans tried for a budget before it is given up
 _TRIES = 4
-
-Policy = str | Sequence[str | nn.Module]
 
 
 def plan(
@@ -94,53 +90,13 @@ def plan(
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
     check_step("plan", model, loss, optimizer, (args, kwargs))
-    _check_model(model)
+    check_model(model)
     device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
-    limit = _limit(budget, activation_budget, policy, device)
-    names = _names(model, policy, units)
+    limit = limit_of(budget, activation_budget, policy, device)
+    names = names_of(model, policy, units)
     step = Step(model, args, kwargs, loss or default_loss, optimizer)
     is_rest = activation_budget is not None
     return _agreed(lambda: _planned(step, names, policy, limit, is_rest, progress))
-
-
-def _check_model(model: nn.Module) -> None:
-    if any(_roles.is_assigned(module) for module in model.modules()):
-        raise ValueError("plan: a plan is applied to this model: undo it first")
-    for module in model.modules():
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            raise ValueError(
-                "plan: expected a model that is not compiled yet: plan it, then compile"
-            )
-    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise ValueError("plan: expected a model that is not sharded yet: plan it, then shard it")
-
-
-def _limit(budget: Any, activation_budget: Any, policy: Any, device: torch.device) -> int | None:
-    is_name = isinstance(policy, str)
-    if not (_POLICY.fullmatch(policy) if is_name else isinstance(policy, Iterable)):
-        raise ValueError(
-            "plan: policy must be budget, none, all, sqrt, uniform:k, memory, speed or a list of "
-            f"modules, got {policy!r}"
-        )
-    given = [x for x in (budget, activation_budget) if x is not None]
-    if len(given) != (is_name and policy == "budget"):
-        raise ValueError(
-            "plan: expected one of budget and activation_budget, or neither and another policy, "
-            f"got {len(given)} and policy {policy!r}"
-        )
-    return bytes_of("plan", given[0], device) if given else None
-
-
-def _names(model: nn.Module, policy: Policy, units: Any) -> list[str]:
-    if not isinstance(policy, str):
-        if units is not None:
-            raise ValueError("plan: expected units or a policy that lists modules, got both")
-        return named(model, policy)
-    names = candidates(model) if units is None else named(model, units)
-    rule, _, number = policy.partition(":")
-    if rule == "uniform" and int(number) > len(names):
-        raise ValueError(f"plan: expected uniform:1 to {len(names)}, got {policy!r}")
-    return names
 
 
 def _planned(
