@@ -37,11 +37,13 @@ def rows(plan: Plan) -> list[Row]:
                 found.append((unit.name, runs, keeps, f"{extra:.2f}", f"{unit.forward:.2f}"))
         else:
             level = units[0].level(item.level)
-            times = (
-                ("", "") if units[0].fixed else (f"{level.extra:.2f}", f"{units[0].forward:.2f}")
-            )
+            unit = units[0]
+            timed = not unit.fixed or unit.forward
+            times = (f"{level.extra:.2f}", f"{unit.forward:.2f}") if timed else ("", "")
             runs = "as it is" if level.name == "plain" else f"keeping {level.name}"
-            found.append((units[0].name, runs, size(level.kept), *times))
+            if unit.fixed and timed:
+                runs += ", writes into its input"
+            found.append((unit.name, runs, size(level.kept), *times))
     return found
 
 
@@ -57,4 +59,5 @@ def summary(plan: Plan) -> list[str]:
         "extra time": extra,
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
     }
-    return [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
+    lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
+    return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -24,9 +26,10 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 from fusedckpt._replay import Conditions
 from fusedckpt._segment import Segment
 from fusedckpt.checkpointing import checkpoint, devices_of, holdings_of, is_plain_call
-from fusedckpt.levels import saving
+from fusedckpt.levels import LEVELS, saving
 
-_ROLE = "_fusedckpt_role"
+# in the module's __dict__: its role, and a forward that was set on it and not on its class
+_ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
 
 
 class Role(Protocol):
@@ -42,7 +45,8 @@ class Planned(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its role."""
-        return self.__dict__[_ROLE].call(super().forward, args, kwargs)
+        own = self.__dict__.get(_FORWARD) or super().forward
+        return self.__dict__[_ROLE].call(own, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the class was made here, and has no name to be found by
@@ -60,19 +64,38 @@ def _rebuild(kind: type[nn.Module]) -> nn.Module:
 
 def assign(module: nn.Module, role: Role) -> None:
     """Let `module` run in `role`."""
-    module.__dict__[_ROLE] = role
     module.__class__ = _planned(type(module))
+    module.__dict__[_ROLE] = role
+    if "forward" in module.__dict__:
+        module.__dict__[_FORWARD] = module.__dict__.pop("forward")
 
 
 def release(module: nn.Module) -> None:
     """Undo `assign`."""
     module.__class__ = type(module).__mro__[2]
     del module.__dict__[_ROLE]
+    if _FORWARD in module.__dict__:
+        module.__dict__["forward"] = module.__dict__.pop(_FORWARD)
+
+
+@contextmanager
+def assigned(roles: Mapping[nn.Module, Role]) -> Iterator[None]:
+    """Let modules run in roles meanwhile."""
+    with ExitStack() as undo:
+        for module, role in roles.items():
+            assign(module, role)
+            undo.callback(release, module)
+        yield
 
 
 def is_assigned(module: nn.Module) -> bool:
     """Whether a module runs in a role."""
     return isinstance(module, Planned)
+
+
+def inner_level(level: str) -> str:
+    """Return what fused layers keep in a segment's recompute, by the name of the unit's level."""
+    return level if level in LEVELS else "preact"
 
 
 class Keeping(NamedTuple):
@@ -103,7 +126,9 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
 
 def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().split("::")[-1].split(".")[0]
-    product = op.namespace == "fusedckpt" or name in _PRODUCTS or "attention" in name
+    product = (
+        getattr(op, "namespace", "") == "fusedckpt" or name in _PRODUCTS or "attention" in name
+    )
     return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -124,24 +149,30 @@ class Chained:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, **kwargs)
-        if index == 0 or running.expected != index or running.segment is None:
-            running.segment = Segment()
-        segment, running.segment = running.segment, None
+        segment = running.segment() if index and running.expected == index else None
+        running.segment = _no_segment
+        if segment is None:
+            segment = Segment()
         flat = pytree.tree_flatten((args, kwargs))
         held = holdings_of(forward, flat[0])
         conditions = Conditions(held, devices_of(flat[0]), rng=True, python_rng=False)
         output = segment.run(forward, args, kwargs, flat, conditions, self.levels[index])
         if index + 1 < len(self.levels):
             segment.hand_on(output)
-            running.segment, running.expected = segment, index + 1
+            running.segment, running.expected = weakref.ref(segment), index + 1
         return output
 
 
-class _Running(threading.local):
-    """The segment that the next member goes on with."""
+def _no_segment() -> None:
+    return None
 
-    segment: Segment | None = None
-    expected = 0
+
+class _Running(threading.local):
+    """The segment that the next member goes on with, while a graph holds it."""
+
+    def __init__(self) -> None:
+        self.segment: Callable[[], Segment | None] = _no_segment
+        self.expected = 0
 
 
 class Member(NamedTuple):

@@ -130,7 +130,11 @@ def _again_needs(chain: Chain, left: Bytes, i: int, stops: NDArray[np.int64]) ->
         return [np.full(len(stops), NEVER) for _ in unit.levels]
     dy = np.array([chain.units[stop - 1].output for stop in stops], np.int64)
     again = unit.forward_transient + dy + left[stops]
-    return [np.maximum(again, level.transient + left[i + 1]) for level in unit.levels]
+    floors = [np.maximum(again, level.transient + left[i + 1]) for level in unit.levels]
+    for floor, level in zip(floors, unit.levels, strict=True):
+        if level.ending is not None:
+            floor[stops == i + 1] = level.ending + left[i + 1]
+    return floors
 
 
 def _flowing_needs(chain: Chain, i: int, later: Bytes) -> Bytes:

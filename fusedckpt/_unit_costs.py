@@ -2,196 +2,214 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedckpt import _roles
-from fusedckpt._timeline import Watch, timeline
+from fusedckpt._calls import Bytes, Call, Run
 from fusedckpt.chain import Level, Unit
-from fusedckpt.checkpointing import checkpoint
 from fusedckpt.levels import LEVELS
-from fusedckpt.memory import profiled, saved_tensors
-from fusedckpt.trial import aliased, tensors_of
 from fusedckpt.units import has_levels
 
-__all__ = ["PLAIN", "PRODUCTS", "kind_of", "measured"]
+__all__ = ["PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
 
 # the level of a module without fused layers, and that which keeps the outputs of matrix products
 PLAIN, PRODUCTS = "plain", "products"
-# a time is the median of as many runs as take this long, in seconds, but of three at least
-_SECONDS, _MOST_RUNS = 0.05, 15
+
+
+class Costs(NamedTuple):
+    """What units that are alike cost, by the name of the level.
+
+    again: what a segment of this unit alone holds. extra: ms that a step takes more than at the
+    level that keeps most. writes: whether the unit writes into what it is given.
+    """
+
+    levels: dict[str, Bytes]
+    again: dict[str, Bytes]
+    extra: dict[str, float]
+    forward: float
+    tail: float
+    input: int
+    output: int
+    left: int
+    writes: bool
+
+    @property
+    def replay(self) -> int:
+        """Bytes that a segment keeps of the unit besides its input: random states, statistics."""
+        return max(0, 0, *(found.kept - self.input for found in self.again.values()))
+
+    def keeps_input(self, level: str) -> bool:
+        """Whether it keeps what it was given, where the unit before is at this level."""
+        # PRODUCTS stands beside PRODUCTS alone
+        return all(
+            found.keeps_input
+            for name, found in self.levels.items()
+            if (name == PRODUCTS) == (level == PRODUCTS) or len(self.levels) == 1
+        )
+
+    def unit(self, name: str, handed_on: Callable[[str], bool]) -> Unit:
+        """Return a unit that costs this.
+
+        handed_on: whether, at a level, whoever comes next keeps the output, and so counts it.
+        """
+        shared = {
+            level: self.output if found.keeps_output and handed_on(level) else 0
+            for level, found in self.levels.items()
+        }
+        return Unit(
+            name,
+            tuple(self._level(level, shared[level]) for level in self.levels),
+            forward=self.forward,
+            input=self.input,
+            output=self.output,
+            tail=self.tail,
+            forward_transient=max(self.levels[name].forward + shared[name] for name in shared),
+            left=self.left,
+            fixed=self.writes,
+        )
+
+    def _level(self, name: str, shared: int) -> Level:
+        found, again, ending = self.levels[name], self.again.get(name), None
+        kept = found.kept - shared
+        # of a unit that does not keep its input, who knows how long it lives in a longer segment
+        if again is not None and found.input == self.input:
+            # the segment's input is the unit's
+            ending = max(0, self.input + again.backward - max(kept, self.input))
+        return Level(name, kept, self.extra[name], found.backward + shared, ending)
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return what units that cost the same have in common."""
     shapes = [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()]
+    modes = [(type(child), child.training) for child in module.modules()]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = [
-        (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else type(x)
+        (tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
+        if isinstance(x, Tensor)
+        else _name(x)
         for x in leaves
     ]
-    return repr(module), tuple(shapes), tuple(given), str(spec)
+    return repr(module), tuple(shapes), tuple(modes), tuple(given), str(spec)
 
 
-class _Source(torch.autograd.Function):
-    """Ends a graph: its backward makes the outputs' gradients, which nobody else holds then."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.likes = [(x.shape, x.dtype, x.device) for x in outputs]
-        return outputs[0].new_zeros((), requires_grad=False)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        # zeros would be too easy on some kernels
-        return tuple(torch.ones(s, dtype=d, device=on) for s, d, on in ctx.likes)
-
-
-class _Bytes(NamedTuple):
-    """What a call holds: kept for backward; at worst in forward and in backward beyond that."""
-
-    kept: int
-    forward: int
-    backward: int
-
-
-class _Entrance(torch.autograd.Function):
-    """Makes an argument something that the unit's graph computed, at no cost in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
-        return dx
-
-
-Run = Callable[[Any, Any], Any]
-
-
-class _Call:
-    """One call of a unit, to be made again and again."""
-
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any):
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._given = aliased(([*args], {**kwargs}))
-        tensors = list(tensors_of(self._given))
-        # what the units hand on; the other arguments belong to all of them
-        main = next((x for x in tensors if x.requires_grad), None)
-        self._constants = [x for x in tensors if x is not main]
-        self._main = main
-        self.device = next((x.device for x in (*tensors, *self._parameters)), torch.device("cpu"))
-        self.watch = Watch(module)
-        self.input_bytes = 0 if main is None else main.numel() * main.element_size()
-        self.output_bytes = 0
-
-    def bytes(self, run: Run) -> _Bytes:
-        """Return what `run(args, kwargs)` and its backward hold."""
-        args, kwargs = self._arguments()
-        entered = list(tensors_of((args, kwargs)))
-        own: list[bool] = []
-
-        def step() -> None:
-            self.watch.phase("forward")
-            with saved_tensors(self._constants) as saved:
-                root = self._root(run(args, kwargs))
-            own.append(any(x in saved for x in entered if x.requires_grad))
-            self.watch.phase("backward")
-            root.backward()
-            self.watch.phase("end")
-
-        moments = timeline(profiled(step), self.device, 0)
-        self._clear()
-        forward, backward = (
-            [moment.live_bytes for moment in moments if moment.phase == phase]
-            for phase in ("forward", "backward")
-        )
-        # what lives between the two, and the input that was there before them
-        made, own_input = backward[0], self.input_bytes if own[0] else 0
-        extra_forward = max(forward) - made + self.input_bytes - own_input
-        return _Bytes(made + own_input, max(0, extra_forward), max(backward) - made)
-
-    def milliseconds(self, run: Run) -> tuple[float, float]:
-        """Return the medians of the times that forward and backward take."""
-        times: list[tuple[float, float]] = []
-        began = time.perf_counter()
-        while len(times) < 3 or (
-            time.perf_counter() - began < _SECONDS and len(times) < _MOST_RUNS
-        ):
-            args, kwargs = self._arguments()
-            start = self._now()
-            root = self._root(run(args, kwargs))
-            middle = self._now()
-            root.backward()
-            times.append(((middle - start) * 1e3, (self._now() - middle) * 1e3))
-            self._clear()
-        forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
-        return forward, backward
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes of the gradients that the backward leaves."""
-        return sum(p.numel() * p.element_size() for p in self._parameters)
-
-    def _arguments(self) -> tuple[Any, Any]:
-        fresh = aliased(self._given)
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda x: _Entrance.apply(x) if x.requires_grad else x, fresh
-        )
-        return tuple(args), kwargs
-
-    def _root(self, output: Any) -> Tensor:
-        outputs = [x for x in tensors_of([output]) if x.requires_grad]
-        self.output_bytes = sum(x.numel() * x.element_size() for x in outputs)
-        return _Source.apply(*outputs)  # type: ignore[no-any-return]
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def _clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+def _name(leaf: Any) -> Any:
+    # a flag may choose another way through the module
+    return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
 
 
 def measured(
-    module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, selective: bool
-) -> Unit:
-    """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too."""
-    call = _Call(module, args, kwargs)
-    runs = {
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    flows: Sequence[bool],
+    selective: bool,
+) -> Costs:
+    """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too.
+
+    `flows` is that of Call.
+
+    Raises:
+        NoGraph: it returns nothing that requires a gradient.
+        ValueError: a call changes an object among the arguments, so that no two are alike.
+    """
+    call = Call(module, args, kwargs, flows)
+    runs: dict[str, Run] = {
         level or PLAIN: partial(_roles.Keeping(level).call, forward)
         for level in (LEVELS if has_levels(module) else (None,))
     }
-    if selective:
+    _check_repeats(call, next(iter(runs.values())), args, kwargs)
+    if selective and not call.writes:
         runs[PRODUCTS] = partial(_roles.Selecting().call, forward)
     taken = {name: call.bytes(run) for name, run in runs.items()}
     # of levels that keep the same, the first one
-    distinct = {found.kept: name for name, found in reversed(taken.items())}
-    times = {name: call.milliseconds(runs[name]) for name in distinct.values()}
-    fastest = min(backward for _, backward in times.values())
-    forward_ms = statistics.median(ms for ms, _ in times.values())
-    again = call.milliseconds(lambda a, k: checkpoint(forward, *a, **k))[1] - fastest
-    return Unit(
-        name="",
-        levels=tuple(
-            Level(name, taken[name].kept, backward - fastest, taken[name].backward)
-            for name, (_, backward) in times.items()
-        ),
-        forward=forward_ms,
-        input=call.input_bytes,
-        output=call.output_bytes,
-        # what a segment that ends here does not run again
-        tail=min(forward_ms, max(0.0, forward_ms - again)),
-        forward_transient=max(found.forward for found in taken.values()),
-        left=call.left_bytes,
-    )
+    distinct = {(name == PRODUCTS, found.kept): name for name, found in reversed(taken.items())}
+    levels = {name: taken[name] for name in sorted(distinct.values(), key=list(runs).index)}
+    # a segment cannot keep an argument that its own forward overwrites
+    alone = {} if call.writes else {name: _alone(name, forward) for name in levels}
+    alone.pop(PRODUCTS, None)
+    again = {name: call.bytes(run) for name, run in alone.items()}
+    most = max((name for name in levels if name != PRODUCTS), key=lambda name: levels[name].kept)
+    fastest = most if most in alone else next(iter(alone), None)
+    timed = {name: runs[name] for name in levels}
+    if fastest is not None:
+        timed["again"] = alone[fastest]
+    flops = {name: call.flops(run) for name, run in timed.items() if name != PRODUCTS}
+    shares = {
+        name: (count - flops[most]) / max(1, call.forward_flops) for name, count in flops.items()
+    }
+    forward_ms, extra, tail = _times(call.milliseconds(timed), shares, levels, most)
+    return Costs(
+        levels, again, extra, forward_ms, tail,
+        call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
+    )  # fmt: skip
+
+
+def _alone(level: str, forward: Callable[..., Any]) -> Run:
+    chained = _roles.Chained((_roles.inner_level(level),))
+    return partial(_roles.Member(chained, 0).call, forward)
+
+
+def _times(
+    times: Mapping[str, list[tuple[float, float]]],
+    shares: Mapping[str, float],
+    levels: Mapping[str, Bytes],
+    most: str,
+) -> tuple[float, dict[str, float], float]:
+    """Return ms of the forward, extra ms per level, and ms of what a segment does not run again.
+
+    shares: of the forward's FLOPs, what each way computes more than the one that keeps most.
+    """
+    # the least: what else goes on in the machine only adds to it
+    forward = min(ms for name in levels for ms, _ in times[name])
+    whole = {name: min(map(sum, rounds)) for name, rounds in times.items()}
+
+    def slower(name: str) -> float:
+        # on a noisy machine a product may seem to be free: not below half of what it should take
+        return max(0.0, whole[name] - whole[most], shares.get(name, 0.0) * forward / 2)
+
+    # what keeps less does not get faster by it: that would be noise
+    falling = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
+    extra = dict(zip(falling, accumulate(map(slower, falling), max), strict=True))
+    if PRODUCTS in levels:
+        extra[PRODUCTS] = slower(PRODUCTS)
+    again = slower("again") if "again" in times else forward
+    return forward, {name: extra[name] for name in levels}, max(0.0, forward - again)
+
+
+def _check_repeats(call: Call, run: Run, args: Any, kwargs: Any) -> None:
+    """Refuse a unit that changes an object it is given, such as a cache of keys and values."""
+    given = [*enumerate(args), *kwargs.items()]
+    objects = {name: x for name, x in given if hasattr(x, "__dict__") and not _is_known(x)}
+    before = {name: list(_state(x)) for name, x in objects.items()}
+    call.dry(run)
+    for name, found in objects.items():
+        if list(_state(found)) != before[name]:
+            raise ValueError(
+                "plan: expected units that do the same each time they are called, one changes its "
+                f"argument {name}, a {type(found).__name__}: for a cache of keys and values, pass "
+                "use_cache=False to the model"
+            )
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, (Tensor, nn.Module))
+
+
+def _state(value: Any, depth: int = 5) -> Iterator[Any]:
+    """Yield what tells whether an object was changed."""
+    if isinstance(value, Tensor):
+        yield id(value), value._version
+    elif isinstance(value, (bool, int, float, str, type(None))):
+        yield value
+    elif depth and not isinstance(value, nn.Module):
+        is_list = isinstance(value, (list, tuple))
+        parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        for part in value if is_list else parts.values():
+            yield from _state(part, depth - 1)

@@ -9,6 +9,8 @@ checkpointed segment that keeps only its input and is run again in backward. Byt
     run again of unit i of s        base + kept(< s) + held(s, i) + forward_transient_i
                                     + output_last + left(> last)
     backward of unit i              base + kept(< s) + held(s, i) + transient_i + left(> i)
+    both, of the last unit of s     base + kept(< s) + held(s, last) + ending_last + left(> last)
+                                    (where its level says; else as above)
 
 where kept(...) sums what items keep, left(...) the gradients that units left behind, and
 held(s, i) is what units of item s up to i hold for their backward: the sum of their levels' kept
@@ -30,11 +32,21 @@ from typing import TypeAlias
 __all__ = ["Chain", "Item", "Keep", "Level", "Outcome", "Segment", "Unit", "simulate"]
 
 
+_AMOUNTS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "int | None": (int, type(None)),
+}
+
+
 def _check_amounts(record: Level | Unit | Chain) -> None:
     for field in fields(record):
         value = getattr(record, field.name)
-        wanted = {"int": (int,), "float": (int, float)}.get(str(field.type))
-        if wanted and not (isinstance(value, wanted) and 0 <= value < math.inf):
+        wanted = _AMOUNTS.get(str(field.type))
+        if wanted is None or (value is None and type(None) in wanted):
+            continue
+        # True is an int, too
+        if value is None or type(value) not in wanted or not 0 <= value < math.inf:
             kind = type(record).__name__
             raise ValueError(
                 f"{kind}: {field.name} is {field.type}, finite and not negative, got {value!r}"
@@ -50,12 +62,16 @@ class Level:
     extra: ms by which backward is slower than at the level that keeps most.
     transient: bytes that its backward holds at its worst moment beyond all that is kept: dy, dx,
         temporaries, the gradients that it leaves.
+    ending: bytes that being run again and its backward hold at the worst moment beyond all that is
+        kept, where the unit ends a segment: a recompute that stops early brings back less. None:
+        as anywhere else.
     """
 
     name: str
     kept: int
     extra: float
     transient: int
+    ending: int | None = None
 
     def __post_init__(self):
         _check_amounts(self)
@@ -96,6 +112,10 @@ class Unit:
     def fastest(self) -> Level:
         """The level of least extra time; of those the one that keeps least."""
         return min(self.levels, key=lambda level: (level.extra, level.kept))
+
+    def has(self, name: str) -> bool:
+        """Whether it has a level called `name`."""
+        return any(level.name == name for level in self.levels)
 
     def level(self, name: str) -> Level:
         """Return the level called `name`, or raise ValueError."""
@@ -203,9 +223,15 @@ def _moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
             first = isinstance(item, Segment) and not held
             held.append(max(level.kept, unit.input) if first else level.kept)
             if isinstance(item, Segment):
-                yield live + sum(held) + unit.forward_transient + dy, f"recompute of {unit.name}"
+                again = unit.forward_transient + dy
+                if len(held) == len(item.levels) and level.ending is not None:
+                    again = level.ending
+                yield live + sum(held) + again, f"recompute of {unit.name}"
         for unit, level in reversed(_levels(chain, item)):
-            yield live + sum(held) + level.transient, f"backward of {unit.name}"
+            # of the last unit of a segment, `ending` was both
+            ends = isinstance(item, Segment) and len(held) == len(item.levels)
+            if not ends or level.ending is None:
+                yield live + sum(held) + level.transient, f"backward of {unit.name}"
             held.pop()
             live += unit.left
 

@@ -65,6 +65,10 @@ class SavedTensors:
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._kept
 
+    def holds(self, storage: StorageWeakRef) -> bool:
+        """Whether a storage, referred to since it was alive, is among the kept ones."""
+        return storage.cdata in self._kept
+
     @property
     def storages(self) -> tuple[SavedStorage, ...]:
         """What was kept, in the order in which it was."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,21 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedckpt import _roles
-from fusedckpt._budget import bytes_of
+from fusedckpt._plan_input import Policy, check_model, limit_of, names_of
 from fusedckpt._step import Step, default_loss
+from fusedckpt._surroundings import AFTER, chain_of
 from fusedckpt._text import size
 from fusedckpt._unit_costs import PRODUCTS
-from fusedckpt.chain import Chain, Item, Keep, Unit, simulate
-from fusedckpt.costs import Probe, rest
+from fusedckpt.chain import Chain, Item, Keep, simulate
+from fusedckpt.costs import Scout, Survey
+from fusedckpt.memory import peak_bytes
 from fusedckpt.plans import Plan
 from fusedckpt.policies import policy as by_rule
-from fusedckpt.reporting import MemoryReport, check_step, measure
+from fusedckpt.reporting import check_step, measure
 from fusedckpt.solver import Solution, least_peak, solve
 from fusedckpt.trial import aliased, tensors_of, trial
-from fusedckpt.units import candidates, named
 
 __all__ = ["plan"]
 
@@ -40,7 +41,7 @@ def plan(
     *args: Any,
     budget: int | float | str | None = None,
     activation_budget: int | float | str | None = None,
-    policy: str | Sequence[str] = "budget",
+    policy: Policy = "budget",
     units: Iterable[str | nn.Module] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Optimizer | None = None,
@@ -59,94 +60,101 @@ def plan(
     budget at the least extra time. At last one step is run under the plan, and its peak measured.
     Afterwards everything is as before (see `trial`).
 
+    A unit that writes into its arguments is kept as it is. Of DistributedDataParallel the module
+    inside is planned, and every rank gets the plan of rank 0. Shard a model after planning it, and
+    compile it after that.
+
     Args:
         model: any module; it must fit while one unit at a time keeps what it keeps.
-        args, kwargs: what the model gets.
+        args, kwargs: what the model gets; a cache of keys and values is not to be among it.
         budget: of the peak of a whole step: parameters, gradients, optimizer state, activations.
             Bytes, a size such as "20GiB", or a share of the device's memory, 0.0 to 1.0.
         activation_budget: the same without parameters, gradients and optimizer state.
         policy: "budget"; or, without a budget, "none" (keep everything), "all" (every unit runs
             again on its own), "sqrt", "uniform:k" (k segments), "memory" (the least peak that any
             plan reaches), "speed" (keep the outputs of matrix products and convolutions), or the
-            names of modules to be run again, each on its own.
+            modules, or their names, that are to run again, each on its own.
         units: the modules to plan, or their names, if not the children of every nn.Sequential and
             nn.ModuleList; where there are none, fused layers; else the model's own children.
         loss, optimizer: as in `report`.
         progress: show on stderr how many units are measured, where rich is installed.
 
     Returns:
-        A Plan, not yet applied. Under torch.distributed that of rank 0.
+        A Plan, not yet applied.
 
     Raises:
-        TypeError: `model` is no nn.Module, or as `report`.
-        ValueError: no plan fits the budget (the message names the least that would), no module runs
-            exactly once, or an argument is none of the above.
+        TypeError: an argument is of another type.
+        ValueError: no plan fits the budget (the message names the least that one did), no module
+            runs exactly once, a unit changes an object that it is given, a plan is applied to the
+            model, it is sharded or compiled, or an argument is none of the above.
     """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     check_step("plan", model, loss, optimizer, (args, kwargs))
-    names = _names(model, policy, units)
-    parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
-    step = Step(model, args, kwargs, loss or default_loss, optimizer)
+    check_model(model)
     device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
-    limit = _limit(budget, activation_budget, policy, device)
-    with trial(parts, optimizer, (args, kwargs)), torch.enable_grad():
-        _fill(optimizer)
-        chain = _chain(step, names, progress, selective=policy == "speed")
-        if activation_budget is not None and limit is not None:
-            limit += chain.base + sum(unit.left for unit in chain.units)
+    limit = limit_of(budget, activation_budget, policy, device)
+    names = names_of(model, policy, units)
+    step = Step(model, args, kwargs, loss or default_loss, optimizer)
+    is_rest = activation_budget is not None
+    return _agreed(lambda: _planned(step, names, policy, limit, is_rest, progress))
+
+
+def _planned(
+    step: Step,
+    names: Sequence[str],
+    policy: Policy,
+    limit: int | None,
+    is_rest: bool,
+    progress: bool,
+) -> Plan:
+    """Measure, solve and try; `is_rest`: the limit is one of activations alone."""
+    parts = (
+        nn.ModuleList([step.model, step.loss]) if isinstance(step.loss, nn.Module) else step.model
+    )
+    with trial(parts, step.optimizer, (step.args, step.kwargs)), torch.enable_grad():
+        device = next(iter(step.parameters() + step.inputs())).device
+        stepping = _stepping(step.optimizer, device)
+        survey = _survey(step, names, progress, selective=policy == "speed")
+        chain, left_out = chain_of(step, survey.units(), stepping), survey.left_out(names)
         if limit is None:
-            found = _by_policy(policy, step, chain)
+            found = _by_policy(policy, step, chain, names)
         else:
+            limit += chain.base + sum(unit.left for unit in chain.units) if is_rest else 0
             found = _within(limit, step, chain)
-    return _agreed(found)
+    return replace(found, left_out=left_out)
 
 
-def _names(model: nn.Module, policy: Any, units: Any) -> list[str]:
-    given = units if isinstance(policy, str) else policy
-    return candidates(model) if given is None else named(model, given)
-
-
-def _limit(budget: Any, activation_budget: Any, policy: Any, device: torch.device) -> int | None:
-    given = [x for x in (budget, activation_budget) if x is not None]
-    if len(given) != (policy == "budget"):
-        raise ValueError(
-            "plan: expected one of budget and activation_budget, or neither and another policy, "
-            f"got {len(given)} and policy {policy!r}"
-        )
-    return bytes_of("plan", given[0], device) if given else None
-
-
-def _fill(optimizer: Optimizer | None) -> None:
-    """Let an optimizer make its state, which is there in every step but the first."""
-    if optimizer is None or optimizer.state:
-        return
+def _stepping(optimizer: Optimizer | None, device: torch.device) -> int:
+    """Return the bytes that the optimizer's step takes for a moment, once it has made its state."""
+    if optimizer is None:
+        return 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
+    if not optimizer.state:
+        optimizer.step()
+    found = peak_bytes(optimizer.step, device)
     optimizer.zero_grad()
+    return found
 
 
-def _chain(step: Step, names: Sequence[str], progress: bool, selective: bool) -> Chain:
-    """Measure the units that run exactly once, in the order in which they run."""
-    found: list[Unit] = []
-    kinds: dict[Any, Unit] = {}
+def _survey(step: Step, names: Sequence[str], progress: bool, selective: bool) -> Survey:
+    """Measure the units, one after the other, where they are called."""
     modules = {name: step.model.get_submodule(name) for name in names}
+    scout = Scout()
     with _ticking(len(modules), progress) as tick:
-        for name, module in modules.items():
-            _roles.assign(module, Probe(name, module, kinds, found, tick, selective))
-        try:
-            args, kwargs = aliased((step.args, step.kwargs))
-            step.model(*args, **kwargs)
-        finally:
-            for module in modules.values():
-                _roles.release(module)
-    calls = Counter(unit.name for unit in found)
-    units = [unit for unit in found if calls[unit.name] == 1]
-    if not units:
+        survey = Survey(scout, tick, selective)
+        for role in (scout.role, survey.probe):
+            with _roles.assigned({m: role(name, m) for name, m in modules.items()}):
+                args, kwargs = aliased((step.args, step.kwargs))
+                step.model(*args, **kwargs)
+    if not survey.units():
+        reasons = "; ".join(f"{name} {why}" for name, why in survey.left_out(names).items())
         raise ValueError(
-            f"plan: no unit of {type(step.model).__name__} runs exactly once: name some with units="
+            f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, "
+            f"name some with units=: {reasons or 'it has no parts'}"
         )
-    return rest(step, units)
+    return survey
 
 
 @contextmanager
@@ -167,33 +175,43 @@ def _within(limit: int, step: Step, chain: Chain) -> Plan:
     for _ in range(_TRIES):
         if target < least.peak:
             break
-        found = _plan(step, "budget", chain, solve(chain, target), limit)
-        tried = _tried(step, found)
-        if tried.peak_bytes <= limit:
-            return replace(found, measured_bytes=tried.peak_bytes)
-        if tried.peak.phase == "optimizer":
-            raise ValueError(
-                f"plan: the optimizer's step takes {tried.peak_bytes} bytes, the budget is {limit}"
-            )
+        found = _tried(step, _plan(step, "budget", chain, solve(chain, target), limit))
+        if _measured(found) <= limit:
+            return found
         # what the model of memory missed, it may miss again
-        target = min(target, found.predicted_bytes) - (tried.peak_bytes - limit)
-    feasible = least.peak + limit - target
+        target = min(target, found.predicted_bytes) - (_measured(found) - limit)
+    # the model of memory rather takes too much than too little
+    whole = by_rule(chain, "none")
+    kept = simulate(chain, whole)
+    last = [least, Solution(whole, kept.peak, kept.extra, 0.0)]
+    tried = [_tried(step, _plan(step, "budget", chain, solution, limit)) for solution in last]
+    found = min(tried, key=_measured)
+    if _measured(found) <= limit:
+        return found
+    needed = _measured(found)
     raise ValueError(
-        f"plan: the least feasible budget is {feasible} bytes ({size(feasible)}), got {limit} bytes"
+        f"plan: the least feasible budget is {needed} bytes ({size(needed)}), got {limit} bytes"
     )
 
 
-def _by_policy(policy: str | Sequence[str], step: Step, chain: Chain) -> Plan:
+def _measured(found: Plan) -> int:
+    assert found.measured_bytes is not None
+    return found.measured_bytes
+
+
+def _by_policy(policy: Policy, step: Step, chain: Chain, names: Sequence[str]) -> Plan:
     """Return the plan of a rule, with the peak of a step under it."""
     if policy == "memory":
-        found = _plan(step, "memory", chain, least_peak(chain))
+        return _tried(step, _plan(step, "memory", chain, least_peak(chain)))
+    if policy == "speed":
+        items = _selective(chain)
     else:
-        rule = policy if isinstance(policy, str) else "all"
-        items = _selective(chain) if rule == "speed" else by_rule(chain, rule)
-        outcome = simulate(chain, items)
-        name = rule if rule == policy else f"again: {', '.join(policy)}"
-        found = _plan(step, name, chain, Solution(items, outcome.peak, outcome.extra, 0.0))
-    return replace(found, measured_bytes=_tried(step, found).peak_bytes)
+        # modules that were listed: each on its own
+        items = by_rule(chain, policy if isinstance(policy, str) else "all")
+    outcome = simulate(chain, items)
+    title = policy if isinstance(policy, str) else f"again: {', '.join(names)}"
+    solution = Solution(items, outcome.peak, outcome.extra, 0.0)
+    return _tried(step, _plan(step, title, chain, solution))
 
 
 def _plan(
@@ -203,26 +221,35 @@ def _plan(
     return Plan(type(step.model).__name__, policy, limit, chain, solution.items, *costs)
 
 
-def _tried(step: Step, found: Plan) -> MemoryReport:
-    """Run a step under the plan."""
+def _tried(step: Step, found: Plan) -> Plan:
+    """Run a step under the plan, and write its peak down."""
     found.apply(step.model)
     try:
-        return measure(step)
+        return replace(found, measured_bytes=measure(step).peak_bytes)
     finally:
         found.undo()
 
 
 def _selective(chain: Chain) -> tuple[Item, ...]:
+    """Keep the outputs of products, but where the next unit writes into what it is given."""
+    overwritten = [unit.fixed and unit.name != AFTER for unit in chain.units[1:]]
     return tuple(
-        Keep(i, unit.levels[0].name if unit.fixed else PRODUCTS)
-        for i, unit in enumerate(chain.units)
+        Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
+        for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))
     )
 
 
-def _agreed(found: Plan) -> Plan:
+def _agreed(make: Callable[[], Plan]) -> Plan:
     """Return rank 0's plan, so that all ranks run the same collectives in the same order."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return found
-    plans = [found]
-    dist.broadcast_object_list(plans, src=0)
-    return plans[0]
+        return make()
+    found: list[Any]
+    try:
+        found = [make()]
+    except Exception as error:
+        # or the others would wait for ever; a rank that failed alone has a plan to take, too
+        found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import isclose
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import _roles
-from fusedckpt._unit_costs import PRODUCTS
+from fusedckpt._unit_costs import PLAIN, PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
 from fusedckpt.levels import LEVELS
 
@@ -28,7 +31,7 @@ class Plan:
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
     latter is None where no step was run under the plan. Times are in ms per step: `extra_ms` is
     what the plan adds to the fastest way, and `lower_bound_ms` what no plan within the budget is
-    below.
+    below. `left_out` says why modules that might have been units are none.
     """
 
     model: str
@@ -40,6 +43,7 @@ class Plan:
     extra_ms: float
     lower_bound_ms: float
     measured_bytes: int | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -55,12 +59,13 @@ class Plan:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
-        roles = {self._unit(model, name): role for name, role in self._roles()}
-        if any(_roles.is_assigned(module) for module in model.modules()):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        units = {unit.name: self._unit(inner, unit.name) for unit in self.chain.units[1:-1]}
+        if any(_roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
-        for module, role in roles.items():
-            _roles.assign(module, role)
-            self._applied.append(weakref.ref(module))
+        for name, role in self._roles():
+            _roles.assign(units[name], role)
+            self._applied.append(weakref.ref(units[name]))
         return model
 
     def undo(self, model: nn.Module | None = None) -> None:
@@ -68,11 +73,15 @@ class Plan:
 
         A copy of a planned model, or one that was loaded, is to be given.
         """
-        modules = model.modules() if model is not None else [ref() for ref in self._applied]
-        for module in list(modules):
+        given = [ref() for ref in self._applied] if model is None else list(model.modules())
+        for module in given:
             if module is not None and _roles.is_assigned(module):
                 _roles.release(module)
-        self._applied.clear()
+        self._applied[:] = [ref for ref in self._applied if ref() not in (None, *given)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what it was applied to stays here
+        return {**self.__dict__, "_applied": []}
 
     def _unit(self, model: nn.Module, name: str) -> nn.Module:
         try:
@@ -85,7 +94,7 @@ class Plan:
         for item in self.items:
             names = [unit.name for unit in self.chain.units[item.start : item.stop]]
             if isinstance(item, Segment):
-                levels = tuple(level if level in LEVELS else "preact" for level in item.levels)
+                levels = tuple(map(_roles.inner_level, item.levels))
                 chained = _roles.Chained(levels)
                 roles += [(name, _roles.Member(chained, i)) for i, name in enumerate(names)]
             elif item.level == PRODUCTS:
@@ -108,25 +117,10 @@ class Plan:
             ValueError: the file is no plan, of another version, or contradicts itself.
         """
         try:
-            return cls._of(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"Plan.load: {path} is not a plan: {error}") from error
-
-    @classmethod
-    def _of(cls, found: Any) -> Plan:
-        if (found.pop("format"), found.pop("version")) != (_FORMAT, _VERSION):
-            raise ValueError(f"expected {_FORMAT}, version {_VERSION}")
-        units = []
-        for unit in found["chain"]["units"]:
-            levels = tuple(Level(**level) for level in unit.pop("levels"))
-            units.append(Unit(levels=levels, **unit))
-        chain = Chain(tuple(units), found["chain"]["base"])
-        items = tuple(
-            Segment(item["start"], tuple(item["levels"])) if "levels" in item else Keep(**item)
-            for item in found["items"]
-        )
-        simulate(chain, items)
-        return cls(**{**found, "chain": chain, "items": items})
+            return read(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            why = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"Plan.load: {path} is not a plan: {why}") from error
 
     def __str__(self) -> str:
         return importlib.import_module("fusedckpt._plan_text").text(self)
@@ -144,3 +138,44 @@ class Plan:
                 f"pip install 'fusedckpt[bench]' does: {error}"
             ) from error
         drawing.draw(self, Path(path))
+
+
+def read(found: Any) -> Plan:
+    """Return the plan that `save` wrote as these values; raise where they are none."""
+    if (found.pop("format"), found.pop("version")) != (_FORMAT, _VERSION):
+        raise ValueError(f"expected {_FORMAT}, version {_VERSION}")
+    units = []
+    for unit in found["chain"]["units"]:
+        levels = tuple(Level(**level) for level in unit.pop("levels"))
+        units.append(Unit(levels=levels, **unit))
+    chain = Chain(tuple(units), found["chain"]["base"])
+    items = tuple(
+        Segment(item["start"], tuple(item["levels"])) if "levels" in item else Keep(**item)
+        for item in found["items"]
+    )
+    plan = Plan(**{**found, "chain": chain, "items": items})
+    _check_plan(plan)
+    return plan
+
+
+def _check_plan(plan: Plan) -> None:
+    units, measured = plan.chain.units, plan.measured_bytes
+    names = [unit.name for unit in units]
+    if len({*names}) < len(names) or not (units[0].fixed and units[-1].fixed and len(units) > 2):
+        raise ValueError("expected units of distinct names between what is before and after them")
+    known = {PLAIN, PRODUCTS, *LEVELS}
+    texts = [plan.model, plan.policy, *names, *plan.left_out, *plan.left_out.values()]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("expected names as text")
+    if any(level.name not in known for unit in units for level in unit.levels):
+        raise ValueError(f"expected levels among {sorted(known)}")
+    if not all(type(x) is int and x > 0 for x in (plan.budget_bytes, measured) if x is not None):
+        raise ValueError("expected budget and measured peak in bytes, or null")
+    outcome = simulate(plan.chain, plan.items)
+    if plan.predicted_bytes != outcome.peak or not isclose(plan.extra_ms, outcome.extra):
+        raise ValueError(
+            f"the units come to {outcome.peak} bytes and {outcome.extra} ms, the plan says "
+            f"{plan.predicted_bytes} and {plan.extra_ms}"
+        )
+    if not 0 <= plan.lower_bound_ms <= plan.extra_ms * (1 + 1e-9):
+        raise ValueError("expected a lower bound that is not above the extra time")

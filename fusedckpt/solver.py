@@ -77,7 +77,8 @@ def least_peak(chain: Chain) -> Solution:
 
 def _check_size(chain: Chain) -> None:
     total = chain.base + sum(
-        unit.input + unit.output + unit.forward_transient + unit.left + level.kept + level.transient
+        sum((unit.input, unit.output, unit.forward_transient, unit.left))
+        + sum((level.kept, level.transient, level.ending or 0))
         for unit in chain.units
         for level in unit.levels
     )

@@ -10,10 +10,11 @@ from fusedckpt.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.linear import Linear
 from fusedckpt.norm import LayerNorm, RMSNorm
 from fusedckpt.sequential import Sequential, runs
+from fusedckpt.swapped import FusedMLP, FusedRMSNorm
 
 __all__ = ["candidates", "is_fused"]
 
-_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm)
+_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedRMSNorm)
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -57,14 +58,23 @@ def named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
     """Return the names of units that a caller gave by name or as modules.
 
     Raises:
-        ValueError: one is not in the model, or lies in another.
+        TypeError: what came is no list of names and modules.
+        ValueError: it is empty, one is not in the model, came twice, or lies in another.
     """
+    if isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable):
+        came = type(units).__name__
+        raise TypeError(f"plan: units must be a list of modules or their names, got a {came}")
     names = {module: name for name, module in model.named_modules()}
-    known = set(names.values())
-    found = [names.get(unit) if isinstance(unit, nn.Module) else unit for unit in units]
+    found: list[str] = []
+    for unit in units:
+        name = names.get(unit) if isinstance(unit, nn.Module) else unit
+        if not isinstance(name, str) or not name or name not in names.values():
+            came = unit if isinstance(unit, str) else type(unit).__name__
+            raise ValueError(f"plan: units must be modules inside the model, got {came!r}")
+        found.append(name)
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"plan: expected units, each of them once, got {found}")
     for name in found:
-        if not name or name not in known:
-            raise ValueError(f"plan: units must be modules inside the model, got {name!r}")
-        if any(other != name and name.startswith(f"{other}.") for other in found):
+        if any(name.startswith(f"{other}.") for other in found):
             raise ValueError(f"plan: unit {name} lies inside another unit")
-    return [name for name in found if name]
+    return found

@@ -21,7 +21,13 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
     def unit(i: int) -> Unit:
         forward = draw.randrange(1, 30)
         levels = tuple(
-            Level(f"level{k}", draw.randrange(most), draw.randrange(12), draw.randrange(most))
+            Level(
+                f"level{k}",
+                draw.randrange(most),
+                draw.randrange(12),
+                draw.randrange(most),
+                draw.choice((None, draw.randrange(most))),
+            )
             for k in range(draw.choice((1, 2, 2, 3)))
         )
         return Unit(
@@ -139,13 +145,18 @@ def replay(chain: Chain, items) -> tuple[int, float]:
                     # of which the input is a part, if it is no less
                     memory.drop(("input", i))
                     kept = max(kept, chain.units[i].input)
-                memory.put(("kept", i), kept)
-                memory.pulse(chain.units[i].forward_transient)
                 extra += chain.units[i].forward
+                stops_early = i + 1 == item.stop and level.ending is not None
+                if stops_early:
+                    memory.drop("dy")
+                memory.put(("kept", i), kept)
+                memory.pulse(level.ending if stops_early else chain.units[i].forward_transient)
             extra -= chain.units[item.stop - 1].tail
-            memory.drop("dy")
+            memory.live.pop("dy", None)
         for i in reversed(chosen):
-            memory.pulse(chosen[i].transient)
+            ends = isinstance(item, Segment) and i + 1 == item.stop
+            if not ends or chosen[i].ending is None:
+                memory.pulse(chosen[i].transient)
             memory.drop(("kept", i))
             memory.live["left", i] = chain.units[i].left
     assert set(memory.live) <= {"base", *(("left", i) for i in range(len(chain.units)))}
@@ -247,7 +258,10 @@ def scaled(chain: Chain, by: int) -> Chain:
     units = [
         replace(
             times(unit, "input", "output", "forward_transient", "left"),
-            levels=tuple(times(level, "kept", "transient") for level in unit.levels),
+            levels=tuple(
+                times(level, "kept", "transient", *(["ending"] if level.ending else []))
+                for level in unit.levels
+            ),
         )
         for unit in chain.units
     ]

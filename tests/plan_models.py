@@ -1,0 +1,102 @@
+"""Small models that plans are tested on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedckpt
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, dropout: float):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
+        self.out, self.dropout = nn.Linear(dim, dim), nn.Dropout(dropout)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None)
+        x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+        return x + self.mlp(x)
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers: int = 12, dim: int = 64, dropout: float = 0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(128, dim)
+        self.blocks = nn.ModuleList(Block(dim, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 128)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+def transformer(layers: int = 12, *, fused: bool = False, dropout: float = 0.0) -> nn.Module:
+    model = Transformer(layers, dropout=dropout)
+    if fused:
+        fusedckpt.fuse(model)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(128, (4, 64))
+
+
+def convolutional(blocks: int = 10, *, flat: bool = False, inplace: bool = False) -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(1, 16, 3, padding=2)]
+    for _ in range(blocks):
+        block = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace)
+        layers += block if flat else [nn.Sequential(*block)]
+    return nn.Sequential(*layers, nn.MaxPool2d(6), nn.Flatten(), nn.Linear(400, 10))
+
+
+def images() -> Tensor:
+    return torch.randn(16, 1, 28, 28)
+
+
+class Chain(nn.Module):
+    """Units in a ModuleList, called in the order given by `order`, with code between them."""
+
+    def __init__(self, units: list[nn.Module], order: list[int] | None = None):
+        super().__init__()
+        self.units = nn.ModuleList(units)
+        self.order = order or list(range(len(units)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            if self.training or i % 2:
+                x = self.units[i](x).tanh() + x
+        return x
+
+
+class Pair(nn.Module):
+    """Takes and returns a tuple, and a keyword."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.a, self.b, self.dropout = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Dropout(0.2)
+
+    def forward(self, both: tuple[Tensor, Tensor], *, scale: float) -> tuple[Tensor, Tensor]:
+        a, b = both
+        a = self.a(a).relu() * scale
+        return a, self.dropout(self.b(b)) + a
+
+
+class Pairs(nn.Module):
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.units = nn.ModuleList(Pair(dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = x, x * 2
+        for unit in self.units:
+            both = unit(both, scale=2.0)
+        return both[0] + both[1]
