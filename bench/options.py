@@ -63,10 +63,10 @@ _CLASSIC: dict[str, Any] = {
     "mlp_batch": 32,
     "depth_dim": 64,
     "depth_seq": 128,
-    "steps": 3,
+    "steps": 2,
 }
 CLASSICS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": _CLASSIC | {"width": 64, "depth_batch": 16, "depth_budget": "48MiB", "repeat": 2},
+    "cpu": _CLASSIC | {"width": 32, "depth_batch": 8, "depth_budget": "24MiB", "repeat": 2},
     "cuda": _CLASSIC | {"width": 320, "depth_batch": 512, "depth_budget": "4GiB", "repeat": 10},
 }
 
