@@ -160,7 +160,7 @@ def _notes(work: Workload, pictures: Images, last: str) -> tuple[str, ...]:
         "peak: of forward and backward, with parameters and gradients, from none;",
         "predicted: that peak, by the plan; ms: of forward and backward",
         last,
-        f"last loss: after {len(work.batches) - 1} updates; diff.: the largest to plain's",
+        f"last loss: of step {len(work.batches)}; diff.: the largest of all steps to plain's",
     )
 
 

@@ -66,7 +66,7 @@ def _draw_conv(figure: SubFigure, part: Part) -> None:
 def _draw_segments(axes: Axes, part: Part) -> None:
     """Draw what is kept and how high a step climbs, by the number of segments."""
     # where the curves lie on one another, the thinner one is on top
-    for family, width in (("torch", 4.0), ("fusedckpt", 1.5)):
+    for family, width in (("torch", 3.0), ("fusedckpt", 1.5)):
         rows = [row for row in _of(part, family) if row.name.split()[1].isdecimal()]
         count = [int(row.name.split()[1]) for row in rows]
         label, colour, marker = FAMILIES[family]
