@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
-from bench.options import add_demo_options, add_run_options
+from bench.options import add_classics_options, add_demo_options, add_run_options
 
 __all__ = ["main"]
 
@@ -57,6 +57,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_run_options(run)
     run.set_defaults(run=partial(_with_settings, run))
+    classics = commands.add_parser(
+        "classics",
+        usage="python -m bench classics [options]",
+        help="reproduce the classic workloads of gradient checkpointing",
+        description="Train many convolutions, a deep MLP and the deepest stack that fits a budget:"
+        " plainly, with torch's checkpoint_sequential, ours, and plans.",
+    )
+    add_classics_options(classics)
+    classics.set_defaults(run=partial(_with_settings, classics))
     env = commands.add_parser("env", help="show versions, devices and the path each op takes")
     env.set_defaults(run=_env)
     return parser

@@ -8,7 +8,15 @@ from typing import Any
 
 from bench.sizes import DEFAULT_TOKENS, SIZES
 
-__all__ = ["CASE_NAMES", "DEFAULTS", "RUN_DEFAULTS", "add_demo_options", "add_run_options"]
+__all__ = [
+    "CASE_NAMES",
+    "CLASSICS_DEFAULTS",
+    "DEFAULTS",
+    "RUN_DEFAULTS",
+    "add_classics_options",
+    "add_demo_options",
+    "add_run_options",
+]
 
 # sized for a minute: on two CPU cores, on one data-centre GPU
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -45,6 +53,23 @@ CASE_NAMES = (
 RUN_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"size": "cpu", "dtype": "float32", "repeat": 10},
     "cuda": {"size": "llama-3-8b", "dtype": "bfloat16", "repeat": 50},
+}
+
+# the classic sizes, but for the convolutions' width on a CPU: 320 channels would be 92 million
+# parameters and 1.1 TFLOP a step; the stack has more activations than parameters
+_CLASSIC: dict[str, Any] = {
+    "layers": 100,
+    "batch": 64,
+    "mlp_layers": 20,
+    "mlp_width": 1024,
+    "mlp_batch": 32,
+    "depth_dim": 64,
+    "depth_seq": 128,
+    "steps": 2,
+}
+CLASSICS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": _CLASSIC | {"width": 32, "depth_batch": 8, "depth_budget": "24MiB", "repeat": 2},
+    "cuda": _CLASSIC | {"width": 320, "depth_batch": 512, "depth_budget": "4GiB", "repeat": 10},
 }
 
 
@@ -85,6 +110,32 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     text = f"timed rounds; {_default('repeat', RUN_DEFAULTS)}"
     parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
     _add_place(parser, "run.json")
+
+
+def add_classics_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `classics`; what depends on the device stays None where not given."""
+    text = "many convolutions, a deep MLP, or how deep a stack can go; default: all"
+    choices = ("conv", "mlp", "depth", "all")
+    parser.add_argument("--part", choices=choices, default="all", help=text)
+    for name, what in (
+        ("layers", "convolutions"),
+        ("width", "channels of the convolutions"),
+        ("batch", "images per step"),
+        ("mlp-layers", "layers of the MLP"),
+        ("mlp-width", "width of the MLP and of its input, a square number"),
+        ("mlp-batch", "images per step of the MLP"),
+        ("depth-dim", "width of the stack, a multiple of the head size 64"),
+        ("depth-seq", "tokens per sequence of the stack"),
+        ("depth-batch", "sequences per step of the stack"),
+        ("steps", "training steps per turn"),
+        ("repeat", "turns of every way"),
+    ):
+        text = f"{what}; {_default(name.replace('-', '_'), CLASSICS_DEFAULTS)}"
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
+    text = f"what a step of the stack may take; {_default('depth_budget', CLASSICS_DEFAULTS)}"
+    parser.add_argument("--depth-budget", metavar="SIZE", help=text)
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
+    _add_place(parser, "classics.json and classics.png")
 
 
 def add_demo_options(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,177 @@
+"""Records of `python -m bench classics`, and the tables drawn from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from bench.results import MIB, Timing
+
+__all__ = ["Depth", "Depths", "Part", "Result", "Row", "depth_table", "part_table", "save"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way of training cost.
+
+    saved: kept for backward; rise: how high forward and backward climb where gradients are there
+    already; peak: of forward and backward, parameters and new gradients included; predicted: that
+    peak, by the plan; recomputed: FLOPs that backward repeats, of the forward's; ms: of forward and
+    backward.
+    """
+
+    name: str
+    saved_bytes: int
+    rise_bytes: int
+    peak_bytes: int
+    predicted_bytes: int | None
+    recomputed: float
+    ms: Timing
+    losses: tuple[float, ...]
+    loss_difference: float
+
+    def slowdown(self, reference: Row) -> float:
+        """Return the median of the ratios within turns, where load that comes and goes cancels."""
+        return median(a / b for a, b in zip(self.ms.samples, reference.ms.samples, strict=True))
+
+    def mib_per_ms(self, reference: Row) -> float | None:
+        """Return what of the rise a millisecond more buys; None where none is added."""
+        pairs = zip(self.ms.samples, reference.ms.samples, strict=True)
+        added = median(a - b for a, b in pairs)
+        return (reference.rise_bytes - self.rise_bytes) / MIB / added if added > 0 else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One workload trained in several ways; others are held to the first."""
+
+    title: str
+    notes: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The deepest stack of one kind that fits; losses are those of the plain stack's depth."""
+
+    name: str
+    layers: int
+    peak_bytes: int
+    ms: Timing
+    losses: tuple[float, ...]
+    loss_difference: float
+
+    def slowdown(self, reference: Depth) -> float:
+        """Return the time per layer, relative to the reference's."""
+        pairs = zip(self.ms.samples, reference.ms.samples, strict=True)
+        return median(a / b for a, b in pairs) * reference.layers / self.layers
+
+
+@dataclass(frozen=True)
+class Depths:
+    """How deep each way goes within a budget; others are held to the first."""
+
+    title: str
+    notes: tuple[str, ...]
+    budget_bytes: int
+    rows: tuple[Depth, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured, None for parts that were not, with what is needed to repeat it."""
+
+    subtitle: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    conv: Part | None
+    mlp: Part | None
+    depth: Depths | None
+
+    def worst_difference(self) -> float:
+        """Return the largest difference of losses; NaN if there is one."""
+        parts = (self.conv, self.mlp, self.depth)
+        found = [row.loss_difference for part in parts if part for row in part.rows]
+        # Python's max may drop a NaN
+        return max(found, key=lambda x: (math.isnan(x), x))
+
+
+def save(result: Result, path: Path) -> None:
+    """Write a result as JSON; a number that is not finite stays NaN or Infinity."""
+    path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+
+
+def _empty(title: str, heads: tuple[str, ...]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    out.title, out.title_style, out.title_justify = escape(title), "bold", "left"
+    out.add_column("way", style="bold", no_wrap=True)
+    for head in heads:
+        out.add_column(head, justify="right", no_wrap=True)
+    return out
+
+
+def part_table(part: Part, has_trade: bool) -> Table:
+    """One line per way; with the memory that a millisecond buys, or without."""
+    last = "MiB\nper ms" if has_trade else "again\n%"
+    heads = ("saved\nMiB", "rise\nMiB", "peak\nMiB", "pre-\ndicted", last)
+    out = _empty(part.title, (*heads, "ms", "of\nplain", "last\nloss", "diff."))
+    reference = part.rows[0]
+    for row in part.rows:
+        again = f"{100 * row.recomputed:.0f}"
+        out.add_row(
+            row.name,
+            *(_mib(size) for size in (row.saved_bytes, row.rise_bytes, row.peak_bytes)),
+            "-" if row.predicted_bytes is None else _mib(row.predicted_bytes),
+            _trade(row, reference) if has_trade else again,
+            _significant(row.ms.median),
+            f"{row.slowdown(reference):.2f}x",
+            f"{row.losses[-1]:.4f}",
+            _difference(row.loss_difference),
+        )
+    return out
+
+
+def _trade(row: Row, reference: Row) -> str:
+    rate = None if row is reference else row.mib_per_ms(reference)
+    # a zero loses its sign
+    return "-" if rate is None else f"{round(rate, 2) + 0.0:.2f}"
+
+
+def depth_table(depths: Depths) -> Table:
+    """One line per way: how deep it goes, and what a layer costs."""
+    heads = ("layers", "of\nplain", "peak\nMiB", "ms", "ms per\nlayer", "of\nplain")
+    out = _empty(depths.title, (*heads, "last\nloss", "diff."))
+    reference = depths.rows[0]
+    for row in depths.rows:
+        out.add_row(
+            row.name,
+            str(row.layers),
+            f"{row.layers / reference.layers:.1f}x",
+            _mib(row.peak_bytes),
+            _significant(row.ms.median),
+            f"{row.ms.median / row.layers:.2f}",
+            f"{row.slowdown(reference):.2f}x",
+            f"{row.losses[-1]:.4f}",
+            _difference(row.loss_difference),
+        )
+    return out
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.{0 if size >= 1000 * MIB else 1}f}"
+
+
+def _significant(ms: float) -> str:
+    return f"{ms:,.{0 if ms >= 100 else 1}f}"
+
+
+def _difference(difference: float) -> str:
+    return f"{difference:.1e}" if difference else "0"
