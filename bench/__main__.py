@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
-from bench.options import add_demo_options, add_run_options
+from bench.options import add_demo_options, add_run_options, add_table_options
 
 __all__ = ["main"]
 
@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_run_options(run)
     run.set_defaults(run=partial(_with_settings, run))
+    table = commands.add_parser("table", help="print the tables of a results file")
+    add_table_options(table)
+    table.set_defaults(run=partial(_with_settings, table))
     env = commands.add_parser("env", help="show versions, devices and the path each op takes")
     env.set_defaults(run=_env)
     return parser

@@ -8,7 +8,14 @@ from typing import Any
 
 from bench.sizes import DEFAULT_TOKENS, SIZES
 
-__all__ = ["CASE_NAMES", "DEFAULTS", "RUN_DEFAULTS", "add_demo_options", "add_run_options"]
+__all__ = [
+    "CASE_NAMES",
+    "DEFAULTS",
+    "RUN_DEFAULTS",
+    "add_demo_options",
+    "add_run_options",
+    "add_table_options",
+]
 
 # sized for a minute: on two CPU cores, on one data-centre GPU
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -33,11 +40,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 CASE_NAMES = (
     "rms_norm",
     "layer_norm",
+    "add_rms_norm",
     "linear_act",
     "norm_linear",
     "mlp",
     "gated_mlp",
     "norm_gated_mlp_residual",
+    "decoder_layer",
+    "stack",
 )
 
 RUN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -76,13 +86,27 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     text = f"widths, may be repeated: {', '.join(SIZES)}; {_default('size', RUN_DEFAULTS)}"
     parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
     cpu, cuda = DEFAULT_TOKENS.values()
-    text = f"rows of x; default: {cpu} on a CPU, {cuda} on a GPU, fewer at size tiny"
-    parser.add_argument("--tokens", type=_positive, metavar="N", help=text)
+    text = f"rows of x, may be repeated; default: {cpu} on a CPU, {cuda} on a GPU, 48 at tiny"
+    parser.add_argument("--tokens", type=_positive, action="append", metavar="N", help=text)
     text = f"type of every tensor; {_default('dtype', RUN_DEFAULTS)}"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = f"timed rounds; {_default('repeat', RUN_DEFAULTS)}"
     parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
-    _add_place(parser, "run.json")
+    text = "only implementations with this in their name, and eager; may be repeated"
+    parser.add_argument("--only", action="append", metavar="TEXT", help=text)
+    text = "no implementations with this in their name; may be repeated"
+    parser.add_argument("--skip", action="append", metavar="TEXT", help=text)
+    text = "launch kernels from Python on a GPU, instead of replaying CUDA graphs"
+    parser.add_argument("--no-graphs", dest="graphs", action="store_false", help=text)
+    text = "keep what the file has of this device and commit, and measure the rest"
+    parser.add_argument("--resume", action="store_true", help=text)
+    _add_place(parser, "run.jsonl")
+
+
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `table`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
 
 
 def add_demo_options(parser: argparse.ArgumentParser) -> None:
