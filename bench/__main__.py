@@ -10,19 +10,25 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
-from bench.options import add_demo_options, add_run_options, add_table_options
+from bench import options
 
 __all__ = ["main"]
 
 NEEDS = ("rich", "matplotlib")
+# what only reads results
+READERS = (
+    ("table", options.add_table_options, "print the tables of a results file"),
+    ("plot", options.add_plot_options, "draw a results file: bars, time against memory, roofline"),
+    ("compare", options.add_compare_options, "show what changed between two results files"),
+)
 INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
 
 
 def _with_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     module = import_module(f"bench.{args.command}")
-    options = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
     try:
-        settings = module.settings(**options)
+        settings = module.settings(**given)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return module.run(settings)
@@ -46,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         " step by step in turn: eager, with torch.utils.checkpoint, and after"
         " fusedckpt.fuse(model). Compare loss, memory and time.",
     )
-    add_demo_options(demo)
+    options.add_demo_options(demo)
     demo.set_defaults(run=partial(_with_settings, demo))
     run = commands.add_parser(
         "run",
@@ -55,11 +61,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Check, weigh and time every implementation of each case, in turns: eager,"
         " torch.compile, torch.utils.checkpoint and fusedckpt at every level.",
     )
-    add_run_options(run)
+    options.add_run_options(run)
     run.set_defaults(run=partial(_with_settings, run))
-    table = commands.add_parser("table", help="print the tables of a results file")
-    add_table_options(table)
-    table.set_defaults(run=partial(_with_settings, table))
+    tune = commands.add_parser(
+        "tune",
+        help="measure tiles and plans on this machine, for layers to use",
+        description="Measure tiles and plans for the kernels on this machine's GPU, check each"
+        " numerically, and keep the fastest in the user's cache, from where layers take them.",
+    )
+    options.add_tune_options(tune)
+    tune.set_defaults(run=partial(_with_settings, tune))
+    for name, add, text in READERS:
+        reader = commands.add_parser(name, help=text)
+        add(reader)
+        reader.set_defaults(run=partial(_with_settings, reader))
     env = commands.add_parser("env", help="show versions, devices and the path each op takes")
     env.set_defaults(run=_env)
     return parser

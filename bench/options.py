@@ -12,9 +12,13 @@ __all__ = [
     "CASE_NAMES",
     "DEFAULTS",
     "RUN_DEFAULTS",
+    "TUNE_DEFAULTS",
+    "add_compare_options",
     "add_demo_options",
+    "add_plot_options",
     "add_run_options",
     "add_table_options",
+    "add_tune_options",
 ]
 
 # sized for a minute: on two CPU cores, on one data-centre GPU
@@ -55,11 +59,39 @@ RUN_DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"size": "llama-3-8b", "dtype": "bfloat16", "repeat": 50},
 }
 
+TUNE_DEFAULTS: dict[str, Any] = {
+    "size": ("gpt2", "vit-l", "llama-3.2-1b", "llama-3-8b"),
+    "tokens": (2048, 8192),
+    "dtype": "bfloat16",
+    "repeat": 10,
+    "minutes": 30.0,
+}
+
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number in [0, 1), got {text!r}")
+    return value
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
 
 
 def _seed(text: str) -> int:
@@ -107,6 +139,42 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `table`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
+
+
+def add_tune_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tune`."""
+    default = TUNE_DEFAULTS
+    text = f"widths, may be repeated; default: {', '.join(default['size'])}"
+    parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
+    text = f"rows of x, may be repeated; default: {' and '.join(map(str, default['tokens']))}"
+    parser.add_argument("--tokens", type=_positive, action="append", metavar="N", help=text)
+    text = f"type of every tensor; default: {default['dtype']}"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    text = f"timed rounds; default: {default['repeat']}"
+    parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
+    text = f"start nothing after that; default: {default['minutes']:g}"
+    parser.add_argument("--minutes", type=_minutes, metavar="N", help=text)
+    text = "measure plans alone, with the tiles that there are"
+    parser.add_argument("--plans", dest="tiles", action="store_false", help=text)
+    text = "file to write; default: the user's cache, which layers read"
+    parser.add_argument("--cache", type=Path, metavar="FILE", help=text)
+    text = "cpu, cuda or cuda:N; default: cuda where there is one"
+    parser.add_argument("--device", help=text)
+
+
+def add_plot_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plot`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
+    text = "folder for the figures; default: the file's"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+
+
+def add_compare_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `compare`."""
+    parser.add_argument("before", type=Path, metavar="A", help="what bench run wrote")
+    parser.add_argument("after", type=Path, metavar="B", help="what it wrote later, or elsewhere")
+    text = "leave out times that differ by less, as a share; default: 0.05"
+    parser.add_argument("--threshold", type=_share, default=0.05, metavar="X", help=text)
 
 
 def add_demo_options(parser: argparse.ArgumentParser) -> None:
