@@ -71,6 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     options.add_tune_options(tune)
     tune.set_defaults(run=partial(_with_settings, tune))
+    gpu = commands.add_parser(
+        "gpu",
+        help="test, measure and draw everything on a machine with a GPU, within minutes",
+        description="Run the tests, the main cases and the plan thresholds on this machine's GPU,"
+        " each step within a share of the time. Call it again to go on where it stopped.",
+    )
+    options.add_gpu_options(gpu)
+    gpu.set_defaults(run=partial(_with_settings, gpu))
     for name, add, text in READERS:
         reader = commands.add_parser(name, help=text)
         add(reader)

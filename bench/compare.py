@@ -98,7 +98,7 @@ def changes(
 
 
 def _text(value: float | str | None) -> str:
-    return significant(value) if isinstance(value, float) else value or "-"
+    return significant(value) if isinstance(value, float) else str(value or "-")
 
 
 def run(chosen: Settings) -> int:

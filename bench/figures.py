@@ -79,7 +79,7 @@ def _bars(
         if spread is not None:
             axes.plot(spread[place], (place, place), color=INK, linewidth=0.9)
             edge = max(end, spread[place][1])
-        where = {"textcoords": "offset points", "va": "center"}
+        where: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
         axes.annotate(significant(end), (edge, place), (4, 0), fontsize=8.5, color=INK, **where)
     axes.set_title(title)
     axes.margins(x=0.16)

@@ -15,6 +15,7 @@ __all__ = [
     "TUNE_DEFAULTS",
     "add_compare_options",
     "add_demo_options",
+    "add_gpu_options",
     "add_plot_options",
     "add_run_options",
     "add_table_options",
@@ -160,6 +161,19 @@ def add_tune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", type=Path, metavar="FILE", help=text)
     text = "cpu, cuda or cuda:N; default: cuda where there is one"
     parser.add_argument("--device", help=text)
+
+
+def add_gpu_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gpu`."""
+    text = "how long all steps may take together; default: 9"
+    parser.add_argument("--minutes", type=_minutes, default=9.0, metavar="N", help=text)
+    text = "folder for results; default: bench/results/gpu-<device>"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    text = "go through the steps on a CPU, at toy sizes"
+    parser.add_argument("--allow-cpu", action="store_true", help=text)
+    parser.add_argument("--tiny", action="store_true", help="toy sizes on a GPU too")
+    text = "take the steps again that an earlier call has taken"
+    parser.add_argument("--restart", action="store_true", help=text)
 
 
 def add_plot_options(parser: argparse.ArgumentParser) -> None:

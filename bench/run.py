@@ -144,6 +144,13 @@ def _jobs(chosen: Settings) -> Iterator[Job]:
                     yield Job(name, CASES[name], size_name, size, tokens, tuple(found))
 
 
+def _is_whole(group: Group, repeat: int) -> bool:
+    """Whether no interrupt left rows without times, or with fewer than asked for."""
+    times = [row.both_ms for row in group.rows if row.both_ms is not None]
+    cut = any(row.failure == "interrupted" for row in group.rows)
+    return not cut and all(len(time.samples) >= repeat for time in times)
+
+
 def _left(jobs: list[Job], chosen: Settings, facts: dict[str, Any]) -> list[Job]:
     """Leave out what --resume finds measured, on this device and at this commit."""
     path = chosen.out / FILE
@@ -155,7 +162,7 @@ def _left(jobs: list[Job], chosen: Settings, facts: dict[str, Any]) -> list[Job]
         (group.case, group.size, group.tokens, group.dim, group.dtype)
         for group in read(path)
         if group.environment and all(group.environment[n] == facts[n] for n in names)
-        if not any(row.failure == "interrupted" for row in group.rows)
+        if _is_whole(group, chosen.repeat)
     }
     keys = ((j.name, j.size_name, j.tokens, j.size.dim, chosen.dtype) for j in jobs)
     return [job for job, key in zip(jobs, keys, strict=True) if key not in done]

@@ -118,9 +118,10 @@ class _Under(torch.autograd.Function):
     def forward(ctx: Any, guarded: Guarded, *inputs: Any) -> Any:
         with tuned.using(guarded.choices), torch.enable_grad():
             ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-            ctx.output = guarded.fn(*ctx.inputs)
-        ctx.choices = guarded.choices
-        return ctx.output.detach()
+            # the cases that are tuned have one output
+            output: Any = guarded.fn(*ctx.inputs)
+        ctx.output, ctx.choices = output, guarded.choices
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:  # type: ignore[override]

@@ -18,11 +18,10 @@ from torch.autograd import forward_ad
 
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 from fusedckpt.kernels.tiles import gains_by_fusion
-from fusedckpt.kernels.tuned import tuned
+from fusedckpt.kernels.tuned import PLANS, tuned
 
 logger = logging.getLogger("fusedckpt")
 
-PLANS = ("split", "hybrid", "fused")
 # read once: the plan of every layer that has it, where a call names none
 _PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
 if _PREFERRED not in (None, *PLANS):

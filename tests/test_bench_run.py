@@ -380,10 +380,13 @@ def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch):
     assert measured == ["layer_norm"]
     assert (tmp_path / "run.jsonl").read_text().startswith(first)
     assert {line["case"] for line in lines} == {"rms_norm", "layer_norm"}
+    # more rounds are asked for than there are
+    bench(tmp_path, *options, "--repeat=2", "--resume")
+    assert measured[1:] == ["rms_norm", "layer_norm"]
     # another commit's numbers are none of ours
     monkeypatch.setattr("bench.env.commit", lambda: "another")
     bench(tmp_path, *options, "--resume")
-    assert measured[1:] == ["rms_norm", "layer_norm"]
+    assert measured[3:] == ["rms_norm", "layer_norm"]
 
 
 def test_results_survive_reading(result, tmp_path):
