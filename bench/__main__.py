@@ -63,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     options.add_run_options(run)
     run.set_defaults(run=partial(_with_settings, run))
+    capacity = commands.add_parser(
+        "capacity",
+        usage="python -m bench capacity [options]",
+        help="how many tokens fit in a given memory, and how fast they are",
+        description="Find how many tokens every implementation fits into the same memory, and time"
+        " it there.",
+    )
+    options.add_capacity_options(capacity)
+    capacity.set_defaults(run=partial(_with_settings, capacity))
     tune = commands.add_parser(
         "tune",
         help="measure tiles and plans on this machine, for layers to use",

@@ -52,9 +52,9 @@ class Case(NamedTuple):
         """Return the shapes of all tensors, x first."""
         x = (tokens, size.dim)
         if self.sequences:
-            seq = max(
-                n for n in range(1, min(SEQUENCE, max(1, tokens // 2)) + 1) if tokens % n == 0
-            )
+            seq = SEQUENCE if size.tokens is None else size.tokens // 2
+            if tokens % seq:
+                seq = max(n for n in range(1, min(seq, tokens) + 1) if tokens % n == 0)
             x = (tokens // seq, seq, size.dim)
         return (*[x] * self.num_inputs, *self.shapes(size))
 

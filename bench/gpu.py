@@ -23,7 +23,8 @@ import torch
 from rich.console import Console
 
 from bench.env import commit, device_name
-from bench.run import FILE, INTERRUPTED
+from bench.jobs import INTERRUPTED
+from bench.run import FILE
 
 __all__ = ["Settings", "Step", "run", "settings", "steps_of"]
 

@@ -9,10 +9,13 @@ from typing import Any
 from bench.sizes import DEFAULT_TOKENS, SIZES
 
 __all__ = [
+    "BLOCKS",
+    "CAPACITY_DEFAULTS",
     "CASE_NAMES",
     "DEFAULTS",
     "RUN_DEFAULTS",
     "TUNE_DEFAULTS",
+    "add_capacity_options",
     "add_compare_options",
     "add_demo_options",
     "add_gpu_options",
@@ -58,6 +61,13 @@ CASE_NAMES = (
 RUN_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"size": "cpu", "dtype": "float32", "repeat": 10},
     "cuda": {"size": "llama-3-8b", "dtype": "bfloat16", "repeat": 50},
+}
+
+# what trades memory at all
+BLOCKS = ("norm_gated_mlp_residual", "decoder_layer", "stack")
+CAPACITY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"size": "gpt2", "dtype": "float32", "repeat": 3, "memory": 1 << 10},
+    "cuda": {"size": "llama-3-8b", "dtype": "bfloat16", "repeat": 10, "memory": 1 << 14},
 }
 
 TUNE_DEFAULTS: dict[str, Any] = {
@@ -112,6 +122,30 @@ def _add_place(parser: argparse.ArgumentParser, files: str) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/out"), metavar="DIR", help=text)
 
 
+def _add_names(parser: argparse.ArgumentParser) -> None:
+    text = "only implementations with this in their name, and eager; may be repeated"
+    parser.add_argument("--only", action="append", metavar="TEXT", help=text)
+    text = "no implementations with this in their name; may be repeated"
+    parser.add_argument("--skip", action="append", metavar="TEXT", help=text)
+
+
+def add_capacity_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `capacity`; what depends on the device stays None where not given."""
+    defaults = CAPACITY_DEFAULTS
+    text = f"what to measure, may be repeated; default: {', '.join(BLOCKS)}"
+    parser.add_argument("--case", action="append", choices=CASE_NAMES, metavar="NAME", help=text)
+    text = f"widths, may be repeated: {', '.join(SIZES)}; {_default('size', defaults)}"
+    parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
+    text = f"MiB that forward and backward may add; {_default('memory', defaults)}"
+    parser.add_argument("--memory", type=_positive, metavar="MIB", help=text)
+    text = f"type of every tensor; {_default('dtype', defaults)}"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    text = f"timed rounds; {_default('repeat', defaults)}"
+    parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
+    _add_names(parser)
+    _add_place(parser, "capacity.jsonl")
+
+
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run`; what depends on the device stays None where it is not given."""
     text = f"what to measure, may be repeated; default: all of {', '.join(CASE_NAMES)}"
@@ -125,10 +159,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = f"timed rounds; {_default('repeat', RUN_DEFAULTS)}"
     parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
-    text = "only implementations with this in their name, and eager; may be repeated"
-    parser.add_argument("--only", action="append", metavar="TEXT", help=text)
-    text = "no implementations with this in their name; may be repeated"
-    parser.add_argument("--skip", action="append", metavar="TEXT", help=text)
+    _add_names(parser)
     text = "launch kernels from Python on a GPU, instead of replaying CUDA graphs"
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help=text)
     text = "keep what the file has of this device and commit, and measure the rest"

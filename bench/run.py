@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +12,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.cases import CASES, Case, draw, load_of
+from bench.cases import CASES
 from bench.ceilings import measure_ceilings
-from bench.contender import Contender, Work
 from bench.env import choose_device, environment, summary
-from bench.measure import STEPS_BEFORE_TIMING, measure
+from bench.jobs import INTERRUPTED, Job, jobs_of
+from bench.measure import STEPS_BEFORE_TIMING
 from bench.options import RUN_DEFAULTS
-from bench.results import Ceilings, Group, append, read
-from bench.sizes import DEFAULT_TOKENS, SIZES, Size
+from bench.results import Group, append, read
 from bench.table import console as wide_console
 from bench.table import table
-from bench.ways import ways_of
-from fusedckpt._dispatch import path_of
 
-__all__ = ["INTERRUPTED", "Job", "Settings", "run", "settings"]
+__all__ = ["FILE", "Settings", "run", "settings"]
 
-INTERRUPTED = 130
 FILE = "run.jsonl"
 
 
@@ -78,72 +74,6 @@ def settings(
     return Settings(**chosen, graphs=graphs, resume=resume, device=str(place), out=out)
 
 
-@dataclass
-class Job:
-    """One case at one size."""
-
-    name: str
-    case: Case
-    size_name: str
-    size: Size
-    tokens: int
-    contenders: tuple[Contender, ...]
-    checked: int = 0
-
-    def work(self, tokens: int, device: torch.device, dtype: torch.dtype) -> Work:
-        """Draw inputs and gradients."""
-        inputs = draw(self.case, self.size, tokens, device, dtype)
-        work = Work(inputs, (), device, self.case.num_inputs)
-        with torch.no_grad():
-            outputs = work.forward(self.case.eager(self.size))
-        return work._replace(douts=[torch.randn_like(y) for y in outputs])
-
-    def measure(self, chosen: Settings, tick: Callable[[], None]) -> None:
-        """Measure the contenders; an error of inputs or of eager in float64 fails them all."""
-        # compiled code of other sizes counts against the limit of recompilations
-        torch.compiler.reset()
-        device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
-        eager = self.case.eager(self.size)
-        try:
-            work = self.work(self.tokens, device, dtype)
-            timing = chosen.repeat, tick, chosen.graphs
-            self.checked = measure(work, self.contenders, eager, *timing)
-        except Exception as error:
-            for contender in self.contenders:
-                contender.fail(error)
-        finally:
-            for contender in self.contenders:
-                contender.drop()
-
-    def group(self, chosen: Settings, ceilings: Ceilings, facts: dict[str, Any]) -> Group:
-        """What was measured, as a record."""
-        rows = tuple(contender.row() for contender in self.contenders)
-        load = load_of(self.case, self.size, self.tokens, getattr(torch, chosen.dtype))
-        sizes = (self.name, self.size_name, self.tokens, *self.size[:3])
-        return Group(*sizes, rows, chosen.dtype, self.checked, load, ceilings, facts)
-
-
-def _is_chosen(name: str, chosen: Settings) -> bool:
-    """Whether --only and --skip, parts of names, leave a contender in; eager always stays."""
-    if name == "eager":
-        return True
-    wanted = not chosen.only or any(part in name for part in chosen.only)
-    return wanted and not any(part in name for part in chosen.skip)
-
-
-def _jobs(chosen: Settings) -> Iterator[Job]:
-    device = torch.device(chosen.device)
-    has_plans = path_of(device, getattr(torch, chosen.dtype)) == "triton"
-    for name in chosen.case:
-        for size_name in chosen.size:
-            for size in SIZES[size_name]:
-                default = size.tokens or DEFAULT_TOKENS[device.type]
-                for tokens in chosen.tokens or (default,):
-                    ways = ways_of(name, size, has_plans).items()
-                    found = [Contender(*way) for way in ways if _is_chosen(way[0], chosen)]
-                    yield Job(name, CASES[name], size_name, size, tokens, tuple(found))
-
-
 def _is_whole(group: Group, repeat: int) -> bool:
     """Whether no interrupt left rows without times, or with fewer than asked for."""
     times = [row.both_ms for row in group.rows if row.both_ms is not None]
@@ -186,10 +116,10 @@ def _measure(jobs: list[Job], chosen: Settings, console: Console, facts: dict[st
             progress.update(task, description=f"{job.name}, {job.size_name}, {job.tokens}")
             interrupted = False
             try:
-                job.measure(chosen, lambda: progress.advance(task))
+                job.measure(chosen.repeat, chosen.graphs, lambda: progress.advance(task))
             except KeyboardInterrupt:
                 interrupted = True
-            group = job.group(chosen, ceilings, facts)
+            group = job.group(ceilings, facts)
             append(group, chosen.out / FILE)
             console.print(table(group))
             if interrupted:
@@ -207,7 +137,7 @@ def run(chosen: Settings) -> int:
     facts = environment(device, dtype)
     head = f"{summary(facts)}; {chosen.dtype}, medians of {chosen.repeat} rounds"
     console.print(head, markup=False, highlight=False)
-    jobs = _left(list(_jobs(chosen)), chosen, facts)
+    jobs = _left(list(jobs_of(chosen)), chosen, facts)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         interrupted = _measure(jobs, chosen, console, facts)
     console.print(f"wrote {FILE} to {chosen.out}", markup=False, highlight=False)

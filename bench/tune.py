@@ -23,9 +23,9 @@ from bench.candidates import PLAN_CASES, TILE_CASES, candidates
 from bench.cases import CASES, Function
 from bench.contender import Contender
 from bench.env import choose_device
+from bench.jobs import INTERRUPTED, Job
 from bench.measure import STEPS_BEFORE_TIMING, measure
 from bench.options import TUNE_DEFAULTS
-from bench.run import INTERRUPTED, Job
 from bench.sizes import SIZES, Size
 from bench.table import significant
 from bench.ways import Way
@@ -149,9 +149,9 @@ class Tuner:
     def race(self, case: str, size: Size, tokens: int, ways: dict[str, Function]) -> str | None:
         """Measure ways of running a case, print them, and return the fastest; None without any."""
         contenders = tuple(Contender(name, Way(fn)) for name, fn in ways.items())
-        job = Job(case, CASES[case], "", size, tokens, contenders)
+        job = Job(case, CASES[case], "", size, tokens, self.device, self.dtype, contenders)
         try:
-            work = job.work(tokens, self.device, self.dtype)
+            work = job.work(tokens)
         except Exception as error:
             self.console.print(f"  {type(error).__name__}: {error}", markup=False)
             return None

@@ -17,7 +17,7 @@ pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command
-from bench import cases, contender, measure, peers, run, ways
+from bench import cases, contender, jobs, measure, peers, run, ways
 from bench.layers import LAYERS
 from bench.results import Group, Load, read
 from bench.sizes import SIZES
@@ -188,7 +188,7 @@ def test_inputs_that_cannot_be_made_lose_one_size(tmp_path, monkeypatch):
     def refuse(*args) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(run, "draw", refuse)
+    monkeypatch.setattr(jobs, "draw", refuse)
     status, result = bench(tmp_path, "--case=mlp")
     assert status == 0
     assert {row["failure"] for row in rows_of(result).values()} == {"MemoryError: no room"}
@@ -204,7 +204,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
 
     monkeypatch.setattr(measure, "_time_once", interrupt)
     status, result = bench(tmp_path, "--case=mlp", "--case=gated_mlp", "--repeat=9")
-    assert status == run.INTERRUPTED
+    assert status == jobs.INTERRUPTED
     rows = rows_of(result).values()
     assert [len(row["both_ms"]["samples"]) for row in rows] == [2, 1, 1, 2]
     assert {line["case"] for line in result} == {"mlp"}
@@ -372,9 +372,9 @@ def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch):
     bench(tmp_path, *options[:1], *options[2:])
     first = (tmp_path / "run.jsonl").read_text()
     measured = []
-    before = run.Job.measure
+    before = jobs.Job.measure
     monkeypatch.setattr(
-        run.Job, "measure", lambda self, *args: (measured.append(self.name), before(self, *args))
+        jobs.Job, "measure", lambda self, *args: (measured.append(self.name), before(self, *args))
     )
     _, lines = bench(tmp_path, *options, "--resume")
     assert measured == ["layer_norm"]
