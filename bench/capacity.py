@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -114,7 +113,6 @@ class Rival:
             if self.contender.name.startswith("torch.compile"):
                 # compiled code is of one size; half a second each
                 torch.compiler.reset()
-            gc.collect()
             try:
                 peaks[tokens] = self.peak_of(job.work(tokens))
             except torch.OutOfMemoryError:
