@@ -10,19 +10,25 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
-from bench.options import add_classics_options, add_demo_options, add_run_options
+from bench import options
 
 __all__ = ["main"]
 
 NEEDS = ("rich", "matplotlib")
+# what only reads results
+READERS = (
+    ("table", options.add_table_options, "print the tables of a results file"),
+    ("plot", options.add_plot_options, "draw a results file: bars, time against memory, roofline"),
+    ("compare", options.add_compare_options, "show what changed between two results files"),
+)
 INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
 
 
 def _with_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     module = import_module(f"bench.{args.command}")
-    options = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
     try:
-        settings = module.settings(**options)
+        settings = module.settings(**given)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return module.run(settings)
@@ -41,12 +47,12 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         # one line, where argparse would print every option above an error
         usage="python -m bench demo [options]",
-        help="train one model eagerly, checkpointed and fused, and compare",
-        description="Train a byte-level transformer on the standard library's sources three ways,"
-        " step by step in turn: eager, with torch.utils.checkpoint, and after"
-        " fusedckpt.fuse(model). Compare loss, memory and time.",
+        help="train one model eagerly, checkpointed, fused and planned, and compare",
+        description="Train a byte-level transformer on the standard library's sources five ways,"
+        " step by step in turn: eager, with torch.utils.checkpoint, after fusedckpt.fuse(model),"
+        " with fusedckpt.Checkpoint besides, and under a plan. Compare loss, memory and time.",
     )
-    add_demo_options(demo)
+    options.add_demo_options(demo)
     demo.set_defaults(run=partial(_with_settings, demo))
     run = commands.add_parser(
         "run",
@@ -55,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check, weigh and time every implementation of each case, in turns: eager,"
         " torch.compile, torch.utils.checkpoint and fusedckpt at every level.",
     )
-    add_run_options(run)
+    options.add_run_options(run)
     run.set_defaults(run=partial(_with_settings, run))
     classics = commands.add_parser(
         "classics",
@@ -64,8 +70,37 @@ def _parser() -> argparse.ArgumentParser:
         description="Train many convolutions, a deep MLP and the deepest stack that fits a budget:"
         " plainly, with torch's checkpoint_sequential, ours, and plans.",
     )
-    add_classics_options(classics)
+    options.add_classics_options(classics)
     classics.set_defaults(run=partial(_with_settings, classics))
+    capacity = commands.add_parser(
+        "capacity",
+        usage="python -m bench capacity [options]",
+        help="how many tokens fit in a given memory, and how fast they are",
+        description="Find how many tokens every implementation fits into the same memory, and time"
+        " it there.",
+    )
+    options.add_capacity_options(capacity)
+    capacity.set_defaults(run=partial(_with_settings, capacity))
+    tune = commands.add_parser(
+        "tune",
+        help="measure tiles and plans on this machine, for layers to use",
+        description="Measure tiles and plans for the kernels on this machine's GPU, check each"
+        " numerically, and keep the fastest in the user's cache, from where layers take them.",
+    )
+    options.add_tune_options(tune)
+    tune.set_defaults(run=partial(_with_settings, tune))
+    gpu = commands.add_parser(
+        "gpu",
+        help="test, measure and draw everything on a machine with a GPU, within minutes",
+        description="Run the tests, the main cases and the plan thresholds on this machine's GPU,"
+        " each step within a share of the time. Call it again to go on where it stopped.",
+    )
+    options.add_gpu_options(gpu)
+    gpu.set_defaults(run=partial(_with_settings, gpu))
+    for name, add, text in READERS:
+        reader = commands.add_parser(name, help=text)
+        add(reader)
+        reader.set_defaults(run=partial(_with_settings, reader))
     env = commands.add_parser("env", help="show versions, devices and the path each op takes")
     env.set_defaults(run=_env)
     return parser

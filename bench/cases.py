@@ -1,133 +1,162 @@
-"""What `python -m bench run` measures: each case once, and the ways of running it.
+"""What `python -m bench run` measures: each case once, over the functions of either library.
 
-A case names a function of `fusedckpt.functional`; its eager form is the function of that name in
-`fusedckpt.reference`, called in the same way.
+A case calls functions of the library that it is given: `fusedckpt.reference` is its eager form,
+`fusedckpt.functional` is ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
+from bench.layers import EPS, LAYERS, decoder_layer, layer_shapes, norm_of, stack
 from bench.options import CASE_NAMES
-from bench.sizes import Size
+from bench.results import Load
+from bench.sizes import SEQUENCE, Size
 from fusedckpt import functional, reference
-from fusedckpt.spec import NormSpec
 
-__all__ = ["BASELINES", "CASES", "Case", "Function", "draw", "implementations"]
+__all__ = ["CASES", "Case", "Function", "draw", "load_of"]
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class Case(NamedTuple):
-    """A function, its parameters, how it is called on them, and the choices it offers.
+    """How a library's functions are called, on which parameters, with which choices.
 
-    call: (function, x, *parameters, **options) -> its result; shapes: of the parameters.
+    call: (lib, size, x, *parameters, **options) -> the result; shapes: of the parameters;
+    num_inputs: tensors of x's shape in front of them; sequences: x is [B, S, D], not [T, D].
     """
 
-    function: str
     call: Callable[..., Any]
     shapes: Callable[[Size], Shapes]
     levels: tuple[str, ...] = ()
     plans: tuple[str, ...] = ()
+    num_inputs: int = 1
+    sequences: bool = False
 
-    @property
-    def eager(self) -> Function:
-        """The eager twin, of x and the parameters."""
-        return partial(self.call, getattr(reference, self.function))
+    def eager(self, size: Size) -> Function:
+        """The eager form, of x and the parameters."""
+        return partial(self.call, reference, size)
 
-    @property
-    def fused(self) -> Function:
+    def fused(self, size: Size) -> Function:
         """Ours, of x and the parameters, with `save` and `kernel` where there are any."""
-        return partial(self.call, getattr(functional, self.function))
+        return partial(self.call, functional, size)
+
+    def inputs(self, size: Size, tokens: int) -> Shapes:
+        """Return the shapes of all tensors, x first."""
+        x = (tokens, size.dim)
+        if self.sequences:
+            seq = SEQUENCE if size.tokens is None else size.tokens // 2
+            if tokens % seq:
+                seq = max(n for n in range(1, min(seq, tokens) + 1) if tokens % n == 0)
+            x = (tokens // seq, seq, size.dim)
+        return (*[x] * self.num_inputs, *self.shapes(size))
 
 
-def _plain(fn: Function, x: Tensor, *parameters: Tensor, **options: Any) -> Any:
-    return fn(x, *parameters, **options)
+def _rms_norm(lib: Any, size: Size, x: Tensor, weight: Tensor) -> Any:
+    return lib.rms_norm(x, (size.dim,), weight, EPS)
 
 
-def _norm(fn: Function, x: Tensor, *parameters: Tensor) -> Any:
-    return fn(x, x.shape[-1:], *parameters)
+def _layer_norm(lib: Any, size: Size, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return lib.layer_norm(x, (size.dim,), weight, bias)
 
 
-def _norm_linear(fn: Function, x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Any:
-    return fn(x, NormSpec("rms", norm_weight), weights)
+def _add_rms_norm(lib: Any, size: Size, x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return lib.add_rms_norm(x, residual, (size.dim,), weight, EPS)
 
 
-def _block(fn: Function, x: Tensor, norm_weight: Tensor, *weights: Tensor, **options: Any) -> Any:
-    return fn(x, *weights, norm=NormSpec("rms", norm_weight), residual=True, **options)
+def _linear_act(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
+    return lib.linear_act(*inputs, **options)
 
 
-def _gated(size: Size) -> Shapes:
-    up = (size.hidden, size.dim)
-    return up, up, up[::-1]
+def _norm_linear(lib: Any, size: Size, x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Any:
+    return lib.norm_linear(x, norm_of(norm_weight), weights)
 
 
-def _mlp(size: Size) -> Shapes:
+def _mlp(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
+    return lib.mlp(*inputs, **options)
+
+
+def _gated_mlp(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
+    return lib.gated_mlp(*inputs, **options)
+
+
+def _block(
+    lib: Any, size: Size, x: Tensor, norm_weight: Tensor, *weights: Tensor, **options: Any
+) -> Any:
+    return lib.gated_mlp(x, *weights, norm=norm_of(norm_weight), residual=True, **options)
+
+
+def _vector(size: Size) -> Shapes:
+    return ((size.dim,),)
+
+
+def _mlp_shapes(size: Size) -> Shapes:
     return (size.hidden, size.dim), (size.hidden,), (size.dim, size.hidden), (size.dim,)
 
 
-def _qkv(size: Size) -> Shapes:
-    kv = (size.kv, size.dim)
-    return (size.dim,), (size.dim, size.dim), kv, kv
+def _gated_shapes(size: Size) -> Shapes:
+    up = (size.hidden, size.dim)
+    return up, up, up[::-1]
 
 
 LEVELS, GATED_LEVELS = ("inputs", "preact"), ("inputs", "gate", "preact")
 FUSED, HYBRID = ("split", "fused"), ("split", "hybrid")
 
 _ROWS = (
-    Case("rms_norm", _norm, lambda size: ((size.dim,),)),
-    Case("layer_norm", _norm, lambda size: ((size.dim,), (size.dim,))),
-    Case("linear_act", _plain, lambda size: _mlp(size)[:2], LEVELS, FUSED),
-    Case("norm_linear", _norm_linear, _qkv),
-    Case("mlp", _plain, _mlp, LEVELS, HYBRID),
-    Case("gated_mlp", _plain, _gated, GATED_LEVELS, HYBRID),
-    Case("gated_mlp", _block, lambda size: ((size.dim,), *_gated(size)), GATED_LEVELS, HYBRID),
+    Case(_rms_norm, _vector),
+    Case(_layer_norm, lambda size: _vector(size) * 2),
+    Case(_add_rms_norm, _vector, num_inputs=2),
+    Case(_linear_act, lambda size: _mlp_shapes(size)[:2], LEVELS, FUSED),
+    Case(_norm_linear, lambda size: layer_shapes(size)[:4]),
+    Case(_mlp, _mlp_shapes, LEVELS, HYBRID),
+    Case(_gated_mlp, _gated_shapes, GATED_LEVELS, HYBRID),
+    Case(_block, lambda size: _vector(size) + _gated_shapes(size), GATED_LEVELS, HYBRID),
+    Case(decoder_layer, layer_shapes, GATED_LEVELS, sequences=True),
+    Case(stack, lambda size: layer_shapes(size) * LAYERS, LEVELS, sequences=True),
 )
 CASES: dict[str, Case] = dict(zip(CASE_NAMES, _ROWS, strict=True))
-
-# what everything is held against; the first is the one that ratios refer to
-BASELINES: dict[str, Callable[[Function], Function]] = {
-    "eager": lambda eager: eager,
-    "torch.compile": lambda eager: torch.compile(eager, dynamic=False),
-    "checkpoint": lambda eager: partial(checkpoint, eager, use_reentrant=False),
-}
-
-
-def _fused(case: Case, has_plans: bool) -> Iterator[tuple[str, Function]]:
-    if not case.levels:
-        yield "fusedckpt", case.fused
-    for level in case.levels:
-        yield f"fusedckpt {level}", partial(case.fused, save=level)
-        for plan in case.plans if has_plans else ():
-            yield f"fusedckpt {level} {plan}", partial(case.fused, save=level, kernel=plan)
-
-
-def implementations(case: Case, has_plans: bool) -> dict[str, Function]:
-    """Name every way of running a case; with each kernel plan where kernels are compiled."""
-    baselines = {name: wrap(case.eager) for name, wrap in BASELINES.items()}
-    return baselines | dict(_fused(case, has_plans))
 
 
 def draw(
     case: Case, size: Size, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Draw x [tokens, D], which requires grad, and the case's parameters; results are of order one.
+    """Draw x, which requires grad, and the case's parameters; results are of order one.
 
     The same numbers on every device and in every dtype, up to rounding.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, size.dim, generator=generator)
-    inputs: list[Tensor] = [x.to(device, dtype).requires_grad_()]
-    for shape in case.shapes(size):
+    inputs: list[Tensor] = []
+    for index, shape in enumerate(case.inputs(size, tokens)):
         value = torch.randn(shape, generator=generator)
+        if index < case.num_inputs:
+            inputs.append(value.to(device, dtype).requires_grad_())
+            continue
         if len(shape) == 2:
             value /= shape[1] ** 0.5
         inputs.append(nn.Parameter(value.to(device, dtype)))
     return inputs
+
+
+def load_of(case: Case, size: Size, tokens: int, dtype: torch.dtype) -> Load:
+    """Count what any way of computing a case must do, on tensors without data.
+
+    FLOPs are those of eager's GEMMs, attention counted without its mask; bytes are each input and
+    result read or written once, in backward also the gradients.
+    """
+    shapes = case.inputs(size, tokens)
+    inputs = [torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
+    with FlopCounterMode(display=False) as forward:
+        found = case.eager(size)(*inputs)
+    outputs = (found,) if isinstance(found, Tensor) else found
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(outputs, inputs, [torch.empty_like(y) for y in outputs])
+    given, made = sum(x.nbytes for x in inputs), sum(y.nbytes for y in outputs)
+    flops = forward.get_total_flops(), backward.get_total_flops()
+    return Load(*flops, given + made, 2 * given + made)

@@ -47,6 +47,16 @@ def commit() -> str | None:
     return done.stdout.strip()
 
 
+def driver() -> str | None:
+    """The GPU driver's version; None where there is none to ask."""
+    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split("\n")[0].strip() or None
+
+
 def device_name(device: torch.device) -> str:
     """The chip's own name; for a CPU also the threads that torch uses."""
     if device.type == "cuda":
@@ -87,6 +97,8 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "paths": fusedckpt.paths(device, dtype),
         "commit": commit(),
+        "driver": driver(),
+        "cuda": torch.version.cuda or torch.version.hip,
         **versions(),
     }
 

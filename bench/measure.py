@@ -7,18 +7,19 @@ one contender raises ends that contender alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.cases import Function
-from bench.results import Row, Timing
+from bench.clock import Stopwatch
+from bench.contender import Contender, Work
 from fusedckpt.memory import peak_bytes, saved_tensors
 
-__all__ = ["STEPS_BEFORE_TIMING", "Contender", "Work", "measure"]
+__all__ = ["STEPS_BEFORE_TIMING", "Truth", "measure"]
 
 # rounds that fill caches and tune kernels
 WARMUP = 2
@@ -26,81 +27,19 @@ WARMUP = 2
 STEPS_BEFORE_TIMING = 2 + WARMUP
 
 
-class Work(NamedTuple):
-    """Inputs (x first), gradients of the outputs, and the device."""
-
-    inputs: Sequence[Tensor]
-    douts: Sequence[Tensor]
-    device: torch.device
-
-    def forward(self, fn: Function) -> Sequence[Tensor]:
-        """Run `fn` and return its outputs as a sequence."""
-        outputs = fn(*self.inputs)
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-    def backward(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the gradient of every input."""
-        return torch.autograd.grad(outputs, self.inputs, self.douts)
-
-    def results(self, fn: Function) -> list[Tensor]:
-        """Return outputs, then gradients."""
-        outputs = self.forward(fn)
-        grads = self.backward(outputs)
-        return [*(y.detach() for y in outputs), *grads]
-
-    def in_float64(self) -> Work:
-        """The same numbers in float64."""
-        inputs = [x.detach().double().requires_grad_() for x in self.inputs]
-        return Work(inputs, [dy.double() for dy in self.douts], self.device)
-
-
-class Contender:
-    """One way of computing, and what is known of it so far."""
-
-    def __init__(self, name: str, fn: Function):
-        self.name, self.fn = name, fn
-        self.errors: list[float] = []
-        self.memory: tuple[int, int, int] | None = None
-        self.samples: list[tuple[float, float, float]] = []
-        self.failure: str | None = None
-        self.is_wrong = False
-
-    def attempt(self, step: Callable[[Contender], Any]) -> None:
-        """Take a step unless an earlier one failed; note what it raises."""
-        if self.failure is not None:
-            return
-        try:
-            step(self)
-        except Exception as error:
-            self.fail(error)
-
-    def fail(self, error: Exception) -> None:
-        """Note an error, by its first line."""
-        lines = str(error).strip().splitlines() or [""]
-        self.failure = f"{type(error).__name__}: {lines[0]}"
-
-    def row(self) -> Row:
-        """What is known, as a record: no speed where anything failed."""
-        failure = self.failure or (None if self.samples else "interrupted")
-        timings = [Timing.of(times) for times in zip(*self.samples, strict=True)]
-        forward, backward, both = timings if not failure else (None, None, None)
-        saved, peak, backward_peak = self.memory or (None, None, None)
-        return Row(
-            name=self.name,
-            failure=failure,
-            is_wrong=self.is_wrong,
-            forward_ms=forward,
-            backward_ms=backward,
-            both_ms=both,
-            saved_bytes=saved,
-            peak_bytes=peak,
-            backward_peak_bytes=backward_peak,
-            errors=tuple(self.errors),
-        )
-
-
 class Truth:
     """Eager's results in float64, and how far eager in the work's own dtype is from them."""
+
+    @classmethod
+    def that_fits(cls, work: Work, eager: Function) -> Truth:
+        """Take as many rows as fit in memory, halving them while they do not."""
+        try:
+            return cls(work, eager)
+        except torch.OutOfMemoryError:
+            half = work.halved()
+            if half is None:
+                raise
+        return cls.that_fits(half, eager)
 
     def __init__(self, work: Work, eager: Function):
         self.work = work
@@ -114,7 +53,7 @@ class Truth:
 
     def check(self, contender: Contender) -> None:
         """Hold a contender to twice eager's error, and a floor of 8 float32 epsilons."""
-        found = self.work.results(contender.fn)
+        found = contender.results(self.work)
         contender.errors = self.errors(found)
         pairs = zip(contender.errors, self.eager_errors, strict=True)
         for index, (error, eagers) in enumerate(pairs):
@@ -130,40 +69,11 @@ class Truth:
                 return
 
 
-class Stopwatch:
-    """Time as the device sees it; on a GPU the L2 cache is emptied before each measurement."""
-
-    def __init__(self, device: torch.device):
-        self.cache: Tensor | None = None
-        if device.type == "cuda":
-            size = torch.cuda.get_device_properties(device).L2_cache_size
-            self.cache = torch.empty(2 * size, dtype=torch.uint8, device=device)
-
-    def start(self) -> Any:
-        """Empty the cache and mark the time."""
-        if self.cache is not None:
-            self.cache.zero_()
-        return self.mark()
-
-    def mark(self) -> Any:
-        """Mark the time."""
-        if self.cache is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: Any, end: Any) -> float:
-        """Milliseconds from one mark to another."""
-        if self.cache is None:
-            return 1e3 * (end - start)
-        end.synchronize()
-        return start.elapsed_time(end)
-
-
-def _note_memory(work: Work, contender: Contender) -> None:
+def _note_memory(given: Work, contender: Contender) -> None:
+    work = contender.own(given)
     # x counts as an intermediate of a model
-    inner = work._replace(inputs=[work.inputs[0] * 1, *work.inputs[1:]])
+    count = work.num_inputs
+    inner = work._replace(inputs=[*(x * 1 for x in work.inputs[:count]), *work.inputs[count:]])
     with saved_tensors(exclude=work.inputs) as saved:
         outputs = inner.forward(contender.fn)
     del outputs, inner
@@ -173,15 +83,8 @@ def _note_memory(work: Work, contender: Contender) -> None:
     contender.memory = saved.nbytes, peak, backward_peak
 
 
-def _time_once(work: Work, watch: Stopwatch, contender: Contender) -> None:
-    start = watch.start()
-    outputs = work.forward(contender.fn)
-    middle = watch.mark()
-    grads = work.backward(outputs)
-    end = watch.mark()
-    del outputs, grads
-    marks = ((start, middle), (middle, end), (start, end))
-    forward, backward, both = (watch.between(*pair) for pair in marks)
+def _time_once(work: Work, watch: Stopwatch, pool: Any, contender: Contender) -> None:
+    forward, backward, both = watch.times(*contender.steps(work, pool))
     contender.samples.append((forward, backward, both))
 
 
@@ -191,24 +94,32 @@ def measure(
     eager: Function,
     repeat: int,
     tick: Callable[[], None],
-) -> None:
-    """Check, weigh and time the contenders, which note what is found; call `tick` at each step."""
+    graphs: bool = False,
+) -> int:
+    """Check, weigh and time the contenders, which note what is found; call `tick` at each step.
+
+    graphs: replay CUDA graphs where a contender can be captured. Returns at how many tokens the
+    numbers were checked: all, or as many as fit in float64.
+    """
 
     def step(contender: Contender, fn: Callable[[Contender], Any]) -> None:
         contender.attempt(fn)
         tick()
 
-    truth = Truth(work, eager)
+    truth = Truth.that_fits(work, eager)
+    checked = truth.work.tokens
     for contender in contenders:
         step(contender, truth.check)
     # its tensors are large
     del truth
     for contender in contenders:
-        step(contender, lambda contender: _note_memory(work, contender))
+        step(contender, partial(_note_memory, work))
+    pool = torch.cuda.graph_pool_handle() if graphs and work.device.type == "cuda" else None
     watch = Stopwatch(work.device)
     for turn in range(WARMUP + repeat):
         first = turn % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
-            step(contender, lambda contender: _time_once(work, watch, contender))
+            step(contender, partial(_time_once, work, watch, pool))
             if turn < WARMUP:
                 contender.samples.clear()
+    return checked

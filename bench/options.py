@@ -9,13 +9,22 @@ from typing import Any
 from bench.sizes import DEFAULT_TOKENS, SIZES
 
 __all__ = [
+    "BLOCKS",
+    "CAPACITY_DEFAULTS",
     "CASE_NAMES",
     "CLASSICS_DEFAULTS",
     "DEFAULTS",
     "RUN_DEFAULTS",
+    "TUNE_DEFAULTS",
+    "add_capacity_options",
     "add_classics_options",
+    "add_compare_options",
     "add_demo_options",
+    "add_gpu_options",
+    "add_plot_options",
     "add_run_options",
+    "add_table_options",
+    "add_tune_options",
 ]
 
 # sized for a minute: on two CPU cores, on one data-centre GPU
@@ -43,11 +52,14 @@ MODEL_NAMES = ("own", "llama", "gpt2", "bert", "vit")
 CASE_NAMES = (
     "rms_norm",
     "layer_norm",
+    "add_rms_norm",
     "linear_act",
     "norm_linear",
     "mlp",
     "gated_mlp",
     "norm_gated_mlp_residual",
+    "decoder_layer",
+    "stack",
 )
 
 RUN_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -72,11 +84,46 @@ CLASSICS_DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": _CLASSIC | {"width": 320, "depth_batch": 512, "depth_budget": "4GiB", "repeat": 10},
 }
 
+# what trades memory at all
+BLOCKS = ("norm_gated_mlp_residual", "decoder_layer", "stack")
+CAPACITY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"size": "gpt2", "dtype": "float32", "repeat": 3, "memory": 1 << 10},
+    "cuda": {"size": "llama-3-8b", "dtype": "bfloat16", "repeat": 10, "memory": 1 << 14},
+}
+
+TUNE_DEFAULTS: dict[str, Any] = {
+    "size": ("gpt2", "vit-l", "llama-3.2-1b", "llama-3-8b"),
+    "tokens": (2048, 8192),
+    "dtype": "bfloat16",
+    "repeat": 10,
+    "minutes": 30.0,
+}
+
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number in [0, 1), got {text!r}")
+    return value
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
 
 
 def _seed(text: str) -> int:
@@ -96,6 +143,30 @@ def _add_place(parser: argparse.ArgumentParser, files: str) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/out"), metavar="DIR", help=text)
 
 
+def _add_names(parser: argparse.ArgumentParser) -> None:
+    text = "only implementations with this in their name, and eager; may be repeated"
+    parser.add_argument("--only", action="append", metavar="TEXT", help=text)
+    text = "no implementations with this in their name; may be repeated"
+    parser.add_argument("--skip", action="append", metavar="TEXT", help=text)
+
+
+def add_capacity_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `capacity`; what depends on the device stays None where not given."""
+    defaults = CAPACITY_DEFAULTS
+    text = f"what to measure, may be repeated; default: {', '.join(BLOCKS)}"
+    parser.add_argument("--case", action="append", choices=CASE_NAMES, metavar="NAME", help=text)
+    text = f"widths, may be repeated: {', '.join(SIZES)}; {_default('size', defaults)}"
+    parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
+    text = f"MiB that forward and backward may add; {_default('memory', defaults)}"
+    parser.add_argument("--memory", type=_positive, metavar="MIB", help=text)
+    text = f"type of every tensor; {_default('dtype', defaults)}"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    text = f"timed rounds; {_default('repeat', defaults)}"
+    parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
+    _add_names(parser)
+    _add_place(parser, "capacity.jsonl")
+
+
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run`; what depends on the device stays None where it is not given."""
     text = f"what to measure, may be repeated; default: all of {', '.join(CASE_NAMES)}"
@@ -103,13 +174,73 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     text = f"widths, may be repeated: {', '.join(SIZES)}; {_default('size', RUN_DEFAULTS)}"
     parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
     cpu, cuda = DEFAULT_TOKENS.values()
-    text = f"rows of x; default: {cpu} on a CPU, {cuda} on a GPU, fewer at size tiny"
-    parser.add_argument("--tokens", type=_positive, metavar="N", help=text)
+    text = f"rows of x, may be repeated; default: {cpu} on a CPU, {cuda} on a GPU, 48 at tiny"
+    parser.add_argument("--tokens", type=_positive, action="append", metavar="N", help=text)
     text = f"type of every tensor; {_default('dtype', RUN_DEFAULTS)}"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = f"timed rounds; {_default('repeat', RUN_DEFAULTS)}"
     parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
-    _add_place(parser, "run.json")
+    _add_names(parser)
+    text = "launch kernels from Python on a GPU, instead of replaying CUDA graphs"
+    parser.add_argument("--no-graphs", dest="graphs", action="store_false", help=text)
+    text = "keep what the file has of this device and commit, and measure the rest"
+    parser.add_argument("--resume", action="store_true", help=text)
+    _add_place(parser, "run.jsonl")
+
+
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `table`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+
+
+def add_tune_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tune`."""
+    default = TUNE_DEFAULTS
+    text = f"widths, may be repeated; default: {', '.join(default['size'])}"
+    parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
+    text = f"rows of x, may be repeated; default: {' and '.join(map(str, default['tokens']))}"
+    parser.add_argument("--tokens", type=_positive, action="append", metavar="N", help=text)
+    text = f"type of every tensor; default: {default['dtype']}"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    text = f"timed rounds; default: {default['repeat']}"
+    parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
+    text = f"start nothing after that; default: {default['minutes']:g}"
+    parser.add_argument("--minutes", type=_minutes, metavar="N", help=text)
+    text = "measure plans alone, with the tiles that there are"
+    parser.add_argument("--plans", dest="tiles", action="store_false", help=text)
+    text = "file to write; default: the user's cache, which layers read"
+    parser.add_argument("--cache", type=Path, metavar="FILE", help=text)
+    text = "cpu, cuda or cuda:N; default: cuda where there is one"
+    parser.add_argument("--device", help=text)
+
+
+def add_gpu_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gpu`."""
+    text = "how long all steps may take together; default: 9"
+    parser.add_argument("--minutes", type=_minutes, default=9.0, metavar="N", help=text)
+    text = "folder for results; default: bench/results/gpu-<device>"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    text = "go through the steps on a CPU, at toy sizes"
+    parser.add_argument("--allow-cpu", action="store_true", help=text)
+    parser.add_argument("--tiny", action="store_true", help="toy sizes on a GPU too")
+    text = "take the steps again that an earlier call has taken"
+    parser.add_argument("--restart", action="store_true", help=text)
+
+
+def add_plot_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plot`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
+    text = "folder for the figures; default: the file's"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+
+
+def add_compare_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `compare`."""
+    parser.add_argument("before", type=Path, metavar="A", help="what bench run wrote")
+    parser.add_argument("after", type=Path, metavar="B", help="what it wrote later, or elsewhere")
+    text = "leave out times that differ by less, as a share; default: 0.05"
+    parser.add_argument("--threshold", type=_share, default=0.05, metavar="X", help=text)
 
 
 def add_classics_options(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from rich.table import Table
 
-from bench.results import Results
-
 __all__ = ["Result", "Run", "draw", "save", "table"]
 
 
@@ -48,7 +46,7 @@ class Result:
     runs: tuple[Run, ...]
 
 
-def save(result: Result | Results, path: Path) -> None:
+def save(result: Result, path: Path) -> None:
     """Write a result as JSON; a number that is not finite stays NaN or Infinity."""
     path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +12,35 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.cases import CASES, Case, draw, implementations
+from bench.cases import CASES
+from bench.ceilings import measure_ceilings
 from bench.env import choose_device, environment, summary
-from bench.measure import STEPS_BEFORE_TIMING, Contender, Work, measure
+from bench.jobs import INTERRUPTED, Job, jobs_of
+from bench.measure import STEPS_BEFORE_TIMING
 from bench.options import RUN_DEFAULTS
-from bench.report import save
-from bench.results import Group, Results, table
-from bench.sizes import DEFAULT_TOKENS, SIZES, Size
-from fusedckpt._dispatch import path_of
+from bench.results import Group, append, read
+from bench.table import console as wide_console
+from bench.table import table
 
-__all__ = ["Settings", "run", "settings"]
+__all__ = ["FILE", "Settings", "run", "settings"]
 
-INTERRUPTED = 130
+FILE = "run.jsonl"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every choice that a result depends on; tokens None: as the size or the device has it."""
+    """Every choice that a result depends on; no tokens: as the size or the device has it."""
 
     case: tuple[str, ...]
     size: tuple[str, ...]
-    tokens: int | None
+    tokens: tuple[int, ...]
     dtype: str
     device: str
     repeat: int
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
+    graphs: bool
+    resume: bool
     out: Path
 
 
@@ -44,7 +49,11 @@ def settings(
     out: Path,
     case: Sequence[str] | None,
     size: Sequence[str] | None,
-    tokens: int | None,
+    tokens: Sequence[int] | None,
+    only: Sequence[str] | None,
+    skip: Sequence[str] | None,
+    graphs: bool,
+    resume: bool,
     **options: Any,
 ) -> Settings:
     """Fill in the device's defaults and check everything, before any work is done.
@@ -55,102 +64,82 @@ def settings(
     default = RUN_DEFAULTS[place.type]
     given = {name: value for name, value in options.items() if value is not None}
     out.mkdir(parents=True, exist_ok=True)
-    names = {"case": tuple(case or CASES), "size": tuple(size or [default["size"]])}
+    if resume and (out / FILE).exists():
+        read(out / FILE)
+    names = {"case": case or CASES, "size": size or [default["size"]], "tokens": tokens or ()}
+    names |= {"only": only or (), "skip": skip or ()}
     # a name given twice is meant once
     once: dict[str, Any] = {key: tuple(dict.fromkeys(value)) for key, value in names.items()}
     chosen = default | given | once
-    return Settings(**chosen, tokens=tokens, device=str(place), out=out)
+    return Settings(**chosen, graphs=graphs, resume=resume, device=str(place), out=out)
 
 
-@dataclass(frozen=True)
-class Job:
-    """One case at one size."""
-
-    name: str
-    case: Case
-    size_name: str
-    size: Size
-    tokens: int
-    contenders: tuple[Contender, ...]
-
-    def measure(
-        self, device: torch.device, dtype: torch.dtype, repeat: int, tick: Callable[[], None]
-    ) -> None:
-        """Measure the contenders; an error of inputs or of eager in float64 fails them all."""
-        # compiled code of other sizes counts against the limit of recompilations
-        torch.compiler.reset()
-        try:
-            inputs = draw(self.case, self.size, self.tokens, device, dtype)
-            with torch.no_grad():
-                outputs = Work(inputs, (), device).forward(self.case.eager)
-            work = Work(inputs, [torch.randn_like(y) for y in outputs], device)
-            del outputs
-            measure(work, self.contenders, self.case.eager, repeat, tick)
-        except Exception as error:
-            for contender in self.contenders:
-                contender.fail(error)
-
-    def group(self) -> Group:
-        """What was measured, as a record."""
-        rows = tuple(contender.row() for contender in self.contenders)
-        return Group(self.name, self.size_name, self.tokens, *self.size[:3], rows=rows)
+def _is_whole(group: Group, repeat: int) -> bool:
+    """Whether no interrupt left rows without times, or with fewer than asked for."""
+    times = [row.both_ms for row in group.rows if row.both_ms is not None]
+    cut = any(row.failure == "interrupted" for row in group.rows)
+    return not cut and all(len(time.samples) >= repeat for time in times)
 
 
-def _jobs(chosen: Settings) -> list[Job]:
-    device = torch.device(chosen.device)
-    has_plans = path_of(device, getattr(torch, chosen.dtype)) == "triton"
-    jobs = []
-    for name in chosen.case:
-        for size_name in chosen.size:
-            for size in SIZES[size_name]:
-                tokens = chosen.tokens or size.tokens or DEFAULT_TOKENS[device.type]
-                ways = implementations(CASES[name], has_plans).items()
-                contenders = tuple(Contender(way, fn) for way, fn in ways)
-                jobs.append(Job(name, CASES[name], size_name, size, tokens, contenders))
-    return jobs
+def _left(jobs: list[Job], chosen: Settings, facts: dict[str, Any]) -> list[Job]:
+    """Leave out what --resume finds measured, on this device and at this commit."""
+    path = chosen.out / FILE
+    if not chosen.resume or not path.exists():
+        path.unlink(missing_ok=True)
+        return jobs
+    names = ("device", "commit", "torch", "triton")
+    done = {
+        (group.case, group.size, group.tokens, group.dim, group.dtype)
+        for group in read(path)
+        if group.environment and all(group.environment[n] == facts[n] for n in names)
+        if _is_whole(group, chosen.repeat)
+    }
+    keys = ((j.name, j.size_name, j.tokens, j.size.dim, chosen.dtype) for j in jobs)
+    return [job for job, key in zip(jobs, keys, strict=True) if key not in done]
 
 
-def _measure(jobs: list[Job], chosen: Settings, console: Console) -> tuple[list[Group], bool]:
-    """Measure job after job, printing each; keeps what is there when interrupted."""
-    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
-    steps = sum((STEPS_BEFORE_TIMING + chosen.repeat) * len(job.contenders) for job in jobs)
+def _measure(jobs: list[Job], chosen: Settings, console: Console, facts: dict[str, Any]) -> bool:
+    """Measure job after job, printing and writing each; returns whether it was interrupted."""
+    each = STEPS_BEFORE_TIMING + chosen.repeat
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:.0f}%, left"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
     )
-    groups: list[Group] = []
+    ceilings = measure_ceilings(
+        torch.device(chosen.device), getattr(torch, chosen.dtype), 8 if "tiny" in chosen.size else 1
+    )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=steps)
+        task = progress.add_task("", total=each * sum(len(job.contenders) for job in jobs))
         for job in jobs:
-            progress.update(task, description=f"{job.name}, {job.size_name}")
+            progress.update(task, description=f"{job.name}, {job.size_name}, {job.tokens}")
             interrupted = False
             try:
-                job.measure(device, dtype, chosen.repeat, lambda: progress.advance(task))
+                job.measure(chosen.repeat, chosen.graphs, lambda: progress.advance(task))
             except KeyboardInterrupt:
                 interrupted = True
-            groups.append(job.group())
-            console.print(table(groups[-1]))
+            group = job.group(ceilings, facts)
+            append(group, chosen.out / FILE)
+            console.print(table(group))
             if interrupted:
-                return groups, True
-    return groups, False
+                return True
+    return False
 
 
 def run(chosen: Settings) -> int:
-    """Measure, print a table per case and size, write run.json.
+    """Measure, print a table per case and size, append each to run.jsonl.
 
     Returns 1 where an implementation was wrong, 130 where interrupted, else 0.
     """
-    console = Console()
+    console = wide_console()
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     facts = environment(device, dtype)
     head = f"{summary(facts)}; {chosen.dtype}, medians of {chosen.repeat} rounds"
     console.print(head, markup=False, highlight=False)
+    jobs = _left(list(jobs_of(chosen)), chosen, facts)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        groups, interrupted = _measure(_jobs(chosen), chosen, console)
-    record = asdict(chosen) | {"out": str(chosen.out)}
-    save(Results(record, facts, tuple(groups)), chosen.out / "run.json")
-    console.print(f"wrote run.json to {chosen.out}", markup=False, highlight=False)
-    wrong = any(row.is_wrong for group in groups for row in group.rows)
+        interrupted = _measure(jobs, chosen, console, facts)
+    console.print(f"wrote {FILE} to {chosen.out}", markup=False, highlight=False)
+    wrong = any(contender.is_wrong for job in jobs for contender in job.contenders)
     return INTERRUPTED if interrupted else int(wrong)

@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 from fusedckpt.kernels.tiles import gains_by_fusion
+from fusedckpt.kernels.tuned import PLANS, tuned
 
 logger = logging.getLogger("fusedckpt")
 
-PLANS = ("split", "hybrid", "fused")
 # read once: the plan of every layer that has it, where a call names none
 _PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
 if _PREFERRED not in (None, *PLANS):
@@ -54,17 +54,26 @@ def forced_path(path: str | None) -> Iterator[None]:
 
 
 def plan_for(
-    op: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], kernel: str | None, fused: str
+    op: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    kernel: str | None,
+    fused: str,
 ) -> str:
     """Return the plan of a layer on tensors like x: "aten", "split", or `fused`.
 
-    `sizes` are the GEMM's m, n and k; `kernel` is what the call asked for. The choice is logged at
-    level DEBUG.
+    `sizes` are the GEMM's m, n and k; `kernel` is what the call asked for. Next come the
+    environment's preference, what `bench tune` measured on this machine, and a rule. The choice is
+    logged at level DEBUG.
     """
     if 0 in sizes or path_of(x.device, dtype) == "aten":
         return "aten"
     if kernel is None and _PREFERRED in ("split", fused):
         kernel = _PREFERRED
+    if kernel is None:
+        measured = tuned().plan(op, arch(), dtype.itemsize, sizes)
+        kernel = measured if measured in ("split", fused) else None
     if kernel is None:
         kernel = fused if gains_by_fusion(arch(), dtype.itemsize, sizes[-1]) else "split"
     logger.debug("%s %s %s on %s: %s", op, "x".join(map(str, sizes)), dtype, arch(), kernel)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .tuned import tuned
+
 
 class Tile(NamedTuple):
     """Block sizes and launch options of one GEMM; the epilogue runs in `slices` column slices."""
@@ -88,17 +90,23 @@ def tile_for(
 ) -> Tile:
     """Return the tile of a GEMM with contraction length k on operands of `itemsize` bytes.
 
+    What was measured on this machine comes before the tables, see `tuned`.
+
     `descriptors`: whether tensor descriptors can address both operands; `precision`: "tf32" or
     "ieee", for float32 operands.
     """
     if itemsize == 4 and precision == "ieee" and arch != "interpreter":
         return SCALAR_TILE
-    tiles = TILES[family(arch), itemsize]
+    slot = slot_of(k, hybrid, descriptors)
+    measured = tuned().tile(arch, itemsize, slot)
+    return getattr(TILES[family(arch), itemsize], slot) if measured is None else Tile(*measured)
+
+
+def slot_of(k: int, hybrid: bool = False, descriptors: bool = True) -> str:
+    """Return which of Tiles a GEMM of contraction length k takes."""
     if not descriptors:
-        return tiles.pointers
-    if hybrid:
-        return tiles.hybrid_short if k <= SHORT_K else tiles.hybrid_long
-    return tiles.short if k <= SHORT_K else tiles.long
+        return "pointers"
+    return ("hybrid_" if hybrid else "") + ("short" if k <= SHORT_K else "long")
 
 
 def gains_by_fusion(arch: str, itemsize: int, k: int) -> bool:

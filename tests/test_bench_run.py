@@ -17,23 +17,27 @@ pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command
-from bench import cases, measure, run
-from bench.results import Group, table
+from bench import cases, contender, jobs, measure, peers, run, ways
+from bench.layers import LAYERS
+from bench.results import Group, Load, read
 from bench.sizes import SIZES
+from bench.table import table
 
 TINY = ["run", "--device=cpu", "--size=tiny", "--repeat=3"]
+SEQ = 24
 (SIZE,) = SIZES["tiny"]
 F32 = 4
 
 
-def bench(out: Path, *options: str) -> tuple[int, dict]:
+def bench(out: Path, *options: str) -> tuple[int, list[dict]]:
     status = command.main([*TINY, *options, f"--out={out}"])
-    return status, json.loads((out / "run.json").read_text())
+    lines = (out / "run.jsonl").read_text().splitlines()
+    return status, [json.loads(line) for line in lines]
 
 
-def rows_of(result: dict, case: str = "mlp") -> dict[str, dict]:
-    (group,) = (group for group in result["groups"] if group["case"] == case)
-    return {row["name"]: row for row in group["rows"]}
+def rows_of(result: list[dict], case: str = "mlp") -> dict[str, dict]:
+    rows = [line["row"] for line in result if line["case"] == case]
+    return {row["name"]: row for row in rows if row["failure"] != "not installed"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +46,8 @@ def cheap_path():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     patch = pytest.MonkeyPatch()
-    patch.delitem(cases.BASELINES, "torch.compile")
+    for name in [name for name in ways.BASELINES if name.startswith("torch.compile")]:
+        patch.delitem(ways.BASELINES, name)
     with forced_path("aten"):
         yield
     patch.undo()
@@ -59,22 +64,22 @@ def result(tmp_path_factory):
 @pytest.fixture
 def add_way(monkeypatch):
     def add(name: str, wrap) -> None:
-        monkeypatch.setitem(cases.BASELINES, name, wrap)
+        monkeypatch.setitem(ways.BASELINES, name, wrap)
 
     return add
 
 
-def test_a_result_names_what_a_number_needs(result):
-    settings, environment = result["settings"], result["environment"]
-    assert settings["case"] == list(cases.CASES)
-    assert settings["dtype"] == "float32"
-    assert settings["repeat"] == 3
-    assert environment["torch"] == torch.__version__
-    assert environment["paths"] == fusedckpt.paths("cpu", torch.float32)
-    assert {"device", "date", "commit", "python", "triton"} <= environment.keys()
-    for group in result["groups"]:
-        expected = (SIZE.dim, SIZE.hidden, SIZE.tokens)
-        assert (group["dim"], group["hidden"], group["tokens"]) == expected
+def test_every_line_names_what_a_number_needs(result):
+    assert list(dict.fromkeys(line["case"] for line in result)) == list(cases.CASES)
+    for line in result:
+        environment = line["environment"]
+        assert environment["torch"] == torch.__version__
+        assert environment["paths"] == fusedckpt.paths("cpu", torch.float32)
+        assert {"device", "driver", "date", "commit", "python", "triton"} <= environment.keys()
+        assert (line["dtype"], line["size"]) == ("float32", "tiny")
+        assert (line["dim"], line["hidden"]) == (SIZE.dim, SIZE.hidden)
+        assert line["tokens"] == line["checked_tokens"] == SIZE.tokens
+        assert min(line["ceilings"].values()) > 0
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -82,11 +87,13 @@ def test_every_case_is_checked_weighed_and_timed(result, name):
     levels = cases.CASES[name].levels
     ours = [f"fusedckpt {level}" for level in levels] or ["fusedckpt"]
     rows = rows_of(result, name)
-    assert list(rows) == ["eager", "checkpoint", *ours]
+    assert {"eager", *ours} <= rows.keys()
+    assert len(rows) == {"stack": 11, "decoder_layer": 7}.get(name, 2 + len(ours))
     for row in rows.values():
         assert row["failure"] is None
         assert len(row["errors"]) >= 3
         assert 0 < row["backward_peak_bytes"] <= row["peak_bytes"]
+        assert not row["is_graph"]
         for time in (row["forward_ms"], row["backward_ms"], row["both_ms"]):
             assert len(time["samples"]) == 3
             assert 0 < time["p20"] <= time["median"] <= time["p80"]
@@ -108,6 +115,13 @@ def test_every_case_is_checked_weighed_and_timed(result, name):
         ("gated_mlp", "eager", SIZE.dim + 4 * SIZE.hidden),
         ("norm_gated_mlp_residual", "fusedckpt inputs", SIZE.dim),
         ("norm_linear", "fusedckpt", SIZE.dim),
+        # the sum, which is an output too
+        ("add_rms_norm", "fusedckpt", SIZE.dim),
+        ("decoder_layer", "checkpoint", SIZE.dim),
+        ("decoder_layer", "ours(fused)", SIZE.dim),
+        ("stack", "ours(fused) one segment", SIZE.dim),
+        ("stack", "torch(eager) one segment", SIZE.dim),
+        ("stack", "ours(fused) per layer", LAYERS * SIZE.dim),
     ],
 )
 def test_saved_bytes_are_those_of_the_tables(result, case, way, elements):
@@ -174,7 +188,7 @@ def test_inputs_that_cannot_be_made_lose_one_size(tmp_path, monkeypatch):
     def refuse(*args) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(run, "draw", refuse)
+    monkeypatch.setattr(jobs, "draw", refuse)
     status, result = bench(tmp_path, "--case=mlp")
     assert status == 0
     assert {row["failure"] for row in rows_of(result).values()} == {"MemoryError: no room"}
@@ -183,48 +197,49 @@ def test_inputs_that_cannot_be_made_lose_one_size(tmp_path, monkeypatch):
 def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     before, left = measure._time_once, iter(range(2 * 4 + 6))
 
-    def interrupt(work, watch, contender) -> None:
+    def interrupt(*args) -> None:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        before(work, watch, contender)
+        before(*args)
 
     monkeypatch.setattr(measure, "_time_once", interrupt)
     status, result = bench(tmp_path, "--case=mlp", "--case=gated_mlp", "--repeat=9")
-    assert status == run.INTERRUPTED
+    assert status == jobs.INTERRUPTED
     rows = rows_of(result).values()
     assert [len(row["both_ms"]["samples"]) for row in rows] == [2, 1, 1, 2]
-    assert len(result["groups"]) == 1
+    assert {line["case"] for line in result} == {"mlp"}
 
 
 def test_turns_rotate(monkeypatch):
     order = []
 
-    def note(work, watch, contender) -> None:
+    def note(work, watch, pool, contender) -> None:
         order.append(contender.name)
 
     monkeypatch.setattr(measure, "_time_once", note)
     case = cases.CASES["layer_norm"]
     inputs = cases.draw(case, SIZE, 8, torch.device("cpu"), torch.float32)
-    work = measure.Work(inputs, [torch.ones(8, SIZE.dim)], torch.device("cpu"))
-    contenders = [measure.Contender(name, case.eager) for name in "abc"]
+    work = contender.Work(inputs, [torch.ones(8, SIZE.dim)], torch.device("cpu"))
+    eager = case.eager(SIZE)
+    contenders = [contender.Contender(name, ways.Way(eager)) for name in "abc"]
     ticks = []
-    measure.measure(work, contenders, case.eager, 1, lambda: ticks.append(1))
+    measure.measure(work, contenders, eager, 1, lambda: ticks.append(1))
     assert "".join(order) == "abcbcacab"
     assert sum(ticks) == 3 * (measure.STEPS_BEFORE_TIMING + 1)
 
 
 def test_plans_are_listed_where_kernels_are_compiled():
-    ways = cases.implementations(cases.CASES["gated_mlp"], has_plans=True)
+    found = ways.ways_of("gated_mlp", SIZE, has_plans=True)
     plans = {f"fusedckpt gate{plan}" for plan in ("", " split", " hybrid")}
-    assert plans <= ways.keys()
-    assert "fusedckpt inputs fused" in cases.implementations(cases.CASES["linear_act"], True)
+    assert plans <= found.keys()
+    assert "fusedckpt inputs fused" in ways.ways_of("linear_act", SIZE, has_plans=True)
 
 
 def test_ratios_are_taken_within_rounds():
-    rows = [measure.Contender(name, torch.relu) for name in ("eager", "fused")]
+    rows = [contender.Contender(name, ways.Way(torch.relu)) for name in ("eager", "fused")]
     for row, samples in zip(rows, ((1, 9, 2), (2, 9, 6)), strict=True):
         row.samples = [(1.0, 1.0, float(ms)) for ms in samples]
-    group = Group("relu", "tiny", 1, 1, 1, 1, tuple(contender.row() for contender in rows))
+    group = Group("relu", "tiny", 1, 1, 1, 1, tuple(row.row() for row in rows))
     assert list(table(group).columns[4].cells) == ["1.00x", "2.00x"]
 
 
@@ -248,3 +263,153 @@ def test_bad_options_end_in_one_line(option, message, monkeypatch, capsys):
     assert usage == "usage: python -m bench run [options]"
     assert error.startswith("python -m bench run: error: ")
     assert message in error
+
+
+def test_the_load_is_that_of_the_formulas():
+    t, d, f, f32 = 48, SIZE.dim, SIZE.hidden, F32
+    load = cases.load_of(cases.CASES["gated_mlp"], SIZE, t, torch.float32)
+    weights = 3 * d * f * f32
+    assert load.forward_flops == 6 * t * d * f
+    assert load.backward_flops == 12 * t * d * f
+    assert load.forward_bytes == 2 * t * d * f32 + weights
+    assert load.backward_bytes == 3 * t * d * f32 + 2 * weights
+    norm = cases.load_of(cases.CASES["add_rms_norm"], SIZE, t, torch.float32)
+    assert norm.flops == 0
+    # x, residual and weight; y and the sum
+    assert norm.forward_bytes == (4 * t * d + d) * f32
+    layer = cases.load_of(cases.CASES["decoder_layer"], SIZE, t, torch.float32)
+    gemms = 2 * t * (2 * d * d + 2 * d * SIZE.kv + 3 * d * f)
+    assert layer.forward_flops == gemms + 4 * t * SEQ * d
+
+
+def test_sizes_fit_their_cases():
+    for name, sizes in SIZES.items():
+        for size in sizes:
+            assert size.dim % size.head_dim == size.kv % size.head_dim == 0, name
+            assert size.dim // size.head_dim % (size.kv // size.head_dim) == 0, name
+    assert cases.CASES["stack"].inputs(SIZES["llama-3-8b"][0], 65536)[0] == (32, 2048, 4096)
+
+
+def test_budgets_reach_the_compiler(monkeypatch):
+    seen = []
+
+    def compile_fx(graph, inputs):
+        seen.append(torch._functorch.config.activation_memory_budget)
+        return graph
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    for budget in (0.5, 0.0):
+        assert ways._compiled(budget)(torch.relu)(torch.ones(2, requires_grad=True)).sum() == 2
+    assert seen == [0.5, 0.0]
+    assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+def test_a_library_that_is_absent_is_a_line(tmp_path, monkeypatch, capsys):
+    peer = peers.Peer("Absent", "no_such_package", "rms_norm", lambda size: torch.relu)
+    monkeypatch.setattr(peers, "PEERS", (peer, peer._replace(name="Gone")))
+    status, result = bench(tmp_path, "--case=rms_norm", "--repeat=1")
+    assert status == 0
+    assert [line["row"]["failure"] for line in result][-2:] == ["not installed"] * 2
+    assert "not installed: Absent, Gone" in capsys.readouterr().out
+
+
+def test_a_peer_computes_with_weights_of_its_own_layout(tmp_path, monkeypatch):
+    def packed(size):
+        def call(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+            gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, dim=-1)
+            return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
+
+        return call
+
+    def broken(size):
+        raise ImportError("no such symbol")
+
+    right = peers.Peer("packed", "torch", "gated_mlp", packed, **peers.GATED)
+    swapped = right._replace(name="swapped", unpack=lambda grads: peers._split(grads, 1, (79, 81)))
+    monkeypatch.setattr(
+        peers, "PEERS", (right, swapped, peers.Peer("broken", "torch", "gated_mlp", broken))
+    )
+    status, result = bench(tmp_path, "--case=gated_mlp", "--repeat=1")
+    rows = rows_of(result, "gated_mlp")
+    assert status == 0
+    assert rows["packed"]["both_ms"]
+    assert (
+        rows["packed"]["saved_bytes"]
+        == 5 * SIZE.hidden * F32 * SIZE.tokens
+        + (SIZE.dim * F32 * SIZE.tokens)
+        - SIZE.hidden * F32 * SIZE.tokens
+    )
+    assert rows["swapped"]["failure"].startswith("RuntimeError")
+    assert rows["broken"]["failure"] == "ImportError: no such symbol"
+    assert rows["eager"]["both_ms"]
+
+
+def test_numbers_are_checked_on_what_fits(monkeypatch):
+    case, eager = cases.CASES["add_rms_norm"], cases.CASES["add_rms_norm"].eager(SIZE)
+    inputs = cases.draw(case, SIZE, 8, torch.device("cpu"), torch.float32)
+    work = contender.Work(inputs, [torch.ones(8, SIZE.dim)] * 2, torch.device("cpu"), 2)
+    results = contender.Work.results
+
+    def limited(self, fn):
+        if self.inputs[0].dtype == torch.float64 and len(self.inputs[0]) > 3:
+            raise torch.OutOfMemoryError("too large")
+        return results(self, fn)
+
+    monkeypatch.setattr(contender.Work, "results", limited)
+    rival = contender.Contender("rival", ways.Way(eager))
+    assert measure.measure(work, [rival], eager, 1, lambda: None) == 2
+    assert rival.failure is None
+    assert len(rival.samples) == 1
+
+
+def test_names_choose_who_takes_part(tmp_path):
+    options = ("--case=mlp", "--repeat=1", "--only=fusedckpt", "--skip=preact")
+    assert list(rows_of(bench(tmp_path, *options)[1])) == ["eager", "fusedckpt inputs"]
+
+
+def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch):
+    options = ("--case=rms_norm", "--case=layer_norm", "--repeat=1", "--skip=checkpoint")
+    bench(tmp_path, *options[:1], *options[2:])
+    first = (tmp_path / "run.jsonl").read_text()
+    measured = []
+    before = jobs.Job.measure
+    monkeypatch.setattr(
+        jobs.Job, "measure", lambda self, *args: (measured.append(self.name), before(self, *args))
+    )
+    _, lines = bench(tmp_path, *options, "--resume")
+    assert measured == ["layer_norm"]
+    assert (tmp_path / "run.jsonl").read_text().startswith(first)
+    assert {line["case"] for line in lines} == {"rms_norm", "layer_norm"}
+    # more rounds are asked for than there are
+    bench(tmp_path, *options, "--repeat=2", "--resume")
+    assert measured[1:] == ["rms_norm", "layer_norm"]
+    # another commit's numbers are none of ours
+    monkeypatch.setattr("bench.env.commit", lambda: "another")
+    bench(tmp_path, *options, "--resume")
+    assert measured[3:] == ["rms_norm", "layer_norm"]
+
+
+def test_results_survive_reading(result, tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in result))
+    groups = read(path)
+    assert [group.case for group in groups] == list(cases.CASES)
+    assert isinstance(groups[0].load, Load)
+    again = tmp_path / "again.jsonl"
+    for group in groups:
+        run.append(group, again)
+    assert [json.loads(line) for line in again.read_text().splitlines()] == result
+    path.write_text('{"row": {}}\n')
+    with pytest.raises(ValueError, match=r"run\.jsonl:1: not a result of bench run"):
+        read(path)
+
+
+@pytest.mark.parametrize("style", [(), ("--markdown",)])
+def test_tables_come_from_files(result, tmp_path, capsys, style):
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in result))
+    assert command.main(["table", str(path), *style]) == 0
+    out = capsys.readouterr().out
+    assert "stack, tiny: 48 tokens, D = 32, F = 80, float32" in out
+    assert "ours(fused) one segment" in out
+    assert out.count("a large matmul") == 1

@@ -1,0 +1,199 @@
+"""How many tokens fit in a given memory, and how fast they then are, for every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from bench.capacity_report import Capacity, Fit, append, table
+from bench.clock import Stopwatch
+from bench.contender import Contender, Work
+from bench.env import choose_device, environment, summary
+from bench.jobs import INTERRUPTED, Job, jobs_of
+from bench.measure import WARMUP, Truth
+from bench.options import BLOCKS, CAPACITY_DEFAULTS
+from bench.results import MIB, Timing
+from bench.sizes import SEQUENCE, SIZES
+from bench.table import console as wide_console
+from fusedckpt.memory import peak_bytes
+
+__all__ = ["FILE", "Settings", "most_tokens", "run", "settings"]
+
+FILE = "capacity.jsonl"
+# tokens are told apart by an eighth
+HALVINGS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every choice that a result depends on; memory in MiB; tokens: the least that is tried."""
+
+    case: tuple[str, ...]
+    size: tuple[str, ...]
+    tokens: tuple[int, ...]
+    memory: int
+    dtype: str
+    device: str
+    repeat: int
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
+    out: Path
+
+
+def settings(
+    device: str | None,
+    out: Path,
+    case: Sequence[str] | None,
+    size: Sequence[str] | None,
+    only: Sequence[str] | None,
+    skip: Sequence[str] | None,
+    **options: Any,
+) -> Settings:
+    """Fill in the device's defaults and check everything, before any work is done.
+
+    Raises ValueError for a device that is not there, OSError where `out` cannot be a folder.
+    """
+    place = choose_device(device)
+    default = CAPACITY_DEFAULTS[place.type]
+    given = {name: value for name, value in options.items() if value is not None}
+    out.mkdir(parents=True, exist_ok=True)
+    names = {"case": case or BLOCKS, "size": size or [default["size"]]}
+    names |= {"only": only or (), "skip": skip or ()}
+    once: dict[str, Any] = {key: tuple(dict.fromkeys(value)) for key, value in names.items()}
+    chosen = default | given | once
+    chosen["tokens"] = (min((s.tokens or SEQUENCE) for n in once["size"] for s in SIZES[n]),)
+    return Settings(**chosen, device=str(place), out=out)
+
+
+def most_tokens(fits: Callable[[int], bool], least: int) -> int:
+    """Return the most tokens that fit: `least`, doubled, then to an eighth; 0 for none.
+
+    What fits is taken to fit with fewer tokens too. All are multiples of `least`, so that sequences
+    are as long for everyone.
+    """
+    if not fits(least):
+        return 0
+    low = least
+    while fits(2 * low):
+        low *= 2
+    step = low // 2
+    for _ in range(HALVINGS):
+        if step >= least and fits(low + step):
+            low += step
+        step //= 2
+    return low
+
+
+class Rival:
+    """A contender, what fits of it, and its times there."""
+
+    def __init__(self, contender: Contender):
+        self.contender = contender
+        self.tokens = self.peak = 0
+        self.work: Work | None = None
+
+    def peak_of(self, work: Work) -> int:
+        """Return what forward and backward add to memory, in bytes."""
+        own = self.contender.own(work)
+        return peak_bytes(lambda: own.results(self.contender.fn), own.device)
+
+    def fit(self, job: Job, chosen: Settings, tick: Callable[[], None]) -> None:
+        """Find how many tokens fit; raises what the contender raises, but for lack of memory."""
+        peaks: dict[int, int] = {}
+
+        def fits(tokens: int) -> bool:
+            tick()
+            if self.contender.name.startswith("torch.compile"):
+                # compiled code is of one size; half a second each
+                torch.compiler.reset()
+            try:
+                peaks[tokens] = self.peak_of(job.work(tokens))
+            except torch.OutOfMemoryError:
+                return False
+            finally:
+                self.contender.drop()
+            return peaks[tokens] <= chosen.memory * MIB
+
+        self.tokens = most_tokens(fits, chosen.tokens[0])
+        if not self.tokens:
+            raise ValueError(f"not even {chosen.tokens[0]} tokens fit")
+        self.peak = peaks[self.tokens]
+        self.work = job.work(self.tokens)
+
+    def time(self, watch: Stopwatch) -> None:
+        """Take one sample."""
+        assert self.work is not None
+        forward, backward, both = watch.times(*self.contender.steps(self.work, None))
+        self.contender.samples.append((forward, backward, both))
+
+    def row(self) -> Fit:
+        """What is known, as a record."""
+        failure = self.contender.failure
+        samples = [] if failure else [both for *_, both in self.contender.samples]
+        failure = failure or (None if samples else "interrupted")
+        times = Timing.of(samples) if samples else None
+        return Fit(self.contender.name, failure, self.tokens, self.peak, times)
+
+
+def _measure(job: Job, chosen: Settings, rivals: Sequence[Rival], tick: Callable[[], None]) -> None:
+    """Check numbers at the least tokens, find what fits, then time everyone in turns."""
+    eager = job.case.eager(job.size)
+    truth = Truth.that_fits(job.work(chosen.tokens[0]), eager)
+    for rival in rivals:
+        rival.contender.attempt(truth.check)
+        rival.contender.drop()
+    del truth
+    for rival in rivals:
+        rival.contender.attempt(lambda _, rival=rival: rival.fit(job, chosen, tick))
+    torch.compiler.reset()
+    watch = Stopwatch(job.device)
+    for turn in range(WARMUP + chosen.repeat):
+        first = turn % len(rivals)
+        for rival in (*rivals[first:], *rivals[:first]):
+            rival.contender.attempt(lambda _, rival=rival: rival.time(watch))
+            tick()
+            if turn < WARMUP:
+                rival.contender.samples.clear()
+
+
+def run(chosen: Settings) -> int:
+    """Measure case after case, print each, append it to capacity.jsonl.
+
+    Returns 1 where an implementation was wrong, 130 where interrupted, else 0.
+    """
+    console = wide_console()
+    device = torch.device(chosen.device)
+    facts = environment(device, getattr(torch, chosen.dtype))
+    console.print(f"{summary(facts)}; {chosen.dtype}", markup=False, highlight=False)
+    (chosen.out / FILE).unlink(missing_ok=True)
+    status = 0
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for job in jobs_of(chosen):
+            rivals = [Rival(contender) for contender in job.contenders]
+            with Progress(console=console, transient=True) as progress:
+                # how many sizes are tried is not known before
+                total = len(rivals) * (4 + HALVINGS + WARMUP + chosen.repeat)
+                task = progress.add_task(f"{job.name}, {job.size_name}", total=total)
+                try:
+                    _measure(job, chosen, rivals, partial(progress.advance, task))
+                except KeyboardInterrupt:
+                    status = INTERRUPTED
+                except Exception as error:
+                    for rival in rivals:
+                        rival.contender.fail(error)
+            sizes = (job.name, job.size_name, *job.size[:2], chosen.dtype, chosen.memory)
+            found = Capacity(*sizes, facts, tuple(rival.row() for rival in rivals))
+            append(found, chosen.out / FILE)
+            console.print(table(found))
+            if status:
+                return status
+            status = int(any(rival.contender.is_wrong for rival in rivals)) or status
+    console.print(f"wrote {FILE} to {chosen.out}", markup=False, highlight=False)
+    return status

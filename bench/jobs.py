@@ -1,0 +1,130 @@
+"""Which cases are measured at which sizes, by whom: what `run` and `capacity` go through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from bench.cases import CASES, Case, draw, load_of
+from bench.contender import Contender, Work
+from bench.measure import measure
+from bench.results import Ceilings, Group
+from bench.sizes import DEFAULT_TOKENS, SIZES, Size
+from bench.ways import ways_of
+from fusedckpt._dispatch import path_of
+
+__all__ = ["INTERRUPTED", "Choice", "Job", "jobs_of"]
+
+# the exit status of a command that Ctrl-C ended
+INTERRUPTED = 130
+
+
+@dataclass
+class Job:
+    """One case at one size."""
+
+    name: str
+    case: Case
+    size_name: str
+    size: Size
+    tokens: int
+    device: torch.device
+    dtype: torch.dtype
+    contenders: tuple[Contender, ...]
+    checked: int = 0
+
+    def work(self, tokens: int) -> Work:
+        """Draw inputs and gradients for a number of tokens."""
+        inputs = draw(self.case, self.size, tokens, self.device, self.dtype)
+        work = Work(inputs, (), self.device, self.case.num_inputs)
+        with torch.no_grad():
+            outputs = work.forward(self.case.eager(self.size))
+        return work._replace(douts=[torch.randn_like(y) for y in outputs])
+
+    def measure(self, repeat: int, graphs: bool, tick: Callable[[], None]) -> None:
+        """Measure the contenders; an error of inputs or of eager in float64 fails them all."""
+        # compiled code of other sizes counts against the limit of recompilations
+        torch.compiler.reset()
+        eager = self.case.eager(self.size)
+        try:
+            work = self.work(self.tokens)
+            self.checked = measure(work, self.contenders, eager, repeat, tick, graphs)
+        except Exception as error:
+            for contender in self.contenders:
+                contender.fail(error)
+        finally:
+            for contender in self.contenders:
+                contender.drop()
+
+    def group(self, ceilings: Ceilings, facts: dict[str, Any]) -> Group:
+        """What was measured, as a record."""
+        rows = tuple(contender.row() for contender in self.contenders)
+        load = load_of(self.case, self.size, self.tokens, self.dtype)
+        sizes = (self.name, self.size_name, self.tokens, *self.size[:3])
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Group(*sizes, rows, dtype, self.checked, load, ceilings, facts)
+
+
+class Choice(Protocol):
+    """What says which jobs there are."""
+
+    @property
+    def case(self) -> tuple[str, ...]:
+        """Names of cases."""
+        ...
+
+    @property
+    def size(self) -> tuple[str, ...]:
+        """Names of sizes."""
+        ...
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Numbers of tokens; none: as the size or the device has it."""
+        ...
+
+    @property
+    def only(self) -> tuple[str, ...]:
+        """Parts of names."""
+        ...
+
+    @property
+    def skip(self) -> tuple[str, ...]:
+        """Parts of names."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of every tensor."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where it runs."""
+        ...
+
+
+def _is_chosen(name: str, chosen: Choice) -> bool:
+    """Whether --only and --skip, parts of names, leave a contender in; eager always stays."""
+    if name == "eager":
+        return True
+    wanted = not chosen.only or any(part in name for part in chosen.only)
+    return wanted and not any(part in name for part in chosen.skip)
+
+
+def jobs_of(chosen: Choice) -> Iterator[Job]:
+    """Yield a job for each case, size and number of tokens."""
+    place = torch.device(chosen.device), getattr(torch, chosen.dtype)
+    has_plans = path_of(*place) == "triton"
+    for name in chosen.case:
+        for size_name in chosen.size:
+            for size in SIZES[size_name]:
+                default = size.tokens or DEFAULT_TOKENS[place[0].type]
+                for tokens in chosen.tokens or (default,):
+                    ways = ways_of(name, size, has_plans).items()
+                    found = [Contender(*way) for way in ways if _is_chosen(way[0], chosen)]
+                    sizes = size_name, size, tokens
+                    yield Job(name, CASES[name], *sizes, *place, tuple(found))

@@ -1,0 +1,155 @@
+"""`python -m bench table FILE`: the tables of a results file, for a terminal or in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.env import summary
+from bench.results import MIB, Group, Row, read
+
+__all__ = ["WIDTH", "Settings", "console", "markdown", "run", "settings", "table"]
+
+HEADS = (
+    *("forward\nms", "backward\nms", "both\nms", "of\neager", "saved\nB/token"),
+    *("peak\nMiB", "backward\nMiB", "TFLOP/s", "GB/s", "of\nlimit"),
+)
+# of a table; a pipe would be given 80 columns
+WIDTH = 112
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The file to read, and how to print it."""
+
+    groups: tuple[Group, ...]
+    markdown: bool
+
+
+def settings(file: Path, markdown: bool) -> Settings:
+    """Read the file. Raises ValueError where it is none of ours, OSError where it is not there."""
+    return Settings(tuple(read(file)), markdown)
+
+
+def console() -> Console:
+    """Return a console wide enough for a table."""
+    found = Console()
+    return found if found.width >= WIDTH else Console(width=WIDTH)
+
+
+def significant(value: float) -> str:
+    """Write a number with at least three significant digits."""
+    return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 3}f}"
+
+
+def _ratio(row: Row, reference: Row) -> str:
+    """The median of the ratios within each round, where load that comes and goes cancels."""
+    if row.both_ms is None or reference.both_ms is None:
+        return "-"
+    # an interrupt leaves some a round short
+    rounds = zip(row.both_ms.samples, reference.both_ms.samples, strict=False)
+    return f"{median(mine / other for mine, other in rounds):.2f}x"
+
+
+def _rates(row: Row, group: Group) -> list[str]:
+    """What the case needs at least, over the time it took: a recomputed FLOP counts for nothing."""
+    if row.both_ms is None:
+        return ["-", "-", "-"]
+    seconds, load = row.both_ms.median / 1e3, group.load
+    share = "-"
+    if group.ceilings is not None:
+        share = f"{group.ceilings.least_ms(load) / row.both_ms.median:.0%}"
+    flops = significant(load.flops / seconds / 1e12) if load.flops else "-"
+    return [flops, significant(load.nbytes / seconds / 1e9), share]
+
+
+def cells(row: Row, group: Group) -> list[str]:
+    """Return a line's cells, without its name."""
+    times = [row.forward_ms, row.backward_ms, row.both_ms]
+    peaks = [row.peak_bytes, row.backward_peak_bytes]
+    saved = "-" if row.saved_bytes is None else f"{row.saved_bytes / group.tokens:,.0f}"
+    return [
+        *("-" if time is None else significant(time.median) for time in times),
+        _ratio(row, group.rows[0]),
+        saved,
+        *("-" if peak is None else significant(peak / MIB) for peak in peaks),
+        *_rates(row, group),
+    ]
+
+
+def failures(group: Group) -> list[str]:
+    """Why rows are missing; those of libraries that are not there share a line."""
+    absent = [row.name for row in group.rows if row.failure == "not installed"]
+    others = [row for row in group.rows if row.failure and row.name not in absent]
+    lines = [f"{row.name}: {row.failure}" for row in others]
+    return [*lines, *([f"not installed: {', '.join(absent)}"] if absent else [])]
+
+
+def notes(group: Group) -> list[str]:
+    """What a reader of the numbers must know besides."""
+    timed = [row for row in group.rows if row.both_ms is not None]
+    launched = [row.name for row in timed if not row.is_graph]
+    found = failures(group)
+    if len(launched) < len(timed):
+        found += [f"launched, not replayed from a graph: {', '.join(launched)}"] * bool(launched)
+    if 0 < group.checked_tokens < group.tokens:
+        found.append(f"numbers checked at {group.checked_tokens} tokens")
+    return found
+
+
+def table(group: Group) -> Table:
+    """One line per implementation that was measured; below, why the others were not."""
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    out.title_style, out.title_justify = "bold", "left"
+    out.title = group.title
+    out.add_column("implementation", style="bold", no_wrap=True)
+    for head in HEADS:
+        out.add_column(head, justify="right", no_wrap=True)
+    for row in group.rows:
+        if row.failure is None:
+            out.add_row(row.name, *cells(row, group))
+    if lines := notes(group):
+        out.caption, out.caption_justify = escape("\n".join(lines)), "left"
+    return out
+
+
+def markdown(group: Group) -> str:
+    """The same as a Markdown table."""
+    heads = ["implementation", *(head.replace("\n", " ") for head in HEADS)]
+    lines: list[Sequence[str]] = [heads, ["---"] + ["---:"] * len(HEADS)]
+    lines += [[row.name, *cells(row, group)] for row in group.rows if row.failure is None]
+    drawn = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([f"**{group.title}**", drawn, *notes(group)])
+
+
+def source(group: Group) -> str:
+    """Where a group's numbers come from, in a line."""
+    facts = group.environment
+    if facts is None:
+        return "unknown environment"
+    found = f"{summary(facts)}; {facts['date'][:10]}, commit {str(facts['commit'])[:12]}"
+    if group.ceilings is not None:
+        tflops, gbytes = map(significant, group.ceilings)
+        found += f"; a large matmul {tflops} TFLOP/s, a copy {gbytes} GB/s"
+    return found
+
+
+def run(chosen: Settings) -> int:
+    """Print every table, and where it comes from when that changes."""
+    out, before = console(), None
+    for group in chosen.groups:
+        if (here := source(group)) != before:
+            out.print(here + "\n", markup=False, highlight=False, soft_wrap=True)
+            before = here
+        if chosen.markdown:
+            print(markdown(group) + "\n")
+        else:
+            out.print(table(group))
+    return 0

@@ -1,0 +1,171 @@
+"""What `python -m bench tune` measured on this user's machine: read once, over what is shipped.
+
+The file is `$FUSEDCKPT_CACHE`, else `fusedckpt/tuned.json` in the user's cache folder; an empty
+FUSEDCKPT_CACHE is none. It is read at the first choice that a process makes and never again, so
+that no choice changes within a run. Whatever is not exactly ours is ignored, with a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .runtime import HAS_TRITON, triton
+
+FORMAT = "fusedckpt tuned 1"
+SLOTS = ("long", "short", "hybrid_long", "hybrid_short", "pointers")
+PLANS = ("split", "hybrid", "fused")
+TILE_FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "slices")
+
+# architecture, bytes per element, slot of tiles.Tiles
+TileKey = tuple[str, int, str]
+# op, architecture, bytes per element, the GEMM's n and k, and the power of two below its rows
+PlanKey = tuple[str, str, int, int, int, int]
+
+
+class Tuned(NamedTuple):
+    """Measured choices: tiles as the fields of tiles.Tile, and plans."""
+
+    tiles: dict[TileKey, tuple[int, ...]]
+    plans: dict[PlanKey, str]
+
+    def tile(self, arch: str, itemsize: int, slot: str) -> tuple[int, ...] | None:
+        """Return a tile's fields, None where none was measured."""
+        return self.tiles.get((arch, itemsize, slot))
+
+    def plan(self, op: str, arch: str, itemsize: int, sizes: tuple[int, int, int]) -> str | None:
+        """Return the plan of the GEMM [m, n, k] measured at the number of rows nearest to m."""
+        m, n, k = sizes
+        rows = [key[5] for key in self.plans if key[:5] == (op, arch, itemsize, n, k)]
+        if not rows:
+            return None
+        nearest = min(rows, key=lambda power: (abs(power - power_below(m)), power))
+        return self.plans[op, arch, itemsize, n, k, nearest]
+
+
+NOTHING = Tuned({}, {})
+_given: Tuned | None = None
+
+
+def power_below(m: int) -> int:
+    """Return the exponent of the greatest power of two that m >= 1 holds."""
+    return m.bit_length() - 1
+
+
+def cache_path() -> Path | None:
+    """Return the file, None for none."""
+    given = os.environ.get("FUSEDCKPT_CACHE")
+    if given is not None:
+        return Path(given) if given else None
+    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(folder).expanduser() / "fusedckpt" / "tuned.json"
+
+
+def tuned() -> Tuned:
+    """Return what is in effect: given by `using`, else what the file holds."""
+    return _from_file() if _given is None else _given
+
+
+@contextmanager
+def using(choices: Tuned) -> Iterator[None]:
+    """Put choices in effect inside instead of the file's, to measure them."""
+    global _given
+    before, _given = _given, choices
+    try:
+        yield
+    finally:
+        _given = before
+
+
+@cache
+def _from_file() -> Tuned:
+    path = cache_path()
+    return NOTHING if path is None else load(path)
+
+
+def load(path: Path) -> Tuned:
+    """Read a file; nothing, with a warning, where it is not ours or of another Triton."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return NOTHING
+    except (OSError, ValueError) as error:
+        warnings.warn(f"fusedckpt ignores {path}: {error}", RuntimeWarning, stacklevel=2)
+        return NOTHING
+
+
+def parse(text: str) -> Tuned:
+    """Read what `dump` wrote. Raises ValueError for anything else."""
+    try:
+        record = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"it is no file of the format {FORMAT!r}")
+    if record.get("triton") != _version():
+        raise ValueError(f"measured with Triton {record.get('triton')}, this is {_version()}")
+    tiles, plans = record.get("tiles"), record.get("plans")
+    if not isinstance(tiles, dict) or not isinstance(plans, dict):
+        raise ValueError("it has no tiles or no plans")
+    return Tuned(dict(map(_tile, tiles.items())), dict(map(_plan, plans.items())))
+
+
+def _tile(item: tuple[str, Any]) -> tuple[TileKey, tuple[int, ...]]:
+    key, tile = item
+    parts = key.split("/")
+    fits = len(parts) == 3 and parts[1] in ("2", "4") and parts[2] in SLOTS
+    if not fits or not isinstance(tile, dict) or tuple(tile) != TILE_FIELDS:
+        raise ValueError(f"{key!r} is no tile")
+    values = tuple(tile.values())
+    if not all(type(value) is int and 0 < value <= 1024 for value in values):
+        raise ValueError(f"{key!r} has a size that is none")
+    block_m, block_n, block_k, num_warps, num_stages, slices = values
+    powers = (block_m, block_n, block_k, num_warps, slices)
+    narrow = min(block_m, block_k, block_n // slices) < 16
+    if any(value & (value - 1) for value in powers) or narrow or num_warps > 32 or num_stages > 8:
+        raise ValueError(f"{key!r} is a tile that no kernel takes")
+    return (parts[0], int(parts[1]), parts[2]), values
+
+
+def _plan(item: tuple[str, Any]) -> tuple[PlanKey, str]:
+    key, plan = item
+    op, arch, *sizes = key.split("/")
+    if len(sizes) != 4 or not all(size.isdecimal() for size in sizes) or plan not in PLANS:
+        raise ValueError(f"{key!r} is no plan")
+    itemsize, n, k, rows = map(int, sizes)
+    return (op, arch, itemsize, n, k, rows), plan
+
+
+def dump(choices: Tuned) -> str:
+    """Write choices as JSON that `parse` reads."""
+    tiles = {
+        "/".join(map(str, key)): dict(zip(TILE_FIELDS, tile, strict=True))
+        for key, tile in choices.tiles.items()
+    }
+    plans = {"/".join(map(str, key)): plan for key, plan in choices.plans.items()}
+    record = {"format": FORMAT, "triton": _version(), "tiles": tiles, "plans": plans}
+    return json.dumps(record, indent=1) + "\n"
+
+
+def store(choices: Tuned, path: Path) -> None:
+    """Replace the file at once: who reads it meanwhile finds the old one, or the new one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(dump(choices))
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _version() -> str | None:
+    return triton.__version__ if HAS_TRITON else None

@@ -1,0 +1,130 @@
+"""`python -m bench capacity`: what fits is found and timed; failures and interrupts cost little."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fusedckpt._dispatch import forced_path
+
+pytest.importorskip("rich", reason="needs the bench extra")
+pytest.importorskip("matplotlib", reason="needs the bench extra")
+
+from bench import __main__ as command
+from bench import capacity, capacity_report, cases, ways
+from bench.results import MIB
+from bench.sizes import SIZES
+
+TINY = [
+    *("capacity", "--device=cpu", "--size=tiny", "--memory=1", "--repeat=1"),
+    *("--skip=compile", "--case=gated_mlp"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cheap_path(monkeypatch):
+    for name in [name for name in ways.BASELINES if name.startswith("torch.compile")]:
+        monkeypatch.delitem(ways.BASELINES, name)
+    with forced_path("aten"):
+        yield
+
+
+@pytest.mark.parametrize("limit", [0, 9, 10, 19, 20, 25, 39, 77, 80, 115, 160, 333, 10_000])
+def test_the_search_comes_within_an_eighth(limit):
+    tried = []
+
+    def fits(tokens: int) -> bool:
+        tried.append(tokens)
+        return tokens <= limit
+
+    found = capacity.most_tokens(fits, 10)
+    assert found <= limit
+    assert found % 10 == 0
+    assert limit < found + max(10, found / 8) or (limit < 10 and found == 0)
+    assert len(set(tried)) == len(tried)
+
+
+def test_sequences_are_as_long_for_everyone():
+    (tiny,), (llama,) = SIZES["tiny"], SIZES["llama-3-8b"]
+    stack = cases.CASES["stack"]
+    assert [stack.inputs(tiny, 48 * n)[0] for n in (1, 3)] == [(2, 24, 32), (6, 24, 32)]
+    assert [stack.inputs(llama, 2048 * n)[0] for n in (1, 5)] == [(1, 2048, 4096), (5, 2048, 4096)]
+    # what is no multiple is cut as evenly as it can be
+    assert stack.inputs(llama, 3000)[0] == (2, 1500, 4096)
+
+
+def test_what_fits_is_found_and_timed(tmp_path, capsys):
+    assert command.main([*TINY, f"--out={tmp_path}"]) == 0
+    (found,) = capacity_report.read(tmp_path / "capacity.jsonl")
+    rows = {row.name: row for row in found.rows if row.failure != "not installed"}
+    assert list(rows) == [
+        *("eager", "checkpoint", "fusedckpt inputs", "fusedckpt gate", "fusedckpt preact")
+    ]
+    for row in rows.values():
+        assert row.tokens > 0
+        assert row.tokens % 48 == 0
+        # another eighth, or step, would not have fitted
+        assert row.peak_bytes * (row.tokens + max(48, row.tokens / 8)) / row.tokens > MIB
+        assert row.peak_bytes <= MIB
+        assert row.both_ms is not None
+        assert row.tokens_per_second == pytest.approx(row.tokens / row.both_ms.median * 1e3)
+    assert rows["fusedckpt inputs"].tokens > rows["checkpoint"].tokens
+    assert found.environment["torch"] == torch.__version__
+    assert command.main(["plot", str(tmp_path / "capacity.jsonl")]) == 0
+    (figure,) = tmp_path.glob("*.png")
+    assert figure.name == "capacity-gated_mlp-tiny-32-1-float32.png"
+    assert "gated_mlp, tiny: D = 32" in capsys.readouterr().out
+
+
+def test_who_is_wrong_or_fails_has_no_capacity(tmp_path, monkeypatch):
+    def limited(eager):
+        def fn(x, *weights):
+            if len(x) > 100:
+                raise torch.OutOfMemoryError("no room")
+            return eager(x, *weights)
+
+        return fn
+
+    monkeypatch.setitem(ways.BASELINES, "limited", limited)
+    monkeypatch.setitem(ways.BASELINES, "off", lambda eager: lambda *inputs: 1.01 * eager(*inputs))
+
+    def crash(*inputs):
+        raise ValueError("not on [this] device")
+
+    monkeypatch.setitem(ways.BASELINES, "crash", lambda eager: crash)
+    options = ("--only=limited", "--only=off", "--only=crash", "--memory=8", f"--out={tmp_path}")
+    assert command.main([*TINY, *options]) == 1
+    (line,) = (tmp_path / "capacity.jsonl").read_text().splitlines()
+    rows = {row["name"]: row for row in json.loads(line)["rows"]}
+    assert rows["limited"]["tokens"] == 96
+    assert rows["limited"]["failure"] is None
+    assert rows["off"]["failure"].startswith("wrong: result 0")
+    assert rows["crash"]["failure"] == "ValueError: not on [this] device"
+    assert rows["crash"]["both_ms"] is None
+    assert rows["eager"]["tokens"] > 96
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
+    before, left = capacity.Rival.time, iter(range(2 * 2 + 1))
+
+    def interrupt(self, watch) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        before(self, watch)
+
+    monkeypatch.setattr(capacity.Rival, "time", interrupt)
+    options = ("--case=mlp", "--only=checkpoint", "--repeat=5", f"--out={tmp_path}")
+    assert command.main([*TINY, *options]) == 130
+    (found,) = capacity_report.read(tmp_path / "capacity.jsonl")
+    assert [row.failure for row in found.rows] == [None, "interrupted"]
+
+
+def test_memory_too_small_is_a_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(capacity, "MIB", 1)
+    assert command.main([*TINY, "--only=eager", f"--out={tmp_path}"]) == 0
+    assert "eager: ValueError: not even 48 tokens fit" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["plot", str(tmp_path / "capacity.jsonl")])
+    assert "nothing was measured" in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""What only reads results: figures and comparisons, on results that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich", reason="needs the bench extra")
+pytest.importorskip("matplotlib", reason="needs the bench extra")
+
+from bench import __main__ as command
+from bench import compare, figures
+from bench.results import Ceilings, Group, Load, Row, Timing, append, read
+from bench.table import markdown, notes, table
+
+FACTS = {
+    "device": "a device",
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "0123456789abcdef",
+    "torch": "2.13",
+    "triton": "3.7",
+    "fusedckpt": "0.1",
+}
+
+
+def row(name: str, ms: float = 3.0, peak: int = 1000, **changes) -> Row:
+    times = [Timing.of([scale * ms, 0.9 * scale * ms]) for scale in (0.4, 0.6, 1.0)]
+    if "failure" in changes:
+        changes |= {"forward_ms": None, "backward_ms": None, "both_ms": None}
+    return replace(Row(name, None, False, *times, 500, peak, 800, (1e-7,)), **changes)
+
+
+def group(*rows: Row, case: str = "mlp", **changes) -> Group:
+    load = Load(10**9, 2 * 10**9, 10**6, 2 * 10**6)
+    made = Group(
+        case, "tiny", 48, 32, 80, 16, rows, "float32", 48, load, Ceilings(1.5, 10.0), FACTS
+    )
+    return replace(made, **changes)
+
+
+def write(path: Path, *groups: Group) -> Path:
+    path.unlink(missing_ok=True)
+    for one in groups:
+        append(one, path)
+    return path
+
+
+def test_the_front_is_what_nothing_beats():
+    points = [(3.0, 1.0), (1.0, 3.0), (2.0, 3.0), (2.0, 2.0), (3.0, 1.0), (1.0, 4.0)]
+    assert [points[i] for i in figures.pareto_front(points)] == [(1, 3), (2, 2), (3, 1)]
+    assert figures.pareto_front([]) == []
+
+
+def test_ceilings_bound_the_time_from_two_sides():
+    load = Load(10**9, 2 * 10**9, 10**6, 2 * 10**6)
+    # 3 GFLOP at 1.5 TFLOP/s; 3 MB at 10 GB/s
+    assert Ceilings(1.5, 10.0).least_ms(load) == pytest.approx(2.0)
+    assert Ceilings(1500.0, 10.0).least_ms(load) == pytest.approx(0.3)
+
+
+def test_rates_count_what_the_case_needs():
+    (cells,) = zip(
+        *(column.cells for column in table(group(row("eager", 4.0))).columns), strict=True
+    )
+    # the medians of 4.0 and 3.6
+    assert cells[:5] == ("eager", "1.520", "2.280", "3.800", "1.00x")
+    assert cells[5:] == ("10", "0.001", "0.001", "0.789", "0.789", "53%")
+
+
+def test_notes_say_what_the_numbers_do_not():
+    rows = (
+        row("eager", is_graph=True),
+        row("ours"),
+        row("lost", failure="RuntimeError: no"),
+        row("A", failure="not installed"),
+        row("B", failure="not installed"),
+    )
+    found = notes(group(*rows, checked_tokens=24))
+    assert found == [
+        "lost: RuntimeError: no",
+        "not installed: A, B",
+        "launched, not replayed from a graph: ours",
+        "numbers checked at 24 tokens",
+    ]
+    text = markdown(group(*rows))
+    assert "| eager | 1.140 |" in text
+    assert "| lost" not in text
+    assert "lost: RuntimeError: no" in text
+
+
+def test_figures_are_drawn_from_files(tmp_path, capsys):
+    names = ("eager", "torch.compile 0", "fusedckpt inputs", "torch(eager) per layer", "Liger")
+    rows = [row(name, 3 + i, 900 - 90 * i) for i, name in enumerate(names)]
+    lost = row("lost", failure="RuntimeError: no", both_ms=None, peak_bytes=None)
+    norm = group(*rows, case="rms_norm", load=Load(0, 0, 100, 200))
+    other = group(*rows, tokens=96, ceilings=None)
+    path = write(tmp_path / "run.jsonl", group(*rows, lost), norm, other)
+    assert command.main(["plot", str(path), f"--out={tmp_path / 'made'}"]) == 0
+    drawn = {file.stem for file in (tmp_path / "made").iterdir()}
+    assert drawn == {
+        *("mlp-tiny-32-48-float32", "rms_norm-tiny-32-48-float32", "mlp-tiny-32-96-float32"),
+        *("pareto-tiny-32-48-float32", "pareto-tiny-32-96-float32"),
+        # without ceilings there is no roof
+        "roofline-tiny-32-48-float32",
+    }
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in (tmp_path / "made").iterdir())
+
+
+def test_families_share_colours():
+    labels = {name: figures.family(name)[0] for name in ("torch.compile 0", "ours(fused)", "quack")}
+    assert list(labels.values()) == ["torch.compile", "fusedckpt.checkpoint", "other libraries"]
+
+
+@pytest.mark.parametrize("name", ["table", "plot"])
+def test_files_without_results_end_in_one_line(tmp_path, capsys, name):
+    path = tmp_path / "run.jsonl"
+    for text in (None, "nonsense\n"):
+        if text:
+            path.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            command.main([name, str(path)])
+        assert ended.value.code == 2
+        assert "run.jsonl" in capsys.readouterr().err
+
+
+def test_a_case_measured_twice_counts_once(tmp_path):
+    path = write(tmp_path / "run.jsonl", group(row("eager", 1.0)))
+    later = FACTS | {"date": "2026-02-02T03:04:05+00:00"}
+    append(group(row("eager", 2.0), environment=later), path)
+    append(group(row("eager", 3.0), environment=FACTS | {"device": "another"}), path)
+    medians = [one.rows[0].both_ms.median for one in read(path) if one.rows[0].both_ms]
+    assert medians == [1.9, 2.85]
+
+
+def test_changes_beyond_noise_are_told():
+    before = group(row("eager"), row("ours"), row("gone"), row("broke"), row("grew"))
+    after = group(
+        row("eager", 3.02),
+        row("ours", 2.0),
+        row("new"),
+        row("broke", failure="RuntimeError: no"),
+        row("grew", peak=1001),
+    )
+    found = list(compare.changes((before,), (after,), 0.05))
+    assert [(c.name, c.what) for c in found] == [
+        ("ours", "forward ms"),
+        ("ours", "backward ms"),
+        ("ours", "both ms"),
+        ("new", "implementation"),
+        ("broke", "failure"),
+        ("grew", "peak bytes"),
+        ("gone", "implementation"),
+    ]
+    assert [c.is_worse for c in found] == [False] * 4 + [True, True, False]
+    assert not list(compare.changes((before,), (before,), 0.0))
+    # what was not measured before did not change
+    assert not list(compare.changes((before,), (replace(after, tokens=96),), 0.05))
+
+
+def test_comparing_prints_both_sources(tmp_path, capsys):
+    a = write(tmp_path / "a.jsonl", group(row("eager"), row("ours")))
+    there = FACTS | {"device": "another"}
+    b = write(tmp_path / "b.jsonl", group(row("eager"), row("ours", 1.5), environment=there))
+    assert command.main(["compare", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert "before: a device" in out
+    assert "after: another" in out
+    assert "these are different devices" in out
+    assert "-50.0%" in out
+    assert command.main(["compare", str(a), str(a)]) == 0
+    assert "no change in 1 cases" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("threshold", ["1", "-0.1", "x"])
+def test_a_threshold_is_a_share(tmp_path, capsys, threshold):
+    with pytest.raises(SystemExit):
+        command.main(["compare", "a", "b", f"--threshold={threshold}"])
+    assert "expected a number in [0, 1)" in capsys.readouterr().err
+
+
+def test_files_of_nothing_in_common_are_refused(tmp_path, capsys):
+    a = write(tmp_path / "a.jsonl", group(row("eager")))
+    b = write(tmp_path / "b.jsonl", group(row("eager"), tokens=96))
+    with pytest.raises(SystemExit):
+        command.main(["compare", str(a), str(b)])
+    assert "have no case in common" in capsys.readouterr().err
