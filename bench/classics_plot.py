@@ -19,7 +19,8 @@ from bench.results import MIB
 __all__ = ["draw"]
 
 # what ways are called, and how they look: PyTorch's blue, ours vermillion, plans green
-GREY, BLUE, RED, GREEN = *COLOURS, "#009e73"
+GREY, _, BLUE, _, RED = COLOURS
+GREEN = "#009e73"
 FAMILIES: dict[str, tuple[str, str, str]] = {
     "plain": ("plain", GREY, "s"),
     "torch": ("torch, k segments", BLUE, "o"),
