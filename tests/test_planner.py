@@ -285,17 +285,17 @@ def test_what_is_wrong_is_said_before_any_work(name):
     options, error = WRONG[name]
     model = transformer(2)
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
-    with pytest.raises(error, match="^plan: "):
+    with pytest.raises(error, match=r"^plan: "):
         planned(model, tokens(), **options)
 
 
 def test_models_that_cannot_be_planned():
     model, x = transformer(2), tokens()
-    with pytest.raises(TypeError, match="^plan: "):
+    with pytest.raises(TypeError, match=r"^plan: "):
         planned(lambda: None, x, policy="all")
     found = planned(model, x, policy="all")
     found.apply(model)
-    with pytest.raises(ValueError, match="^plan: a plan is applied"):
+    with pytest.raises(ValueError, match=r"^plan: a plan is applied"):
         planned(model, x, policy="all")
     found.undo()
     model.blocks[1] = torch.compile(model.blocks[1])
