@@ -17,12 +17,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
+from fusedckpt._phases import current
 from fusedckpt._replay import Conditions
 from fusedckpt._segment import Segment
 from fusedckpt.checkpointing import checkpoint, devices_of, holdings_of, is_plain_call
@@ -117,8 +119,32 @@ class Selecting(NamedTuple):
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it under torch's selective checkpointing."""
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
-        run = functools.partial(forward, **kwargs)
+        if is_plain_call() or current() is not None:
+            return forward(*args, **kwargs)
+        run: Callable[..., Any] = functools.partial(forward, **kwargs)
+        if not torch.compiler.is_compiling():
+            run = _once(run, args)
         return stock_checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _once(forward: Callable[..., Any], args: Any) -> Callable[..., Any]:
+    """Let what is run again change buffers as they were: else they change twice."""
+    conditions = conditions_of(forward, args, {}, rng=False)
+    ran: list[bool] = []
+
+    def run(*args: Any) -> Any:
+        if ran:
+            with ExitStack() as stack:
+                # unseen by selective checkpointing, which counts the ops of both runs
+                with _disable_current_modes():
+                    stack.enter_context(conditions.restored())
+                return forward(*args)
+        output = forward(*args)
+        conditions.settle()
+        ran.append(True)
+        return output
+
+    return run
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -145,7 +171,8 @@ class Chained:
     def run(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run member `index`; called out of order, it starts a segment of its own."""
         running = self._running
-        if is_plain_call():
+        # inside a checkpoint it is run again anyway, and perhaps without the members before it
+        if is_plain_call() or current() is not None:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, **kwargs)

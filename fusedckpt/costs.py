@@ -72,17 +72,24 @@ class Scout:
     def __init__(self) -> None:
         self._given: dict[str, list[StorageWeakRef]] = {}
         self._counts: Counter[int] = Counter()
+        self._calls: Counter[str] = Counter()
 
     def role(self, name: str, module: nn.Module) -> Skipping:
         """Return the role in which a module is looked at."""
         return Skipping(module, partial(self._see, name), _nothing, lambda: None)
 
     def _see(self, name: str, given: list[Tensor]) -> None:
+        self._calls[name] += 1
         self._given[name] = [StorageWeakRef(x.untyped_storage()) for x in given]
         self._counts.update({storage.cdata for storage in self._given[name]})
 
-    def flows(self, name: str) -> list[bool]:
-        """Return which of a unit's arguments that require grad are for it alone, or come first."""
+    def flows(self, name: str) -> list[bool] | None:
+        """Return which of a unit's arguments that require grad are for it alone, or come first.
+
+        None for a module that is called more than once.
+        """
+        if self._calls[name] != 1:
+            return None
         given = self._given.get(name, [])
         return [not i or self._counts[x.cdata] == 1 for i, x in enumerate(given)]
 
@@ -103,6 +110,9 @@ class Survey:
     def see(self, name: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> None:
         """Measure a call, once of a kind."""
         flows = self._scout.flows(name)
+        if flows is None:
+            self._found.append((name, None))
+            return
         key = kind_of(module, args, kwargs), tuple(flows)
         if key not in self._kinds:
             try:
