@@ -112,7 +112,7 @@ def table(found: Capacity) -> Table:
 def _bars(axes: Axes, rows: Sequence[Fit], values: Sequence[float], title: str) -> None:
     colours = [family(row.name)[1] for row in rows]
     bars = axes.barh(range(len(rows)), values, 0.72, color=colours)
-    axes.bar_label(bars, [significant(value) for value in values], padding=4, fontsize=8.5)
+    axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=4, fontsize=8.5)
     axes.set_title(title)
     axes.margins(x=0.18)
     axes.set_ylim(len(rows) - 0.5, -0.5)

@@ -155,6 +155,9 @@ def test_changes_beyond_noise_are_told():
     ]
     assert [c.is_worse for c in found] == [False] * 4 + [True, True, False]
     assert not list(compare.changes((before,), (before,), 0.0))
+    # 20 % apart, and as much noise
+    noisy = group(row("eager"), row("ours", 3.6, both_ms=Timing.of([2.2, 5.0])))
+    assert not [c for c in compare.changes((before,), (noisy,), 0.05) if c.what == "both ms"]
     # what was not measured before did not change
     assert not list(compare.changes((before,), (replace(after, tokens=96),), 0.05))
 
