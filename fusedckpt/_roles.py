@@ -25,9 +25,8 @@ from torch.utils.checkpoint import (
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 from fusedckpt._phases import current
-from fusedckpt._replay import Conditions
 from fusedckpt._segment import Segment
-from fusedckpt.checkpointing import checkpoint, devices_of, holdings_of, is_plain_call
+from fusedckpt.checkpointing import checkpoint, conditions_of, is_plain_call
 from fusedckpt.levels import LEVELS, saving
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
@@ -129,7 +128,7 @@ class Selecting(NamedTuple):
 
 def _once(forward: Callable[..., Any], args: Any) -> Callable[..., Any]:
     """Let what is run again change buffers as they were: else they change twice."""
-    conditions = conditions_of(forward, args, {}, rng=False)
+    conditions = conditions_of(forward, pytree.tree_leaves(args), rng=False)
     ran: list[bool] = []
 
     def run(*args: Any) -> Any:
@@ -181,8 +180,7 @@ class Chained:
         if segment is None:
             segment = Segment()
         flat = pytree.tree_flatten((args, kwargs))
-        held = holdings_of(forward, flat[0])
-        conditions = Conditions(held, devices_of(flat[0]), rng=True, python_rng=False)
+        conditions = conditions_of(forward, flat[0])
         output = segment.run(forward, args, kwargs, flat, conditions, self.levels[index])
         if index + 1 < len(self.levels):
             segment.hand_on(output)

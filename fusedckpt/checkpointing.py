@@ -85,11 +85,8 @@ def checkpoint(
     while isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
     flat = pytree.tree_flatten((args, kwargs))
-    held = holdings_of(fn, flat[0])
-    conditions = Conditions(
-        held, devices_of(flat[0]), rng=preserve_rng_state, python_rng=preserve_python_rng
-    )
-    segment = Segment(Record(held.modules) if debug else None)
+    conditions = conditions_of(fn, flat[0], preserve_rng_state, preserve_python_rng)
+    segment = Segment(Record(_holdings(fn, flat[0]).modules) if debug else None)
     return segment.run(fn, args, kwargs, flat, conditions)
 
 
@@ -103,14 +100,16 @@ def _forward_level() -> int:
     return getattr(forward_ad, "_current_level", -1)
 
 
-def holdings_of(fn: Callable[..., Any], leaves: list[Any]) -> Holdings:
-    """Return what a call reads besides the tensors among its flattened arguments."""
+def conditions_of(
+    fn: Callable[..., Any], leaves: Sequence[Any], rng: bool = True, python_rng: bool = False
+) -> Conditions:
+    """Return what a call with these arguments, flattened, finds now."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    return Conditions(_holdings(fn, leaves), devices, rng=rng, python_rng=python_rng)
+
+
+def _holdings(fn: Callable[..., Any], leaves: Sequence[Any]) -> Holdings:
     return Holdings(callee(fn), *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
-
-
-def devices_of(leaves: list[Any]) -> set[torch.device]:
-    """Return the devices of the tensors among flattened arguments."""
-    return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def checkpoint_sequential(
