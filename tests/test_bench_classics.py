@@ -110,8 +110,10 @@ def test_a_plan_predicts_the_peak_that_is_measured(result):
     plans = [row for part in ("conv", "mlp") for row in result[part]["rows"]]
     plans = [row for row in plans if row["name"].startswith("plan")]
     assert plans
+    # besides 3 %, the random states of segments, of which the prediction allows one for each unit
+    states = 8 * torch.get_rng_state().nbytes
     for row in plans:
-        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
+        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03, abs=states)
 
 
 def test_ours_keeps_the_inputs_of_segments_and_nothing_else(result):

@@ -374,8 +374,10 @@ def test_hugging_face_models(kind):
     for policy in ("memory", "uniform:2"):
         found = planned(model, policy=policy, **inputs)
         assert len(found.chain.units) == 2 + (6 if kind == "t5" else 3)
-        # where segments meet code of the model's own, up to 0.3 % too low
-        assert 0.997 <= found.predicted_bytes / found.measured_bytes <= 1.06
+        # where segments meet code of the model's own, up to 0.3 % too low; where the encoder's
+        # output outlives its segment, 1 %
+        least = 0.99 if kind == "t5" else 0.997
+        assert least <= found.predicted_bytes / found.measured_bytes <= 1.06
         found.apply(model)
         assert_equal(step(model, **inputs), step(plain, **inputs))
         found.undo()
