@@ -15,6 +15,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from rich.table import Table
 
+from fusedckpt._figure import FAINT, INK, STYLE
+
 __all__ = ["Result", "Run", "draw", "save", "table"]
 
 
@@ -88,20 +90,6 @@ def table(result: Result) -> Table:
 
 # told apart with every kind of colour vision (Okabe and Ito), and in print
 COLOURS = ("#8c8c8c", "#56b4e9", "#0072b2", "#e69f00", "#d55e00")
-INK, FAINT = "#222222", "#6b6b6b"
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": "#b5b5b5",
-    "axes.labelcolor": FAINT,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-}
 
 
 def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,12 @@ from fusedckpt._paranoia import Record
 from fusedckpt._recompute import is_recomputing
 from fusedckpt._replay import Conditions
 from fusedckpt._segment import Segment
+from fusedckpt.levels import LEVELS, saving
 from fusedckpt.memory import saved_tensors
 from fusedckpt.policies import balanced
+
+if TYPE_CHECKING:
+    from fusedckpt.plans import Plan
 
 __all__ = ["checkpoint", "checkpoint_sequential", "is_recomputing"]
 
@@ -114,7 +119,7 @@ def _holdings(fn: Callable[..., Any], leaves: Sequence[Any]) -> Holdings:
 
 def checkpoint_sequential(
     functions: Iterable[Callable[..., Any]],
-    segments: int | Sequence[int] | str,
+    segments: int | Sequence[int] | str | Plan,
     input: Any,
     **options: Any,
 ) -> Any:
@@ -127,7 +132,8 @@ def checkpoint_sequential(
         functions: an nn.Sequential or callables; each is called with what the one before returned.
         segments: how many; or the indices of the functions that start one, but for the first; or
             "sqrt": about the square root of the number of functions, balanced by the bytes that
-            they keep, which one forward more per call measures.
+            they keep, which one forward more per call measures; or what `plan` returned for an
+            nn.Sequential of these functions.
         input: of the first function: a tensor, or any nesting of tensors.
         options: those of `checkpoint`.
 
@@ -138,9 +144,12 @@ def checkpoint_sequential(
     functions = list(functions)
     for function in functions:
         _check_callable("checkpoint_sequential", function)
-    starts = _starts(functions, segments, input)
-    for start, stop in zip(starts, [*starts[1:], len(functions)], strict=True):
-        input = checkpoint(_chain, functions[start:stop], input, **options)
+    for start, stop, level in _spans(functions, segments, input):
+        if level is None:
+            input = checkpoint(_chain, functions[start:stop], input, **options)
+        else:
+            with saving(level) if level in LEVELS else nullcontext():
+                input = _chain(functions[start:stop], input)
     return input
 
 
@@ -155,6 +164,14 @@ def _check_callable(name: str, fn: Any) -> None:
         raise TypeError(f"{name}: expected something to call, got {type(fn).__name__}")
 
 
+def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, int, str | None]]:
+    """Return stretches of functions as (start, stop, level), level None for a segment."""
+    if hasattr(segments, "spans"):
+        return segments.spans(len(functions))
+    starts = _starts(functions, segments, input)
+    return [(a, b, None) for a, b in pairwise([*starts, len(functions)])]
+
+
 def _starts(functions: list[Any], segments: Any, input: Any) -> list[int]:
     """Return the indices of the functions that start a segment."""
     count = len(functions)
@@ -167,8 +184,8 @@ def _starts(functions: list[Any], segments: Any, input: Any) -> list[int]:
         if all(a < b for a, b in pairwise([*starts, count])):
             return starts
     raise ValueError(
-        f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, or "
-        f"'sqrt', got {segments!r}"
+        f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, 'sqrt' "
+        f"or a Plan, got {segments!r}"
     )
 
 

@@ -103,6 +103,30 @@ class Plan:
                 roles.append((names[0], _roles.Keeping(item.level)))
         return roles
 
+    def spans(self, count: int) -> list[tuple[int, int, str | None]]:
+        """Return the plan of an nn.Sequential of `count` modules as (start, stop, level).
+
+        A level of None stands for a segment, one that is none of `saving`'s for nothing to do.
+
+        Raises:
+            ValueError: the plan is not of the children of an nn.Sequential of that length.
+        """
+        found: list[tuple[int, int, str | None]] = []
+        for item in self.items:
+            names = [u.name for u in self.chain.units[item.start : item.stop] if not u.fixed]
+            if not names:
+                continue
+            if not all(name.isdecimal() and int(name) < count for name in names):
+                raise ValueError(
+                    f"checkpoint_sequential: a plan of {count} functions was expected, got one "
+                    f"with the unit {names[-1]}"
+                )
+            level = None if isinstance(item, Segment) else item.level
+            found.append((int(names[0]), int(names[-1]) + 1, level))
+        planned = {i for start, stop, _ in found for i in range(start, stop)}
+        rest = [(i, i + 1, PLAIN) for i in range(count) if i not in planned]
+        return sorted(found + rest, key=lambda span: span[0])
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         found = {name: value for name, value in asdict(self).items() if name != "_applied"}

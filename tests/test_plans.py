@@ -1,0 +1,149 @@
+"""What one does with a plan: apply, copy, save and load, draw, and take it elsewhere."""
+
+import copy
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from plan_models import tokens, transformer
+from support import DEVICE, randn
+from torch import nn
+
+import fusedckpt
+from fusedckpt import Plan, _roles
+from fusedckpt._dispatch import forced_path
+from fusedckpt.chain import Keep, Segment, simulate
+
+
+@pytest.fixture(autouse=True)
+def on_aten():
+    with forced_path("aten"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A segment of one unit and one of two, and a unit that keeps a level."""
+    with forced_path("aten"):
+        found = fusedckpt.plan(transformer(4, fused=True), tokens(), policy="all", progress=False)
+    before, *_, after = found.items
+    items = (
+        before,
+        Segment(1, ("preact",)),
+        Segment(2, ("preact", "inputs")),
+        Keep(4, "inputs"),
+        after,
+    )
+    outcome = simulate(found.chain, items)
+    return replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
+
+
+def gradients(model) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    loss = model(tokens()).float().square().mean()
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(gradients(a), gradients(b), strict=True))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deep", "pickle"],
+)
+def test_copies_of_a_planned_model_are_planned(plan, copied):
+    plain = transformer(4, fused=True)
+    planned = plan.apply(copy.deepcopy(plain))
+    twin = copied(planned)
+    plan.undo(planned)
+    assert not any(_roles.is_assigned(module) for module in planned.modules())
+    assert any(_roles.is_assigned(module) for module in twin.modules())
+    assert same(twin, plain)
+    plan.undo(twin)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in plain.modules()]
+    assert list(twin.state_dict()) == list(plain.state_dict())
+
+
+def test_a_loaded_plan_is_the_saved_one(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = Plan.load(path)
+    assert loaded == plan
+    assert str(loaded) == str(plan)
+    plain = transformer(4, fused=True)
+    assert same(loaded.apply(copy.deepcopy(plain)), plain)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda found: found.pop("items"),
+        lambda found: found.update(version=99),
+        lambda found: found.update(format="something.else"),
+        lambda found: found["items"].pop(),
+        lambda found: found["items"][0].update(start=1),
+        lambda found: found["items"][0].update(level="nonsense"),
+        lambda found: found["chain"]["units"][1].update(output=-1),
+        lambda found: found.update(predicted_bytes=1),
+        lambda found: found.update(surprise=1),
+    ],
+)
+def test_an_edited_plan_is_refused(plan, tmp_path, edit):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    found = json.loads(path.read_text())
+    edit(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"Plan\.load: .* is not a plan"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"format": "fusedckpt.plan"}'])
+def test_what_is_no_plan_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"Plan\.load: .* is not a plan"):
+        Plan.load(path)
+
+
+def test_apply_changes_nothing_where_it_cannot(plan):
+    other = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"Plan\.apply: Sequential has no unit 'blocks\.0'"):
+        plan.apply(other)
+    with pytest.raises(TypeError, match=r"Plan\.apply: expected an nn\.Module, got list"):
+        plan.apply([other])
+    model = plan.apply(transformer(4, fused=True))
+    with pytest.raises(ValueError, match="a plan is applied"):
+        plan.apply(model)
+    plan.undo()
+    assert not any(_roles.is_assigned(module) for module in model.modules())
+
+
+def test_plot_and_text(plan, tmp_path):
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = str(plan)
+    for unit in plan.chain.units:
+        assert unit.name in text
+    assert "measured peak" in text
+
+
+def test_a_plan_in_checkpoint_sequential():
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    layers, x = layers.to(DEVICE), randn(5, 6)
+    expected = torch.autograd.grad(layers(x).sum(), [x, *layers.parameters()])
+    for policy in ("none", "all", "uniform:2"):
+        found = fusedckpt.plan(layers, x, policy=policy, progress=False)
+        counts = {"none": 0, "all": 4, "uniform:2": 2}
+        spans = found.spans(4)
+        assert sum(level is None for *_, level in spans) == counts[policy]
+        y = fusedckpt.checkpoint_sequential(layers, found, x)
+        grads = torch.autograd.grad(y.sum(), [x, *layers.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    with pytest.raises(ValueError, match="a plan of 2 functions was expected"):
+        fusedckpt.checkpoint_sequential(layers[:2], found, x)
