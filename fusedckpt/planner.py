@@ -34,6 +34,8 @@ __all__ = ["plan"]
 
 # plans tried for a budget before it is given up
 _TRIES = 4
+# how far off the model of memory may be
+_DOUBT = 1.1
 
 
 def plan(
@@ -180,15 +182,20 @@ def _within(limit: int, step: Step, chain: Chain) -> Plan:
             return found
         # what the model of memory missed, it may miss again
         target = min(target, found.predicted_bytes) - (_measured(found) - limit)
-    # the model of memory rather takes too much than too little
+    # the model of memory rather takes too much than too little; what it finds far too large may not
+    # fit the device at all, and is not run
     whole = by_rule(chain, "none")
     kept = simulate(chain, whole)
     last = [least, Solution(whole, kept.peak, kept.extra, 0.0)]
-    tried = [_tried(step, _plan(step, "budget", chain, solution, limit)) for solution in last]
-    found = min(tried, key=_measured)
-    if _measured(found) <= limit:
+    tried = [
+        _tried(step, _plan(step, "budget", chain, solution, limit))
+        for solution in last
+        if solution.peak <= _DOUBT * limit
+    ]
+    found = min(tried, key=_measured, default=None)
+    if found is not None and _measured(found) <= limit:
         return found
-    needed = _measured(found)
+    needed = least.peak if found is None else _measured(found)
     raise ValueError(
         f"plan: the least feasible budget is {needed} bytes ({size(needed)}), got {limit} bytes"
     )
