@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import assert_as_plain, same, step
-from support import DEVICE, randn
+from support import DEVICE, flops, randn
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -190,3 +190,14 @@ def test_c7_outputs_without_grad():
     x = randn(4, 3)
     found = checkpoint(lambda x: (x.sin(), x.detach().cos(), x.argmax()), x)
     assert [y.requires_grad for y in found] == [True, False, False]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_recompute_ends_before_the_last_gemm(depth):
+    """What backward reads of the last linear is its input; an enclosing recompute brings that."""
+    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE), randn(5, 6)
+    wrapped = layers
+    for _ in range(depth):
+        wrapped = partial(checkpoint, wrapped)
+    # forward 2, one again, gradients 4
+    assert flops(lambda: wrapped(x * 1).sum().backward()) == 7 * 2 * 5 * 6 * 6
