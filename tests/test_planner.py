@@ -12,7 +12,7 @@ from plan_models import Chain, Pairs, convolutional, images, tokens, transformer
 from torch import nn
 
 import fusedckpt
-from fusedckpt import plan, report
+from fusedckpt import plan, planner, report
 from fusedckpt._dispatch import forced_path
 from fusedckpt.chain import simulate
 from fusedckpt.policies import policy as by_rule
@@ -472,3 +472,12 @@ def test_all_ranks_get_the_plan_of_the_first(tmp_path):
     assert first == second
     assert first[1] == "all"
     assert "least feasible" in first[2]
+
+
+def test_a_hopeless_budget_is_not_tried(monkeypatch):
+    """What keeps everything may not fit the device at all."""
+    tried = []
+    monkeypatch.setattr(planner, "_tried", lambda step, found: tried.append(found))
+    with pytest.raises(ValueError, match="plan: the least feasible budget is"):
+        planned(transformer(2), tokens(), budget="10KiB")
+    assert not tried
