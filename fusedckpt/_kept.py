@@ -12,9 +12,32 @@ from torch import Tensor, nn
 from fusedckpt._replay import Conditions
 from fusedckpt._versions import stale, version_of
 
-# private to torch: without it an argument is held, also inside another checkpoint
-_make_saved: Callable[..., Any] | None = getattr(
-    getattr(torch._C, "_autograd", None), "_make_saved_tensor", None
+
+class _Keep(torch.autograd.Function):
+    """Keeps a tensor, as any function does."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.new_empty(0)
+
+
+class _Saved:
+    """torch's SavedTensor, made of public parts, which cost some microseconds more."""
+
+    _anchor = torch.empty(0, requires_grad=True)
+
+    def __init__(self, tensor: Tensor, is_output: bool):
+        with torch.enable_grad():
+            self._output = _Keep.apply(self._anchor, tensor)
+
+    def unpack(self) -> Tensor:
+        return self._output.grad_fn.saved_tensors[0]
+
+
+# private to torch, and not in 2.11
+_make_saved: Callable[..., Any] = getattr(
+    getattr(torch._C, "_autograd", None), "_make_saved_tensor", _Saved
 )
 
 
@@ -27,8 +50,7 @@ class Held:
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
         # autograd refuses to save an inference tensor
-        save = None if tensor.is_inference() else _make_saved
-        self._saved = data if save is None else save(data, is_output=False)
+        self._saved = data if tensor.is_inference() else _make_saved(data, is_output=False)
 
     def tensor(self) -> Tensor:
         """Return the argument, detached; raise where it was written in place since."""

@@ -39,7 +39,7 @@ from fusedckpt._kept import (
     owner_of,
 )
 from fusedckpt._paranoia import SEGMENT, Record
-from fusedckpt._phases import Like, Phase, current
+from fusedckpt._phases import Like, Phase, can_see_hooks, current
 from fusedckpt._recompute import Recompute
 from fusedckpt._replay import Conditions
 from fusedckpt._versions import stale, version_of
@@ -67,7 +67,7 @@ class Segment(Phase):
         self.record = record
         self.calls: list[Call] = []
         # what an enclosing checkpoint recomputes, it gives back once only
-        self._is_nested = current() is not None
+        self._is_nested = current() is not None or not can_see_hooks()
         # of every tensor saved: what it was like, and where it was dropped, its event
         self.marks: list[Marks] = []
         self.events: list[weakref.ref[Event] | None] = []

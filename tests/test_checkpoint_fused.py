@@ -150,8 +150,9 @@ def test_gemms_under_compile():
     )
     gradients(compiled, [x])
     gemms, found = counted(compiled, [x], gemm_flops)
-    # the levels stay as set: the layers' backward recomputes what the checkpoint did
-    assert gemms == 34
+    # the levels stay as set: the layers' backward recomputes what the checkpoint did; torch 2.11
+    # leaves out of the checkpoint's recompute what nothing reads
+    assert gemms == (28 if torch.__version__ < "2.12" else 34)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
 
@@ -172,7 +173,10 @@ def test_inside_distributed_wrapper(impl):
         assert torch.equal(a, b)
 
 
-def test_saved_bytes_in_a_checkpoint_are_its_input():
+# torch's own, where it has one, and what stands for it
+@pytest.mark.parametrize("make_saved", dict.fromkeys([_kept._make_saved, _kept._Saved]))
+def test_saved_bytes_in_a_checkpoint_are_its_input(monkeypatch, make_saved):
+    monkeypatch.setattr(_kept, "_make_saved", make_saved)
     layers = nn.Sequential(*blocks(fusedckpt.MLP, "preact"))
     x = randn(ROWS, D)
     for wrap in (fusedckpt.checkpoint, STOCK["non-reentrant"]):
@@ -208,7 +212,7 @@ def test_without_torchs_private_hooks(monkeypatch, name):
     layers, x = blocks(fusedckpt.MLP, "inputs"), randn(ROWS, D)
     expected = gradients(nn.Sequential(*layers), [x])
     monkeypatch.setattr(_phases, "_top_hooks", None)
-    monkeypatch.setattr(_kept, "_make_saved", None)
+    monkeypatch.setattr(_kept, "_make_saved", _kept._Saved)
     gemms, found = counted(partial(in_one, (STOCK | OURS)[name], layers), [x])
     assert gemms >= 35
     for a, b in zip(found, expected, strict=True):

@@ -9,7 +9,7 @@ from checkpoints import same
 from support import DEVICE, randn
 from torch import nn
 
-from fusedckpt import Checkpoint, checkpoint
+from fusedckpt import Checkpoint, _kept, checkpoint
 
 GLOBAL = nn.BatchNorm1d(6).to(DEVICE)
 WEIGHT = randn(4, 6, requires_grad=False)
@@ -108,7 +108,10 @@ def test_c8_changed_after_is_fine():
                 p.add_(0.1)
 
 
-def test_c9_segment_that_writes_its_input():
+@pytest.mark.parametrize("make_saved", dict.fromkeys([_kept._make_saved, _kept._Saved]))
+def test_c9_segment_that_writes_its_input(monkeypatch, make_saved):
+    monkeypatch.setattr(_kept, "_make_saved", make_saved)
+
     def fn(x):
         x.mul_(2)
         return x.sin()
