@@ -5,26 +5,84 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from bench import options
 
 __all__ = ["main"]
 
 NEEDS = ("rich", "matplotlib")
-# what only reads results
-READERS = (
-    ("table", options.add_table_options, "print the tables of a results file"),
-    ("plot", options.add_plot_options, "draw a results file: bars, time against memory, roofline"),
-    ("compare", options.add_compare_options, "show what changed between two results files"),
-)
 INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
 
 
-def _with_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+class Command(NamedTuple):
+    """A command, which is the module of its name; `about` is what its --help says in full."""
+
+    name: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    help: str
+    about: str | None = None
+
+
+COMMANDS = (
+    Command(
+        "demo",
+        options.add_demo_options,
+        "train one model eagerly, checkpointed, fused and planned, and compare",
+        "Train a byte-level transformer on the standard library's sources five ways, step by step"
+        " in turn: eager, with torch.utils.checkpoint, after fusedckpt.fuse(model), with"
+        " fusedckpt.Checkpoint besides, and under a plan. Compare loss, memory and time.",
+    ),
+    Command(
+        "run",
+        options.add_run_options,
+        "time and weigh functions against eager, torch.compile and checkpoint",
+        "Check, weigh and time every implementation of each case, in turns: eager, torch.compile,"
+        " torch.utils.checkpoint and fusedckpt at every level.",
+    ),
+    Command(
+        "classics",
+        options.add_classics_options,
+        "reproduce the classic workloads of gradient checkpointing",
+        "Train many convolutions, a deep MLP and the deepest stack that fits a budget: plainly,"
+        " with torch's checkpoint_sequential, ours, and plans.",
+    ),
+    Command(
+        "capacity",
+        options.add_capacity_options,
+        "how many tokens fit in a given memory, and how fast they are",
+        "Find how many tokens every implementation fits into the same memory, and time it there.",
+    ),
+    Command(
+        "tune",
+        options.add_tune_options,
+        "measure tiles and plans on this machine, for layers to use",
+        "Measure tiles and plans for the kernels on this machine's GPU, check each numerically, and"
+        " keep the fastest in the user's cache, from where layers take them.",
+    ),
+    Command(
+        "gpu",
+        options.add_gpu_options,
+        "test, measure and draw everything on a machine with a GPU, within minutes",
+        "Run the tests, the main cases and the plan thresholds on this machine's GPU, each step"
+        " within a share of the time. Call it again to go on where it stopped.",
+    ),
+    Command("table", options.add_table_options, "print the tables of a results file"),
+    Command(
+        "plot",
+        options.add_plot_options,
+        "draw a results file: bars, time against memory, roofline",
+    ),
+    Command("compare", options.add_compare_options, "show what changed between two results files"),
+    Command("env", lambda parser: None, "show versions, devices and the path each op takes"),
+)
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     module = import_module(f"bench.{args.command}")
     given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
     try:
@@ -34,75 +92,15 @@ def _with_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     return module.run(settings)
 
 
-def _env(args: argparse.Namespace) -> int:
-    from bench import env
-
-    return env.run()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure fusedckpt.")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    demo = commands.add_parser(
-        "demo",
+    for name, add_options, text, about in COMMANDS:
         # one line, where argparse would print every option above an error
-        usage="python -m bench demo [options]",
-        help="train one model eagerly, checkpointed, fused and planned, and compare",
-        description="Train a byte-level transformer on the standard library's sources five ways,"
-        " step by step in turn: eager, with torch.utils.checkpoint, after fusedckpt.fuse(model),"
-        " with fusedckpt.Checkpoint besides, and under a plan. Compare loss, memory and time.",
-    )
-    options.add_demo_options(demo)
-    demo.set_defaults(run=partial(_with_settings, demo))
-    run = commands.add_parser(
-        "run",
-        usage="python -m bench run [options]",
-        help="time and weigh functions against eager, torch.compile and checkpoint",
-        description="Check, weigh and time every implementation of each case, in turns: eager,"
-        " torch.compile, torch.utils.checkpoint and fusedckpt at every level.",
-    )
-    options.add_run_options(run)
-    run.set_defaults(run=partial(_with_settings, run))
-    classics = commands.add_parser(
-        "classics",
-        usage="python -m bench classics [options]",
-        help="reproduce the classic workloads of gradient checkpointing",
-        description="Train many convolutions, a deep MLP and the deepest stack that fits a budget:"
-        " plainly, with torch's checkpoint_sequential, ours, and plans.",
-    )
-    options.add_classics_options(classics)
-    classics.set_defaults(run=partial(_with_settings, classics))
-    capacity = commands.add_parser(
-        "capacity",
-        usage="python -m bench capacity [options]",
-        help="how many tokens fit in a given memory, and how fast they are",
-        description="Find how many tokens every implementation fits into the same memory, and time"
-        " it there.",
-    )
-    options.add_capacity_options(capacity)
-    capacity.set_defaults(run=partial(_with_settings, capacity))
-    tune = commands.add_parser(
-        "tune",
-        help="measure tiles and plans on this machine, for layers to use",
-        description="Measure tiles and plans for the kernels on this machine's GPU, check each"
-        " numerically, and keep the fastest in the user's cache, from where layers take them.",
-    )
-    options.add_tune_options(tune)
-    tune.set_defaults(run=partial(_with_settings, tune))
-    gpu = commands.add_parser(
-        "gpu",
-        help="test, measure and draw everything on a machine with a GPU, within minutes",
-        description="Run the tests, the main cases and the plan thresholds on this machine's GPU,"
-        " each step within a share of the time. Call it again to go on where it stopped.",
-    )
-    options.add_gpu_options(gpu)
-    gpu.set_defaults(run=partial(_with_settings, gpu))
-    for name, add, text in READERS:
-        reader = commands.add_parser(name, help=text)
-        add(reader)
-        reader.set_defaults(run=partial(_with_settings, reader))
-    env = commands.add_parser("env", help="show versions, devices and the path each op takes")
-    env.set_defaults(run=_env)
+        usage = f"python -m bench {name} [options]" if about else None
+        command = commands.add_parser(name, usage=usage, help=text, description=about)
+        add_options(command)
+        command.set_defaults(run=partial(_run, command))
     return parser
 
 

@@ -6,7 +6,7 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ from rich.table import Table
 import fusedckpt
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 
-__all__ = ["choose_device", "environment", "run", "summary"]
+__all__ = ["choose_device", "environment", "run", "settings", "summary"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _version(package: str) -> str:
+    """Return what a package calls itself: its metadata leave out which build of torch it is."""
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return str(import_module(package).__version__)
+    except ImportError:
         return "not installed"
 
 
@@ -135,7 +136,11 @@ def _paths(device: torch.device) -> Table:
     return out
 
 
-def run() -> int:
+def settings() -> None:
+    """Return nothing: there is nothing to choose."""
+
+
+def run(chosen: None) -> int:
     """Print the environment and every op's path."""
     console = Console()
     facts = Table("what", "value", title="environment")

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,7 +166,13 @@ def take(step: Step, log: Path, seconds: float) -> tuple[str, int | None]:
     """Run a step, its output going to a file; returns its outcome and exit status."""
     with log.open("wb") as file:
         process = subprocess.Popen(
-            step.command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            step.command,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # a shell's background jobs ignore interrupts, and so would what they start
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         try:
             status = process.wait(seconds)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -86,7 +88,11 @@ except KeyboardInterrupt:
 """
 
 
-def test_time_that_is_up_interrupts_first(tmp_path):
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_time_that_is_up_interrupts_first(tmp_path, request, handler):
+    """Also in the background of a shell, where interrupts are ignored."""
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, handler)
     log, start = tmp_path / "log", time.monotonic()
     assert gpu.take(Step("slow", python(SLEEPER)), log, 3.0) == ("out of time", 130)
     assert time.monotonic() - start < 30
@@ -113,12 +119,12 @@ def test_steps_share_the_time():
 def test_the_steps_of_a_gpu_are_commands_that_exist(tmp_path, monkeypatch):
     chosen = Settings(9.0, tmp_path, False, False)
     seen = []
-    monkeypatch.setattr(command, "_with_settings", lambda parser, args: seen.append(args) or 0)
+    monkeypatch.setattr(command, "_run", lambda parser, args: seen.append(args) or 0)
     steps = gpu.steps_of(chosen)
     for step in steps:
         if step.command[1:3] == ("-m", "bench"):
             assert command.main(step.command[3:]) == 0
-    assert {args.command for args in seen} == {"run", "tune", "table", "plot"}
+    assert {args.command for args in seen} == {"env", "run", "tune", "table", "plot"}
     assert all((gpu.ROOT / f"tests/test_{name}.py").exists() for name in gpu.KERNEL_TESTS)
     assert [step.name for step in steps][:3] == ["env", "smoke", "tests"]
 
