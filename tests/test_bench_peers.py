@@ -147,3 +147,45 @@ def test_backward_of_a_module_sees_our_weights(engine, name, case):
     weights = [nn.Parameter(x.detach() * 0.5) for x in work.inputs[1:]]
     assert failure_of(way, work._replace(inputs=[work.inputs[0], *weights]), case) is None
     assert failure_of(way, work_of(case, torch.bfloat16), case) is None
+
+
+class Doubled(torch.autograd.Function):
+    """Returns what it is given; backward doubles the gradient where it lies."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy.mul_(2) / 2
+
+
+def test_whoever_writes_to_what_all_are_given_is_wrong():
+    work, eager = work_of("rms_norm"), cases.CASES["rms_norm"].eager(SIZE)
+
+    def shifted(x: Tensor, weight: Tensor) -> Tensor:
+        y = eager(x, weight)
+        weight.data.add_(1)
+        return y
+
+    def crashed(x: Tensor, weight: Tensor) -> Tensor:
+        x.data.zero_()
+        raise RuntimeError("no such kernel")
+
+    given = [x.detach().clone() for x in (*work.inputs, *work.douts)]
+    truth = Truth(work, eager)
+    fns = {
+        "wrong: it overwrites gradient 0": lambda *inputs: Doubled.apply(eager(*inputs)),
+        "wrong: it overwrites input 1": shifted,
+        "RuntimeError: no such kernel": crashed,
+        None: eager,
+    }
+    for failure, fn in fns.items():
+        contender = Contender("peer", Way(fn))
+        contender.attempt(truth.check)
+        assert contender.failure == failure
+        assert contender.is_wrong == str(failure).startswith("wrong")
+        assert all(
+            torch.equal(x, old) for x, old in zip((*work.inputs, *work.douts), given, strict=True)
+        )
