@@ -7,7 +7,8 @@ one contender raises ends that contender alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,20 @@ __all__ = ["STEPS_BEFORE_TIMING", "Truth", "measure"]
 WARMUP = 2
 # of one contender, counted by the progress bar: numbers, memory, warm-up
 STEPS_BEFORE_TIMING = 2 + WARMUP
+
+
+@contextmanager
+def _put_back(given: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Restore what is written to meanwhile, and name it in the list that is yielded."""
+    before = {name: x.detach().clone() for name, x in given.items()}
+    written: list[str] = []
+    try:
+        yield written
+    finally:
+        for name, x in given.items():
+            if not torch.equal(x, before[name]):
+                written.append(name)
+                x.detach().copy_(before[name])
 
 
 class Truth:
@@ -52,8 +67,19 @@ class Truth:
         return [(a.double() - truth).square().mean().sqrt().item() for a, truth in pairs]
 
     def check(self, contender: Contender) -> None:
-        """Hold a contender to twice eager's error, and a floor of 8 float32 epsilons."""
-        found = contender.results(self.work)
+        """Hold a contender to twice eager's error, and a floor of 8 float32 epsilons.
+
+        Whoever writes to what it is given is wrong too: all others are given the same.
+        """
+        own = contender.own(self.work)
+        given = {f"input {index}": x for index, x in enumerate(own.inputs)}
+        given |= {f"gradient {index}": dy for index, dy in enumerate(own.douts)}
+        with _put_back(given) as written:
+            found = contender.results(self.work)
+        if written:
+            contender.is_wrong = True
+            contender.failure = f"wrong: it overwrites {written[0]}"
+            return
         contender.errors = self.errors(found)
         pairs = zip(contender.errors, self.eager_errors, strict=True)
         for index, (error, eagers) in enumerate(pairs):

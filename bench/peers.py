@@ -1,9 +1,8 @@
 """Other libraries' ways of computing our cases, each an adapter of a few lines.
 
 A library that is not installed is a line that says so. What an adapter or the library raises, also
-while it is imported, costs its own row: adapters run inside the first call. They were written from
-the libraries' sources (see README) and take no part in any test: none of the libraries runs on a
-CPU.
+while it is imported, costs its own row: adapters run inside the first call. None of the libraries
+runs on a CPU; README says how far, and at which versions, the adapters were tried without a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.func import functional_call
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.layers import EPS
@@ -83,8 +81,7 @@ def _liger_block(size: Size) -> Callable[..., Any]:
 
 
 def _quack_rms(size: Size) -> Callable[..., Any]:
-    norm = _load("quack.rmsnorm")
-    norm = getattr(norm, "rmsnorm", norm)
+    norm = _load("quack.rmsnorm.rmsnorm")
     return lambda x, w: norm(x, w, eps=EPS)
 
 
@@ -110,19 +107,25 @@ def _flash_add(size: Size) -> Callable[..., Any]:
 
 
 def _te(size: Size, kind: str, residual: bool = False, **options: Any) -> Callable[..., Any]:
-    """Call a Transformer Engine module on parameters of ours, given in the order of its own."""
+    """Call a Transformer Engine module on parameters of ours, given in the order of its own.
+
+    They become the module's: the backward of its norms reads the module's weight, not a saved one.
+    """
     widths = (size.dim, size.hidden) if kind == "LayerNormMLP" else (size.dim,)
     if kind == "LayerNormLinear":
         widths = (size.dim, size.dim + 2 * size.kv)
-    modules: dict[torch.dtype, Any] = {}
+    modules: dict[torch.dtype, nn.Module] = {}
 
     def call(x: Tensor, *parameters: Tensor) -> Any:
         if x.dtype not in modules:
             make = _load(f"transformer_engine.pytorch.{kind}")
             modules[x.dtype] = make(*widths, params_dtype=x.dtype, **options)
         module = modules[x.dtype]
-        own = dict(zip(dict(module.named_parameters()), parameters, strict=True))
-        y = functional_call(module, own, (x,))
+        own = dict(module.named_parameters())
+        for (name, before), parameter in zip(own.items(), parameters, strict=True):
+            if before is not parameter:
+                setattr(module, name, parameter)
+        y = module(x)
         return x + y if residual else y
 
     return call
@@ -139,12 +142,8 @@ def _te_block(size: Size, checkpoint: bool) -> Callable[..., Any]:
     return _te(size, "LayerNormMLP", residual=True, **options)
 
 
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_()
-
-
 def _join(inputs: Tensors, first: int, count: int) -> Tensors:
-    joined = _leaf(torch.cat(list(inputs[first : first + count])))
+    joined = nn.Parameter(torch.cat([x.detach() for x in inputs[first : first + count]]))
     return [*inputs[:first], joined, *inputs[first + count :]]
 
 
