@@ -29,6 +29,9 @@ if _PREFERRED not in (None, *PLANS):
 
 DISABLED = os.environ.get("FUSEDCKPT_DISABLE", "0") not in ("", "0")
 
+# before, torch's rms_norm was not among the functions that autocast widens
+_AUTOCASTS_RMS = torch.__version__ >= "2.12"
+
 _forced: str | None = None
 
 
@@ -98,9 +101,9 @@ def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def autocasts_norms(device: torch.device) -> bool:
-    """Whether autocast runs this device's norms in float32: it does everywhere but on a CPU."""
-    return device.type != "cpu" and autocasts(device)
+def autocasts_norm(device: torch.device, kind: str) -> bool:
+    """Whether autocast runs a norm in float32: not on a CPU, and RMSNorm since torch 2.12."""
+    return device.type != "cpu" and (kind == "layer" or _AUTOCASTS_RMS) and autocasts(device)
 
 
 def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:

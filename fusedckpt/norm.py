@@ -153,7 +153,7 @@ def rms_norm(
             rounds the normalised x before the weight, and returns the promoted dtype.
 
     Returns:
-        The shape and dtype of x; under GPU autocast float32, as F.rms_norm; see `cast`.
+        The shape and dtype of x; under GPU autocast as F.rms_norm has it; see `cast`.
 
     Raises:
         ValueError: shapes, devices or options do not fit.

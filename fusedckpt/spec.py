@@ -34,9 +34,9 @@ def output_dtype(
     """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
     if rule.cast == "llama" and weight is not None:
         return torch.promote_types(dtype, weight.dtype)
-    if rule.cast == "torch" and dtype != torch.float64 and _dispatch.autocasts_norms(device):
-        return torch.float32
-    return dtype
+    if rule.cast != "torch" or dtype == torch.float64:
+        return dtype
+    return torch.float32 if _dispatch.autocasts_norm(device, rule.kind) else dtype
 
 
 def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
