@@ -172,8 +172,11 @@ def assert_same(module, eager, x):
 
 
 def is_fused(module, x):
-    return "Backward" in (name := module(x).grad_fn.name()) and (
-        "_MLP" in name or "_LinearAct" in name or "_Joined" in name
+    # torch 2.11 takes the name from a node whose output is gone
+    y = module(x)
+    name = y.grad_fn.name()
+    return name.endswith("Backward") and any(
+        part in name for part in ("_MLP", "_LinearAct", "_Joined")
     )
 
 
