@@ -93,12 +93,17 @@ def native_layer_norm_grad(
     rule: NormRule,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Recompute mean and rstd with one more forward, then run torch's backward."""
-    _, mean, rstd = torch.native_layer_norm(x, x.shape[1:], weight, None, rule.eps)
+    """Recompute mean and rstd with one more forward, block by block, then run torch's backward."""
+    rows = x.shape[1:]
+    parts = [
+        torch.native_layer_norm(x[block], rows, weight, None, rule.eps)[1:]
+        for block in row_blocks(x)
+    ]
+    mean, rstd = (torch.cat(part) for part in zip(*parts, strict=True))
     # the bias gives its gradient only a shape
     bias = x.new_empty(x.shape[1]) if weight is None else weight
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-        dy, x, x.shape[1:], mean, rstd, weight, bias, list(needs)
+        dy, x, rows, mean, rstd, weight, bias, list(needs)
     )
     if dx is not None and dtotal is not None:
         dx += dtotal

@@ -1,4 +1,4 @@
-"""How high mlp and gated_mlp climb, to the byte: every tensor alive at the worst moment."""
+"""How high functions climb, mlp and gated_mlp to the byte: every tensor at the worst moment."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from support import DEVICE, HALF, randn
 from torch import nn
 
 from fusedckpt import NormSpec, _dispatch
-from fusedckpt.functional import gated_mlp, mlp
+from fusedckpt.functional import gated_mlp, layer_norm, mlp, rms_norm
 from fusedckpt.kernels.runtime import BLOCK_ELEMENTS
 from fusedckpt.memory import peak_bytes
 
@@ -93,3 +93,19 @@ def test_peaks(gated, level, chunks, norm, dtype):
         rows = dtype.itemsize * T // chunks * F * gated
         assert up <= forward_bytes + rows + ROUNDING
         assert down <= backward_bytes + 2 * rows + ROUNDING
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="off a CPU a block is all rows")
+@pytest.mark.parametrize(("norm", "blocks"), [(layer_norm, 1), (rms_norm, 6)])
+def test_norms_need_a_few_blocks_of_rows(norm, blocks):
+    """Beside the results, however many rows there are: y, and dx with the weight's gradient."""
+    n, block_bytes = 256, 4 * BLOCK_ELEMENTS
+    x, weight = randn(8 * BLOCK_ELEMENTS // n, n), nn.Parameter(torch.ones(n))
+    found = []
+    with _dispatch.forced_path("aten"):
+        up = peak_bytes(lambda: found.append(norm(x, n, weight)), DEVICE)
+        (y,) = found
+        dy = torch.randn_like(y)
+        down = peak_bytes(lambda: torch.autograd.grad(y, (x, weight), dy), DEVICE)
+    assert x.nbytes <= up <= x.nbytes + blocks * block_bytes
+    assert x.nbytes <= down <= x.nbytes + blocks * block_bytes
