@@ -15,10 +15,10 @@ from rich.progress import Progress
 from bench.capacity_report import Capacity, Fit, append, table
 from bench.clock import Stopwatch
 from bench.contender import Contender, Work
+from bench.defaults import BLOCKS, CAPACITY_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.jobs import INTERRUPTED, Job, jobs_of
 from bench.measure import WARMUP, Truth
-from bench.options import BLOCKS, CAPACITY_DEFAULTS
 from bench.results import MIB, Timing
 from bench.sizes import SEQUENCE, SIZES
 from bench.table import console as wide_console

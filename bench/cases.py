@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.defaults import CASE_NAMES
 from bench.layers import EPS, LAYERS, decoder_layer, layer_shapes, norm_of, stack
-from bench.options import CASE_NAMES
 from bench.results import Load
 from bench.sizes import SEQUENCE, Size
 from fusedckpt import functional, reference

@@ -23,9 +23,9 @@ from bench.classics_models import Images, conv_net, final_side, images, mlp, sca
 from bench.classics_plot import draw
 from bench.classics_results import Depths, Part, Result, depth_table, part_table, save
 from bench.classics_ways import Way, Workload, measure
+from bench.defaults import CLASSICS_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.model import HEAD_DIM
-from bench.options import CLASSICS_DEFAULTS
 from bench.results import MIB
 from fusedckpt._budget import bytes_of
 from fusedckpt.memory import nbytes_of

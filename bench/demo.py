@@ -28,9 +28,9 @@ from torch import Tensor, nn
 import fusedckpt
 from bench import tasks
 from bench.data import Batches, stdlib_text
+from bench.defaults import DEMO_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.model import HEAD_DIM, GatedMLP
-from bench.options import DEFAULTS
 from bench.report import Result, Run, draw, save, table
 from bench.results import MIB
 from fusedckpt.memory import peak_bytes, saved_tensors
@@ -66,7 +66,7 @@ def settings(device: str | None, out: Path, **options: Any) -> Settings:
     """
     place = choose_device(device)
     given = {name: value for name, value in options.items() if value is not None}
-    chosen = Settings(**DEFAULTS[place.type] | given, device=str(place), out=out)
+    chosen = Settings(**DEMO_DEFAULTS[place.type] | given, device=str(place), out=out)
     if chosen.dim % HEAD_DIM:
         raise ValueError(f"--dim expects a multiple of the head size {HEAD_DIM}, got {chosen.dim}")
     if chosen.model != "own" and importlib.util.find_spec("transformers") is None:

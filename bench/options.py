@@ -1,4 +1,4 @@
-"""The commands' options and their defaults, readable without torch."""
+"""The commands' options, readable without torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bench.defaults import (
+    BLOCKS,
+    CAPACITY_DEFAULTS,
+    CASE_NAMES,
+    CLASSICS_DEFAULTS,
+    DEMO_DEFAULTS,
+    MODEL_NAMES,
+    RUN_DEFAULTS,
+    TUNE_DEFAULTS,
+)
 from bench.sizes import DEFAULT_TOKENS, SIZES
 
 __all__ = [
-    "BLOCKS",
-    "CAPACITY_DEFAULTS",
-    "CASE_NAMES",
-    "CLASSICS_DEFAULTS",
-    "DEFAULTS",
-    "RUN_DEFAULTS",
-    "TUNE_DEFAULTS",
     "add_capacity_options",
     "add_classics_options",
     "add_compare_options",
@@ -26,78 +29,6 @@ __all__ = [
     "add_table_options",
     "add_tune_options",
 ]
-
-# sized for a minute: on two CPU cores, on one data-centre GPU
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "steps": 32,
-        "layers": 4,
-        "dim": 256,
-        "seq": 128,
-        "batch": 16,
-        "dtype": "float32",
-    },
-    "cuda": {
-        "steps": 200,
-        "layers": 12,
-        "dim": 1024,
-        "seq": 1024,
-        "batch": 8,
-        "dtype": "bfloat16",
-    },
-}
-
-MODEL_NAMES = ("own", "llama", "gpt2", "bert", "vit")
-
-CASE_NAMES = (
-    "rms_norm",
-    "layer_norm",
-    "add_rms_norm",
-    "linear_act",
-    "norm_linear",
-    "mlp",
-    "gated_mlp",
-    "norm_gated_mlp_residual",
-    "decoder_layer",
-    "stack",
-)
-
-RUN_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"size": "cpu", "dtype": "float32", "repeat": 10},
-    "cuda": {"size": "llama-3-8b", "dtype": "bfloat16", "repeat": 50},
-}
-
-# the classic sizes, but for the convolutions' width on a CPU: 320 channels would be 92 million
-# parameters and 1.1 TFLOP a step; the stack has more activations than parameters
-_CLASSIC: dict[str, Any] = {
-    "layers": 100,
-    "batch": 64,
-    "mlp_layers": 20,
-    "mlp_width": 1024,
-    "mlp_batch": 32,
-    "depth_dim": 64,
-    "depth_seq": 128,
-    "steps": 2,
-}
-CLASSICS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": _CLASSIC | {"width": 32, "depth_batch": 8, "depth_budget": "24MiB", "repeat": 2},
-    "cuda": _CLASSIC | {"width": 320, "depth_batch": 512, "depth_budget": "4GiB", "repeat": 10},
-}
-
-# what trades memory at all
-BLOCKS = ("norm_gated_mlp_residual", "decoder_layer", "stack")
-CAPACITY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"size": "gpt2", "dtype": "float32", "repeat": 3, "memory": 1 << 10},
-    "cuda": {"size": "llama-3-8b", "dtype": "bfloat16", "repeat": 10, "memory": 1 << 14},
-}
-
-TUNE_DEFAULTS: dict[str, Any] = {
-    "size": ("gpt2", "vit-l", "llama-3.2-1b", "llama-3-8b"),
-    "tokens": (2048, 8192),
-    "dtype": "bfloat16",
-    "repeat": 10,
-    "minutes": 30.0,
-}
 
 
 def _positive(text: str) -> int:
@@ -150,21 +81,27 @@ def _add_names(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", action="append", metavar="TEXT", help=text)
 
 
-def add_capacity_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `capacity`; what depends on the device stays None where not given."""
-    defaults = CAPACITY_DEFAULTS
-    text = f"what to measure, may be repeated; default: {', '.join(BLOCKS)}"
-    parser.add_argument("--case", action="append", choices=CASE_NAMES, metavar="NAME", help=text)
-    text = f"widths, may be repeated: {', '.join(SIZES)}; {_default('size', defaults)}"
-    parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
-    text = f"MiB that forward and backward may add; {_default('memory', defaults)}"
-    parser.add_argument("--memory", type=_positive, metavar="MIB", help=text)
-    text = f"type of every tensor; {_default('dtype', defaults)}"
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
-    text = f"timed rounds; {_default('repeat', defaults)}"
-    parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
-    _add_names(parser)
-    _add_place(parser, "capacity.jsonl")
+def add_demo_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `demo`; what depends on the device stays None where it is not given."""
+    for name, what in (
+        ("steps", "training steps"),
+        ("layers", "transformer blocks"),
+        ("dim", "width of the residual stream, a multiple of the head size 64"),
+        ("seq", "bytes per sequence"),
+        ("batch", "sequences per step"),
+    ):
+        text = f"{what}; {_default(name, DEMO_DEFAULTS)}"
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
+    text = (
+        "what to train: the demo's own transformer, or one of transformers' classes; default: own"
+    )
+    parser.add_argument("--model", choices=MODEL_NAMES, default="own", help=text)
+    text = "kind of the own model's MLPs: plain with GELU, or gated; default: gelu"
+    parser.add_argument("--mlp", choices=("gelu", "swiglu"), default="gelu", help=text)
+    text = f"type of every parameter and activation; {_default('dtype', DEMO_DEFAULTS)}"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
+    _add_place(parser, "demo.json and demo.png")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -188,10 +125,47 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     _add_place(parser, "run.jsonl")
 
 
-def add_table_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `table`."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+def add_classics_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `classics`; what depends on the device stays None where not given."""
+    text = "many convolutions, a deep MLP, or how deep a stack can go; default: all"
+    choices = ("conv", "mlp", "depth", "all")
+    parser.add_argument("--part", choices=choices, default="all", help=text)
+    for name, what in (
+        ("layers", "convolutions"),
+        ("width", "channels of the convolutions"),
+        ("batch", "images per step"),
+        ("mlp-layers", "layers of the MLP"),
+        ("mlp-width", "width of the MLP and of its input, a square number"),
+        ("mlp-batch", "images per step of the MLP"),
+        ("depth-dim", "width of the stack, a multiple of the head size 64"),
+        ("depth-seq", "tokens per sequence of the stack"),
+        ("depth-batch", "sequences per step of the stack"),
+        ("steps", "training steps per turn"),
+        ("repeat", "turns of every way"),
+    ):
+        text = f"{what}; {_default(name.replace('-', '_'), CLASSICS_DEFAULTS)}"
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
+    text = f"what a step of the stack may take; {_default('depth_budget', CLASSICS_DEFAULTS)}"
+    parser.add_argument("--depth-budget", metavar="SIZE", help=text)
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
+    _add_place(parser, "classics.json and classics.png")
+
+
+def add_capacity_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `capacity`; what depends on the device stays None where not given."""
+    defaults = CAPACITY_DEFAULTS
+    text = f"what to measure, may be repeated; default: {', '.join(BLOCKS)}"
+    parser.add_argument("--case", action="append", choices=CASE_NAMES, metavar="NAME", help=text)
+    text = f"widths, may be repeated: {', '.join(SIZES)}; {_default('size', defaults)}"
+    parser.add_argument("--size", action="append", choices=SIZES, metavar="NAME", help=text)
+    text = f"MiB that forward and backward may add; {_default('memory', defaults)}"
+    parser.add_argument("--memory", type=_positive, metavar="MIB", help=text)
+    text = f"type of every tensor; {_default('dtype', defaults)}"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    text = f"timed rounds; {_default('repeat', defaults)}"
+    parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
+    _add_names(parser)
+    _add_place(parser, "capacity.jsonl")
 
 
 def add_tune_options(parser: argparse.ArgumentParser) -> None:
@@ -228,6 +202,12 @@ def add_gpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restart", action="store_true", help=text)
 
 
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `table`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+
+
 def add_plot_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plot`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
@@ -241,52 +221,3 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", type=Path, metavar="B", help="what it wrote later, or elsewhere")
     text = "leave out times that differ by less, as a share; default: 0.05"
     parser.add_argument("--threshold", type=_share, default=0.05, metavar="X", help=text)
-
-
-def add_classics_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `classics`; what depends on the device stays None where not given."""
-    text = "many convolutions, a deep MLP, or how deep a stack can go; default: all"
-    choices = ("conv", "mlp", "depth", "all")
-    parser.add_argument("--part", choices=choices, default="all", help=text)
-    for name, what in (
-        ("layers", "convolutions"),
-        ("width", "channels of the convolutions"),
-        ("batch", "images per step"),
-        ("mlp-layers", "layers of the MLP"),
-        ("mlp-width", "width of the MLP and of its input, a square number"),
-        ("mlp-batch", "images per step of the MLP"),
-        ("depth-dim", "width of the stack, a multiple of the head size 64"),
-        ("depth-seq", "tokens per sequence of the stack"),
-        ("depth-batch", "sequences per step of the stack"),
-        ("steps", "training steps per turn"),
-        ("repeat", "turns of every way"),
-    ):
-        text = f"{what}; {_default(name.replace('-', '_'), CLASSICS_DEFAULTS)}"
-        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
-    text = f"what a step of the stack may take; {_default('depth_budget', CLASSICS_DEFAULTS)}"
-    parser.add_argument("--depth-budget", metavar="SIZE", help=text)
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
-    _add_place(parser, "classics.json and classics.png")
-
-
-def add_demo_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `demo`; what depends on the device stays None where it is not given."""
-    for name, what in (
-        ("steps", "training steps"),
-        ("layers", "transformer blocks"),
-        ("dim", "width of the residual stream, a multiple of the head size 64"),
-        ("seq", "bytes per sequence"),
-        ("batch", "sequences per step"),
-    ):
-        text = f"{what}; {_default(name, DEFAULTS)}"
-        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
-    text = (
-        "what to train: the demo's own transformer, or one of transformers' classes; default: own"
-    )
-    parser.add_argument("--model", choices=MODEL_NAMES, default="own", help=text)
-    text = "kind of the own model's MLPs: plain with GELU, or gated; default: gelu"
-    parser.add_argument("--mlp", choices=("gelu", "swiglu"), default="gelu", help=text)
-    text = f"type of every parameter and activation; {_default('dtype', DEFAULTS)}"
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
-    _add_place(parser, "demo.json and demo.png")

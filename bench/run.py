@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.cases import CASES
 from bench.ceilings import measure_ceilings
+from bench.defaults import RUN_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.jobs import INTERRUPTED, Job, jobs_of
 from bench.measure import STEPS_BEFORE_TIMING
-from bench.options import RUN_DEFAULTS
 from bench.results import Group, append, read
 from bench.table import console as wide_console
 from bench.table import table

@@ -22,10 +22,10 @@ from rich.progress import Progress
 from bench.candidates import PLAN_CASES, TILE_CASES, candidates
 from bench.cases import CASES, Function
 from bench.contender import Contender
+from bench.defaults import TUNE_DEFAULTS
 from bench.env import choose_device
 from bench.jobs import INTERRUPTED, Job
 from bench.measure import STEPS_BEFORE_TIMING, measure
-from bench.options import TUNE_DEFAULTS
 from bench.sizes import SIZES, Size
 from bench.table import significant
 from bench.ways import Way
