@@ -189,6 +189,23 @@ def test_peak_sees_into_an_op():
     assert peak_bytes(backward, DEVICE) == 2 * (Y + X)
 
 
+@pytest.mark.parametrize(("backend", "peak"), [("native", 600), ("cudaMallocAsync", 1024)])
+def test_what_a_gpu_was_asked_for_counts(monkeypatch, backend, peak):
+    """Not the blocks that the allocator took, whose sizes depend on what ran before."""
+    stats = {
+        f"{count}_bytes.all.{when}": value
+        for count, values in (("requested", (100, 700)), ("allocated", (512, 1536)))
+        for when, value in zip(("current", "peak"), values, strict=True)
+    }
+    called = []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: called.append(name))
+    assert peak_bytes(lambda: called.append("fn"), "cuda:0") == peak
+    assert called == ["synchronize", "reset_peak_memory_stats", "fn", "synchronize"]
+
+
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU beside the CPU")
 def test_devices_are_counted_apart():
     def run():
