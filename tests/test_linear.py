@@ -259,6 +259,7 @@ def test_one_column_of_a_transposed_matrix():
     )
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
 def test_offsets_beyond_two_to_the_31(offset):
     """Rows 2^30 elements apart: the third starts past what 32 bits hold."""
@@ -275,6 +276,7 @@ def test_offsets_beyond_two_to_the_31(offset):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="takes 20 GB and a GPU")
 @pytest.mark.parametrize("kernel", ["fused", "split"])
 def test_outputs_beyond_two_to_the_31_elements(kernel):
