@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -63,17 +66,45 @@ def capture(first: Step, second: Callable[[Any], Any], pool: Any) -> tuple[Step,
     """Record first() and second(its result) as two CUDA graphs, and return what replays them.
 
     The graphs share `pool` with others: what a replay writes is gone with the next one. Raises
-    whatever cannot be captured, such as a synchronisation.
+    whatever cannot be captured, such as a synchronisation; torch is then as it was before.
     """
-    stream = torch.cuda.Stream()
+    stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
+    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    # torch.cuda.graph leaves its stream behind as the current one when a capture fails
     with torch.cuda.stream(stream):
         # what is set up in a first call cannot be captured
         second(first())
+        # nodes for the inputs' gradients belong to the stream that they were made on
+        gc.collect()
+        try:
+            with torch.cuda.graph(graphs[0], pool=pool, stream=stream):
+                made = first()
+            with torch.cuda.graph(graphs[1], pool=pool, stream=stream):
+                second(made)
+        except BaseException:
+            _recover(pool, stream)
+            raise
     torch.cuda.current_stream().wait_stream(stream)
-    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graphs[0], pool=pool):
-        made = first()
-    with torch.cuda.graph(graphs[1], pool=pool):
-        second(made)
     return graphs[0].replay, graphs[1].replay
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    # one for all: cuBLAS keeps a workspace for every stream
+    return torch.cuda.Stream(device)
+
+
+def _recover(pool: Any, stream: torch.cuda.Stream) -> None:
+    """Clean up behind a capture that failed.
+
+    Where CUDA itself refused, the allocator goes on to take `pool` for being recorded into, and the
+    random number generator to take itself for captured: no later capture and no draw would work.
+    """
+    torch.cuda.synchronize()
+    # raises where the capture ended in order
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        torch.zeros(1, device="cuda")

@@ -7,6 +7,7 @@ this one stopped. Nothing is downloaded.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # seconds that a process has to end by itself after an interrupt, before it is killed
 GRACE = 15
 STATE = "gpu.json"
+# tests spend their time in the kernels' compiler, a process each, and hold little of the GPU
+PROCESSES = 8
 # what differs between a GPU and the interpreter
 KERNEL_TESTS = ("tiles", "activations", "norm", "linear", "mlp", "blocks", "contracts", "memory")
 # steps that only read what there is, and the seconds kept for them
@@ -82,10 +85,18 @@ def _run(out: Path, *options: str) -> tuple[str, ...]:
     return _bench("run", "--resume", f"--out={out}", *options)
 
 
+def _tests() -> tuple[str, ...]:
+    command = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
+    count = min(PROCESSES, os.cpu_count() or 1)
+    if importlib.util.find_spec("xdist") is None or count == 1:
+        return command
+    # what takes most of the memory is in one group, and so never beside itself
+    return (*command, "-n", str(count), "--dist=loadgroup")
+
+
 def steps_of(chosen: Settings) -> list[Step]:
     """Return the steps: what others depend on first, then what matters most."""
     out, results = chosen.out, chosen.out / FILE
-    test = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
     first = tuple(f"tests/test_{name}.py" for name in KERNEL_TESTS)
     tune = ("tune", "--plans", f"--cache={out / 'tuned.json'}")
     env = Step("env", _bench("env"))
@@ -97,7 +108,7 @@ def steps_of(chosen: Settings) -> list[Step]:
         toy = ("--size=tiny", "--repeat=1", "--skip=compile")
         one = ("tests/test_tiles.py", "-k", "row")
         cases = Step("cases", _run(out, *toy, "--case=rms_norm", "--case=mlp"))
-        return [env, Step("tests", (*test, *one)), cases, *draw]
+        return [env, Step("tests", (*_tests(), *one)), cases, *draw]
     # what a reader asks for first: blocks at one model's widths; then the other cases and widths
     main = ("--case=gated_mlp", "--case=norm_gated_mlp_residual", "--case=mlp", "--case=rms_norm")
     layers = ("--case=decoder_layer", "--case=stack", "--repeat=20")
@@ -105,12 +116,12 @@ def steps_of(chosen: Settings) -> list[Step]:
     return [
         env,
         Step("smoke", _run(out / "smoke", "--size=tiny", "--repeat=2", "--skip=compile"), 0.15),
-        Step("tests", (*test, *first), 0.35),
+        Step("tests", (*_tests(), *first), 0.35),
         Step("cases", _run(out, *main, "--repeat=30"), 0.5),
         Step("thresholds", _bench(*tune, f"--minutes={chosen.minutes / 5:g}"), 0.5),
         Step("layers", _run(out, *layers), 0.6),
         Step("widths", _run(out, *rest), 0.6),
-        Step("other-tests", (*test, *(f"--ignore={file}" for file in first))),
+        Step("other-tests", (*_tests(), *(f"--ignore={file}" for file in first))),
         *draw,
     ]
 

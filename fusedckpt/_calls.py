@@ -119,7 +119,7 @@ class Call:
             root.backward()
             self._watch.phase("end")
 
-        moments = timeline(profiled(step), self.device, 0)
+        moments = timeline(profiled(step, self.device), self.device, 0)
         self._clear()
         forward, backward = (
             [moment.live_bytes for moment in moments if moment.phase == phase]

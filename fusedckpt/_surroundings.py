@@ -74,7 +74,7 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
         walk.saved = step.take(watch, held)
 
     with _roles.assigned({module: walk.role(i, module) for i, module in enumerate(modules)}):
-        moments = timeline(profiled(run), device, resident)
+        moments = timeline(profiled(run, device), device, resident)
     followers = [*list(costs.values())[1:], None]
     units = [
         one.unit(name, partial(walk.handed_on, i, followers[i]))

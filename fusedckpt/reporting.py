@@ -184,7 +184,7 @@ def measure(step: Step) -> MemoryReport:
     device = held[0].device
     resident = nbytes_of(tensor for tensor in held if tensor.device == device)
     watch, saved = Watch(step.model), list[SavedTensors]()
-    events = profiled(lambda: saved.append(step.take(watch, held)))
+    events = profiled(lambda: saved.append(step.take(watch, held)), device)
     return MemoryReport(
         model=type(step.model).__name__,
         device=str(device),

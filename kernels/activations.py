@@ -14,82 +14,80 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .runtime import tl, triton
+from .runtime import exp, tl, triton
 
 aten = torch.ops.aten
 
-# device functions: `<name>(z) -> h` and `<name>_grad(z, dh) -> (h, dz)`, all in float32. Selections
-# are written so that NaN and inf go where torch sends them (a zero derivative stops an inf in dh).
+# device functions: `<name>(z, EXACT) -> h` and `<name>_grad(z, dh, EXACT) -> (h, dz)`, in float32.
+# EXACT: to the last digits, for results that stay in float32; else as well as half precision shows,
+# in fewer registers. Selections are written so that NaN and inf go where torch sends them (a zero
+# derivative stops an inf in dh).
 
 
 @triton.jit
-def sigmoid(z):
-    return 1.0 / (1.0 + tl.exp(-z))
+def sigmoid(z, EXACT: tl.constexpr):
+    return 1.0 / (1.0 + exp(-z, EXACT))
 
 
 @triton.jit
-def sigmoid_grad(z, dh):
-    h = sigmoid(z)
-    return h, dh * (1.0 - h) * h
+def sigmoids(z, EXACT: tl.constexpr):
+    # of z and of -z: together one, but one minus the larger has lost the smaller's digits
+    e = exp(-z, EXACT)
+    s = 1.0 / (1.0 + e)
+    return s, tl.where(z > 0.0, e * s, 1.0 - s) if EXACT else 1.0 - s
 
 
 @triton.jit
-def identity(z):
+def sigmoid_grad(z, dh, EXACT: tl.constexpr):
+    h, rest = sigmoids(z, EXACT)
+    return h, dh * rest * h
+
+
+@triton.jit
+def identity(z, EXACT: tl.constexpr):
     return z
 
 
 @triton.jit
-def identity_grad(z, dh):
+def identity_grad(z, dh, EXACT: tl.constexpr):
     return z, dh
 
 
 @triton.jit
-def relu(z):
+def relu(z, EXACT: tl.constexpr):
     return tl.where(z < 0.0, 0.0, z)
 
 
 @triton.jit
-def relu_grad(z, dh):
-    return relu(z), tl.where(z <= 0.0, 0.0, dh)
+def relu_grad(z, dh, EXACT: tl.constexpr):
+    return relu(z, EXACT), tl.where(z <= 0.0, 0.0, dh)
 
 
 @triton.jit
-def relu2(z):
-    h = relu(z)
+def relu2(z, EXACT: tl.constexpr):
+    h = relu(z, EXACT)
     return h * h
 
 
 @triton.jit
-def relu2_grad(z, dh):
-    h = relu(z)
+def relu2_grad(z, dh, EXACT: tl.constexpr):
+    h = relu(z, EXACT)
     return h * h, tl.where(z <= 0.0, 0.0, dh * (2.0 * h))
 
 
 @triton.jit
-def leaky_relu(z):
+def leaky_relu(z, EXACT: tl.constexpr):
     return tl.where(z > 0.0, z, z * 0.01)
 
 
 @triton.jit
-def leaky_relu_grad(z, dh):
-    return leaky_relu(z), tl.where(z > 0.0, dh, dh * 0.01)
+def leaky_relu_grad(z, dh, EXACT: tl.constexpr):
+    return leaky_relu(z, EXACT), tl.where(z > 0.0, dh, dh * 0.01)
 
 
 @triton.jit
 def normal_cdf(z):
     return 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-
-
-@triton.jit
-def gelu(z):
-    return z * normal_cdf(z)
-
-
-@triton.jit
-def gelu_grad(z, dh):
-    cdf = normal_cdf(z)
-    density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
-    return z * cdf, dh * (cdf + z * density)
 
 
 @triton.jit
@@ -107,60 +105,69 @@ def mills(a):
 
 
 @triton.jit
-def coarse_gelu(z):
-    r, e = mills(tl.abs(z))
-    return z * tl.where(z < 0.0, r * e, 1.0 - r * e)
+def gelu(z, EXACT: tl.constexpr):
+    if EXACT:
+        cdf = normal_cdf(z)
+    else:
+        r, e = mills(tl.abs(z))
+        cdf = tl.where(z < 0.0, r * e, 1.0 - r * e)
+    return z * cdf
 
 
 @triton.jit
-def coarse_gelu_grad(z, dh):
-    a = tl.abs(z)
-    r, e = mills(a)
-    # of a negative z; of a positive one both are one minus that
-    cdf, slope = r * e, (r - 0.3989422804014327 * a) * e
-    h = z * tl.where(z < 0.0, cdf, 1.0 - cdf)
-    return h, dh * tl.where(z < 0.0, slope, 1.0 - slope)
+def gelu_grad(z, dh, EXACT: tl.constexpr):
+    if EXACT:
+        cdf = normal_cdf(z)
+        slope = cdf + z * (0.3989422804014327 * exp(-0.5 * z * z, EXACT))
+    else:
+        a = tl.abs(z)
+        r, e = mills(a)
+        # of a negative z; of a positive one both are one minus that
+        cdf, slope = r * e, (r - 0.3989422804014327 * a) * e
+        cdf = tl.where(z < 0.0, cdf, 1.0 - cdf)
+        slope = tl.where(z < 0.0, slope, 1.0 - slope)
+    return z * cdf, dh * slope
 
 
 @triton.jit
-def gelu_tanh(z):
+def gelu_tanh(z, EXACT: tl.constexpr):
     # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (z + 0.044715 z^3)
-    return z * sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    return z * sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z), EXACT)
 
 
 @triton.jit
-def gelu_tanh_grad(z, dh):
-    s = sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+def gelu_tanh_grad(z, dh, EXACT: tl.constexpr):
+    s, rest = sigmoids(1.5957691216057308 * (z + 0.044715 * z * z * z), EXACT)
     slope = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
-    return z * s, dh * (s + z * s * (1.0 - s) * slope)
+    return z * s, dh * (s + z * s * rest * slope)
 
 
 @triton.jit
-def quick_gelu(z):
-    return z * sigmoid(1.702 * z)
+def quick_gelu(z, EXACT: tl.constexpr):
+    return z * sigmoid(1.702 * z, EXACT)
 
 
 @triton.jit
-def quick_gelu_grad(z, dh):
-    s = sigmoid(1.702 * z)
-    return z * s, dh * (s + 1.702 * (z * s) * (1.0 - s))
+def quick_gelu_grad(z, dh, EXACT: tl.constexpr):
+    s, rest = sigmoids(1.702 * z, EXACT)
+    return z * s, dh * (s + 1.702 * (z * s) * rest)
 
 
 @triton.jit
-def silu(z):
-    return z / (1.0 + tl.exp(-z))
+def silu(z, EXACT: tl.constexpr):
+    return z / (1.0 + exp(-z, EXACT))
 
 
 @triton.jit
-def silu_grad(z, dh):
-    s = sigmoid(z)
-    return z * s, dh * s * (1.0 + z * (1.0 - s))
+def silu_grad(z, dh, EXACT: tl.constexpr):
+    s, rest = sigmoids(z, EXACT)
+    return z * s, dh * s * (1.0 + z * rest)
 
 
 @triton.jit
-def tanh(z):
+def tanh(z, EXACT: tl.constexpr):
     # exp of a negative argument cannot overflow
-    e = tl.exp(-2.0 * tl.abs(z))
+    e = exp(-2.0 * tl.abs(z), EXACT)
     h = (1.0 - e) / (1.0 + e)
     # 1 - e loses the digits of a small z: there an odd polynomial, fitted to 3e-9 relative on 0.42
     s = z * z
@@ -169,9 +176,15 @@ def tanh(z):
 
 
 @triton.jit
-def tanh_grad(z, dh):
-    h = tanh(z)
-    return h, dh * (1.0 - h * h)
+def tanh_grad(z, dh, EXACT: tl.constexpr):
+    h = tanh(z, EXACT)
+    slope = 1.0 - h * h
+    if EXACT:
+        # the same, but nothing cancels
+        e = exp(-2.0 * tl.abs(z), EXACT)
+        r = 1.0 / (1.0 + e)
+        slope = 4.0 * e * r * r
+    return h, dh * slope
 
 
 @triton.jit
@@ -182,32 +195,33 @@ def log1p(e):
 
 
 @triton.jit
-def softplus(z):
-    return tl.where(z > 20.0, z, log1p(tl.exp(tl.where(z > 20.0, 0.0, z))))
+def softplus(z, EXACT: tl.constexpr):
+    return tl.where(z > 20.0, z, log1p(exp(tl.where(z > 20.0, 0.0, z), EXACT)))
 
 
 @triton.jit
-def softplus_grad(z, dh):
-    return softplus(z), tl.where(z > 20.0, dh, dh * sigmoid(z))
+def softplus_grad(z, dh, EXACT: tl.constexpr):
+    return softplus(z, EXACT), tl.where(z > 20.0, dh, dh * sigmoid(z, EXACT))
 
 
 @triton.jit
-def tanh_of_softplus(z):
-    # tanh(log(1 + e)) = n / (n + 2), n = e (e + 2); 1 in float32 from z = 20 on
-    e = tl.exp(tl.where(z > 20.0, 20.0, z))
+def tanh_of_softplus(z, EXACT: tl.constexpr):
+    # tanh(log(1 + e)) = n / (n + 2), n = e (e + 2); 1 in float32 from z = 20 on, if e is a power
+    # of two: only those have an exact quotient on a GPU, and mish_grad multiplies what is left by z
+    e = tl.where(z > 20.0, 1073741824.0, exp(z, EXACT))
     n = e * (e + 2.0)
     return n / (n + 2.0)
 
 
 @triton.jit
-def mish(z):
-    return z * tanh_of_softplus(z)
+def mish(z, EXACT: tl.constexpr):
+    return z * tanh_of_softplus(z, EXACT)
 
 
 @triton.jit
-def mish_grad(z, dh):
-    t = tanh_of_softplus(z)
-    return z * t, dh * (t + z * sigmoid(z) * (1.0 - t * t))
+def mish_grad(z, dh, EXACT: tl.constexpr):
+    t = tanh_of_softplus(z, EXACT)
+    return z * t, dh * (t + z * sigmoid(z, EXACT) * (1.0 - t * t))
 
 
 # ATen twins where one call does not do
@@ -242,14 +256,6 @@ class Activation:
     module: type[nn.Module] | None = None
     # what the module's attributes must be for it to be this activation
     module_state: dict[str, Any] = field(default_factory=dict)
-    # value and value_and_grad where the result is rounded to half precision; None: the same ones
-    coarse: tuple[Any, Any] | None = None
-
-    def jits(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Return value and value_and_grad for results of `dtype`."""
-        if self.coarse is not None and dtype.itemsize < 4:
-            return self.coarse
-        return self.value, self.value_and_grad
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -295,7 +301,6 @@ ACTIVATIONS: dict[str, Activation] = {
         aliases=("gelu_python",),
         module=nn.GELU,
         module_state={"approximate": "none"},
-        coarse=(coarse_gelu, coarse_gelu_grad),
     ),
     "gelu_tanh": Activation(
         gelu_tanh,

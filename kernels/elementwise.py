@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .runtime import load, store, tl, triton
+from .runtime import is_exact, load, store, tl, triton
 
 BLOCK = 4096
 BLOCK_M, BLOCK_N = 32, 128
@@ -21,7 +21,7 @@ BLOCK_M, BLOCK_N = 32, 128
 def act_kernel(z, up, h, numel, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
-    value = ACTIVATION(load(z + offsets, mask))
+    value = ACTIVATION(load(z + offsets, mask), is_exact(h))
     if up is not None:
         value *= load(up + offsets, mask)
     store(h + offsets, value, mask)
@@ -60,7 +60,7 @@ def store_hidden_grad(dh, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
     z = load(out.z + offsets, mask)
     if out.up is not None:
         up = load(out.up + offsets, mask)
-        value, dz = ACTIVATION(z, dh * up)
+        value, dz = ACTIVATION(z, dh * up, is_exact(out.dz))
         dup = dh * value
         value *= up
         store(out.dup + offsets, dup, mask)
@@ -68,7 +68,7 @@ def store_hidden_grad(dh, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
             partial = tl.sum(tl.where(mask, dup, 0.0), axis=0)
             tl.store(out.db_up + tile_m * n + rn, partial, mask=rn < n)
     else:
-        value, dz = ACTIVATION(z, dh)
+        value, dz = ACTIVATION(z, dh, is_exact(out.dz))
     if out.h is not None:
         store(out.h + offsets, value, mask)
     store(out.dz + offsets, dz, mask)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .runtime import load, store, tl, triton
+from .runtime import is_exact, load, store, tl, triton
 
 
 class StoreAct(NamedTuple):
@@ -31,7 +31,7 @@ def store_act(acc, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
         acc += load(out.bias + rn, rn < n)[None, :]
     if out.z is not None:
         store(out.z + offsets, acc, mask)
-    store(out.y + offsets, ACTIVATION(acc), mask)
+    store(out.y + offsets, ACTIVATION(acc, is_exact(out.y)), mask)
 
 
 class StoreActGrad(NamedTuple):
@@ -51,7 +51,7 @@ def store_act_grad(acc, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
     if out.bias is not None:
         acc += load(out.bias + rn, rn < n)[None, :]
     dy = load(out.dy + rm[:, None] * out.stride_dym + rn[None, :], mask)
-    _, dz = ACTIVATION(acc, dy)
+    _, dz = ACTIVATION(acc, dy, is_exact(out.dz))
     store(out.dz + rm[:, None] * n + rn[None, :], dz, mask)
     if out.db is not None:
         tl.store(out.db + tile_m * n + rn, tl.sum(tl.where(mask, dz, 0.0), axis=0), mask=rn < n)

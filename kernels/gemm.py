@@ -168,16 +168,17 @@ def matmul_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def lead_stride(x: Tensor) -> int:
-    """Return the stride of the dimension that is not adjacent."""
-    return x.stride(1) if is_transposed(x) else x.stride(0)
+def lead_stride(w: Tensor) -> int:
+    """Return the stride of the dimension of w that is not adjacent."""
+    return w.stride(1) if is_transposed(w) else w.stride(0)
 
 
 def fits_descriptors(x: Tensor, w: Tensor) -> bool:
     """Whether tensor descriptors can address both: 16-byte aligned bases and rows, in order."""
     return all(
-        t.data_ptr() % 16 == 0 and lead_stride(t) * t.element_size() % 16 == 0 < lead_stride(t)
-        for t in (x, w)
+        t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0 < stride
+        # x goes by rows, also where its one column may have any stride
+        for t, stride in ((x, x.stride(0)), (w, lead_stride(w)))
     )
 
 

@@ -20,7 +20,7 @@ def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str
     """Write act(z), times `up` if given, into h, which may be z or up; all [M, N], contiguous."""
     act = ACTIVATIONS[activation]
     if kernel != "aten":
-        elementwise.act(z, up, h, act.jits(h.dtype)[0])
+        elementwise.act(z, up, h, act.value)
     elif up is None:
         act.write(z, h)
     else:
@@ -63,8 +63,7 @@ def hidden_grad(
         return db, db_up
     dh = unit_stride(dh)
     db, db_up = partial_sums(z, needs_db, elementwise.row_tiles(dh))
-    _, value_and_grad = act.jits(dz.dtype)
-    elementwise.act_grad(dh, HiddenGrad(z, up, h, dz, dup, db, db_up), value_and_grad)
+    elementwise.act_grad(dh, HiddenGrad(z, up, h, dz, dup, db, db_up), act.value_and_grad)
     return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
 
 
@@ -83,8 +82,14 @@ def hybrid_grad(
     tile = launch_tile(dy, down.t(), hybrid=True)
     db, db_up = partial_sums(z, needs_db, triton.cdiv(z.shape[0], tile.block_m))
     operands = HiddenGrad(z, up, h, dz, dup, db, db_up)
-    _, value_and_grad = ACTIVATIONS[activation].jits(dz.dtype)
-    gemm(dy, down.t(), operands, store_hidden_grad, value_and_grad, hybrid=True)
+    gemm(
+        dy,
+        down.t(),
+        operands,
+        store_hidden_grad,
+        ACTIVATIONS[activation].value_and_grad,
+        hybrid=True,
+    )
     return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
 
 

@@ -22,7 +22,7 @@ def linear_act(
     if kernel == "fused":
         h = x.new_empty(x.shape[0], w.shape[0])
         z = torch.empty_like(h) if keep_z else None
-        gemm(x, w, StoreAct(h, b, z), store_act, ACTIVATIONS[activation].jits(h.dtype)[0])
+        gemm(x, w, StoreAct(h, b, z), store_act, ACTIVATIONS[activation].value)
         return h, z
     z = linear(x, w, b)
     if activation == "identity":
@@ -69,7 +69,7 @@ def fused_dz(
         db = dy.new_empty(tiles, dy.shape[1], dtype=torch.float32)
     dy = unit_stride(dy)
     operands = StoreActGrad(dz, dy, dy.stride(0), b, db)
-    gemm(x, w, operands, store_act_grad, ACTIVATIONS[activation].jits(dz.dtype)[1])
+    gemm(x, w, operands, store_act_grad, ACTIVATIONS[activation].value_and_grad)
     return dz, None if db is None else db.sum(0)
 
 

@@ -17,9 +17,11 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 except ImportError:  # no wheel for this platform: every tensor takes the ATen path
     triton: Any = SimpleNamespace(jit=lambda fn: fn)
     tl: Any = SimpleNamespace(constexpr=lambda value: value)
+    libdevice: Any = None
 
 HAS_TRITON = hasattr(triton, "__version__")
 # fixed for the process when triton was imported
@@ -75,6 +77,23 @@ def round_to(value, dtype: tl.constexpr):
     else:
         result = value.to(dtype)
     return result
+
+
+@triton.jit
+def exp(z, EXACT: tl.constexpr):
+    """Exponentiate float32; EXACT: to about its last digit."""
+    if EXACT and not INTERPRETED:
+        result = libdevice.exp(z)
+    else:
+        # compiles to exp2 of a rounded product, which is off by six epsilons at -12
+        result = tl.exp(z)
+    return result
+
+
+@triton.jit
+def is_exact(pointer):
+    """Whether what is stored there keeps all digits of float32."""
+    return pointer.dtype.element_ty == tl.float32
 
 
 @triton.jit

@@ -116,6 +116,18 @@ def test_steps_share_the_time():
     assert gpu._limit(Step("table", ()), -5.0) == gpu.RESERVE
 
 
+@pytest.mark.parametrize(("has_xdist", "cores"), [(True, 16), (True, 1), (False, 16)])
+def test_tests_share_the_gpu_where_they_can(tmp_path, monkeypatch, has_xdist, cores):
+    found = object() if has_xdist else None
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(gpu.os, "cpu_count", lambda: cores)
+    steps = gpu.steps_of(Settings(9.0, tmp_path, False, False))
+    commands = [" ".join(step.command) for step in steps if "pytest" in step.command]
+    assert len(commands) == 2
+    for words in commands:
+        assert ("-n 8 --dist=loadgroup" in words) == (has_xdist and cores > 1)
+
+
 def test_the_steps_of_a_gpu_are_commands_that_exist(tmp_path, monkeypatch):
     chosen = Settings(9.0, tmp_path, False, False)
     seen = []

@@ -29,9 +29,9 @@ def test_replaced_between_forward_and_backward(kind):
     expected = step(net, x)
     y = checkpoint(net, x)
     if kind == "parameter":
-        net.fc1.bias = nn.Parameter(torch.zeros(6))
+        net.fc1.bias = nn.Parameter(torch.zeros(6, device=DEVICE))
     else:
-        net.scale = torch.zeros(6)
+        net.scale = torch.zeros(6, device=DEVICE)
     now = net.state_dict(keep_vars=True)
     (grad,) = torch.autograd.grad(y.square().sum(), x)
     assert same(grad, expected[1])
@@ -75,7 +75,7 @@ def test_global_bound_anew(monkeypatch):
 def test_functional_call():
     net, x = Net(), randn(4, 6)
     given = {k: (p * 2).detach().requires_grad_(p.requires_grad) for k, p in net.named_parameters()}
-    given["scale"] = torch.full((6,), 3.0)
+    given["scale"] = torch.full((6,), 3.0, device=DEVICE)
     leaves = list(given.values())[:-1]
 
     def run(module):

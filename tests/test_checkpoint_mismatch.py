@@ -174,7 +174,9 @@ def test_c31_debug_sees_the_segments_own_output():
 
 
 def test_c31_debug_accepts_nan_and_what_is_equal():
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU(inplace=True))
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU(inplace=True)
+    ).to(DEVICE)
     fn = lambda x: (model(x) / 0).sin()  # noqa: E731
     y = checkpoint(fn, randn(4, 6), debug=True)
     y.sum().backward()

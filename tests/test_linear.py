@@ -13,6 +13,7 @@ from torch import nn
 import fusedckpt
 from fusedckpt import _dispatch
 from fusedckpt.functional import linear_act
+from fusedckpt.kernels import gemm
 from fusedckpt.kernels.runtime import HAS_TRITON
 
 T, D, N = 24, 16, 40
@@ -240,6 +241,25 @@ def test_dtensor_is_refused_by_name():
         linear_act(x.detach().as_subclass(DTensor), w, b)
 
 
+@needs_triton
+def test_one_column_of_a_transposed_matrix():
+    """No tensor descriptor reaches rows that are 2 bytes apart."""
+
+    def inputs():
+        x, w = randn(8, T, dtype=torch.bfloat16).t(), randn(N, 8, dtype=torch.bfloat16)
+        columns = [t[:, :1].detach().requires_grad_() for t in (x, w)]
+        assert [t.stride() for t in columns] == [(1, T), (8, 1)]
+        assert not gemm.fits_descriptors(*columns)
+        return columns
+
+    compare(
+        lambda x, w: linear_act(x, w, None, "silu", kernel="fused"),
+        lambda x, w: F.silu(F.linear(x, w)),
+        inputs,
+    )
+
+
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
 def test_offsets_beyond_two_to_the_31(offset):
     """Rows 2^30 elements apart: the third starts past what 32 bits hold."""
@@ -256,6 +276,7 @@ def test_offsets_beyond_two_to_the_31(offset):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="takes 20 GB and a GPU")
 @pytest.mark.parametrize("kernel", ["fused", "split"])
 def test_outputs_beyond_two_to_the_31_elements(kernel):

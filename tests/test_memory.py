@@ -10,7 +10,7 @@ from support import DEVICE, randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fusedckpt import functional
+from fusedckpt import functional, memory
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 # rows, in and out features, and the bytes of a float32 matrix of each; the allocator of a GPU
@@ -187,6 +187,35 @@ def test_peak_sees_into_an_op():
     backward()
     # z, recomputed inside the op and overwritten by dz, and dx
     assert peak_bytes(backward, DEVICE) == 2 * (Y + X)
+
+
+@pytest.mark.parametrize(("backend", "peak"), [("native", 600), ("cudaMallocAsync", 1024)])
+def test_what_a_gpu_was_asked_for_counts(monkeypatch, backend, peak):
+    """Not the blocks that the allocator took, whose sizes depend on what ran before."""
+    stats = {
+        f"{count}_bytes.all.{when}": value
+        for count, values in (("requested", (100, 700)), ("allocated", (512, 1536)))
+        for when, value in zip(("current", "peak"), values, strict=True)
+    }
+    called = []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(memory, "open_workspaces", lambda device: called.append("open"))
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: called.append(name))
+    assert peak_bytes(lambda: called.append("fn"), "cuda:0") == peak
+    assert called == ["open", "synchronize", "reset_peak_memory_stats", "fn", "synchronize"]
+
+
+def test_workspaces_are_there_before_anything_is_counted(monkeypatch):
+    """In the thread of the forward and in that of the backward; a CPU has none."""
+    with torch.no_grad():
+        memory.open_workspaces(DEVICE)
+    called = []
+    monkeypatch.setattr(memory, "open_workspaces", called.append)
+    memory.profiled(lambda: called.append("fn"), "cuda:0")
+    memory.profiled(lambda: None)
+    assert called == ["cuda:0", "fn"]
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU beside the CPU")

@@ -315,6 +315,7 @@ def test_bad_input_is_refused_before_any_work(name):
     assert not count
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_offsets_beyond_two_to_the_31(norm):
     """Rows 2^30 elements apart: the third starts past what 32 bits hold."""
