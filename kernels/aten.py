@@ -29,14 +29,16 @@ def norm(
     wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)
     for block in row_blocks(x):
-        xhat, _ = normalise(x[block].to(wide), rule)
+        place = in_place(y, block, wide)
+        xhat, _ = normalise(x[block].to(wide), rule, place)
         if rule.cast == "llama":
-            xhat = xhat.to(x.dtype).to(wide)
-        if scale is not None:
+            xhat.copy_(xhat.to(x.dtype))
+        if weight is not None:
             xhat.mul_(scale)
         if bias is not None:
             xhat.add_(bias)
-        y[block] = xhat
+        if place is None:
+            y[block] = xhat
     return y, total
 
 
@@ -61,16 +63,21 @@ def norm_grad(
         dxhat = dy[block].to(wide)
         if db is not None:
             db += dxhat.sum(0)
+        product = dxhat * xhat
         if dw is not None:
-            factor = xhat.to(x.dtype).to(wide) if rule.cast == "llama" else xhat
-            dw += (dxhat * factor).sum(0)
+            rounds = rule.cast == "llama" and x.dtype != wide
+            dw += (dxhat * xhat.to(x.dtype) if rounds else product).sum(0)
         if dx is not None:
-            dxhat = dxhat if scale is None else dxhat * scale
-            grad = dxhat - xhat * (dxhat * xhat).mean(1, keepdim=True)
+            place = in_place(dx, block, wide)
+            grad = torch.mul(dxhat, scale, out=place)
             if rule.kind == "layer":
-                grad -= dxhat.mean(1, keepdim=True)
-            grad *= rstd
-            dx[block] = grad if dtotal is None else grad + dtotal[block]
+                grad.sub_(grad.mean(1, keepdim=True))
+            grad.addcmul_(xhat, product.mul_(scale).mean(1, keepdim=True), value=-1.0)
+            grad.mul_(rstd)
+            if dtotal is not None:
+                grad.add_(dtotal[block])
+            if place is None:
+                dx[block] = grad
     return dx, dw, db
 
 
@@ -111,17 +118,22 @@ def native_layer_norm_grad(
     return dx, None if dw is None else dw.to(wide), None if db is None else db.to(wide)
 
 
-def normalise(row: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
-    """Return xhat, a new tensor, and rstd."""
+def normalise(row: Tensor, rule: NormRule, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return xhat, in `out` if given or else a new tensor, and rstd."""
     if rule.kind == "layer":
         row = row - row.mean(1, keepdim=True)
-    rstd = torch.rsqrt(row.square().mean(1, keepdim=True) + rule.eps)
-    return row * rstd, rstd
+    rstd = (row * row).mean(1, keepdim=True).add_(rule.eps).rsqrt_()
+    return torch.mul(row, rstd, out=out), rstd
 
 
-def scale_of(weight: Tensor | None, rule: NormRule, dtype: torch.dtype) -> Tensor | None:
-    """Return offset + weight in the compute dtype."""
-    return None if weight is None else weight.to(dtype) + rule.offset
+def in_place(result: Tensor, block: slice, dtype: torch.dtype) -> Tensor | None:
+    """Return a block of a result to compute in, None where it is rounded to another dtype."""
+    return result[block] if result.dtype == dtype else None
+
+
+def scale_of(weight: Tensor | None, rule: NormRule, dtype: torch.dtype) -> Tensor | float:
+    """Return offset + weight in the compute dtype, 1 without a weight."""
+    return 1.0 if weight is None else weight.to(dtype) + rule.offset
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
