@@ -32,7 +32,7 @@ INTERPRETED = tl.constexpr(IS_INTERPRETED)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # of a block of rows on a CPU: its float32 temporaries stay in cache
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 19
 
 
 def arch() -> str:
