@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -38,7 +39,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, marked `-dirty` with changes in it; None outside of git."""
+    """The checkout's commit, marked `-dirty` with changes in it.
+
+    FUSEDCKPT_COMMIT names that of a copy without git; without either there is None.
+    """
+    if named := os.environ.get("FUSEDCKPT_COMMIT"):
+        return named
     command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     folder = Path(__file__).parent
     try:

@@ -17,7 +17,7 @@ pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command
-from bench import data, demo
+from bench import data, demo, env
 
 STEPS, LAYERS, DIM, SEQ, BATCH = 4, 2, 64, 48, 3
 SIZES = {"steps": STEPS, "layers": LAYERS, "dim": DIM, "seq": SEQ, "batch": BATCH}
@@ -201,6 +201,13 @@ def test_batches_repeat_and_shift():
     assert tokens.shape == (5, 7)
     assert torch.equal(targets, tokens + 1)
     assert torch.equal(second.draw()[0], tokens)
+
+
+def test_a_copy_without_git_can_name_its_commit(monkeypatch):
+    monkeypatch.delenv("FUSEDCKPT_COMMIT", raising=False)
+    assert env.commit() != "0123abc"
+    monkeypatch.setenv("FUSEDCKPT_COMMIT", "0123abc")
+    assert env.commit() == "0123abc"
 
 
 def test_env_names_every_op(capsys):
