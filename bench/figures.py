@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +145,8 @@ def _pareto(axes: Axes, group: Group) -> None:
     _names(axes, points, rows)
 
 
-def _legend(figure: Figure, groups: Sequence[Group]) -> None:
-    names = [row.name for group in groups for row in timed(group)]
-    marks = [
-        Line2D([], [], marker="o", linestyle="", color=colour, label=label)
-        for label, colour in dict.fromkeys(map(family, names))
-    ]
-    figure.legend(handles=marks, loc="outside upper right", ncols=len(marks), frameon=False)
-
-
 def draw_pareto(groups: Sequence[Group], path: Path) -> None:
-    """Write time against peak memory, a panel a case; outlined: no other is better in both."""
+    """Write time against peak memory, a panel a case; outlined: nothing beats it in both."""
     columns = min(3, len(groups))
     lines = -(-len(groups) // columns)
 
@@ -164,11 +156,10 @@ def draw_pareto(groups: Sequence[Group], path: Path) -> None:
             _pareto(axes, group)
         for axes in panels[len(groups) :]:
             axes.set_visible(False)
-        _legend(figure, groups)
 
     first = groups[0]
     head = f"Time against memory: {first.size}, {first.tokens} tokens"
-    _save(path, (5 * columns + 0.5, 3.9 * lines + 0.8), head, first, draw)
+    _save(path, (max(9, 5 * columns + 0.5), 3.9 * lines + 0.8), head, first, draw)
 
 
 def _roof(axes: Axes, ceilings: Ceilings, reach: tuple[float, float]) -> None:
@@ -187,16 +178,35 @@ def _roof(axes: Axes, ceilings: Ceilings, reach: tuple[float, float]) -> None:
     axes.grid(color="#f0f0f0")
 
 
+def _apart(values: Sequence[float], gap: float) -> list[float]:
+    """Return ascending values moved no further than it takes to lie `gap` apart."""
+    right, left = list(values), list(values)
+    for index in range(1, len(values)):
+        right[index] = max(right[index], right[index - 1] + gap)
+        left[-1 - index] = min(left[-1 - index], left[-index] - gap)
+    return [sum(pair) / 2 for pair in zip(right, left, strict=True)]
+
+
 def _cases(axes: Axes, marks: dict[str, float]) -> None:
-    """Write the cases' names under their intensities, beside each other where those are close."""
-    last = 0.0
-    low, high = axes.get_xlim()
-    for name, x in sorted(marks.items(), key=lambda mark: mark[1]):
-        axes.axvline(x, color="#e4e4e4", linewidth=0.8, zorder=0)
-        place = max(x, last * (high / low) ** 0.022)
-        last = place
-        style = {"rotation": 90, "fontsize": 7.5, "color": FAINT, "ha": "right", "va": "bottom"}
-        axes.text(place, 0.01, name, transform=axes.get_xaxis_transform(), **style)
+    """Write the cases' names below the points, led to their intensities where those are close."""
+    names = sorted(marks, key=lambda name: marks[name])
+    low, high = (log10(x) for x in axes.get_xlim())
+    found = [log10(marks[name]) for name in names]
+    style = {"color": "#d4d4d4", "linewidth": 0.8, "zorder": 0}
+    where = axes.get_xaxis_transform()
+    for name, x, place in zip(names, found, _apart(found, 0.024 * (high - low)), strict=True):
+        axes.plot((10**place, 10**x, 10**x), (0.4, 0.45, 1), transform=where, **style)
+        words = {"rotation": 90, "fontsize": 8, "color": FAINT, "ha": "center", "va": "top"}
+        axes.text(10**place, 0.39, name, transform=where, **words)
+
+
+def _families(groups: Sequence[Group]) -> list[Line2D]:
+    """Return what a legend shows."""
+    names = [row.name for group in groups for row in timed(group)]
+    return [
+        Line2D([], [], marker="o", linestyle="", color=colour, label=label)
+        for label, colour in dict.fromkeys(map(family, names))
+    ]
 
 
 def draw_roofline(groups: Sequence[Group], path: Path) -> None:
@@ -219,9 +229,10 @@ def draw_roofline(groups: Sequence[Group], path: Path) -> None:
         ]
         for x, rate, colour in rates:
             axes.scatter(x, rate, s=26, color=colour, alpha=0.85, zorder=2)
-        # the names stand below the points
-        axes.set_ylim(bottom=min(rate for _, rate, _ in rates) / 4)
+        # the names take the lower half
+        top, lowest = axes.get_ylim()[1], min(rate for _, rate, _ in rates)
+        axes.set_ylim(lowest**2 / top, top)
         _cases(axes, marks)
-        _legend(figure, shown)
+        figure.legend(handles=_families(shown), loc="outside right upper", frameon=False)
 
-    _save(path, (9, 5.4), f"Roofline: {first.size}, {first.tokens} tokens", first, draw)
+    _save(path, (10, 5.4), f"Roofline: {first.size}, {first.tokens} tokens", first, draw)

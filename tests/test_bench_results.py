@@ -53,6 +53,13 @@ def test_the_front_is_what_nothing_beats():
     assert figures.pareto_front([]) == []
 
 
+def test_names_move_apart_no_further_than_they_must():
+    assert figures._apart([1.0, 5.0, 9.0], 2.0) == [1.0, 5.0, 9.0]
+    assert figures._apart([4.0, 4.0, 9.0], 1.0) == [3.5, 4.5, 9.0]
+    assert figures._apart([3.0], 1.0) == [3.0]
+    assert figures._apart([], 1.0) == []
+
+
 def test_ceilings_bound_the_time_from_two_sides():
     load = Load(10**9, 2 * 10**9, 10**6, 2 * 10**6)
     # 3 GFLOP at 1.5 TFLOP/s; 3 MB at 10 GB/s
