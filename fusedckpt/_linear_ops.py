@@ -58,11 +58,12 @@ def _backward(
     activation: str,
     needs: list[bool],
     kernel: str | None,
+    spends: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x2, z2 = (None if t is None else as_matrix(t) for t in (x, z))
     w, b = (None if t is None else t.to(dy.dtype) for t in (w, b))
     plan = _plan(dy, kernel, *(w.shape if w is not None else (1, 1)))
-    dz, db = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z2, activation, needs[2], plan)
+    dz, db = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z2, activation, needs[2], plan, spends)
     dx = dw = None
     if needs[0]:
         assert w is not None
@@ -101,8 +102,8 @@ def _backward_flops(
     return 2 * math.prod(dy) * k * (recomputes + needs[0] + needs[1])
 
 
-linear_act_backward_op = _ops.define(
-    "linear_act_backward(Tensor dy, Tensor? x, Tensor? w, Tensor? b, Tensor? z, str activation,"
+linear_act_backward_op, linear_act_backward_spending_op = _ops.define_spending(
+    "linear_act_backward(Tensor dy, Tensor? x, Tensor? w, Tensor? b, Tensor{}? z, str activation,"
     " bool[] needs, str? kernel) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,

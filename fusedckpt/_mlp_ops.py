@@ -103,14 +103,19 @@ mlp_op = _ops.define(
 
 
 def _backward(
-    dy: Tensor, gate: Tensor | None, up: Tensor | None, x: Tensor | None, *args: Any
+    dy: Tensor,
+    gate: Tensor | None,
+    up: Tensor | None,
+    x: Tensor | None,
+    *args: Any,
+    spends: bool = False,
 ) -> tuple[Tensor, ...]:
     options, needs = Options(*args[8:-1]), Needs(*args[-1])
     w = cast_weights(args[:8], options.dtype)
     dy_rows = as_matrix(dy)
     x_rows, gate, up = (None if t is None else as_matrix(t) for t in (x, gate, up))
     block = block_of(options, dy_rows.shape[0], w)
-    found = kernels.backward(dy_rows, x_rows, w, gate, up, block, needs)
+    found = kernels.backward(dy_rows, x_rows, w, gate, up, block, needs, spends)
     return tuple(
         found[name].to(dtype).view(shape) if name in found else _ops.absent(dy)
         for name, (shape, dtype) in zip(Needs._fields, _grad_likes(dy, x, args), strict=True)
@@ -144,8 +149,8 @@ def _backward_flops(dy: Any, gate: Any, up: Any, x: Any, *args: Any, **_: Any) -
 
 
 _GRADS = ", ".join(["Tensor"] * len(Needs._fields))
-mlp_backward_op = _ops.define(
-    "mlp_backward(Tensor dy, Tensor? kept_gate, Tensor? kept_up, Tensor? x,"
+mlp_backward_op, mlp_backward_spending_op = _ops.define_spending(
+    "mlp_backward(Tensor dy, Tensor{}? kept_gate, Tensor{}? kept_up, Tensor? x,"
     f" {_TENSORS}, {_OPTIONS}, bool[] needs) -> ({_GRADS})",
     _backward,
     _backward_fake,

@@ -7,8 +7,9 @@ with grad mode on and inputs that require grad raises.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -55,6 +56,27 @@ def define(
     torch.library.register_fake(f"fusedckpt::{name}", fake, lib=_library)
     register_flop_formula(getattr(torch.ops.fusedckpt, name))(flops)
     return overload
+
+
+def define_spending(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], flops: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Define an op, and one that writes over the arguments whose type ends in {} in `schema`.
+
+    The second is called <name>_spending and calls `implementation` with `spends=True`.
+    """
+    name = schema[: schema.index("(")]
+    marks = (f"({letter}!)" for letter in "ab")
+    written = re.sub(re.escape("{}"), lambda _: next(marks), schema)
+    return (
+        define(schema.replace("{}", ""), implementation, fake, flops),
+        define(
+            written.replace(name, f"{name}_spending", 1),
+            partial(implementation, spends=True),
+            fake,
+            flops,
+        ),
+    )
 
 
 def absent(x: Tensor) -> Tensor:

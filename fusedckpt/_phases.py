@@ -26,6 +26,10 @@ _top_hooks: Callable[[bool], Hooks | None] | None = getattr(
     getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
 )
 _graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+_keeps_graph: Callable[[], bool] | None = getattr(
+    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None
+)
+_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 
 
 class Phase:
@@ -60,6 +64,7 @@ class Phase:
         """Keep tensors on an autograd Function's ctx; `load` returns them."""
         ctx.save_for_backward(*given, *extras)
         ctx.recall = None
+        ctx.owns_extras = _nobody_watches()
 
 
 class _ReentrantRecompute(Phase):
@@ -104,6 +109,7 @@ class _Stock(Phase):
         )
         ctx.save_for_backward(*given, *standing)
         ctx.recall = _without_placeholders
+        ctx.owns_extras = False
 
 
 FREE = Phase()
@@ -155,6 +161,26 @@ def load(ctx: Any, num_given: int) -> tuple[Sequence[Any], Sequence[Any]]:
     saved = ctx.saved_tensors
     given, extras = saved[:num_given], saved[num_given:]
     return given, extras if ctx.recall is None else ctx.recall(extras)
+
+
+def may_spend(ctx: Any, dy: Tensor) -> bool:
+    """Whether the backward of dy may write over the extras: once it is done, nobody reads them.
+
+    Somebody does where the graph is retained, where hooks may have handed out tensors that are
+    someone else's too, and where a batch of gradients is computed in one backward.
+    """
+    if torch.compiler.is_compiling() or not ctx.owns_extras or _keeps_graph is None:
+        return False
+    is_batched = torch._C._are_functorch_transforms_active() or _is_batched(dy)
+    return not (is_batched or _keeps_graph())
+
+
+def _nobody_watches() -> bool:
+    """Whether what is saved here goes through no hooks, or those that only count."""
+    if torch.compiler.is_compiling() or not can_see_hooks():
+        return False
+    hooks = top_hooks()
+    return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
 def _placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

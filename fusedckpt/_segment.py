@@ -214,6 +214,8 @@ class Segment(Phase):
     ) -> None:
         """Keep what the layer was given as events, and leave a slot for its extras."""
         super().save(ctx, name, given, [None] * len(extras))
+        # the recompute makes them for this layer alone
+        ctx.owns_extras = True
         if any(like is not None for like in likes):
             ctx.recall = slot = _Slot(self, len(self.slots))
             self.slots.append((name, weakref.ref(slot)))

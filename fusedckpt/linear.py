@@ -9,7 +9,11 @@ from torch import Tensor, nn
 
 from fusedckpt import _check, _dispatch, _joined, _phases, levels, reference
 from fusedckpt._autograd import twin_gradients
-from fusedckpt._linear_ops import linear_act_backward_op, linear_act_op
+from fusedckpt._linear_ops import (
+    linear_act_backward_op,
+    linear_act_backward_spending_op,
+    linear_act_op,
+)
 from fusedckpt._phases import Phase
 
 __all__ = ["Linear", "linear_act"]
@@ -57,7 +61,9 @@ class _LinearAct(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _double_backward(ctx, x, w, b, dy, needs)
             return (*grads, None, None, None, None)
-        dx, dw, db = linear_act_backward_op(dy, x, w, b, z, ctx.activation, needs, ctx.kernel)
+        spends = z is not None and _phases.may_spend(ctx, dy)
+        op = linear_act_backward_spending_op if spends else linear_act_backward_op
+        dx, dw, db = op(dy, x, w, b, z, ctx.activation, needs, ctx.kernel)
         return (
             dx if needs[0] else None,
             dw.to(ctx.w_dtype) if needs[1] else None,

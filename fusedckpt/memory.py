@@ -49,6 +49,9 @@ class SavedStorage:
 class SavedTensors:
     """The distinct storages that autograd kept while `saved_tensors` was open."""
 
+    # fused layers may write over what goes through these hooks
+    only_counts = True
+
     def __init__(self, exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str):
         self._excluded = {part.untyped_storage()._cdata for x in exclude for part in strided(x)}
         self._owner = owner

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedckpt import _check, _dispatch, _joined, _phases, levels, reference
 from fusedckpt._autograd import twin_gradients
-from fusedckpt._mlp_ops import Options, mlp_backward_op, mlp_op
+from fusedckpt._mlp_ops import Options, mlp_backward_op, mlp_backward_spending_op, mlp_op
 from fusedckpt.kernels.mlp import Needs
 from fusedckpt.spec import NormSpec, output_dtype, rule_of
 
@@ -62,7 +62,9 @@ class _MLP(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _double_backward(x, tensors, ctx.options, needs, dy)
         else:
-            found = mlp_backward_op(dy, gate, up, x, *tensors, *ctx.options, list(needs))
+            spends = gate is not None and _phases.may_spend(ctx, dy)
+            op = mlp_backward_spending_op if spends else mlp_backward_op
+            found = op(dy, gate, up, x, *tensors, *ctx.options, list(needs))
             grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
         return (*grads, *(None,) * (len(ctx.options) + 2))
 

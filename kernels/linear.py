@@ -40,15 +40,17 @@ def linear_act_dz(
     activation: str,
     needs_db: bool,
     kernel: str,
+    spends: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return dz [M, N] = dy * act'(z) and, where needed, db [N] in at least float32.
 
-    Without z it is recomputed from x, w and b; dy [M, N] and a given z are only read.
+    Without z it is recomputed from x, w and b; dy [M, N] is only read, and so is a given z, unless
+    it is spent: then dz is written over it.
     """
     if activation == "identity":
         return dy, column_sums(dy) if needs_db else None
     if z is not None:
-        dz = torch.empty_like(z)
+        dz = z if spends else torch.empty_like(z)
     else:
         assert x is not None
         assert w is not None

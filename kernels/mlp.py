@@ -169,8 +169,12 @@ def backward(
     up: Tensor | None,
     block: Block,
     needs: Needs,
+    spends: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the wanted gradients by the names of Needs; x may be None where nothing reads it."""
+    """Return the wanted gradients by the names of Needs; x may be None where nothing reads it.
+
+    spends: gate and up, where given, are written over.
+    """
     total = Gradients(block.chunks)
     dx = None
     for rows in row_chunks(dy.shape[0], block.chunks):
@@ -184,7 +188,7 @@ def backward(
             assert x_rows is not None
             n = normalised(x_rows, w, block)
         kept = tuple(None if t is None else t[rows] for t in (gate, up))
-        dn = chunk_backward(dy_rows, n, w, kept, block, needs, total)
+        dn = chunk_backward(dy_rows, n, w, kept, block, needs, total, spends)
         del n
         if dn is None:
             continue
@@ -208,15 +212,18 @@ def chunk_backward(
     block: Block,
     needs: Needs,
     total: Gradients,
+    spends: bool,
 ) -> Tensor | None:
     """Add one chunk's weight gradients and return its dn where that is wanted."""
     z, u = kept
-    # buffers made here may be written over; kept ones may not
-    free = []
     if z is None:
-        free.append(z := linear(n, w.gate, w.gate_bias))  # type: ignore[arg-type]  # n is there
+        z = linear(n, w.gate, w.gate_bias)  # type: ignore[arg-type]  # n is there
     if u is None and w.up is not None:
-        free.append(u := linear(n, w.up, w.up_bias))  # type: ignore[arg-type]  # n is there
+        u = linear(n, w.up, w.up_bias)  # type: ignore[arg-type]  # n is there
+    # may be written over: what was made here, and what was kept if it is spent
+    free = [
+        t for t, was in zip((z, u), kept, strict=True) if t is not None and (spends or was is None)
+    ]
     if not needs.dz:
         h = free.pop() if free else torch.empty_like(z)
         hidden(z, u, h, block.activation, block.kernel)

@@ -30,9 +30,10 @@ def forward_peak(gated, level, chunks, itemsize, has_norm):
     return itemsize * (T * D + kept + max(n + fresh, fresh + h + scratch))
 
 
-def backward_peak(gated, chunks, itemsize, has_norm):
-    """Bytes above the start, the same at every level: what is not recomputed is made anew."""
+def backward_peak(gated, level, chunks, itemsize, has_norm):
+    """Bytes above the start: what is not kept is recomputed; all but dh is written over."""
     weights = 3 if gated else 2
+    made = {"inputs": weights, "preact": 1}[level]
     hidden, n = T // chunks * F, T // chunks * D if has_norm else 0
     # gate, up and dh, which become dgate, h and dup in blocks
     scratch = 2 * itemsize * min(hidden, BLOCK_ELEMENTS) if gated else 0
@@ -44,7 +45,11 @@ def backward_peak(gated, chunks, itemsize, has_norm):
     # in later chunks: the gradients so far, the norm's too, and dx in x's dtype
     wide = weights * D * F + (D if has_norm else 0)
     sums = 0 if chunks == 1 else WIDE * wide + itemsize * T * D
-    return sums + itemsize * (n + weights * hidden) + max(scratch, product)
+    # h over what was kept frees nothing before all weights have gradients and dn is there
+    late = 0
+    if level == "preact":
+        late = itemsize * (T // chunks * D + (weights * D * F if chunks == 1 else 0))
+    return sums + itemsize * (n + made * hidden) + max(scratch, product, late)
 
 
 def leaves(gated, dtype, norm):
@@ -85,7 +90,7 @@ def test_peaks(gated, level, chunks, norm, dtype):
         dy = torch.randn_like(y)
         down = peak_bytes(lambda: torch.autograd.grad(y, inputs, dy), DEVICE)
     forward_bytes = forward_peak(gated, level, chunks, dtype.itemsize, norm)
-    backward_bytes = backward_peak(gated, chunks, dtype.itemsize, norm)
+    backward_bytes = backward_peak(gated, level, chunks, dtype.itemsize, norm)
     if DEVICE.type == "cpu":
         assert (up, down) == (forward_bytes, backward_bytes)
     else:

@@ -1,0 +1,188 @@
+"""Backward writes over the GEMM outputs that a layer kept, where nobody reads them afterwards."""
+
+from functools import partial
+
+import pytest
+import torch
+from support import randn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as stock_checkpoint
+
+import fusedckpt
+from fusedckpt.functional import gated_mlp, linear_act, mlp
+from fusedckpt.memory import saved_tensors
+
+T, D, F = 6, 8, 12
+
+
+def linear(save):
+    weights = [randn(F, D), randn(F)]
+    return partial(linear_act, save=save), weights
+
+
+def plain(save):
+    weights = [randn(F, D), randn(F), randn(D, F), randn(D)]
+    return partial(mlp, save=save), weights
+
+
+def gated(save):
+    return partial(gated_mlp, save=save, chunks=2), [randn(F, D), randn(F, D), randn(D, F)]
+
+
+LAYERS = {
+    "linear": (linear, "preact"),
+    "mlp": (plain, "preact"),
+    "gated": (gated, "preact"),
+    "gate alone": (gated, "gate"),
+}
+
+
+class Names(TorchDispatchMode):
+    """Notes the names of our ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fusedckpt":
+            self.found.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def spends(run):
+    with Names() as names:
+        run()
+    backward = [name for name in names.found if "backward" in name]
+    assert backward
+    kinds = {name.endswith("_spending") for name in backward}
+    assert len(kinds) == 1
+    return kinds.pop()
+
+
+@pytest.fixture(params=LAYERS.values(), ids=list(LAYERS))
+def layer(request):
+    """A function, its inputs, the gradient of its output, and the gradients of its inputs."""
+    make, level = request.param
+    fn, weights = make(level)
+    inputs = [randn(T, D), *weights]
+    twin = make("inputs")[0](*inputs)
+    dy = torch.randn_like(twin)
+    return fn, inputs, dy, torch.autograd.grad(twin, inputs, dy)
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def through(wrap):
+    """Run forward in a context, backward outside of it."""
+
+    def run(fn, inputs):
+        with wrap():
+            return fn(*inputs)
+
+    return run
+
+
+SPENDING = {
+    "alone": lambda fn, inputs: fn(*inputs),
+    # a last layer is not run again: what comes after it reads a tensor
+    "our checkpoint": lambda fn, inputs: fusedckpt.checkpoint(
+        lambda *inputs: (y := fn(*inputs)) * torch.ones_like(y), *inputs
+    ),
+    "reentrant": lambda fn, inputs: stock_checkpoint(fn, *inputs, use_reentrant=True),
+    "counted": through(saved_tensors),
+}
+KEEPING = {
+    "stock checkpoint": lambda fn, inputs: stock_checkpoint(fn, *inputs, use_reentrant=False),
+    "on the CPU": through(torch.autograd.graph.save_on_cpu),
+}
+
+
+@pytest.mark.parametrize("name", SPENDING | KEEPING)
+def test_who_is_written_over(layer, name):
+    fn, inputs, dy, expected = layer
+    found = []
+
+    def run():
+        y = (SPENDING | KEEPING)[name](fn, inputs)
+        found[:] = torch.autograd.grad(y, inputs, dy) if name != "reentrant" else backward(y)
+
+    def backward(y):
+        # the reentrant form knows .backward() alone
+        for x in inputs:
+            x.grad = None
+        y.backward(dy)
+        return [x.grad for x in inputs]
+
+    assert spends(run) == (name in SPENDING)
+    assert_equal(found, expected)
+
+
+def test_a_retained_graph_is_read_again(layer):
+    fn, inputs, dy, expected = layer
+    y = fn(*inputs)
+    for retain_graph in (True, True, False):
+        assert_equal(torch.autograd.grad(y, inputs, dy, retain_graph=retain_graph), expected)
+    y = fn(*inputs)
+    assert not spends(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
+    assert spends(lambda: torch.autograd.grad(y, inputs, dy))
+
+
+def test_what_hooks_hold_stays(layer):
+    """A hook may hand out a tensor that is its own."""
+    fn, inputs, dy, expected = layer
+    held = []
+
+    def pack(tensor):
+        held.append(tensor.detach())
+        return len(held) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, held.__getitem__):
+        y = fn(*inputs)
+    before = [t.clone() for t in held]
+    assert_equal(torch.autograd.grad(y, inputs, dy), expected)
+    assert_equal(held, before)
+
+
+def test_nothing_of_the_callers_is_written(layer):
+    fn, inputs, dy, _ = layer
+    y = fn(*inputs)
+    given = [*inputs, dy, y]
+    before = [t.detach().clone() for t in given]
+    assert spends(lambda: torch.autograd.grad(y, inputs, dy))
+    assert_equal(given, before)
+
+
+def test_a_batched_backward(layer):
+    fn, inputs, dy, _ = layer
+    dys = torch.stack([dy, 2 * dy, dy.neg()])
+    expected = [torch.autograd.grad(fn(*inputs), inputs, one) for one in dys]
+    found = torch.autograd.grad(fn(*inputs), inputs, dys, is_grads_batched=True)
+    for grads, ones in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(grads, torch.stack(ones))
+
+
+def test_opcheck():
+    ops = torch.ops.fusedckpt
+    x, dy, w, up, down = (
+        randn(*s, requires_grad=False) for s in ((T, D), (T, D), (F, D), (F, D), (D, F))
+    )
+    z, u, dh = (randn(T, F, requires_grad=False) for _ in range(3))
+    args = (dh, x, w, None, z, "gelu", [True, True, False], None)
+    torch.library.opcheck(ops.linear_act_backward_spending.default, args)
+    options = ("none", 0.0, 0.0, "torch", "silu", False, torch.float32, None, None)
+    needs = [True, False, False, True, False, True, False, True, False]
+    tensors = (None, None, w, None, up, None, down, None)
+    torch.library.opcheck(
+        ops.mlp_backward_spending.default, (dy, z, u, x, *tensors, *options, needs)
+    )
+
+
+def test_compiled(layer):
+    fn, inputs, dy, expected = layer
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert_equal(torch.autograd.grad(compiled(*inputs), inputs, dy), expected)
