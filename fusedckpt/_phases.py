@@ -64,7 +64,7 @@ class Phase:
         """Keep tensors on an autograd Function's ctx; `load` returns them."""
         ctx.save_for_backward(*given, *extras)
         ctx.recall = None
-        ctx.owns_extras = _nobody_watches()
+        ctx.owns_extras = len(extras) > 0 and _nobody_watches()
 
 
 class _ReentrantRecompute(Phase):
