@@ -43,16 +43,15 @@ def hidden_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write h, dz and dup, see HiddenGrad for which may share memory; return their db, db_up [N].
 
-    dh [M, N] may be strided; the rest is contiguous. On ATen only these may share memory: plain, dz
-    with dh or, without h, z, and h with z; gated, dup with dh, h with up, dz with z or, without h,
-    up.
+    dh [M, N] may be strided; the rest is contiguous. On ATen dz may share memory with z, where not
+    gated with dh, where h is not wanted with up; h and dup may with any of those read.
     """
     act = ACTIVATIONS[activation]
     if kernel == "aten":
         blocks = row_blocks(z)
-        height = blocks[0].stop if blocks and up is not None else 0
         # once: an allocation per block costs its page faults
-        scratch = z.new_empty(2, height, z.shape[1])
+        count = 2 if up is not None else int(h is not None and dz is z)
+        scratch = z.new_empty(count, blocks[0].stop, z.shape[1])
         for block in blocks:
             rows = (t if t is None else t[block] for t in (dh, z, up, h, dz, dup))
             write_block(act, *rows, scratch)
@@ -113,18 +112,24 @@ def write_block(
     dup: Tensor | None,
     scratch: Tensor,
 ) -> None:
-    """Run `hidden_grad` for some rows on ATen; gated, in two blocks of scratch."""
+    """Run `hidden_grad` for some rows on ATen, with as many blocks of scratch as it takes."""
+    scratch = scratch[:, : z.shape[0]]
     if up is None:
+        value = act.write(z, scratch[0]) if len(scratch) else None
         act.write_grad(dh, z, dz)
-        if h is not None:
+        if value is not None:
+            h.copy_(value)  # type: ignore[union-attr]  # else there were no scratch
+        elif h is not None:
             act.write(z, h)
         return
     assert dup is not None
-    value, dvalue = scratch[:, : z.shape[0]]
+    value, dvalue = scratch
     act.write(z, value)
     torch.mul(dh, up, out=dvalue)
-    # z is read for the last time, then dh, then up
+    # z is read for the last time, then up, then dh
     act.write_grad(dvalue, z, dz)
+    if h is not None:
+        torch.mul(up, value, out=dvalue)
     torch.mul(dh, value, out=dup)
     if h is not None:
-        torch.mul(up, value, out=h)
+        h.copy_(dvalue)

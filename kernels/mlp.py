@@ -236,6 +236,7 @@ def chunk_backward(
     wanted = {"dup": u is not None, "h": needs.down, "dz": True}
     order = ("dz", "h", "dup") if u is None else ("dup", "h", "dz")
     found = {name: free.pop() if free else torch.empty_like(z) for name in order if wanted[name]}
+    free_h_first(found, kept)
     dz, h, dup = found.pop("dz"), found.pop("h", None), found.pop("dup", None)
     outputs = (z, u, h, dz, dup, block.activation, (needs.gate_bias, needs.up_bias))
     if dh is None:
@@ -255,6 +256,16 @@ def chunk_backward(
         return None
     dn = torch.mm(dz, w.gate)
     return dn if dup is None or w.up is None else dn.addmm_(dup, w.up)
+
+
+def free_h_first(found: dict[str, Tensor], kept: Sequence[Tensor | None]) -> None:
+    """Have h, which is done with first, trade places with another if it lies over what was kept.
+
+    That stays until the end, and so may what is needed until then.
+    """
+    ours = [name for name, place in found.items() if all(place is not t for t in kept)]
+    if "h" in found and "h" not in ours and ours:
+        found["h"], found[ours[0]] = found[ours[0]], found["h"]
 
 
 def input_grad(

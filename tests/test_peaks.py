@@ -35,8 +35,9 @@ def backward_peak(gated, level, chunks, itemsize, has_norm):
     weights = 3 if gated else 2
     made = {"inputs": weights, "preact": 1}[level]
     hidden, n = T // chunks * F, T // chunks * D if has_norm else 0
-    # gate, up and dh, which become dgate, h and dup in blocks
-    scratch = 2 * itemsize * min(hidden, BLOCK_ELEMENTS) if gated else 0
+    # gate, up and dh, which become dgate, h and dup in blocks; at preact z and dh become dz and h
+    blocks = 2 if gated else int(level == "preact")
+    scratch = blocks * itemsize * min(hidden, BLOCK_ELEMENTS)
     # one chunk's product is the gradient; in later ones float32 adds up in place, half precision by
     # way of the product and ATen's float32 copy of it
     product = itemsize * D * F
@@ -45,11 +46,7 @@ def backward_peak(gated, level, chunks, itemsize, has_norm):
     # in later chunks: the gradients so far, the norm's too, and dx in x's dtype
     wide = weights * D * F + (D if has_norm else 0)
     sums = 0 if chunks == 1 else WIDE * wide + itemsize * T * D
-    # h over what was kept frees nothing before all weights have gradients and dn is there
-    late = 0
-    if level == "preact":
-        late = itemsize * (T // chunks * D + (weights * D * F if chunks == 1 else 0))
-    return sums + itemsize * (n + made * hidden) + max(scratch, product, late)
+    return sums + itemsize * (n + made * hidden) + max(scratch, product)
 
 
 def leaves(gated, dtype, norm):
