@@ -50,7 +50,7 @@ def hidden_grad(
     if kernel == "aten":
         blocks = row_blocks(z)
         # once: an allocation per block costs its page faults
-        count = 2 if up is not None else int(h is not None and dz is z)
+        count = 2 if up is not None else int(dz is z)
         scratch = z.new_empty(count, blocks[0].stop, z.shape[1])
         for block in blocks:
             rows = (t if t is None else t[block] for t in (dh, z, up, h, dz, dup))
@@ -115,12 +115,13 @@ def write_block(
     """Run `hidden_grad` for some rows on ATen, with as many blocks of scratch as it takes."""
     scratch = scratch[:, : z.shape[0]]
     if up is None:
-        value = act.write(z, scratch[0]) if len(scratch) else None
-        act.write_grad(dh, z, dz)
-        if value is not None:
-            h.copy_(value)  # type: ignore[union-attr]  # else there were no scratch
-        elif h is not None:
+        # straight over a z that was kept, GELU's took 2.0 ms a block, by way of scratch 0.5
+        place = scratch[0] if len(scratch) else dz
+        act.write_grad(dh, z, place)
+        if h is not None:
             act.write(z, h)
+        if place is not dz:
+            dz.copy_(place)
         return
     assert dup is not None
     value, dvalue = scratch
