@@ -185,8 +185,9 @@ def test_peak_sees_into_an_op():
         return torch.autograd.grad(y, x, dy, retain_graph=True)
 
     backward()
-    # z, recomputed inside the op and overwritten by dz, and dx
-    assert peak_bytes(backward, DEVICE) == 2 * (Y + X)
+    # z, recomputed inside the op, and the block that dz goes through before it is written over z;
+    # dx, smaller than that block, comes after it
+    assert peak_bytes(backward, DEVICE) == 2 * (Y + Y)
 
 
 @pytest.mark.parametrize(("backend", "peak"), [("native", 600), ("cudaMallocAsync", 1024)])
