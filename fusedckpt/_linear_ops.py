@@ -102,7 +102,7 @@ def _backward_flops(
     return 2 * math.prod(dy) * k * (recomputes + needs[0] + needs[1])
 
 
-linear_act_backward_op, linear_act_backward_spending_op = _ops.define_spending(
+linear_act_backward_ops = _ops.define_spending(
     "linear_act_backward(Tensor dy, Tensor? x, Tensor? w, Tensor? b, Tensor{}? z, str activation,"
     " bool[] needs, str? kernel) -> (Tensor, Tensor, Tensor)",
     _backward,

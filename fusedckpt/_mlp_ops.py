@@ -149,7 +149,7 @@ def _backward_flops(dy: Any, gate: Any, up: Any, x: Any, *args: Any, **_: Any) -
 
 
 _GRADS = ", ".join(["Tensor"] * len(Needs._fields))
-mlp_backward_op, mlp_backward_spending_op = _ops.define_spending(
+mlp_backward_ops = _ops.define_spending(
     "mlp_backward(Tensor dy, Tensor{}? kept_gate, Tensor{}? kept_up, Tensor? x,"
     f" {_TENSORS}, {_OPTIONS}, bool[] needs) -> ({_GRADS})",
     _backward,

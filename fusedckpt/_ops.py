@@ -63,7 +63,8 @@ def define_spending(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Define an op, and one that writes over the arguments whose type ends in {} in `schema`.
 
-    The second is called <name>_spending and calls `implementation` with `spends=True`.
+    The second is called <name>_spending and calls `implementation` with `spends=True`. Neither
+    counts the arguments' versions up: `_phases.run_backward` does, before it calls the second.
     """
     name = schema[: schema.index("(")]
     marks = (f"({letter}!)" for letter in "ab")

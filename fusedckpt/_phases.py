@@ -163,16 +163,41 @@ def load(ctx: Any, num_given: int) -> tuple[Sequence[Any], Sequence[Any]]:
     return given, extras if ctx.recall is None else ctx.recall(extras)
 
 
-def may_spend(ctx: Any, dy: Tensor) -> bool:
-    """Whether the backward of dy may write over the extras: once it is done, nobody reads them.
+def run_backward(
+    ctx: Any,
+    ops: tuple[Callable[..., Any], Callable[..., Any]],
+    extras: Sequence[Tensor | None],
+    dy: Tensor,
+    *args: Any,
+) -> Any:
+    """Call the first op on dy and args, or the second, which writes over the extras among args.
 
-    Somebody does where the graph is retained, where hooks may have handed out tensors that are
-    someone else's too, and where a batch of gradients is computed in one backward.
+    It may where nobody reads them once it is done: not where the graph is retained, where hooks may
+    have handed out tensors that are someone else's too, or where a batch of gradients is computed
+    in one backward. Who reads them all the same, as a backward that is repeated after it failed
+    does, or one in another thread, gets an error: their version tells.
     """
-    if torch.compiler.is_compiling() or not ctx.owns_extras or _keeps_graph is None:
+    is_ours = ctx.owns_extras and not torch.compiler.is_compiling()
+    owned = [t for t in extras if t is not None] if is_ours else []
+    spends = len(owned) > 0 and _is_last_read(dy)
+    if spends:
+        # before a byte is written: autograd then refuses to hand them out again
+        torch.autograd.graph.increment_version(owned)
+    keeping, spending = ops
+    found = (spending if spends else keeping)(dy, *args)
+    # after the last read, and for whoever got them through hooks, where autograd does not look
+    if any(t._version != spends for t in owned):
+        raise RuntimeError(
+            "fusedckpt: another backward wrote over what this layer kept: to run backward through "
+            "a layer more than once, pass retain_graph=True to each but the last"
+        )
+    return found
+
+
+def _is_last_read(dy: Tensor) -> bool:
+    if _keeps_graph is None or _keeps_graph():
         return False
-    is_batched = torch._C._are_functorch_transforms_active() or _is_batched(dy)
-    return not (is_batched or _keeps_graph())
+    return not (torch._C._are_functorch_transforms_active() or _is_batched(dy))
 
 
 def _nobody_watches() -> bool:

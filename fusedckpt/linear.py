@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from fusedckpt import _check, _dispatch, _joined, _phases, levels, reference
 from fusedckpt._autograd import twin_gradients
-from fusedckpt._linear_ops import (
-    linear_act_backward_op,
-    linear_act_backward_spending_op,
-    linear_act_op,
-)
+from fusedckpt._linear_ops import linear_act_backward_ops, linear_act_op
 from fusedckpt._phases import Phase
 
 __all__ = ["Linear", "linear_act"]
@@ -61,9 +57,8 @@ class _LinearAct(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _double_backward(ctx, x, w, b, dy, needs)
             return (*grads, None, None, None, None)
-        spends = z is not None and _phases.may_spend(ctx, dy)
-        op = linear_act_backward_spending_op if spends else linear_act_backward_op
-        dx, dw, db = op(dy, x, w, b, z, ctx.activation, needs, ctx.kernel)
+        args = (x, w, b, z, ctx.activation, needs, ctx.kernel)
+        dx, dw, db = _phases.run_backward(ctx, linear_act_backward_ops, (z,), dy, *args)
         return (
             dx if needs[0] else None,
             dw.to(ctx.w_dtype) if needs[1] else None,

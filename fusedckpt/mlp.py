@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedckpt import _check, _dispatch, _joined, _phases, levels, reference
 from fusedckpt._autograd import twin_gradients
-from fusedckpt._mlp_ops import Options, mlp_backward_op, mlp_backward_spending_op, mlp_op
+from fusedckpt._mlp_ops import Options, mlp_backward_ops, mlp_op
 from fusedckpt.kernels.mlp import Needs
 from fusedckpt.spec import NormSpec, output_dtype, rule_of
 
@@ -62,9 +62,8 @@ class _MLP(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _double_backward(x, tensors, ctx.options, needs, dy)
         else:
-            spends = gate is not None and _phases.may_spend(ctx, dy)
-            op = mlp_backward_spending_op if spends else mlp_backward_op
-            found = op(dy, gate, up, x, *tensors, *ctx.options, list(needs))
+            args = (gate, up, x, *tensors, *ctx.options, list(needs))
+            found = _phases.run_backward(ctx, mlp_backward_ops, (gate, up), dy, *args)
             grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
         return (*grads, *(None,) * (len(ctx.options) + 2))
 

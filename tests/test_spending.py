@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
+from fusedckpt import _phases
 from fusedckpt.functional import gated_mlp, linear_act, mlp
 from fusedckpt.memory import saved_tensors
 
@@ -129,6 +130,75 @@ def test_a_retained_graph_is_read_again(layer):
     y = fn(*inputs)
     assert not spends(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
     assert spends(lambda: torch.autograd.grad(y, inputs, dy))
+
+
+def failing_once(y):
+    """A hook that raises in the first backward, when y's node is done."""
+    failures = [RuntimeError("out of memory")]
+
+    def hook(*_):
+        if failures:
+            raise failures.pop()
+
+    y.grad_fn.register_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("alone", "modified by an inplace operation"), ("counted", "pass retain_graph=True")],
+)
+def test_a_failed_backward_is_not_repeated_on_what_it_left(layer, name, error):
+    fn, inputs, dy, _ = layer
+    y = SPENDING[name](fn, inputs)
+    failing_once(y)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.autograd.grad(y, inputs, dy)
+    with pytest.raises(RuntimeError, match=error):
+        torch.autograd.grad(y, inputs, dy)
+
+
+def test_a_failed_backward_that_retains_is_repeated(layer):
+    fn, inputs, dy, expected = layer
+    y = fn(*inputs)
+    failing_once(y)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    assert_equal(torch.autograd.grad(y, inputs, dy), expected)
+
+
+def test_a_backward_inside_that_of_the_same_layer(layer):
+    """It keeps the graph, but the one around it does not."""
+    fn, inputs, dy, expected = layer
+    y = fn(*inputs)
+    # a node's hook runs before autograd lets go of what it saved
+    y.grad_fn.register_hook(
+        lambda *_: torch.autograd.grad(y, inputs, dy, retain_graph=True) and None
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, inputs, dy)
+    assert_equal(torch.autograd.grad(fn(*inputs), inputs, dy), expected)
+
+
+def test_a_backward_beside_another(layer, monkeypatch):
+    """One that has read what the layer kept when another, in its own thread, writes over it."""
+    fn, inputs, dy, expected = layer
+    y = fn(*inputs)
+    load, inner = _phases.load, []
+
+    def load_before_the_other(ctx, num_given):
+        loaded = load(ctx, num_given)
+        if not inner:
+            inner.append(None)
+            inner[0] = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        return loaded
+
+    # the one in between is the first to ask
+    keeps = iter((False, True))
+    monkeypatch.setattr(_phases, "_keeps_graph", lambda: next(keeps))
+    monkeypatch.setattr(_phases, "load", load_before_the_other)
+    with pytest.raises(RuntimeError, match="another backward wrote over"):
+        torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    assert_equal(inner[0], expected)
 
 
 def test_what_hooks_hold_stays(layer):
