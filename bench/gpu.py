@@ -8,47 +8,35 @@ this one stopped. Nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
-import json
+import itertools
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 
+from bench.capacity import FILE as CAPACITIES
 from bench.env import commit, device_name
 from bench.jobs import INTERRUPTED
 from bench.run import FILE
+from bench.steps import GRACE, ROOT, Log, Step, Stops, take
 
-__all__ = ["Settings", "Step", "run", "settings", "steps_of"]
+__all__ = ["Settings", "run", "settings", "steps_of"]
 
-ROOT = Path(__file__).resolve().parents[1]
-# seconds that a process has to end by itself after an interrupt, before it is killed
-GRACE = 15
 STATE = "gpu.json"
+# what steps measured and take up again: files and a folder
+MEASURED = (STATE, FILE, "smoke", "tuned.json", CAPACITIES)
 # tests spend their time in the kernels' compiler, a process each, and hold little of the GPU
 PROCESSES = 8
 # what differs between a GPU and the interpreter
 KERNEL_TESTS = ("tiles", "activations", "norm", "linear", "mlp", "blocks", "contracts", "memory")
-# steps that only read what there is, and the seconds kept for them
-READERS = ("table", "plot")
-RESERVE = 40
-
-
-class Step(NamedTuple):
-    """A command, and the share of the time left that it may take; steps after it take the rest."""
-
-    name: str
-    command: tuple[str, ...]
-    share: float = 1.0
+# seconds kept for the steps that only read
+RESERVE = 60
 
 
 @dataclass(frozen=True)
@@ -69,12 +57,15 @@ def settings(
         raise ValueError(
             "this torch sees no GPU; --allow-cpu goes through the same steps on a CPU, at toy sizes"
         )
-    cuda = torch.cuda.is_available()
-    name = device_name(torch.device("cuda:0" if cuda else "cpu"))
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    out = out or ROOT / "bench" / "results" / f"gpu-{slug}"
+    slug = re.sub(r"[^a-z0-9]+", "-", _device_name().lower()).strip("-")
+    # steps run in another folder than this process
+    out = (out or ROOT / "bench" / "results" / f"gpu-{slug}").resolve()
     out.mkdir(parents=True, exist_ok=True)
-    return Settings(minutes, out, tiny or not cuda, restart)
+    return Settings(minutes, out, tiny or not torch.cuda.is_available(), restart)
+
+
+def _device_name() -> str:
+    return device_name(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
 def _bench(*options: str) -> tuple[str, ...]:
@@ -101,8 +92,8 @@ def steps_of(chosen: Settings) -> list[Step]:
     tune = ("tune", "--plans", f"--cache={out / 'tuned.json'}")
     env = Step("env", _bench("env"))
     draw = [
-        Step("table", _bench("table", str(results))),
-        Step("plot", _bench("plot", str(results), f"--out={out}")),
+        Step("table", _bench("table", str(results)), 0.5, only_reads=True),
+        Step("plot", _bench("plot", str(results), f"--out={out}"), only_reads=True),
     ]
     if chosen.tiny:
         toy = ("--size=tiny", "--repeat=1", "--skip=compile")
@@ -124,78 +115,9 @@ def steps_of(chosen: Settings) -> list[Step]:
         Step("layers", _run(out, *layers), 0.6),
         Step("widths", _run(out, *rest), 0.6),
         Step("other-tests", (*_tests(), *(f"--ignore={file}" for file in first))),
+        Step("capacity", _bench("capacity", f"--out={out}", "--repeat=5", *slow)),
         *draw,
     ]
-
-
-class Log:
-    """What became of each step, kept in a file that is replaced after every one."""
-
-    def __init__(self, chosen: Settings):
-        self.path = chosen.out / STATE
-        name = device_name(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
-        self.key: dict[str, Any] = {"device": name, "commit": commit(), "tiny": chosen.tiny}
-        self.steps: dict[str, dict[str, Any]] = {}
-        if not chosen.restart and self.path.exists():
-            self._continue()
-
-    def _continue(self) -> None:
-        try:
-            record = json.loads(self.path.read_text(encoding="utf-8"))
-            if record["key"] == self.key:
-                self.steps = dict(record["steps"])
-        except (ValueError, KeyError, TypeError):
-            # what cannot be read is measured again
-            self.steps = {}
-
-    def is_done(self, step: Step) -> bool:
-        """Whether a step ended by itself, well or not, in an earlier call."""
-        return self.steps.get(step.name, {}).get("outcome") in ("ok", "failed")
-
-    def note(self, step: Step, **facts: Any) -> None:
-        """Keep what became of a step."""
-        self.steps[step.name] = facts
-        record = {"key": self.key, "steps": self.steps}
-        written = self.path.with_suffix(".part")
-        written.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        written.replace(self.path)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a process and all that it started, so that it keeps what it has; then kill them."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(GRACE)
-            return
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def take(step: Step, log: Path, seconds: float) -> tuple[str, int | None]:
-    """Run a step, its output going to a file; returns its outcome and exit status."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            step.command,
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # a shell's background jobs ignore interrupts, and so would what they start
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            _stop(process)
-            return "out of time", process.poll()
-        except KeyboardInterrupt:
-            _stop(process)
-            return "interrupted", process.poll()
-    return ("ok" if status == 0 else "failed"), status
 
 
 def _tail(log: Path, lines: int = 3) -> Sequence[str]:
@@ -203,45 +125,61 @@ def _tail(log: Path, lines: int = 3) -> Sequence[str]:
     return [line for line in found if line.strip()][-lines:]
 
 
-def _limit(step: Step, left: float) -> float | None:
-    """Return how many seconds a step may take, None where it is too late to start."""
-    if step.name in READERS:
-        return RESERVE
+def _limit(step: Step, left: float, reserve: float) -> float | None:
+    """Return how many seconds of those left a step may take, None where it is too late to start."""
+    # a step that is stopped may take its grace too
+    left -= GRACE if step.only_reads else GRACE + reserve
     return None if left <= 0 else min(left, max(30.0, left * step.share))
 
 
-def _take_all(chosen: Settings, log: Log, console: Console) -> bool:
-    """Take every step that is left; returns whether it was interrupted."""
-    end = time.monotonic() + 60 * chosen.minutes - RESERVE * min(1.0, chosen.minutes / 4)
+def _take_all(chosen: Settings, log: Log, stops: Stops, console: Console) -> None:
+    """Take every step that is left, until time is up or a stop is asked for."""
+    end, reserve = time.monotonic() + 60 * chosen.minutes, min(RESERVE, 60 * chosen.minutes / 4)
     for step in steps_of(chosen):
-        limit = _limit(step, end - time.monotonic())
-        if log.is_done(step) and step.name not in READERS:
-            console.print(f"{step.name}: {log.steps[step.name]['outcome']}, in an earlier call")
+        if stops.count:
+            return
+        if log.is_done(step):
+            console.print(f"{step.name}: {log.outcome(step)}, in an earlier call")
             continue
+        left = end - time.monotonic()
+        limit = _limit(step, left, reserve)
         if limit is None:
             console.print(f"{step.name}: not started, the time is up")
             continue
-        left = max(0, end - time.monotonic())
         console.print(f"{step.name}: at most {limit:.0f} s, of {left:.0f} s left", highlight=False)
         path, start = chosen.out / f"{step.name}.log", time.monotonic()
-        outcome, status = take(step, path, limit)
+        outcome, status = take(step, path, limit, stops)
         seconds = round(time.monotonic() - start, 1)
-        log.note(step, outcome=outcome, status=status, seconds=seconds, command=step.command[1:])
-        console.print(f"{step.name}: {outcome} after {seconds:.0f} s", highlight=False)
+        log.note(step, outcome, status=status, seconds=seconds, command=step.command[1:])
+        ended = f"{outcome} with status {status}" if status else outcome
+        console.print(f"{step.name}: {ended} after {seconds:.0f} s", highlight=False)
         for line in () if outcome == "ok" else _tail(path):
             console.print(f"    {line}", markup=False, highlight=False)
-        if outcome == "interrupted":
-            return True
-    return False
+
+
+def _set_aside(out: Path) -> None:
+    """Move what earlier calls left into a folder of its own."""
+    names = [name for name in MEASURED if (out / name).exists()]
+    if not names:
+        return
+    folder = next(p for n in itertools.count(1) if not (p := out / f"before-{n}").exists())
+    folder.mkdir()
+    for name in names:
+        (out / name).rename(folder / name)
 
 
 def run(chosen: Settings) -> int:
-    """Take every step; returns 1 where one failed, 130 where interrupted, else 0."""
-    console, log = Console(), Log(chosen)
+    """Take every step; returns 0 where all went well, 1 where not, 130 where interrupted."""
+    if chosen.restart:
+        _set_aside(chosen.out)
+    console = Console()
+    key = {"device": _device_name(), "commit": commit(), "tiny": chosen.tiny}
+    log = Log(chosen.out / STATE, key, steps_of(chosen))
     console.print(f"{chosen.minutes:g} minutes, results in {chosen.out}", markup=False)
-    if _take_all(chosen, log, console):
-        return INTERRUPTED
-    failed = [name for name, facts in log.steps.items() if facts["outcome"] == "failed"]
-    if failed:
+    with Stops() as stops:
+        _take_all(chosen, log, stops, console)
+    if failed := log.failed():
         console.print(f"failed: {', '.join(failed)}; see the logs in {chosen.out}", markup=False)
-    return int(bool(failed))
+    if left := log.left():
+        console.print(f"left: {', '.join(left)}; another call goes on there", markup=False)
+    return INTERRUPTED if stops.count else int(bool(failed or left))

@@ -198,7 +198,7 @@ def add_gpu_options(parser: argparse.ArgumentParser) -> None:
     text = "go through the steps on a CPU, at toy sizes"
     parser.add_argument("--allow-cpu", action="store_true", help=text)
     parser.add_argument("--tiny", action="store_true", help="toy sizes on a GPU too")
-    text = "take the steps again that an earlier call has taken"
+    text = "take every step again; what earlier calls measured moves to a folder before-N"
     parser.add_argument("--restart", action="store_true", help=text)
 
 

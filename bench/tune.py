@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.candidates import PLAN_CASES, TILE_CASES, candidates
+from bench.candidates import PLAN_CASES, TILE_CASES, Guarded, candidates
 from bench.cases import CASES, Function
 from bench.contender import Contender
 from bench.defaults import TUNE_DEFAULTS
@@ -30,9 +31,9 @@ from bench.sizes import SIZES, Size
 from bench.table import significant
 from bench.ways import Way
 from fusedckpt._dispatch import path_of
-from fusedckpt.kernels import gemm, tuned
+from fusedckpt.kernels import tuned
 from fusedckpt.kernels.runtime import arch
-from fusedckpt.kernels.tiles import SHORT_K, Tile, family, tile_for
+from fusedckpt.kernels.tiles import SHORT_K, TILES, family, tile_for
 from fusedckpt.kernels.tuned import PlanKey, TileKey, Tuned
 
 __all__ = ["Settings", "run", "settings"]
@@ -62,7 +63,8 @@ def settings(
 ) -> Settings:
     """Fill in the device's defaults and check everything, before any work is done.
 
-    Raises ValueError for a device that is not there or has no kernels to tune, or without a cache.
+    Raises ValueError for a device that is not there or has no kernels to tune, without a cache or
+    with another program's file in its place; OSError where none can be written.
     """
     place = choose_device(device)
     given = {name: value for name, value in options.items() if value is not None}
@@ -72,63 +74,20 @@ def settings(
     path = cache or tuned.cache_path()
     if path is None:
         raise ValueError("FUSEDCKPT_CACHE is empty: name a file by --cache")
+    _check_place(path)
     sizes = dict.fromkeys(size or chosen.pop("size"))
     chosen["size"], chosen["tokens"] = tuple(sizes), tuple(tokens or chosen["tokens"])
     return Settings(**chosen, device=str(place), tiles=tiles, cache=path)
 
 
-class Recorder:
-    """Stands for the GEMM kernel, and notes what its launches compiled to."""
-
-    def __init__(self, kernel: Any):
-        self.kernel = kernel
-        self.compiled: list[Any] = []
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.compiled.append(self.kernel[grid](*args, **kwargs))
-
-        return launch
-
-
-class Guarded:
-    """A function under choices of its own; raises where they compile to kernels that spill."""
-
-    def __init__(self, fn: Function, choices: Tuned):
-        self.fn, self.choices = fn, choices
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run forward under the choices, and the backward too."""
-        return _Under.apply(self, *inputs)
-
-    def check(self, work: Any) -> None:
-        """Run once, and look at what was compiled. Raises ValueError for a spill."""
-        recorder = Recorder(gemm.gemm_kernel)
-        with patch.object(gemm, "gemm_kernel", recorder):
-            work.results(self)
-        spills = [getattr(kernel, "n_spills", 0) or 0 for kernel in recorder.compiled]
-        if any(spills):
-            raise ValueError(f"spills {max(spills)} registers")
-
-
-class _Under(torch.autograd.Function):
-    """Calls a Guarded's function and its backward, both under its choices."""
-
-    @staticmethod
-    def forward(ctx: Any, guarded: Guarded, *inputs: Any) -> Any:
-        with tuned.using(guarded.choices), torch.enable_grad():
-            ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-            # the cases that are tuned have one output
-            output: Any = guarded.fn(*ctx.inputs)
-        ctx.output, ctx.choices = output, guarded.choices
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:  # type: ignore[override]
-        with tuned.using(ctx.choices):
-            grads = torch.autograd.grad(ctx.output, ctx.inputs, dy)
-        ctx.output = ctx.inputs = None
-        return None, *grads
+def _check_place(cache: Path) -> None:
+    """Raise what stands against a cache there, before hours go into it."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        if not tuned.is_ours(cache.read_text(encoding="utf-8", errors="replace")):
+            raise ValueError(f"{cache} is no cache that bench tune wrote: name another by --cache")
+    # whether the folder takes files is found by making one
+    TemporaryFile(dir=cache.parent).close()
 
 
 class Tuner:
@@ -216,18 +175,35 @@ class Tuner:
                     yield partial(self.plan, case, size, tokens)
 
 
-def rows_of(choices: Tuned, name: str) -> Iterator[str]:
-    """Yield the lines to paste into kernels/tiles.py for an architecture."""
-    for (_, itemsize, slot), tile in choices.tiles.items():
-        if _ == name:
-            yield f"TILES[{family(name)!r}, {itemsize}]: {slot}={Tile(*tile)}"
+def rows_of(choices: Tuned, arch: str) -> Iterator[str]:
+    """Yield entries for TILES in kernels/tiles.py: measured tiles, and the shipped ones beside."""
+    for itemsize in sorted({size for where, size, _ in choices.tiles if where == arch}):
+        row = TILES[family(arch), itemsize]
+        yield f'    ("{family(arch)}", {itemsize}): Tiles('
+        for slot, shipped in row._asdict().items():
+            yield f"        {slot}=Tile{choices.tile(arch, itemsize, slot) or tuple(shipped)},"
+        yield "    ),"
+
+
+def plans_of(choices: Tuned, arch: str) -> Iterator[str]:
+    """Yield a line for each plan that was measured."""
     for (op, where, itemsize, n, k, power), plan in choices.plans.items():
-        if where == name:
-            yield f"# {op}, {itemsize} bytes, [{2**power}, {n}, {k}]: {plan}"
+        if where == arch:
+            yield f"    {op}, {itemsize} bytes, [{2**power}, {n}, {k}]: {plan}"
+
+
+def report(choices: Tuned, arch: str, cache: Path) -> Iterator[str]:
+    """Yield what the file holds for an architecture, and what of it can be shipped."""
+    yield f"\n{arch}, kept in {cache}"
+    if rows := list(rows_of(choices, arch)):
+        yield from ("rows for TILES in kernels/tiles.py:", *rows)
+    if plans := list(plans_of(choices, arch)):
+        # tables have no plans: gains_by_fusion is a rule
+        yield from ("plans, which this file alone holds:", *plans)
 
 
 def run(chosen: Settings) -> int:
-    """Measure until all is, or time is up; print what to paste into the shipped tables."""
+    """Measure until all is, or time is up; print what is kept, as rows of the shipped table."""
     console = Console()
     tuner = Tuner(chosen, console)
     status = 0
@@ -240,7 +216,6 @@ def run(chosen: Settings) -> int:
             step()
     except KeyboardInterrupt:
         status = INTERRUPTED
-    console.print(f"\n{tuner.arch}, kept in {chosen.cache}:", markup=False, highlight=False)
-    for line in rows_of(tuner.choices, tuner.arch):
+    for line in report(tuner.choices, tuner.arch, chosen.cache):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return status

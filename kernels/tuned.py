@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 
 from .runtime import HAS_TRITON, triton
 
-FORMAT = "fusedckpt tuned 1"
+MARK = "fusedckpt tuned"
+FORMAT = f"{MARK} 1"
 SLOTS = ("long", "short", "hybrid_long", "hybrid_short", "pointers")
 PLANS = ("split", "hybrid", "fused")
 TILE_FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "slices")
@@ -99,6 +101,11 @@ def load(path: Path) -> Tuned:
     except (OSError, ValueError) as error:
         warnings.warn(f"fusedckpt ignores {path}: {error}", RuntimeWarning, stacklevel=2)
         return NOTHING
+
+
+def is_ours(text: str) -> bool:
+    """Whether a file was written by `store`, of whatever version, and damaged or not."""
+    return re.match(rf'\s*{{\s*"format":\s*"{MARK} ', text) is not None
 
 
 def parse(text: str) -> Tuned:

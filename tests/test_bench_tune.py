@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from fusedckpt._dispatch import forced_path, plan_for
-from fusedckpt.kernels import gemm, tuned
+from fusedckpt.kernels import gemm, tiles, tuned
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED
 from fusedckpt.kernels.tiles import TILES, Tile, tile_for
 from fusedckpt.kernels.tuned import NOTHING, Tuned
@@ -204,8 +206,76 @@ def test_tuning_fills_the_cache(tmp_path, monkeypatch, capsys, one_key):
     # each candidate was really launched
     assert {tuple(tile) for tile in used} == {(32, 64, 16, 4, 1, 2), (32, 32, 16, 4, 1, 1)}
     out = capsys.readouterr().out
-    assert "TILES['interpreter', 4]: short=Tile(" in out
-    assert "# linear_act, 4 bytes, [8, 80, 32]: split" in out
+    _, rows, plans = re.split("rows for TILES in kernels/tiles.py:|plans, which .* alone .*:", out)
+    measured = {"short": Tile(*found.tiles["interpreter", 4, "short"])}
+    row = TILES["interpreter", 4]._replace(**measured)
+    assert eval(f"{{{rows}}}", vars(tiles)) == {("interpreter", 4): row}
+    assert plans.strip() == "linear_act, 4 bytes, [8, 80, 32]: split"
+
+
+def test_what_is_printed_can_be_pasted_into_the_table():
+    choices = Tuned(
+        {
+            ("sm_86", 2, "long"): TILE,
+            ("sm_86", 2, "pointers"): (64, 64, 32, 4, 4, 1),
+            ("sm_86", 4, "short"): TILE,
+            ("sm_90", 2, "long"): TILE,
+        },
+        CHOICES.plans,
+    )
+    half = TILES["sm_80", 2]._replace(long=Tile(*TILE), pointers=Tile(64, 64, 32, 4, 4, 1))
+    single = TILES["sm_80", 4]._replace(short=Tile(*TILE))
+    printed = "\n".join(tune.rows_of(choices, "sm_86"))
+    assert eval(f"{{{printed}}}", vars(tiles)) == {("sm_80", 2): half, ("sm_80", 4): single}
+    # nothing was measured here: no row, and no heading for one
+    assert [*tune.report(choices, "sm_100", Path("file"))] == ["\nsm_100, kept in file"]
+
+
+@interpreted
+@pytest.mark.parametrize("text", ["# Readme", "", "{", '{"format": "another", "a": "fusedckpt"}'])
+def test_a_file_that_is_not_ours_is_not_replaced(tmp_path, capsys, text):
+    path = tmp_path / "readme.md"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        command.main([*TINY, f"--cache={path}"])
+    assert "readme.md is no cache that bench tune wrote" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        tuned.dump(CHOICES),
+        tuned.dump(CHOICES)[:40],
+        changed(lambda record: record.update(format="fusedckpt tuned 2")),
+        changed(lambda record: record.update(triton="0.1")),
+    ],
+)
+def test_a_file_of_ours_is_replaced_whatever_its_version(tmp_path, text):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    tune._check_place(path)
+    assert path.read_text() == text
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("", "Is a directory"),
+        ("file/tuned.json", "File exists"),
+        ("file/new/tuned.json", "Not a directory"),
+        # nobody makes files there
+        ("/proc/self/tuned.json", "No such file or directory"),
+    ],
+)
+def test_a_place_that_takes_no_file_is_refused_first(tmp_path, monkeypatch, capsys, place, says):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tune.Tuner, "race", lambda *args: pytest.fail("measured"))
+    with pytest.raises(SystemExit):
+        command.main([*TINY, f"--cache={tmp_path / place}"])
+    assert says in capsys.readouterr().err
 
 
 @interpreted
@@ -257,9 +327,6 @@ def test_shipped_candidates_are_tiles_that_the_cache_takes():
     from bench.candidates import candidates
 
     for itemsize in (2, 4):
-        tiles = {
-            ("sm_90", itemsize, str(tile)): tuple(tile) for tile in candidates("sm_90", itemsize)
-        }
-        for tile in tiles.values():
-            kept = Tuned({("sm_90", itemsize, "long"): tile}, {})
+        for tile in candidates("sm_90", itemsize):
+            kept = Tuned({("sm_90", itemsize, "long"): tuple(tile)}, {})
             assert tuned.parse(tuned.dump(kept)) == kept
