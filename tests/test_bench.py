@@ -210,6 +210,32 @@ def test_a_copy_without_git_can_name_its_commit(monkeypatch):
     assert env.commit() == "0123abc"
 
 
+def test_libraries_are_named_where_they_are_installed(monkeypatch):
+    def version(name: str) -> str:
+        if name != "flash-attn":
+            raise env.metadata.PackageNotFoundError(name)
+        return "2.8"
+
+    monkeypatch.setattr(env.metadata, "version", version)
+    facts = env.environment(torch.device("cpu"), torch.float32)
+    env.complete(facts)
+    assert facts["flash-attn"] == "2.8"
+    assert "liger-kernel" not in facts
+    assert env.summary(facts).endswith(f"fusedckpt {fusedckpt.__version__}, flash-attn 2.8")
+
+
+def test_rounding_to_tf32_is_named():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        facts = env.environment(torch.device("cpu"), torch.float32)
+    finally:
+        matmul.fp32_precision = before
+    assert env.summary(facts).endswith("; TF32 matmuls")
+    assert not env.has_tf32()
+
+
 def test_env_names_every_op(capsys):
     assert command.main(["env"]) == 0
     out = capsys.readouterr().out
