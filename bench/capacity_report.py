@@ -8,18 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from bench.env import summary
-from bench.figures import family
+from bench.env import origin
+from bench.picture import family, save
 from bench.results import MIB, Timing
-from bench.table import significant
-from fusedckpt._figure import FAINT, INK, STYLE
+from bench.text import significant
+from fusedckpt._figure import INK
 
 __all__ = ["Capacity", "Fit", "append", "draw", "is_capacity", "read", "table"]
 
@@ -110,7 +109,7 @@ def table(found: Capacity) -> Table:
 
 
 def _bars(axes: Axes, rows: Sequence[Fit], values: Sequence[float], title: str) -> None:
-    colours = [family(row.name)[1] for row in rows]
+    colours = [family(row.name).colour for row in rows]
     bars = axes.barh(range(len(rows)), values, 0.72, color=colours)
     axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=4, fontsize=8.5)
     axes.set_title(title)
@@ -124,14 +123,11 @@ def _bars(axes: Axes, rows: Sequence[Fit], values: Sequence[float], title: str) 
 def draw(found: Capacity, path: Path) -> None:
     """Write how many tokens fit, beside how fast they are."""
     rows = [row for row in found.rows if row.both_ms is not None]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10, 1.5 + 0.27 * len(rows)), dpi=160, layout="constrained")
+
+    def fill(figure: Figure) -> None:
         tokens, speed = figure.subplots(1, 2, sharey=True)
         _bars(tokens, rows, [float(row.tokens) for row in rows], "Tokens that fit")
         tokens.set_yticks(range(len(rows)), [row.name for row in rows], color=INK)
         _bars(speed, rows, [row.tokens_per_second for row in rows], "Tokens per second, there")
-        figure.suptitle(found.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-        facts = found.environment
-        text = f"{summary(facts)}; {facts['date'][:10]}, commit {str(facts['commit'])[:12]}"
-        figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5, color=FAINT)
-        figure.savefig(path)
+
+    save(path, 1.4 + 0.27 * len(rows), found.title, [origin(found.environment)], fill)

@@ -10,7 +10,8 @@ from rich import box
 from rich.table import Table
 
 from bench.results import Group, Row, Timing, read
-from bench.table import console, significant, source
+from bench.table import source
+from bench.text import console, significant
 
 __all__ = ["Change", "Settings", "changes", "run", "settings"]
 

@@ -42,7 +42,7 @@ def _sets(groups: tuple[Group, ...]) -> Iterator[tuple[str, list[Group]]]:
     """Groups of one device, size and dtype, which share a figure, by a name for its file."""
     found: dict[Any, list[Group]] = {}
     for group in groups:
-        device = (group.environment or {}).get("device")
+        device = group.device
         key = (device, group.size, group.dim, group.tokens, group.dtype)
         found.setdefault(key, []).append(group)
     several = len({device for device, *_ in found}) > 1

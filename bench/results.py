@@ -49,7 +49,15 @@ class Ceilings(NamedTuple):
 
     def least_ms(self, load: Load) -> float:
         """Return how long forward and backward must take at either ceiling."""
-        return 1e3 * max(load.flops / self.tflops / 1e12, load.nbytes / self.gbytes / 1e9)
+        return 1e3 * max(self._seconds(load))
+
+    def is_matmul(self, load: Load) -> bool:
+        """Whether that of the matmul is the one which takes longer."""
+        flops, nbytes = self._seconds(load)
+        return flops > nbytes
+
+    def _seconds(self, load: Load) -> tuple[float, float]:
+        return load.flops / self.tflops / 1e12, load.nbytes / self.gbytes / 1e9
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ class Row:
 class Group:
     """All implementations of one case at one size; ratios refer to the first.
 
-    checked_tokens: at how many the numbers were compared; fewer where float64 did not fit.
+    checked_tokens: at how many the numbers were compared; fewer where float64 did not fit; seq: how
+    many attend to one another, in cases with attention.
     """
 
     case: str
@@ -113,17 +122,30 @@ class Group:
     load: Load = NO_LOAD
     ceilings: Ceilings | None = None
     environment: dict[str, Any] | None = None
+    seq: int | None = None
+
+    @property
+    def device(self) -> str:
+        """Where it was measured."""
+        return self.environment["device"] if self.environment else "unknown device"
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What two results must have in common to be compared."""
-        return self.case, self.size, self.tokens, self.dim, self.hidden, self.dtype
+        sizes = self.tokens, self.seq, self.dim, self.hidden, self.kv
+        return self.case, self.size, *sizes, self.dtype, self.device
+
+    @property
+    def heading(self) -> str:
+        """The case, and how long its sequences are."""
+        return self.case if self.seq is None else f"{self.case}, sequences of {self.seq}"
 
     @property
     def title(self) -> str:
         """The case and its sizes, in a line."""
-        sizes = f"{self.tokens} tokens, D = {self.dim}, F = {self.hidden}"
-        return f"{self.case}, {self.size}: {sizes}, {self.dtype}"
+        sizes = f"{self.tokens} tokens, D = {self.dim}, F = {self.hidden}, {self.dtype}"
+        sequences = "" if self.seq is None else f", sequences of {self.seq}"
+        return f"{self.case}, {self.size}: {sizes}{sequences}"
 
 
 def append(group: Group, path: Path) -> None:
@@ -158,7 +180,7 @@ def read(path: Path) -> list[Group]:
     groups: dict[Any, Group] = {}
     for pairs in found.values():
         group = _group(pairs[0][0], [row for _, row in pairs])
-        groups[(*group.key, (group.environment or {}).get("device"))] = group
+        groups[group.key] = group
     return list(groups.values())
 
 

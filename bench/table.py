@@ -8,21 +8,19 @@ from pathlib import Path
 from statistics import median
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.env import summary
+from bench.env import origin
 from bench.results import MIB, Group, Row, read
+from bench.text import console, significant
 
-__all__ = ["WIDTH", "Settings", "console", "markdown", "run", "settings", "table"]
+__all__ = ["Settings", "markdown", "run", "settings", "source", "sources", "table"]
 
 HEADS = (
     *("forward\nms", "backward\nms", "both\nms", "of\neager", "saved\nB/token"),
     *("peak\nMiB", "backward\nMiB", "TFLOP/s", "GB/s", "of\nlimit"),
 )
-# of a table; a pipe would be given 80 columns
-WIDTH = 112
 
 
 @dataclass(frozen=True)
@@ -36,17 +34,6 @@ class Settings:
 def settings(file: Path, markdown: bool) -> Settings:
     """Read the file. Raises ValueError where it is none of ours, OSError where it is not there."""
     return Settings(tuple(read(file)), markdown)
-
-
-def console() -> Console:
-    """Return a console wide enough for a table."""
-    found = Console()
-    return found if found.width >= WIDTH else Console(width=WIDTH)
-
-
-def significant(value: float) -> str:
-    """Write a number with at least three significant digits."""
-    return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 3}f}"
 
 
 def _ratio(row: Row, reference: Row) -> str:
@@ -131,14 +118,25 @@ def markdown(group: Group) -> str:
 
 def source(group: Group) -> str:
     """Where a group's numbers come from, in a line."""
-    facts = group.environment
-    if facts is None:
+    if group.environment is None:
         return "unknown environment"
-    found = f"{summary(facts)}; {facts['date'][:10]}, commit {str(facts['commit'])[:12]}"
+    found = origin(group.environment)
+    if any(row.is_graph for row in group.rows):
+        found += "; CUDA graphs"
     if group.ceilings is not None:
         tflops, gbytes = map(significant, group.ceilings)
         found += f"; a large matmul {tflops} TFLOP/s, a copy {gbytes} GB/s"
     return found
+
+
+def sources(found: Sequence[Group]) -> list[str]:
+    """Where groups come from, a line each, with the cases it is said of where they differ."""
+    cases: dict[str, list[str]] = {}
+    for group in found:
+        cases.setdefault(source(group), []).append(group.case)
+    if len(cases) == 1:
+        return list(cases)
+    return [f"{', '.join(names)}: {where}" for where, names in cases.items()]
 
 
 def run(chosen: Settings) -> int:

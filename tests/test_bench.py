@@ -16,8 +16,10 @@ from fusedckpt._dispatch import forced_path
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+from matplotlib.figure import Figure
+
 from bench import __main__ as command
-from bench import data, demo, env
+from bench import data, demo, env, report
 
 STEPS, LAYERS, DIM, SEQ, BATCH = 4, 2, 64, 48, 3
 SIZES = {"steps": STEPS, "layers": LAYERS, "dim": DIM, "seq": SEQ, "batch": BATCH}
@@ -68,6 +70,22 @@ def test_demo_writes_a_png_of_readable_size(result):
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
     assert width == 2400
     assert 600 < height < 1200
+
+
+def test_the_legend_lies_on_no_words(result, tmp_path, monkeypatch):
+    seen, before = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path: (seen.append(figure), before(figure, path))
+    )
+    runs = [report.Run(**run) for run in result["runs"]]
+    words = "\n".join(2 * ["as many words as fit beside one another " * 3])
+    report.draw(report.Result("title", words, {}, {}, "", tuple(runs)), tmp_path / "demo.png")
+    (figure,) = seen
+    (legend,) = figure.legends
+    place = legend.get_window_extent()
+    titles = [axes._left_title for axes in figure.axes]
+    for words in (*figure.texts, *titles):
+        assert not place.overlaps(words.get_window_extent()), words.get_text()
 
 
 def test_all_runs_learn_alike(result):
