@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from bench import capacity_report, text
+from bench.capacity_report import Capacity, capacities
 from bench.env import origin
-from bench.results import MIB, Group, Row, read
+from bench.records import lines
+from bench.results import MIB, Group, Row, groups
 from bench.text import console, significant
 
 __all__ = ["Settings", "markdown", "run", "settings", "source", "sources", "table"]
@@ -25,24 +27,25 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The file to read, and how to print it."""
+    """What to print, and how."""
 
     groups: tuple[Group, ...]
     markdown: bool
+    capacities: tuple[Capacity, ...] = ()
 
 
 def settings(file: Path, markdown: bool) -> Settings:
-    """Read the file. Raises ValueError where it is none of ours, OSError where it is not there."""
-    return Settings(tuple(read(file)), markdown)
+    """Read the file. Raises ValueError where there is nothing of ours, OSError as reading does."""
+    found = lines(file)
+    if not found:
+        raise ValueError(f"{file}: nothing was measured")
+    return Settings(tuple(groups(found)), markdown, tuple(capacities(found)))
 
 
 def _ratio(row: Row, reference: Row) -> str:
-    """The median of the ratios within each round, where load that comes and goes cancels."""
     if row.both_ms is None or reference.both_ms is None:
         return "-"
-    # an interrupt leaves some a round short
-    rounds = zip(row.both_ms.samples, reference.both_ms.samples, strict=False)
-    return f"{median(mine / other for mine, other in rounds):.2f}x"
+    return f"{row.both_ms.over(reference.both_ms).median:.2f}x"
 
 
 def _rates(row: Row, group: Group) -> list[str]:
@@ -109,11 +112,9 @@ def table(group: Group) -> Table:
 
 def markdown(group: Group) -> str:
     """The same as a Markdown table."""
-    heads = ["implementation", *(head.replace("\n", " ") for head in HEADS)]
-    lines: list[Sequence[str]] = [heads, ["---"] + ["---:"] * len(HEADS)]
-    lines += [[row.name, *cells(row, group)] for row in group.rows if row.failure is None]
-    drawn = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([f"**{group.title}**", drawn, *notes(group)])
+    heads = [head.replace("\n", " ") for head in HEADS]
+    rows = ([row.name, *cells(row, group)] for row in group.rows if row.failure is None)
+    return text.markdown(group.title, heads, rows, notes(group))
 
 
 def source(group: Group) -> str:
@@ -139,15 +140,24 @@ def sources(found: Sequence[Group]) -> list[str]:
     return [f"{', '.join(names)}: {where}" for where, names in cases.items()]
 
 
+def _parts(chosen: Settings) -> Iterator[tuple[str, Table | str]]:
+    """Yield where each table comes from, and the table."""
+    for group in chosen.groups:
+        yield source(group), markdown(group) if chosen.markdown else table(group)
+    for found in chosen.capacities:
+        write = capacity_report.markdown if chosen.markdown else capacity_report.table
+        yield origin(found.environment), write(found)
+
+
 def run(chosen: Settings) -> int:
     """Print every table, and where it comes from when that changes."""
     out, before = console(), None
-    for group in chosen.groups:
-        if (here := source(group)) != before:
+    for here, part in _parts(chosen):
+        if here != before:
             out.print(here + "\n", markup=False, highlight=False, soft_wrap=True)
             before = here
-        if chosen.markdown:
-            print(markdown(group) + "\n")
+        if isinstance(part, str):
+            print(part + "\n")
         else:
-            out.print(table(group))
+            out.print(part)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,8 @@ pytest.importorskip("matplotlib", reason="needs the bench extra")
 from matplotlib.figure import Figure
 
 from bench import __main__ as command
-from bench import compare, figures, picture
+from bench import capacity_report, compare, figures, picture
+from bench.capacity_report import Capacity, Fit
 from bench.results import Ceilings, Group, Load, Row, Timing, append, read
 from bench.table import markdown, notes, source, sources, table
 
@@ -41,6 +43,11 @@ def group(*rows: Row, case: str = "mlp", **changes) -> Group:
         case, "tiny", 48, 32, 80, 16, rows, "float32", 48, load, Ceilings(1.5, 10.0), FACTS
     )
     return replace(made, **changes)
+
+
+def fits(**changes) -> Capacity:
+    rows = (Fit("eager", None, 96, 2**20, Timing.of([2.0])), Fit("ours", "no room", 0, 0, None))
+    return replace(Capacity("mlp", "tiny", 32, 80, "float32", 1, FACTS, rows), **changes)
 
 
 def write(path: Path, *groups: Group) -> Path:
@@ -181,13 +188,79 @@ def test_shares_are_of_the_ceilings_of_their_own_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["table", "plot"])
 def test_files_without_results_end_in_one_line(tmp_path, capsys, name):
     path = tmp_path / "run.jsonl"
-    for text in (None, "nonsense\n"):
-        if text:
-            path.write_text(text)
+    for text in (None, b"", b"nonsense\n", b"\xff\n", b"[" * 100_000 + b"\n", b"[1]\n", b"{}\n"):
+        if text is not None:
+            path.write_bytes(text)
         with pytest.raises(SystemExit) as ended:
             command.main([name, str(path)])
         assert ended.value.code == 2
-        assert "run.jsonl" in capsys.readouterr().err
+        where = "run.jsonl:1: not a result" if text else "run.jsonl"
+        assert where in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("row", "both_ms", "median"), "3", "Row.both_ms.median is not a number"),
+        (("row", "both_ms", "samples"), [1, None], "Row.both_ms.samples[1] is not a number"),
+        (("row", "both_ms"), {"median": 1.0}, "missing 3 required"),
+        (("row", "is_wrong"), 1, "Row.is_wrong is not true or false"),
+        (("tokens",), 4.5, "Group.tokens is not a whole number"),
+        (("load", "forward_flops"), True, "Group.load.forward_flops is not a whole number"),
+        (("ceilings",), [1, 2], "Group.ceilings is not an object"),
+        (("environment", "date"), None, "environment names no date"),
+        (("novelty",), 1, "Group has no novelty"),
+    ],
+)
+def test_a_record_of_wrong_types_is_told_by_its_line(tmp_path, capsys, place, value, message):
+    path = write(tmp_path / "run.jsonl", group(row("eager"), row("ours")))
+    first, second = path.read_text().splitlines()
+    record = json.loads(second)
+    inner = record
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    path.write_text(f"{first}\n{json.dumps(record)}\n")
+    with pytest.raises(SystemExit) as ended:
+        command.main(["table", str(path)])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "run.jsonl:2: not a result" in last
+    assert message in last
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path, capsys):
+    path = write(tmp_path / "run.jsonl", group(row("eager"), row("ours")))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-30])
+    assert [[r.name for r in one.rows] for one in read(path)] == [["eager"]]
+    assert "run.jsonl:2: left out, the line is unfinished" in capsys.readouterr().err
+    # what comes next takes its place
+    append(group(row("eager"), case="norm"), path)
+    assert [one.case for one in read(path)] == ["mlp", "norm"]
+    assert not capsys.readouterr().err
+    # a line that lacks its end alone is whole
+    path.write_bytes(whole[:-1])
+    append(group(row("eager"), case="norm"), path)
+    assert [len(one.rows) for one in read(path)] == [2, 1]
+
+
+def test_files_of_both_kinds_can_be_joined(tmp_path, capsys):
+    path = write(tmp_path / "all.jsonl", group(row("eager"), row("ours")))
+    capacity_report.append(fits(), path)
+    # one file to itself: every line is one
+    path.write_bytes(2 * path.read_bytes())
+    assert command.main(["table", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("mlp, tiny: 48 tokens") == 1
+    assert out.count(" ours ") == 1
+    assert out.count("mlp, tiny: D = 32, F = 80, float32, in 1 MiB") == 1
+    assert "ours: no room" in out
+    assert command.main(["table", str(path), "--markdown"]) == 0
+    assert "| eager | 96 | 1.000 | 2.000 | 48,000 |" in capsys.readouterr().out
+    assert command.main(["plot", str(path)]) == 0
+    drawn = {file.stem for file in tmp_path.glob("*.png")}
+    assert {"mlp-tiny-32-48-float32", "capacity-mlp-tiny-32-1-float32"} <= drawn
 
 
 def test_a_case_measured_twice_counts_once(tmp_path):
