@@ -20,9 +20,11 @@ from bench.text import console, significant
 __all__ = ["Settings", "markdown", "run", "settings", "source", "sources", "table"]
 
 HEADS = (
-    *("forward\nms", "backward\nms", "both\nms", "of\neager", "saved\nB/token"),
+    *("forward\nms", "backward\nms", "both\nms", "of\neager", "error", "saved\nB/token"),
     *("peak\nMiB", "backward\nMiB", "TFLOP/s", "GB/s", "of\nlimit"),
 )
+# of float32: what an error is held to where eager's own is nothing
+EPS = 2**-23
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,15 @@ def _ratio(row: Row, reference: Row) -> str:
     return f"{row.both_ms.over(reference.both_ms).median:.2f}x"
 
 
+def _error(row: Row, reference: Row) -> str:
+    """The error of the result that is worst beside eager's of the same result."""
+    pairs = zip(row.errors, reference.errors, strict=False)
+    ratios = [mine / (eagers or EPS) for mine, eagers in pairs]
+    if not ratios:
+        return "-"
+    return f"{max(ratios):.{0 if max(ratios) >= 10 else 2}f}x"
+
+
 def _rates(row: Row, group: Group) -> list[str]:
     """What the case needs at least, over the time it took: a recomputed FLOP counts for nothing."""
     if row.both_ms is None:
@@ -68,6 +79,7 @@ def cells(row: Row, group: Group) -> list[str]:
     return [
         *("-" if time is None else significant(time.median) for time in times),
         _ratio(row, group.rows[0]),
+        _error(row, group.rows[0]),
         saved,
         *("-" if peak is None else significant(peak / MIB) for peak in peaks),
         *_rates(row, group),

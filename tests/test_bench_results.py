@@ -83,7 +83,22 @@ def test_rates_count_what_the_case_needs():
     )
     # the medians of 4.0 and 3.6
     assert cells[:5] == ("eager", "1.520", "2.280", "3.800", "1.00x")
-    assert cells[5:] == ("10", "0.001", "0.001", "0.789", "0.789", "53%")
+    assert cells[5:] == ("1.00x", "10", "0.001", "0.001", "0.789", "0.789", "53%")
+
+
+def test_errors_are_held_against_eagers():
+    eager = row("eager", errors=(1e-7, 1e-6, 0.0))
+    rows = [
+        # of each result by itself, the worst
+        row("ours", errors=(1.5e-7, 5e-7, 0.0)),
+        row("far", errors=(1.2345e-6, 1e-6, 0.0)),
+        # where eager is exact, of an epsilon
+        row("inexact", errors=(0.0, 0.0, 3 * 2**-23)),
+        row("exact", errors=(0.0, 0.0, 0.0)),
+        row("interrupted", errors=()),
+    ]
+    (column,) = (c for c in table(group(eager, *rows)).columns if c.header == "error")
+    assert list(column.cells) == ["1.00x", "1.50x", "12x", "3.00x", "0.00x", "-"]
 
 
 def test_notes_say_what_the_numbers_do_not():
