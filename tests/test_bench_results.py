@@ -31,7 +31,7 @@ FACTS = {
 
 
 def row(name: str, ms: float = 3.0, peak: int = 1000, **changes) -> Row:
-    times = [Timing.of([scale * ms, 0.9 * scale * ms]) for scale in (0.4, 0.6, 1.0)]
+    times = [Timing.of([scale * ms, 0.9 * scale * ms] * 3) for scale in (0.4, 0.6, 1.0)]
     if "failure" in changes:
         changes |= {"forward_ms": None, "backward_ms": None, "both_ms": None}
     return replace(Row(name, None, False, *times, 500, peak, 800, (1e-7,)), **changes)
@@ -296,23 +296,65 @@ def test_changes_beyond_noise_are_told():
         row("broke", failure="RuntimeError: no"),
         row("grew", peak=1001),
     )
-    found = list(compare.changes((before,), (after,), 0.05))
+    found = list(compare.changes((before, after), 0.05))
     assert [(c.name, c.what) for c in found] == [
-        ("ours", "forward ms"),
-        ("ours", "backward ms"),
-        ("ours", "both ms"),
+        ("ours", "forward of eager"),
+        ("ours", "backward of eager"),
+        ("ours", "both of eager"),
         ("new", "implementation"),
         ("broke", "failure"),
         ("grew", "peak bytes"),
         ("gone", "implementation"),
     ]
     assert [c.is_worse for c in found] == [False] * 4 + [True, True, False]
-    assert not list(compare.changes((before,), (before,), 0.0))
+    assert not list(compare.changes((before, before), 0.0))
     # 20 % apart, and as much noise
-    noisy = group(row("eager"), row("ours", 3.6, both_ms=Timing.of([2.2, 5.0])))
-    assert not [c for c in compare.changes((before,), (noisy,), 0.05) if c.what == "both ms"]
-    # what was not measured before did not change
-    assert not list(compare.changes((before,), (replace(after, tokens=96),), 0.05))
+    noisy = group(row("eager"), row("ours", 3.6, both_ms=Timing.of([2.2, 5.0] * 3)))
+    found = compare.changes((before, noisy), 0.05)
+    assert not [change for change in found if change.what == "both of eager"]
+
+
+def test_load_that_slows_everybody_is_no_change():
+    before = group(row("eager", 3.0), row("ours", 6.0))
+    after = group(row("eager", 4.5), row("ours", 9.0))
+    assert not list(compare.changes((before, after), 0.05))
+    (*_, both) = compare.eager_changes((before, after), 0.05)
+    assert (both.what, both.share) == ("both ms", "+50.0%")
+
+
+def test_few_rounds_are_no_evidence():
+    def short(ms: float, peak: int = 1000) -> Row:
+        times = dict.fromkeys(("forward_ms", "backward_ms", "both_ms"), Timing.of([ms] * 4))
+        return row("ours", ms, peak, **times)
+
+    pair = group(row("eager"), short(3.0)), group(row("eager", 6.0), short(9.0, 1001))
+    assert [change.what for change in compare.changes(pair, 0.05)] == ["peak bytes"]
+    assert compare.is_short(pair)
+    assert not compare.is_short((group(row("eager")), group(row("eager"))))
+
+
+def test_comparing_prints_both_sources(tmp_path, capsys):
+    a = write(tmp_path / "a.jsonl", group(row("eager"), row("ours")), group(row("eager"), case="x"))
+    there = FACTS | {"commit": "fedcba9876543210"}
+    faster = group(row("eager", 2.0), row("ours", 1.0), environment=there)
+    elsewhere = replace(faster, environment=FACTS | {"device": "another"})
+    b = write(tmp_path / "b.jsonl", faster, elsewhere)
+    assert command.main(["compare", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert "before: a device" in out
+    assert "commit fedcba987654" in out
+    assert "-50.0%" in out
+    sizes = "tiny: 48 tokens, D = 32, F = 80, float32"
+    assert f"eager itself moved, both ms 2.850 -> 1.900 (-33.3%): mlp, {sizes}" in out
+    assert f"only before: x, {sizes}, on a device" in out
+    assert f"only after: mlp, {sizes}, on another" in out
+    assert command.main(["compare", str(a), str(a)]) == 0
+    assert "no change in 2 cases" in capsys.readouterr().out
+    one = Timing.of([3.0])
+    few = group(row("eager", both_ms=one), row("ours", both_ms=one))
+    c = write(tmp_path / "c.jsonl", few)
+    assert command.main(["compare", str(a), str(c)]) == 0
+    assert "fewer than 5 rounds are not compared: mlp tiny 48" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("threshold", ["1", "-0.1", "x"])
