@@ -21,7 +21,7 @@ from bench.jobs import INTERRUPTED, Job, jobs_of
 from bench.measure import WARMUP, Truth
 from bench.results import MIB, Timing
 from bench.sizes import SEQUENCE, SIZES
-from bench.table import console as wide_console
+from bench.text import console as wide_console
 from fusedckpt.memory import peak_bytes
 
 __all__ = ["FILE", "Settings", "most_tokens", "run", "settings"]

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from bench.env import summary
-from bench.figures import family
+from bench import records, text
+from bench.env import complete, origin
+from bench.picture import family, save
+from bench.records import Line, blamed, build
 from bench.results import MIB, Timing
-from bench.table import significant
-from fusedckpt._figure import FAINT, INK, STYLE
+from bench.text import significant
+from fusedckpt._figure import INK
 
-__all__ = ["Capacity", "Fit", "append", "draw", "is_capacity", "read", "table"]
+__all__ = ["Capacity", "Fit", "append", "capacities", "draw", "markdown", "table"]
+
+HEADS = ("tokens", "peak MiB", "both ms", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class Capacity:
     rows: tuple[Fit, ...]
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """What two results have in common of which the later counts."""
+        sizes = self.dim, self.hidden, self.dtype, self.memory
+        return self.case, self.size, *sizes, self.environment["device"]
+
+    @property
     def title(self) -> str:
         """The case, its sizes and the memory, in a line."""
         sizes = f"D = {self.dim}, F = {self.hidden}, {self.dtype}"
@@ -62,55 +70,57 @@ class Capacity:
 
 def append(found: Capacity, path: Path) -> None:
     """Add a line to a file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(found)) + "\n")
+    records.append([asdict(found)], path)
 
 
-def is_capacity(path: Path) -> bool:
-    """Whether a file holds capacities. Raises OSError where it cannot be read."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return '"memory":' in file.readline()
+def capacities(found: Iterable[Line]) -> list[Capacity]:
+    """Make what `append` wrote, in order; of a case measured twice on one device the last counts.
+
+    Lines of `bench run` are left out. Raises ValueError, naming file and line, for any others.
+    """
+    made: dict[Any, Capacity] = {}
+    for where, record in (line for line in found if line.is_capacity):
+        with blamed(where):
+            one = build(Capacity, record)
+            complete(one.environment)
+        made[one.key] = one
+    return list(made.values())
 
 
-def read(path: Path) -> list[Capacity]:
-    """Read what `append` wrote. Raises ValueError for anything else."""
-    found = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = json.loads(text)
-            record["rows"] = tuple(map(_fit, record["rows"]))
-            found.append(Capacity(**record))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}:{number}: no result of bench capacity ({error})") from error
-    return found
+def _cells(row: Fit) -> list[str]:
+    assert row.both_ms is not None
+    numbers = (row.peak_bytes / MIB, row.both_ms.median, row.tokens_per_second)
+    return [row.name, f"{row.tokens:,}", *map(significant, numbers)]
 
 
-def _fit(record: dict[str, Any]) -> Fit:
-    time = record["both_ms"]
-    if time is not None:
-        record["both_ms"] = Timing(**time | {"samples": tuple(time["samples"])})
-    return Fit(**record)
+def _lost(found: Capacity) -> list[str]:
+    return [f"{row.name}: {row.failure}" for row in found.rows if row.failure]
 
 
 def table(found: Capacity) -> Table:
     """One line per implementation; below, why others are not there."""
     out = Table(box=box.SIMPLE_HEAD, title=found.title, title_style="bold", title_justify="left")
     out.add_column("implementation", style="bold", no_wrap=True)
-    for head in ("tokens", "peak MiB", "both ms", "tokens/s"):
+    for head in HEADS:
         out.add_column(head, justify="right")
-    for row in found.rows:
-        if row.both_ms is not None:
-            speed = significant(row.tokens_per_second)
-            peak, time = significant(row.peak_bytes / MIB), significant(row.both_ms.median)
-            out.add_row(row.name, f"{row.tokens:,}", peak, time, speed)
-    lost = [f"{row.name}: {row.failure}" for row in found.rows if row.failure]
-    if lost:
+    for row in _timed(found):
+        out.add_row(*_cells(row))
+    if lost := _lost(found):
         out.caption, out.caption_justify = escape("\n".join(lost)), "left"
     return out
 
 
+def markdown(found: Capacity) -> str:
+    """The same as a Markdown table."""
+    return text.markdown(found.title, HEADS, map(_cells, _timed(found)), _lost(found))
+
+
+def _timed(found: Capacity) -> list[Fit]:
+    return [row for row in found.rows if row.both_ms is not None]
+
+
 def _bars(axes: Axes, rows: Sequence[Fit], values: Sequence[float], title: str) -> None:
-    colours = [family(row.name)[1] for row in rows]
+    colours = [family(row.name).colour for row in rows]
     bars = axes.barh(range(len(rows)), values, 0.72, color=colours)
     axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=4, fontsize=8.5)
     axes.set_title(title)
@@ -123,15 +133,12 @@ def _bars(axes: Axes, rows: Sequence[Fit], values: Sequence[float], title: str) 
 
 def draw(found: Capacity, path: Path) -> None:
     """Write how many tokens fit, beside how fast they are."""
-    rows = [row for row in found.rows if row.both_ms is not None]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10, 1.5 + 0.27 * len(rows)), dpi=160, layout="constrained")
+    rows = _timed(found)
+
+    def fill(figure: Figure) -> None:
         tokens, speed = figure.subplots(1, 2, sharey=True)
         _bars(tokens, rows, [float(row.tokens) for row in rows], "Tokens that fit")
         tokens.set_yticks(range(len(rows)), [row.name for row in rows], color=INK)
         _bars(speed, rows, [row.tokens_per_second for row in rows], "Tokens per second, there")
-        figure.suptitle(found.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-        facts = found.environment
-        text = f"{summary(facts)}; {facts['date'][:10]}, commit {str(facts['commit'])[:12]}"
-        figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5, color=FAINT)
-        figure.savefig(path)
+
+    save(path, 1.4 + 0.27 * len(rows), found.title, [origin(found.environment)], fill)

@@ -13,19 +13,19 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import NullLocator
 
 from bench.classics_results import Depths, Part, Result, Row
-from bench.report import COLOURS, FAINT, INK, STYLE
+from bench.figures import name_points
+from bench.picture import CHECKPOINT, EAGER, OURS, PLAN
 from bench.results import MIB
+from fusedckpt._figure import FAINT, INK, STYLE
 
 __all__ = ["draw"]
 
-# what ways are called, and how they look: PyTorch's blue, ours vermillion, plans green
-GREY, _, BLUE, _, RED = COLOURS
-GREEN = "#009e73"
-FAMILIES: dict[str, tuple[str, str, str]] = {
-    "plain": ("plain", GREY, "s"),
-    "torch": ("torch, k segments", BLUE, "o"),
-    "fusedckpt": ("fusedckpt, k segments", RED, "o"),
-    "plan": ("fusedckpt.plan", GREEN, "D"),
+# how ways look, by how their names start
+FAMILIES: dict[str, tuple[str, str]] = {
+    "plain": (EAGER.colour, "s"),
+    "torch": (CHECKPOINT.colour, "o"),
+    "fusedckpt": (OURS.colour, "o"),
+    "plan": (PLAN.colour, "D"),
 }
 HEIGHT = 3.5
 
@@ -70,16 +70,16 @@ def _draw_segments(axes: Axes, part: Part) -> None:
     for family, width in (("torch", 3.0), ("fusedckpt", 1.5)):
         rows = [row for row in _of(part, family) if row.name.split()[1].isdecimal()]
         count = [int(row.name.split()[1]) for row in rows]
-        label, colour, marker = FAMILIES[family]
+        colour, marker = FAMILIES[family]
         style: dict[str, Any] = {
             "color": colour,
             "marker": marker,
             "markersize": 2 + width,
             "linewidth": width,
         }
-        axes.plot(count, _mib(rows, "peak_bytes"), label=f"{label[:-12]}, peak", **style)
+        axes.plot(count, _mib(rows, "peak_bytes"), label=f"{family}, peak", **style)
         kept = _mib(rows, "saved_bytes")
-        axes.plot(count, kept, linestyle="--", label=f"{label[:-12]}, kept", **style)
+        axes.plot(count, kept, linestyle="--", label=f"{family}, kept", **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(count, [str(k) for k in count])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -96,21 +96,16 @@ def _mib(rows: Sequence[Row], name: str) -> list[float]:
 
 def _draw_trade(axes: Axes, part: Part, size: Callable[[Row], int], label: str) -> None:
     """Draw time against memory: towards the lower left is better."""
-    reference = part.rows[0]
-    for family, (name, colour, marker) in FAMILIES.items():
-        rows = _of(part, family)
-        x = [size(row) / MIB for row in rows]
-        y = [row.slowdown(reference) for row in rows]
-        axes.plot(x, y, marker, color=colour, markersize=6, alpha=0.85, label=name)
-        for row, spot in zip(rows, zip(x, y, strict=True), strict=True):
-            _, _, text = row.name.partition(" ")
-            axes.annotate(text, spot, (4, 3), textcoords="offset points", fontsize=7, color=FAINT)
+    points = [(size(row) / MIB, row.slowdown(part.rows[0])) for row in part.rows]
+    for row, spot in zip(part.rows, points, strict=True):
+        colour, marker = FAMILIES[_family(row)]
+        axes.plot(*spot, marker, color=colour, markersize=6)
     axes.set_title("Time against memory")
     axes.set_xlabel(label)
     axes.set_ylabel("time of plain")
     axes.margins(x=0.12, y=0.12)
     axes.grid(color="#ececec")
-    axes.legend(frameon=False, fontsize=8)
+    name_points(axes, points, [row.name for row in part.rows])
 
 
 def _draw_mlp(figure: SubFigure, part: Part) -> None:
@@ -129,7 +124,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], groups: dict[str, list[float]], 
     for i, row in enumerate(rows):
         heights = [values[i] for values in groups.values()]
         centres = [group + (i - (len(rows) - 1) / 2) * width for group in range(len(groups))]
-        label, colour = row.name, FAMILIES[_family(row)][1]
+        label, colour = row.name, FAMILIES[_family(row)][0]
         bars = axes.bar(centres, heights, width=0.92 * width, color=colour, label=label)
         texts = [f"{height:,.{int(height < 100)}f}" for height in heights]
         axes.bar_label(bars, texts, padding=2, fontsize=7, color=INK)
@@ -173,4 +168,4 @@ def _draw_lying(
 
 def _colour(name: str) -> str:
     family = name.replace(",", " ").split()[0]
-    return FAMILIES["plan" if family == "fused" else family][1]
+    return FAMILIES["plan" if family == "fused" else family][0]

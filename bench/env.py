@@ -6,8 +6,9 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from rich.table import Table
 import fusedckpt
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 
-__all__ = ["choose_device", "environment", "run", "settings", "summary"]
+__all__ = ["choose_device", "complete", "environment", "origin", "run", "settings", "summary"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# libraries that `run` measures, by the names they are installed under
+LIBRARIES = ("liger-kernel", "quack-kernels", "transformer-engine", "flash-attn")
+# a result without them is refused: they are written beside its numbers
+NEEDED = ("device", "date", "torch", "triton", "fusedckpt")
 
 
 def _version(package: str) -> str:
@@ -35,7 +40,12 @@ def versions() -> dict[str, str]:
     """Python and the packages that a result depends on."""
     found = {"python": platform.python_version()}
     found |= {package: _version(package) for package in ("torch", "triton", "numpy")}
-    return found | {"fusedckpt": fusedckpt.__version__}
+    found["fusedckpt"] = fusedckpt.__version__
+    for library in (*LIBRARIES, "transformers"):
+        # not imported: that takes seconds, and some want a GPU for it
+        with suppress(metadata.PackageNotFoundError):
+            found[library] = metadata.version(library)
+    return found
 
 
 def commit() -> str | None:
@@ -106,14 +116,36 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "commit": commit(),
         "driver": driver(),
         "cuda": torch.version.cuda or torch.version.hip,
+        "tf32": has_tf32(),
         **versions(),
     }
 
 
+def has_tf32() -> bool:
+    """Whether a GPU may round float32 operands of matmuls to TF32."""
+    # the older allow_tf32 raises where the newer setting was used
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def summary(facts: dict[str, Any]) -> str:
     """The device and the packages of an environment, in one line."""
-    packages = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "fusedckpt"))
-    return f"{facts['device']}; {packages}"
+    names = ("torch", "triton", "fusedckpt", *LIBRARIES)
+    packages = ", ".join(f"{name} {facts[name]}" for name in names if name in facts)
+    return f"{facts['device']}; {packages}{'; TF32 matmuls' if facts.get('tf32') else ''}"
+
+
+def origin(facts: dict[str, Any]) -> str:
+    """An environment in one line, with date and commit."""
+    return f"{summary(facts)}; {facts['date'][:10]}, commit {str(facts['commit'])[:12]}"
+
+
+def complete(facts: dict[str, Any]) -> None:
+    """Raise ValueError unless an environment names what `origin` writes."""
+    lost = [name for name in NEEDED if type(facts.get(name)) is not str]
+    if "commit" not in facts:
+        lost.append("commit")
+    if lost:
+        raise ValueError(f"environment names no {', '.join(lost)}")
 
 
 def _devices() -> list[torch.device]:
@@ -130,7 +162,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     for device in _devices():
         yield str(device), device_name(device)
     yield "Triton interpreter", "on" if IS_INTERPRETED else "off"
-    yield "TF32 matmuls", "on" if torch.backends.cuda.matmul.allow_tf32 else "off"
+    yield "TF32 matmuls", "on" if has_tf32() else "off"
 
 
 def _paths(device: torch.device) -> Table:

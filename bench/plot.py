@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import capacity_report
-from bench.capacity_report import Capacity
+from bench.capacity_report import Capacity, capacities
 from bench.figures import draw_bars, draw_pareto, draw_roofline, timed
-from bench.results import Group, read
+from bench.records import lines
+from bench.results import Group, groups
 
 __all__ = ["Settings", "run", "settings"]
 
@@ -26,24 +27,21 @@ class Settings:
 
 def settings(file: Path, out: Path | None) -> Settings:
     """Read the file. Raises ValueError where it has nothing to draw, OSError as read does."""
-    groups, found = (), ()
-    if capacity_report.is_capacity(file):
-        found = tuple(c for c in capacity_report.read(file) if any(r.both_ms for r in c.rows))
-    else:
-        groups = tuple(group for group in read(file) if timed(group))
-    if not groups and not found:
+    found = lines(file)
+    shown = tuple(group for group in groups(found) if timed(group))
+    fits = tuple(one for one in capacities(found) if any(row.both_ms for row in one.rows))
+    if not shown and not fits:
         raise ValueError(f"{file}: nothing was measured")
     out = out or file.parent
     out.mkdir(parents=True, exist_ok=True)
-    return Settings(groups, out, found)
+    return Settings(shown, out, fits)
 
 
-def _sets(groups: tuple[Group, ...]) -> Iterator[tuple[str, list[Group]]]:
+def _sets(shown: tuple[Group, ...]) -> Iterator[tuple[str, list[Group]]]:
     """Groups of one device, size and dtype, which share a figure, by a name for its file."""
     found: dict[Any, list[Group]] = {}
-    for group in groups:
-        device = (group.environment or {}).get("device")
-        key = (device, group.size, group.dim, group.tokens, group.dtype)
+    for group in shown:
+        key = (group.device, group.size, group.dim, group.tokens, group.dtype)
         found.setdefault(key, []).append(group)
     several = len({device for device, *_ in found}) > 1
     for number, (key, members) in enumerate(found.items()):
@@ -57,14 +55,14 @@ def run(chosen: Settings) -> int:
 
     Of capacities, bars for each.
     """
-    for name, groups in _sets(chosen.groups):
-        for group in groups:
+    for name, members in _sets(chosen.groups):
+        for group in members:
             draw_bars(group, chosen.out / f"{group.case}-{name}.png")
         # norms have nothing to trade
-        traded = [group for group in groups if group.load.flops] or groups
+        traded = [group for group in members if group.load.flops] or members
         draw_pareto(traded, chosen.out / f"pareto-{name}.png")
-        draw_roofline(groups, chosen.out / f"roofline-{name}.png")
-        print(f"drew {len(groups)} cases of {name} in {chosen.out}")
+        draw_roofline(members, chosen.out / f"roofline-{name}.png")
+        print(f"drew {len(members)} cases of {name} in {chosen.out}")
     for found in chosen.capacities:
         name = f"capacity-{found.case}-{found.size}-{found.dim}-{found.memory}-{found.dtype}.png"
         capacity_report.draw(found, chosen.out / name)

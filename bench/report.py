@@ -15,6 +15,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from rich.table import Table
 
+from bench.picture import family
 from fusedckpt._figure import FAINT, INK, STYLE
 
 __all__ = ["Result", "Run", "draw", "save", "table"]
@@ -88,15 +89,11 @@ def table(result: Result) -> Table:
     return out
 
 
-# told apart with every kind of colour vision (Okabe and Ito), and in print
-COLOURS = ("#8c8c8c", "#56b4e9", "#0072b2", "#e69f00", "#d55e00")
-
-
 def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     # the curves lie on one another: each is drawn thinner than the one below it
-    for run, colour, width in zip(runs, COLOURS, (9.0, 6.6, 4.6, 2.8, 1.2), strict=False):
+    for run, width in zip(runs, (9.0, 6.6, 4.6, 2.8, 1.2), strict=False):
         steps = range(1, len(run.losses) + 1)
-        axes.plot(steps, run.losses, color=colour, linewidth=width, label=run.name)
+        axes.plot(steps, run.losses, color=family(run.name).colour, linewidth=width)
     axes.set_title("Training loss (nats per byte)")
     axes.set_xlabel("step")
     axes.grid(axis="y", color="#ececec")
@@ -112,14 +109,13 @@ def _bar_label(value: float, reference: float, index: int) -> str:
     return f"{value:,.{int(value < 10)}f}{change}"
 
 
-def _draw_bars(axes: Axes, groups: dict[str, list[float]], title: str) -> None:
+def _draw_bars(axes: Axes, runs: Sequence[Run], groups: dict[str, list[float]], title: str) -> None:
     """One cluster of bars per group, one bar per run, the value on each."""
-    num_runs = len(next(iter(groups.values())))
-    for index in range(num_runs):
+    step = 0.84 / len(runs)
+    for index, run in enumerate(runs):
         heights = [values[index] for values in groups.values()]
-        step = 0.84 / num_runs
-        centres = [group + (index - (num_runs - 1) / 2) * step for group in range(len(groups))]
-        bars = axes.bar(centres, heights, width=0.93 * step, color=COLOURS[index])
+        centres = [group + (index - (len(runs) - 1) / 2) * step for group in range(len(groups))]
+        bars = axes.bar(centres, heights, width=0.93 * step, color=family(run.name).colour)
         labels = [_bar_label(values[index], values[0], index) for values in groups.values()]
         axes.bar_label(bars, labels, padding=2, fontsize=9, color=INK, linespacing=1.25)
     axes.set_title(title)
@@ -133,8 +129,8 @@ def _draw_bars(axes: Axes, groups: dict[str, list[float]], title: str) -> None:
 def draw(result: Result, path: Path) -> None:
     """Write the figure: loss curves, memory, time."""
     with mpl.rc_context(STYLE):
-        layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.78), wspace=0.06)
-        figure = Figure(figsize=(12, 4.6), dpi=200, layout=layout)
+        layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.73), wspace=0.06)
+        figure = Figure(figsize=(12, 4.9), dpi=200, layout=layout)
         losses, memory, time = figure.subplots(1, 3, width_ratios=(3.6, 5.2, 2.8))
         runs = result.runs
         _draw_losses(losses, runs)
@@ -142,14 +138,13 @@ def draw(result: Result, path: Path) -> None:
             "kept for backward": [run.saved_mib for run in runs],
             "peak of a step": [run.peak_mib for run in runs],
         }
-        _draw_bars(memory, groups, "Memory (MiB)")
-        _draw_bars(time, {"median step": [run.ms_per_step for run in runs]}, "Time (ms)")
+        _draw_bars(memory, runs, groups, "Memory (MiB)")
+        _draw_bars(time, runs, {"median step": [run.ms_per_step for run in runs]}, "Time (ms)")
         figure.text(0.012, 0.955, result.title, fontsize=14, fontweight="bold", va="center")
         figure.text(
             0.012, 0.915, result.subtitle, fontsize=9, color=FAINT, va="top", linespacing=1.4
         )
-        swatches = [
-            Patch(color=colour, label=run.name) for run, colour in zip(runs, COLOURS, strict=False)
-        ]
-        figure.legend(handles=swatches, loc=(0.42, 0.84), ncols=len(runs), frameon=False)
+        swatches = [Patch(color=family(run.name).colour, label=run.name) for run in runs]
+        # below the lines of the subtitle, which may be as wide as the figure
+        figure.legend(handles=swatches, loc=(0.005, 0.77), ncols=len(runs), frameon=False)
         figure.savefig(path)

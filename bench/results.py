@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["MIB", "Ceilings", "Group", "Load", "Row", "Timing", "append", "read"]
+from bench import records
+from bench.env import complete
+from bench.records import Line, blamed, build, lines
+
+__all__ = ["MIB", "Ceilings", "Group", "Load", "Row", "Timing", "append", "groups", "read"]
 
 MIB = 2**20
 SIGNIFICANT = 5
@@ -49,12 +53,20 @@ class Ceilings(NamedTuple):
 
     def least_ms(self, load: Load) -> float:
         """Return how long forward and backward must take at either ceiling."""
-        return 1e3 * max(load.flops / self.tflops / 1e12, load.nbytes / self.gbytes / 1e9)
+        return 1e3 * max(self._seconds(load))
+
+    def is_matmul(self, load: Load) -> bool:
+        """Whether that of the matmul is the one which takes longer."""
+        flops, nbytes = self._seconds(load)
+        return flops > nbytes
+
+    def _seconds(self, load: Load) -> tuple[float, float]:
+        return load.flops / self.tflops / 1e12, load.nbytes / self.gbytes / 1e9
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: the median, and what a fifth of the samples lies below or above."""
+    """Milliseconds or ratios: the median, and what a fifth of the samples lies below or above."""
 
     median: float
     p20: float
@@ -66,6 +78,12 @@ class Timing:
         """Sum samples up."""
         p20, p50, p80 = np.quantile(samples, (0.2, 0.5, 0.8)).tolist()
         return cls(_rounded(p50), _rounded(p20), _rounded(p80), tuple(map(_rounded, samples)))
+
+    def over(self, other: Timing) -> Timing:
+        """The ratios within each round, where load that comes and goes cancels."""
+        # an interrupt leaves some a round short
+        rounds = zip(self.samples, other.samples, strict=False)
+        return Timing.of([mine / theirs for mine, theirs in rounds])
 
 
 def _rounded(value: float) -> float:
@@ -98,7 +116,8 @@ class Row:
 class Group:
     """All implementations of one case at one size; ratios refer to the first.
 
-    checked_tokens: at how many the numbers were compared; fewer where float64 did not fit.
+    checked_tokens: at how many the numbers were compared; fewer where float64 did not fit; seq: how
+    many attend to one another, in cases with attention.
     """
 
     case: str
@@ -113,25 +132,36 @@ class Group:
     load: Load = NO_LOAD
     ceilings: Ceilings | None = None
     environment: dict[str, Any] | None = None
+    seq: int | None = None
+
+    @property
+    def device(self) -> str:
+        """Where it was measured."""
+        return self.environment["device"] if self.environment else "unknown device"
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What two results must have in common to be compared."""
-        return self.case, self.size, self.tokens, self.dim, self.hidden, self.dtype
+        sizes = self.tokens, self.seq, self.dim, self.hidden, self.kv
+        return self.case, self.size, *sizes, self.dtype, self.device
+
+    @property
+    def heading(self) -> str:
+        """The case, and how long its sequences are."""
+        return self.case if self.seq is None else f"{self.case}, sequences of {self.seq}"
 
     @property
     def title(self) -> str:
         """The case and its sizes, in a line."""
-        sizes = f"{self.tokens} tokens, D = {self.dim}, F = {self.hidden}"
-        return f"{self.case}, {self.size}: {sizes}, {self.dtype}"
+        sizes = f"{self.tokens} tokens, D = {self.dim}, F = {self.hidden}, {self.dtype}"
+        sequences = "" if self.seq is None else f", sequences of {self.seq}"
+        return f"{self.case}, {self.size}: {sizes}{sequences}"
 
 
 def append(group: Group, path: Path) -> None:
     """Add a line for each row to a file; a number that is not finite stays NaN or Infinity."""
     shared = {name: value for name, value in _plain(group).items() if name != "rows"}
-    lines = [json.dumps(shared | {"row": asdict(row)}) + "\n" for row in group.rows]
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(lines))
+    records.append((shared | {"row": asdict(row)} for row in group.rows), path)
 
 
 def _plain(group: Group) -> dict[str, Any]:
@@ -142,36 +172,25 @@ def _plain(group: Group) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[Group]:
-    """Read what `append` wrote, in order; of a case measured twice on one device the last counts.
+    """Read what `append` wrote. Raises as `lines` and `groups` do."""
+    return groups(lines(path))
 
-    Raises ValueError, naming file and line, for anything else; OSError where there is no file.
+
+def groups(found: Iterable[Line]) -> list[Group]:
+    """Join rows to groups, in order; of a case measured twice on one device the last counts.
+
+    Lines of `bench capacity` are left out. Raises ValueError, naming file and line, for any others.
     """
-    found: dict[str, list[tuple[dict[str, Any], Row]]] = {}
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            line = json.loads(text)
-            row = _row(line.pop("row"))
-            shared = json.dumps(line, sort_keys=True)
-            found.setdefault(shared, []).append((line, row))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}:{number}: not a result of bench run ({error})") from error
-    groups: dict[Any, Group] = {}
-    for pairs in found.values():
-        group = _group(pairs[0][0], [row for _, row in pairs])
-        groups[(*group.key, (group.environment or {}).get("device"))] = group
-    return list(groups.values())
-
-
-def _row(record: dict[str, Any]) -> Row:
-    for name in ("forward_ms", "backward_ms", "both_ms"):
-        if record[name] is not None:
-            samples = tuple(record[name].pop("samples"))
-            record[name] = Timing(**record[name], samples=samples)
-    record["errors"] = tuple(record["errors"])
-    return Row(**record)
-
-
-def _group(record: dict[str, Any], rows: Iterable[Row]) -> Group:
-    ceilings = record["ceilings"] and Ceilings(**record["ceilings"])
-    load = Load(**record["load"])
-    return Group(**record | {"rows": tuple(rows), "load": load, "ceilings": ceilings})
+    # a line that is there twice, as in a file joined to itself, is one
+    members: dict[str, tuple[Group, dict[str, Row]]] = {}
+    for where, record in (line for line in found if not line.is_capacity):
+        with blamed(where):
+            row = build(Row, record.get("row"))
+            shared = {name: value for name, value in record.items() if name != "row"}
+            head = build(Group, shared | {"rows": []})
+            if head.environment is not None:
+                complete(head.environment)
+        _, rows = members.setdefault(json.dumps(shared, sort_keys=True), (head, {}))
+        rows[row.name] = row
+    joined = (replace(head, rows=tuple(rows.values())) for head, rows in members.values())
+    return list({group.key: group for group in joined}.values())

@@ -19,8 +19,8 @@ from bench.env import choose_device, environment, summary
 from bench.jobs import INTERRUPTED, Job, jobs_of
 from bench.measure import STEPS_BEFORE_TIMING
 from bench.results import Group, append, read
-from bench.table import console as wide_console
 from bench.table import table
+from bench.text import console as wide_console
 
 __all__ = ["FILE", "Settings", "run", "settings"]
 

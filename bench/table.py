@@ -2,60 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.env import summary
-from bench.results import MIB, Group, Row, read
+from bench import capacity_report, text
+from bench.capacity_report import Capacity, capacities
+from bench.env import origin
+from bench.records import lines
+from bench.results import MIB, Group, Row, groups
+from bench.text import console, significant
 
-__all__ = ["WIDTH", "Settings", "console", "markdown", "run", "settings", "table"]
+__all__ = ["Settings", "markdown", "run", "settings", "source", "sources", "table"]
 
 HEADS = (
-    *("forward\nms", "backward\nms", "both\nms", "of\neager", "saved\nB/token"),
+    *("forward\nms", "backward\nms", "both\nms", "of\neager", "error", "saved\nB/token"),
     *("peak\nMiB", "backward\nMiB", "TFLOP/s", "GB/s", "of\nlimit"),
 )
-# of a table; a pipe would be given 80 columns
-WIDTH = 112
+# of float32: what an error is held to where eager's own is nothing
+EPS = 2**-23
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The file to read, and how to print it."""
+    """What to print, and how."""
 
     groups: tuple[Group, ...]
     markdown: bool
+    capacities: tuple[Capacity, ...] = ()
 
 
 def settings(file: Path, markdown: bool) -> Settings:
-    """Read the file. Raises ValueError where it is none of ours, OSError where it is not there."""
-    return Settings(tuple(read(file)), markdown)
-
-
-def console() -> Console:
-    """Return a console wide enough for a table."""
-    found = Console()
-    return found if found.width >= WIDTH else Console(width=WIDTH)
-
-
-def significant(value: float) -> str:
-    """Write a number with at least three significant digits."""
-    return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 3}f}"
+    """Read the file. Raises ValueError where there is nothing of ours, OSError as reading does."""
+    found = lines(file)
+    if not found:
+        raise ValueError(f"{file}: nothing was measured")
+    return Settings(tuple(groups(found)), markdown, tuple(capacities(found)))
 
 
 def _ratio(row: Row, reference: Row) -> str:
-    """The median of the ratios within each round, where load that comes and goes cancels."""
     if row.both_ms is None or reference.both_ms is None:
         return "-"
-    # an interrupt leaves some a round short
-    rounds = zip(row.both_ms.samples, reference.both_ms.samples, strict=False)
-    return f"{median(mine / other for mine, other in rounds):.2f}x"
+    return f"{row.both_ms.over(reference.both_ms).median:.2f}x"
+
+
+def _error(row: Row, reference: Row) -> str:
+    """The error of the result that is worst beside eager's of the same result."""
+    pairs = zip(row.errors, reference.errors, strict=False)
+    ratios = [mine / (eagers or EPS) for mine, eagers in pairs]
+    if not ratios:
+        return "-"
+    return f"{max(ratios):.{0 if max(ratios) >= 10 else 2}f}x"
 
 
 def _rates(row: Row, group: Group) -> list[str]:
@@ -78,6 +79,7 @@ def cells(row: Row, group: Group) -> list[str]:
     return [
         *("-" if time is None else significant(time.median) for time in times),
         _ratio(row, group.rows[0]),
+        _error(row, group.rows[0]),
         saved,
         *("-" if peak is None else significant(peak / MIB) for peak in peaks),
         *_rates(row, group),
@@ -122,34 +124,52 @@ def table(group: Group) -> Table:
 
 def markdown(group: Group) -> str:
     """The same as a Markdown table."""
-    heads = ["implementation", *(head.replace("\n", " ") for head in HEADS)]
-    lines: list[Sequence[str]] = [heads, ["---"] + ["---:"] * len(HEADS)]
-    lines += [[row.name, *cells(row, group)] for row in group.rows if row.failure is None]
-    drawn = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([f"**{group.title}**", drawn, *notes(group)])
+    heads = [head.replace("\n", " ") for head in HEADS]
+    rows = ([row.name, *cells(row, group)] for row in group.rows if row.failure is None)
+    return text.markdown(group.title, heads, rows, notes(group))
 
 
 def source(group: Group) -> str:
     """Where a group's numbers come from, in a line."""
-    facts = group.environment
-    if facts is None:
+    if group.environment is None:
         return "unknown environment"
-    found = f"{summary(facts)}; {facts['date'][:10]}, commit {str(facts['commit'])[:12]}"
+    found = origin(group.environment)
+    if any(row.is_graph for row in group.rows):
+        found += "; CUDA graphs"
     if group.ceilings is not None:
         tflops, gbytes = map(significant, group.ceilings)
         found += f"; a large matmul {tflops} TFLOP/s, a copy {gbytes} GB/s"
     return found
 
 
+def sources(found: Sequence[Group]) -> list[str]:
+    """Where groups come from, a line each, with the cases it is said of where they differ."""
+    cases: dict[str, list[str]] = {}
+    for group in found:
+        cases.setdefault(source(group), []).append(group.case)
+    if len(cases) == 1:
+        return list(cases)
+    return [f"{', '.join(names)}: {where}" for where, names in cases.items()]
+
+
+def _parts(chosen: Settings) -> Iterator[tuple[str, Table | str]]:
+    """Yield where each table comes from, and the table."""
+    for group in chosen.groups:
+        yield source(group), markdown(group) if chosen.markdown else table(group)
+    for found in chosen.capacities:
+        write = capacity_report.markdown if chosen.markdown else capacity_report.table
+        yield origin(found.environment), write(found)
+
+
 def run(chosen: Settings) -> int:
     """Print every table, and where it comes from when that changes."""
     out, before = console(), None
-    for group in chosen.groups:
-        if (here := source(group)) != before:
+    for here, part in _parts(chosen):
+        if here != before:
             out.print(here + "\n", markup=False, highlight=False, soft_wrap=True)
             before = here
-        if chosen.markdown:
-            print(markdown(group) + "\n")
+        if isinstance(part, str):
+            print(part + "\n")
         else:
-            out.print(table(group))
+            out.print(part)
     return 0

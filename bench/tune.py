@@ -28,7 +28,7 @@ from bench.env import choose_device
 from bench.jobs import INTERRUPTED, Job
 from bench.measure import STEPS_BEFORE_TIMING, measure
 from bench.sizes import SIZES, Size
-from bench.table import significant
+from bench.text import significant
 from bench.ways import Way
 from fusedckpt._dispatch import path_of
 from fusedckpt.kernels import tuned

@@ -16,8 +16,10 @@ from fusedckpt._dispatch import forced_path
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+from matplotlib.figure import Figure
+
 from bench import __main__ as command
-from bench import data, demo, env
+from bench import data, demo, env, report
 
 STEPS, LAYERS, DIM, SEQ, BATCH = 4, 2, 64, 48, 3
 SIZES = {"steps": STEPS, "layers": LAYERS, "dim": DIM, "seq": SEQ, "batch": BATCH}
@@ -68,6 +70,22 @@ def test_demo_writes_a_png_of_readable_size(result):
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
     assert width == 2400
     assert 600 < height < 1200
+
+
+def test_the_legend_lies_on_no_words(result, tmp_path, monkeypatch):
+    seen, before = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path: (seen.append(figure), before(figure, path))
+    )
+    runs = [report.Run(**run) for run in result["runs"]]
+    words = "\n".join(2 * ["as many words as fit beside one another " * 3])
+    report.draw(report.Result("title", words, {}, {}, "", tuple(runs)), tmp_path / "demo.png")
+    (figure,) = seen
+    (legend,) = figure.legends
+    place = legend.get_window_extent()
+    titles = [axes._left_title for axes in figure.axes]
+    for words in (*figure.texts, *titles):
+        assert not place.overlaps(words.get_window_extent()), words.get_text()
 
 
 def test_all_runs_learn_alike(result):
@@ -208,6 +226,32 @@ def test_a_copy_without_git_can_name_its_commit(monkeypatch):
     assert env.commit() != "0123abc"
     monkeypatch.setenv("FUSEDCKPT_COMMIT", "0123abc")
     assert env.commit() == "0123abc"
+
+
+def test_libraries_are_named_where_they_are_installed(monkeypatch):
+    def version(name: str) -> str:
+        if name != "flash-attn":
+            raise env.metadata.PackageNotFoundError(name)
+        return "2.8"
+
+    monkeypatch.setattr(env.metadata, "version", version)
+    facts = env.environment(torch.device("cpu"), torch.float32)
+    env.complete(facts)
+    assert facts["flash-attn"] == "2.8"
+    assert "liger-kernel" not in facts
+    assert env.summary(facts).endswith(f"fusedckpt {fusedckpt.__version__}, flash-attn 2.8")
+
+
+def test_rounding_to_tf32_is_named():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        facts = env.environment(torch.device("cpu"), torch.float32)
+    finally:
+        matmul.fp32_precision = before
+    assert env.summary(facts).endswith("; TF32 matmuls")
+    assert not env.has_tf32()
 
 
 def test_env_names_every_op(capsys):

@@ -13,7 +13,9 @@ pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command
-from bench import capacity, capacity_report, cases, ways
+from bench import capacity, cases, ways
+from bench.capacity_report import capacities
+from bench.records import lines
 from bench.results import MIB
 from bench.sizes import SIZES
 
@@ -57,7 +59,7 @@ def test_sequences_are_as_long_for_everyone():
 
 def test_what_fits_is_found_and_timed(tmp_path, capsys):
     assert command.main([*TINY, f"--out={tmp_path}"]) == 0
-    (found,) = capacity_report.read(tmp_path / "capacity.jsonl")
+    (found,) = capacities(lines(tmp_path / "capacity.jsonl"))
     rows = {row.name: row for row in found.rows if row.failure != "not installed"}
     assert list(rows) == [
         *("eager", "checkpoint", "fusedckpt inputs", "fusedckpt gate", "fusedckpt preact")
@@ -117,7 +119,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(capacity.Rival, "time", interrupt)
     options = ("--case=mlp", "--only=checkpoint", "--repeat=5", f"--out={tmp_path}")
     assert command.main([*TINY, *options]) == 130
-    (found,) = capacity_report.read(tmp_path / "capacity.jsonl")
+    (found,) = capacities(lines(tmp_path / "capacity.jsonl"))
     assert [row.failure for row in found.rows] == [None, "interrupted"]
 
 

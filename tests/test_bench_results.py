@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,13 @@ import pytest
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+from matplotlib.figure import Figure
+
 from bench import __main__ as command
-from bench import compare, figures
+from bench import capacity_report, compare, figures, picture
+from bench.capacity_report import Capacity, Fit
 from bench.results import Ceilings, Group, Load, Row, Timing, append, read
-from bench.table import markdown, notes, table
+from bench.table import markdown, notes, source, sources, table
 
 FACTS = {
     "device": "a device",
@@ -26,7 +31,7 @@ FACTS = {
 
 
 def row(name: str, ms: float = 3.0, peak: int = 1000, **changes) -> Row:
-    times = [Timing.of([scale * ms, 0.9 * scale * ms]) for scale in (0.4, 0.6, 1.0)]
+    times = [Timing.of([scale * ms, 0.9 * scale * ms] * 3) for scale in (0.4, 0.6, 1.0)]
     if "failure" in changes:
         changes |= {"forward_ms": None, "backward_ms": None, "both_ms": None}
     return replace(Row(name, None, False, *times, 500, peak, 800, (1e-7,)), **changes)
@@ -38,6 +43,11 @@ def group(*rows: Row, case: str = "mlp", **changes) -> Group:
         case, "tiny", 48, 32, 80, 16, rows, "float32", 48, load, Ceilings(1.5, 10.0), FACTS
     )
     return replace(made, **changes)
+
+
+def fits(**changes) -> Capacity:
+    rows = (Fit("eager", None, 96, 2**20, Timing.of([2.0])), Fit("ours", "no room", 0, 0, None))
+    return replace(Capacity("mlp", "tiny", 32, 80, "float32", 1, FACTS, rows), **changes)
 
 
 def write(path: Path, *groups: Group) -> Path:
@@ -73,7 +83,22 @@ def test_rates_count_what_the_case_needs():
     )
     # the medians of 4.0 and 3.6
     assert cells[:5] == ("eager", "1.520", "2.280", "3.800", "1.00x")
-    assert cells[5:] == ("10", "0.001", "0.001", "0.789", "0.789", "53%")
+    assert cells[5:] == ("1.00x", "10", "0.001", "0.001", "0.789", "0.789", "53%")
+
+
+def test_errors_are_held_against_eagers():
+    eager = row("eager", errors=(1e-7, 1e-6, 0.0))
+    rows = [
+        # of each result by itself, the worst
+        row("ours", errors=(1.5e-7, 5e-7, 0.0)),
+        row("far", errors=(1.2345e-6, 1e-6, 0.0)),
+        # where eager is exact, of an epsilon
+        row("inexact", errors=(0.0, 0.0, 3 * 2**-23)),
+        row("exact", errors=(0.0, 0.0, 0.0)),
+        row("interrupted", errors=()),
+    ]
+    (column,) = (c for c in table(group(eager, *rows)).columns if c.header == "error")
+    assert list(column.cells) == ["1.00x", "1.50x", "12x", "3.00x", "0.00x", "-"]
 
 
 def test_notes_say_what_the_numbers_do_not():
@@ -115,21 +140,142 @@ def test_figures_are_drawn_from_files(tmp_path, capsys):
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in (tmp_path / "made").iterdir())
 
 
-def test_families_share_colours():
-    labels = {name: figures.family(name)[0] for name in ("torch.compile 0", "ours(fused)", "quack")}
-    assert list(labels.values()) == ["torch.compile", "fusedckpt.checkpoint", "other libraries"]
+def test_families_have_one_colour_in_every_picture():
+    of = {
+        name: picture.family(name)
+        for name in ("torch.compile 0", "ours(fused)", "quack", "fusedckpt inputs")
+    }
+    labels = [found.label for found in of.values()]
+    assert labels == ["torch.compile", "fusedckpt.checkpoint", "other libraries", "fusedckpt"]
+    # the demo's names
+    assert picture.family("fuse") == of["fusedckpt inputs"]
+    assert picture.family("fuse+ckpt") == of["ours(fused)"]
+    assert picture.family("checkpoint") == picture.family("torch(eager) per layer")
+    demos = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan")
+    assert len({picture.family(name).colour for name in demos}) == len(demos)
+
+
+def test_figures_name_every_source():
+    there = FACTS | {"commit": "fedcba9876543210", "tf32": True, "flash-attn": "2.8"}
+    here, other = group(row("eager")), group(row("eager"), case="stack", environment=there)
+    assert sources([here, replace(here, case="norm")]) == [source(here)]
+    first, second = sources([here, replace(here, case="norm"), other])
+    assert first == f"mlp, norm: {source(here)}"
+    assert second.startswith("stack: a device; torch 2.13, triton 3.7, fusedckpt 0.1, flash-attn")
+    assert "TF32 matmuls; 2026-01-02, commit fedcba987654" in second
+    assert "CUDA graphs" not in second
+    assert "CUDA graphs" in source(group(row("eager", is_graph=True)))
+
+
+def test_sequences_are_in_titles():
+    one = group(row("eager"), case="stack", seq=24)
+    assert one.title == "stack, tiny: 48 tokens, D = 32, F = 80, float32, sequences of 24"
+    assert one.heading == "stack, sequences of 24"
+    assert one.key != group(row("eager"), case="stack").key
+
+
+def test_points_are_led_to_their_names():
+    axes = Figure().subplots()
+    points = [(1.0, 5.0), (2.0, 5.0), (1.0, 5.1), (3.0, 1.0)]
+    axes.scatter(*zip(*points, strict=True))
+    figures.name_points(axes, points, ["a", "b", "c", "d"], gap=0.06)
+    found = {text.get_text(): text for text in axes.texts}
+    assert [found[name].xy for name in "abcd"] == points
+    heights = sorted(text.xyann[1] for text in found.values())
+    assert all(high - low > 0.0599 for low, high in pairwise(heights))
+    assert found["d"].xyann[1] < found["a"].xyann[1] < found["b"].xyann[1] < found["c"].xyann[1]
+    assert all(text.arrow_patch is not None for text in found.values())
+
+
+def test_shares_are_of_the_ceilings_of_their_own_run(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: seen.append(figure))
+    # 3.8 ms where 2 and 1 are needed
+    slow = group(row("eager", 4.0))
+    fast = group(row("eager", 4.0), case="stack", ceilings=Ceilings(3.0, 10.0))
+    figures.draw_roofline([slow, fast], tmp_path / "roofline.png")
+    ((axes,),) = (figure.axes for figure in seen)
+    shares = [points.get_offsets()[0][0] for points in axes.collections]
+    assert shares == pytest.approx([100 * 2 / 3.8, 100 * 1 / 3.8])
+    assert axes.get_xlim()[1] > 100
 
 
 @pytest.mark.parametrize("name", ["table", "plot"])
 def test_files_without_results_end_in_one_line(tmp_path, capsys, name):
     path = tmp_path / "run.jsonl"
-    for text in (None, "nonsense\n"):
-        if text:
-            path.write_text(text)
+    for text in (None, b"", b"nonsense\n", b"\xff\n", b"[" * 100_000 + b"\n", b"[1]\n", b"{}\n"):
+        if text is not None:
+            path.write_bytes(text)
         with pytest.raises(SystemExit) as ended:
             command.main([name, str(path)])
         assert ended.value.code == 2
-        assert "run.jsonl" in capsys.readouterr().err
+        where = "run.jsonl:1: not a result" if text else "run.jsonl"
+        assert where in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("row", "both_ms", "median"), "3", "Row.both_ms.median is not a number"),
+        (("row", "both_ms", "samples"), [1, None], "Row.both_ms.samples[1] is not a number"),
+        (("row", "both_ms"), {"median": 1.0}, "missing 3 required"),
+        (("row", "is_wrong"), 1, "Row.is_wrong is not true or false"),
+        (("tokens",), 4.5, "Group.tokens is not a whole number"),
+        (("load", "forward_flops"), True, "Group.load.forward_flops is not a whole number"),
+        (("ceilings",), [1, 2], "Group.ceilings is not an object"),
+        (("environment", "date"), None, "environment names no date"),
+        (("novelty",), 1, "Group has no novelty"),
+    ],
+)
+def test_a_record_of_wrong_types_is_told_by_its_line(tmp_path, capsys, place, value, message):
+    path = write(tmp_path / "run.jsonl", group(row("eager"), row("ours")))
+    first, second = path.read_text().splitlines()
+    record = json.loads(second)
+    inner = record
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    path.write_text(f"{first}\n{json.dumps(record)}\n")
+    with pytest.raises(SystemExit) as ended:
+        command.main(["table", str(path)])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "run.jsonl:2: not a result" in last
+    assert message in last
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path, capsys):
+    path = write(tmp_path / "run.jsonl", group(row("eager"), row("ours")))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-30])
+    assert [[r.name for r in one.rows] for one in read(path)] == [["eager"]]
+    assert "run.jsonl:2: left out, the line is unfinished" in capsys.readouterr().err
+    # what comes next takes its place
+    append(group(row("eager"), case="norm"), path)
+    assert [one.case for one in read(path)] == ["mlp", "norm"]
+    assert not capsys.readouterr().err
+    # a line that lacks its end alone is whole
+    path.write_bytes(whole[:-1])
+    append(group(row("eager"), case="norm"), path)
+    assert [len(one.rows) for one in read(path)] == [2, 1]
+
+
+def test_files_of_both_kinds_can_be_joined(tmp_path, capsys):
+    path = write(tmp_path / "all.jsonl", group(row("eager"), row("ours")))
+    capacity_report.append(fits(), path)
+    # one file to itself: every line is one
+    path.write_bytes(2 * path.read_bytes())
+    assert command.main(["table", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("mlp, tiny: 48 tokens") == 1
+    assert out.count(" ours ") == 1
+    assert out.count("mlp, tiny: D = 32, F = 80, float32, in 1 MiB") == 1
+    assert "ours: no room" in out
+    assert command.main(["table", str(path), "--markdown"]) == 0
+    assert "| eager | 96 | 1.000 | 2.000 | 48,000 |" in capsys.readouterr().out
+    assert command.main(["plot", str(path)]) == 0
+    drawn = {file.stem for file in tmp_path.glob("*.png")}
+    assert {"mlp-tiny-32-48-float32", "capacity-mlp-tiny-32-1-float32"} <= drawn
 
 
 def test_a_case_measured_twice_counts_once(tmp_path):
@@ -150,37 +296,65 @@ def test_changes_beyond_noise_are_told():
         row("broke", failure="RuntimeError: no"),
         row("grew", peak=1001),
     )
-    found = list(compare.changes((before,), (after,), 0.05))
+    found = list(compare.changes((before, after), 0.05))
     assert [(c.name, c.what) for c in found] == [
-        ("ours", "forward ms"),
-        ("ours", "backward ms"),
-        ("ours", "both ms"),
+        ("ours", "forward of eager"),
+        ("ours", "backward of eager"),
+        ("ours", "both of eager"),
         ("new", "implementation"),
         ("broke", "failure"),
         ("grew", "peak bytes"),
         ("gone", "implementation"),
     ]
     assert [c.is_worse for c in found] == [False] * 4 + [True, True, False]
-    assert not list(compare.changes((before,), (before,), 0.0))
+    assert not list(compare.changes((before, before), 0.0))
     # 20 % apart, and as much noise
-    noisy = group(row("eager"), row("ours", 3.6, both_ms=Timing.of([2.2, 5.0])))
-    assert not [c for c in compare.changes((before,), (noisy,), 0.05) if c.what == "both ms"]
-    # what was not measured before did not change
-    assert not list(compare.changes((before,), (replace(after, tokens=96),), 0.05))
+    noisy = group(row("eager"), row("ours", 3.6, both_ms=Timing.of([2.2, 5.0] * 3)))
+    found = compare.changes((before, noisy), 0.05)
+    assert not [change for change in found if change.what == "both of eager"]
+
+
+def test_load_that_slows_everybody_is_no_change():
+    before = group(row("eager", 3.0), row("ours", 6.0))
+    after = group(row("eager", 4.5), row("ours", 9.0))
+    assert not list(compare.changes((before, after), 0.05))
+    (*_, both) = compare.eager_changes((before, after), 0.05)
+    assert (both.what, both.share) == ("both ms", "+50.0%")
+
+
+def test_few_rounds_are_no_evidence():
+    def short(ms: float, peak: int = 1000) -> Row:
+        times = dict.fromkeys(("forward_ms", "backward_ms", "both_ms"), Timing.of([ms] * 4))
+        return row("ours", ms, peak, **times)
+
+    pair = group(row("eager"), short(3.0)), group(row("eager", 6.0), short(9.0, 1001))
+    assert [change.what for change in compare.changes(pair, 0.05)] == ["peak bytes"]
+    assert compare.is_short(pair)
+    assert not compare.is_short((group(row("eager")), group(row("eager"))))
 
 
 def test_comparing_prints_both_sources(tmp_path, capsys):
-    a = write(tmp_path / "a.jsonl", group(row("eager"), row("ours")))
-    there = FACTS | {"device": "another"}
-    b = write(tmp_path / "b.jsonl", group(row("eager"), row("ours", 1.5), environment=there))
+    a = write(tmp_path / "a.jsonl", group(row("eager"), row("ours")), group(row("eager"), case="x"))
+    there = FACTS | {"commit": "fedcba9876543210"}
+    faster = group(row("eager", 2.0), row("ours", 1.0), environment=there)
+    elsewhere = replace(faster, environment=FACTS | {"device": "another"})
+    b = write(tmp_path / "b.jsonl", faster, elsewhere)
     assert command.main(["compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "before: a device" in out
-    assert "after: another" in out
-    assert "these are different devices" in out
+    assert "commit fedcba987654" in out
     assert "-50.0%" in out
+    sizes = "tiny: 48 tokens, D = 32, F = 80, float32"
+    assert f"eager itself moved, both ms 2.850 -> 1.900 (-33.3%): mlp, {sizes}" in out
+    assert f"only before: x, {sizes}, on a device" in out
+    assert f"only after: mlp, {sizes}, on another" in out
     assert command.main(["compare", str(a), str(a)]) == 0
-    assert "no change in 1 cases" in capsys.readouterr().out
+    assert "no change in 2 cases" in capsys.readouterr().out
+    one = Timing.of([3.0])
+    few = group(row("eager", both_ms=one), row("ours", both_ms=one))
+    c = write(tmp_path / "c.jsonl", few)
+    assert command.main(["compare", str(a), str(c)]) == 0
+    assert "fewer than 5 rounds are not compared: mlp tiny 48" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("threshold", ["1", "-0.1", "x"])
