@@ -99,9 +99,10 @@ def table(found: Capacity) -> Table:
     for head in ("tokens", "peak MiB", "both ms", "tokens/s"):
         out.add_column(head, justify="right")
     for row in found.rows:
-        if row.both_ms is not None:
-            speed = significant(row.tokens_per_second)
-            peak, time = significant(row.peak_bytes / MIB), significant(row.both_ms.median)
+        if row.tokens and (row.both_ms or row.failure == "interrupted"):
+            time = significant(row.both_ms.median) if row.both_ms else "-"
+            speed = significant(row.tokens_per_second) if row.both_ms else "-"
+            peak = significant(row.peak_bytes / MIB)
             out.add_row(row.name, f"{row.tokens:,}", peak, time, speed)
     lost = [f"{row.name}: {row.failure}" for row in found.rows if row.failure]
     if lost:

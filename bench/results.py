@@ -98,7 +98,8 @@ class Row:
 class Group:
     """All implementations of one case at one size; ratios refer to the first.
 
-    checked_tokens: at how many the numbers were compared; fewer where float64 did not fit.
+    checked_tokens: at how many the numbers were compared; fewer where float64 did not fit; seq: how
+    many attend to one another, in cases with attention.
     """
 
     case: str
@@ -113,6 +114,7 @@ class Group:
     load: Load = NO_LOAD
     ceilings: Ceilings | None = None
     environment: dict[str, Any] | None = None
+    seq: int | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
