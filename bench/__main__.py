@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench import options
+from bench.supervisor import INTERRUPTED, supervise
 
 __all__ = ["main"]
 
@@ -82,8 +85,27 @@ COMMANDS = (
 )
 
 
+def _leave(*_: Any) -> None:
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
+
+
+@contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process, where libraries being imported swallow KeyboardInterrupt."""
+    before = signal.getsignal(signal.SIGINT)
+    # else it is ignored, as in a shell's background
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    module = import_module(f"bench.{args.command}")
+    with _leaving_at_once():
+        module = import_module(f"bench.{args.command}")
     given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
     try:
         settings = module.settings(**given)
@@ -104,8 +126,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+def main(argv: Sequence[str] | None = None, supervised: bool = False) -> int:
+    """Run one command and return its exit status, 130 where Ctrl-C ended it.
+
+    supervised: in a process of its own, where the command can go on after a crash.
+    """
+    try:
+        return _main(sys.argv[1:] if argv is None else argv, supervised)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(argv: Sequence[str], supervised: bool) -> int:
     # kineto reports every profile on stderr unless told not to before the first one; 5, the value
     # commonly advised, still lets its highest level through
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -122,8 +155,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in NEEDS if find_spec(name) is None]
     if missing:
         parser.exit(2, f"bench needs {' and '.join(missing)}: {INSTALL}\n")
+    # None: the command has a journal, and this is not yet the process that writes it
+    if supervised and getattr(args, "journal", "") is None:
+        return supervise(argv)
     return args.run(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(supervised=True))

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 from bench.capacity_report import Capacity, Fit, append, table
 from bench.clock import Stopwatch
-from bench.contender import Contender, Work
+from bench.contender import Contender, DeviceLost, Work
 from bench.defaults import BLOCKS, CAPACITY_DEFAULTS
 from bench.env import choose_device, environment, summary
-from bench.jobs import INTERRUPTED, Job, jobs_of
+from bench.jobs import INTERRUPTED, Job, check_choice, jobs_of
 from bench.measure import WARMUP, Truth
 from bench.results import MIB, Timing
-from bench.sizes import SEQUENCE, SIZES
+from bench.sizes import SEQUENCE
+from bench.supervisor import Event, Journal
 from bench.text import console as wide_console
 from fusedckpt.memory import peak_bytes
 
@@ -33,11 +35,13 @@ HALVINGS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """Every choice that a result depends on; memory in MiB; tokens: the least that is tried."""
+    """Every choice that a result depends on, and where it goes.
+
+    memory: in MiB; journal: what supervisor.py reads; tokens: none, as they are what is looked for.
+    """
 
     case: tuple[str, ...]
     size: tuple[str, ...]
-    tokens: tuple[int, ...]
     memory: int
     dtype: str
     device: str
@@ -45,6 +49,8 @@ class Settings:
     only: tuple[str, ...]
     skip: tuple[str, ...]
     out: Path
+    journal: Path | None = None
+    tokens: tuple[int, ...] = ()
 
 
 def settings(
@@ -58,7 +64,8 @@ def settings(
 ) -> Settings:
     """Fill in the device's defaults and check everything, before any work is done.
 
-    Raises ValueError for a device that is not there, OSError where `out` cannot be a folder.
+    Raises ValueError for a device that is not there or names of nobody, OSError where `out` cannot
+    be a folder.
     """
     place = choose_device(device)
     default = CAPACITY_DEFAULTS[place.type]
@@ -68,8 +75,14 @@ def settings(
     names |= {"only": only or (), "skip": skip or ()}
     once: dict[str, Any] = {key: tuple(dict.fromkeys(value)) for key, value in names.items()}
     chosen = default | given | once
-    chosen["tokens"] = (min((s.tokens or SEQUENCE) for n in once["size"] for s in SIZES[n]),)
-    return Settings(**chosen, device=str(place), out=out)
+    found = Settings(**chosen, device=str(place), out=out)
+    check_choice(found)
+    return found
+
+
+def _least(job: Job) -> int:
+    """The least tokens that are tried: a sequence."""
+    return job.size.tokens or SEQUENCE
 
 
 def most_tokens(fits: Callable[[int], bool], least: int) -> int:
@@ -105,7 +118,10 @@ class Rival:
         return peak_bytes(lambda: own.results(self.contender.fn), own.device)
 
     def fit(self, job: Job, chosen: Settings, tick: Callable[[], None]) -> None:
-        """Find how many tokens fit; raises what the contender raises, but for lack of memory."""
+        """Find how many tokens fit; raises what the contender raises, but for lack of memory.
+
+        That not even a sequence fits is a result too.
+        """
         peaks: dict[int, int] = {}
 
         def fits(tokens: int) -> bool:
@@ -121,9 +137,10 @@ class Rival:
                 self.contender.drop()
             return peaks[tokens] <= chosen.memory * MIB
 
-        self.tokens = most_tokens(fits, chosen.tokens[0])
+        self.tokens = most_tokens(fits, _least(job))
         if not self.tokens:
-            raise ValueError(f"not even {chosen.tokens[0]} tokens fit")
+            self.contender.failure = f"not even {_least(job)} tokens fit"
+            return
         self.peak = peaks[self.tokens]
         self.work = job.work(self.tokens)
 
@@ -142,58 +159,94 @@ class Rival:
         return Fit(self.contender.name, failure, self.tokens, self.peak, times)
 
 
-def _measure(job: Job, chosen: Settings, rivals: Sequence[Rival], tick: Callable[[], None]) -> None:
+def _measure(
+    job: Job, chosen: Settings, rivals: Sequence[Rival], journal: Journal, tick: Callable[[], None]
+) -> None:
     """Check numbers at the least tokens, find what fits, then time everyone in turns."""
-    eager = job.case.eager(job.size)
-    truth = Truth.that_fits(job.work(chosen.tokens[0]), eager)
+
+    def step(rival: Rival, fn: Callable[[Contender], Any]) -> None:
+        job.begin(rival.contender, journal)
+        rival.contender.attempt(fn)
+
+    truth = Truth.that_fits(job.work(_least(job)), job.case.eager(job.size))
     for rival in rivals:
-        rival.contender.attempt(truth.check)
+        step(rival, truth.check)
         rival.contender.drop()
     del truth
     for rival in rivals:
-        rival.contender.attempt(lambda _, rival=rival: rival.fit(job, chosen, tick))
+        step(rival, lambda _, rival=rival: rival.fit(job, chosen, tick))
     torch.compiler.reset()
     watch = Stopwatch(job.device)
     for turn in range(WARMUP + chosen.repeat):
         first = turn % len(rivals)
         for rival in (*rivals[first:], *rivals[:first]):
-            rival.contender.attempt(lambda _, rival=rival: rival.time(watch))
+            step(rival, lambda _, rival=rival: rival.time(watch))
             tick()
             if turn < WARMUP:
                 rival.contender.samples.clear()
 
 
+def _attempt(
+    job: Job, chosen: Settings, rivals: Sequence[Rival], journal: Journal, console: Console
+) -> bool:
+    """Measure a job below a progress bar; returns whether it was interrupted."""
+    job.leave_out(journal)
+    with Progress(console=console, transient=True) as progress:
+        # how many sizes are tried is not known before
+        total = len(rivals) * (4 + HALVINGS + WARMUP + chosen.repeat)
+        task = progress.add_task(f"{job.name}, {job.size_name}", total=total)
+        try:
+            _measure(job, chosen, rivals, journal, partial(progress.advance, task))
+        except KeyboardInterrupt:
+            return True
+        except DeviceLost as error:
+            journal.crash(str(error))
+            raise
+        except Exception as error:
+            for rival in rivals:
+                rival.contender.fail(error)
+    return False
+
+
+def _measure_all(chosen: Settings, facts: dict[str, Any], console: Console) -> int:
+    """Measure job after job, printing and writing each; returns the command's status."""
+    journal, path = Journal(chosen.journal), chosen.out / FILE
+    written, failed = bool(journal.done), any(journal.done.values())
+    for job in jobs_of(chosen):
+        if job.title in journal.done:
+            continue
+        rivals = [Rival(contender) for contender in job.contenders]
+        interrupted = _attempt(job, chosen, rivals, journal, console)
+        journal.note(Event("measured", job.title))
+        sizes = (job.name, job.size_name, *job.size[:2], chosen.dtype, chosen.memory)
+        found = Capacity(*sizes, facts, tuple(rival.row() for rival in rivals))
+        if not interrupted or any(rival.tokens for rival in rivals):
+            if not written:
+                # what is there is replaced, but not before there is something to put in its place
+                path.unlink(missing_ok=True)
+            append(found, path)
+            console.print(table(found))
+            written = True
+        if interrupted:
+            console.print("interrupted")
+            return INTERRUPTED
+        failed |= job.failed
+        journal.note(Event("done", job.title, why="failed" if job.failed else ""))
+    return int(failed)
+
+
 def run(chosen: Settings) -> int:
     """Measure case after case, print each, append it to capacity.jsonl.
 
-    Returns 1 where an implementation was wrong, 130 where interrupted, else 0.
+    Returns 1 where an implementation was wrong or eager or ours raised, 130 where interrupted, else
+    0. Raises DeviceLost where a GPU is of no more use to this process.
     """
     console = wide_console()
     device = torch.device(chosen.device)
     facts = environment(device, getattr(torch, chosen.dtype))
     console.print(f"{summary(facts)}; {chosen.dtype}", markup=False, highlight=False)
-    (chosen.out / FILE).unlink(missing_ok=True)
-    status = 0
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for job in jobs_of(chosen):
-            rivals = [Rival(contender) for contender in job.contenders]
-            with Progress(console=console, transient=True) as progress:
-                # how many sizes are tried is not known before
-                total = len(rivals) * (4 + HALVINGS + WARMUP + chosen.repeat)
-                task = progress.add_task(f"{job.name}, {job.size_name}", total=total)
-                try:
-                    _measure(job, chosen, rivals, partial(progress.advance, task))
-                except KeyboardInterrupt:
-                    status = INTERRUPTED
-                except Exception as error:
-                    for rival in rivals:
-                        rival.contender.fail(error)
-            sizes = (job.name, job.size_name, *job.size[:2], chosen.dtype, chosen.memory)
-            found = Capacity(*sizes, facts, tuple(rival.row() for rival in rivals))
-            append(found, chosen.out / FILE)
-            console.print(table(found))
-            if status:
-                return status
-            status = int(any(rival.contender.is_wrong for rival in rivals)) or status
-    console.print(f"wrote {FILE} to {chosen.out}", markup=False, highlight=False)
+        status = _measure_all(chosen, facts, console)
+    if (chosen.out / FILE).exists():
+        console.print(f"results are in {chosen.out / FILE}", markup=False, highlight=False)
     return status

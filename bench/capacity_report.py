@@ -88,9 +88,10 @@ def capacities(found: Iterable[Line]) -> list[Capacity]:
 
 
 def _cells(row: Fit) -> list[str]:
-    assert row.both_ms is not None
-    numbers = (row.peak_bytes / MIB, row.both_ms.median, row.tokens_per_second)
-    return [row.name, f"{row.tokens:,}", *map(significant, numbers)]
+    fits = [row.name, f"{row.tokens:,}", significant(row.peak_bytes / MIB)]
+    if row.both_ms is None:
+        return [*fits, "-", "-"]
+    return [*fits, significant(row.both_ms.median), significant(row.tokens_per_second)]
 
 
 def _lost(found: Capacity) -> list[str]:
@@ -103,7 +104,7 @@ def table(found: Capacity) -> Table:
     out.add_column("implementation", style="bold", no_wrap=True)
     for head in HEADS:
         out.add_column(head, justify="right")
-    for row in _timed(found):
+    for row in _fitted(found):
         out.add_row(*_cells(row))
     if lost := _lost(found):
         out.caption, out.caption_justify = escape("\n".join(lost)), "left"
@@ -112,7 +113,14 @@ def table(found: Capacity) -> Table:
 
 def markdown(found: Capacity) -> str:
     """The same as a Markdown table."""
-    return text.markdown(found.title, HEADS, map(_cells, _timed(found)), _lost(found))
+    return text.markdown(found.title, HEADS, map(_cells, _fitted(found)), _lost(found))
+
+
+def _fitted(found: Capacity) -> list[Fit]:
+    # whoever was interrupted after that
+    return [
+        row for row in found.rows if row.both_ms or (row.tokens and row.failure == "interrupted")
+    ]
 
 
 def _timed(found: Capacity) -> list[Fit]:

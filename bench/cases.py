@@ -48,14 +48,24 @@ class Case(NamedTuple):
         """Ours, of x and the parameters, with `save` and `kernel` where there are any."""
         return partial(self.call, functional, size)
 
+    def seq(self, size: Size, tokens: int) -> int | None:
+        """Return how many tokens attend to one another; None in a case without sequences.
+
+        Raises ValueError where sequences would not be equally long.
+        """
+        if not self.sequences:
+            return None
+        seq = min(tokens, SEQUENCE if size.tokens is None else size.tokens // 2)
+        if tokens % seq:
+            raise ValueError(
+                f"{tokens} tokens are no multiple of {seq}, a sequence of decoder_layer and stack"
+            )
+        return seq
+
     def inputs(self, size: Size, tokens: int) -> Shapes:
-        """Return the shapes of all tensors, x first."""
-        x = (tokens, size.dim)
-        if self.sequences:
-            seq = SEQUENCE if size.tokens is None else size.tokens // 2
-            if tokens % seq:
-                seq = max(n for n in range(1, min(seq, tokens) + 1) if tokens % n == 0)
-            x = (tokens // seq, seq, size.dim)
+        """Return the shapes of all tensors, x first. Raises ValueError as `seq` does."""
+        seq = self.seq(size, tokens)
+        x = (tokens, size.dim) if seq is None else (tokens // seq, seq, size.dim)
         return (*[x] * self.num_inputs, *self.shapes(size))
 
 

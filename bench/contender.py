@@ -14,7 +14,24 @@ from bench.clock import Step, capture
 from bench.results import Row, Timing
 from bench.ways import Way
 
-__all__ = ["Contender", "Work"]
+__all__ = ["Contender", "DeviceLost", "Work"]
+
+# what the command stands for: it fails if one of these raises
+OWN = ("eager", "fusedckpt", "ours(")
+
+
+class DeviceLost(RuntimeError):
+    """An error after which a GPU does nothing more for this process."""
+
+
+def _is_device_lost() -> bool:
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 class Work(NamedTuple):
@@ -69,7 +86,7 @@ class Contender:
         self.memory: tuple[int, int, int] | None = None
         self.samples: list[tuple[float, ...]] = []
         self.failure = way.missing
-        self.is_wrong = False
+        self.is_wrong = self.is_broken = False
         self.is_graph = False
         self._work: tuple[Work, Work] | None = None
         self._steps: tuple[Step, ...] = ()
@@ -124,19 +141,32 @@ class Contender:
         self._work, self._steps = None, ()
 
     def attempt(self, step: Callable[[Contender], Any]) -> None:
-        """Take a step unless an earlier one failed; note what it raises."""
+        """Take a step unless an earlier one failed; note what it raises, SystemExit too."""
         if self.failure is not None:
             return
         try:
             step(self)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.fail(error)
 
-    def fail(self, error: Exception) -> None:
-        """Note an error, by its first line, unless there was one before."""
+    def fail(self, error: BaseException) -> None:
+        """Note an error, by its first line. Raises DeviceLost where nothing can run after it."""
         lines = str(error).strip().splitlines() or [""]
-        self.failure = self.failure or f"{type(error).__name__}: {lines[0]}"
+        text = f"{type(error).__name__}: {lines[0]}"
+        if _is_device_lost():
+            raise DeviceLost(text) from error
+        self.lose(text)
+
+    def lose(self, why: str) -> None:
+        """Note why it is out, unless it was before."""
+        if self.failure is None:
+            self.failure, self.is_broken = why, True
         self.drop()
+
+    @property
+    def fails_the_command(self) -> bool:
+        """Whether its numbers are wrong, or it raised though nothing but a bug explains that."""
+        return self.is_wrong or (self.is_broken and self.name.startswith(OWN))
 
     def row(self) -> Row:
         """What is known, as a record: no speed where anything failed."""

@@ -102,7 +102,7 @@ def choose_device(name: str | None) -> torch.device:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device expects cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+    if device.type == "cuda" and int(name.partition(":")[2] or 0) >= num_gpus:
         raise ValueError(f"--device {name}: this torch sees {num_gpus} CUDA devices")
     return device
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 import torch
 
 from bench.cases import CASES, Case, draw, load_of
-from bench.contender import Contender, Work
+from bench.contender import Contender, DeviceLost, Work
 from bench.measure import measure
 from bench.results import Ceilings, Group
 from bench.sizes import DEFAULT_TOKENS, SIZES, Size
+from bench.supervisor import INTERRUPTED, Event, Journal
 from bench.ways import ways_of
 from fusedckpt._dispatch import path_of
 
-__all__ = ["INTERRUPTED", "Choice", "Job", "jobs_of"]
-
-# the exit status of a command that Ctrl-C ended
-INTERRUPTED = 130
+__all__ = ["INTERRUPTED", "Choice", "Job", "check_choice", "jobs_of"]
 
 
 @dataclass
@@ -36,6 +35,28 @@ class Job:
     contenders: tuple[Contender, ...]
     checked: int = 0
 
+    @property
+    def title(self) -> str:
+        """What tells it from the other jobs of a command."""
+        return f"{self.name}, {self.size_name}: {self.tokens} tokens, D = {self.size.dim}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the command has to."""
+        return any(contender.fails_the_command for contender in self.contenders)
+
+    def leave_out(self, journal: Journal) -> None:
+        """Leave out who crashed on it before."""
+        crashes = journal.crashes(self.title)
+        for contender in self.contenders:
+            if contender.name in crashes:
+                contender.lose(crashes[contender.name])
+
+    def begin(self, contender: Contender, journal: Journal) -> None:
+        """Note who is at work, unless it is out."""
+        if contender.failure is None:
+            journal.note(Event("at work", self.title, contender.name))
+
     def work(self, tokens: int) -> Work:
         """Draw inputs and gradients for a number of tokens."""
         inputs = draw(self.case, self.size, tokens, self.device, self.dtype)
@@ -44,14 +65,16 @@ class Job:
             outputs = work.forward(self.case.eager(self.size))
         return work._replace(douts=[torch.randn_like(y) for y in outputs])
 
-    def measure(self, repeat: int, graphs: bool, tick: Callable[[], None]) -> None:
+    def measure(self, repeat: int, graphs: bool, begin: Callable[[Contender], None]) -> None:
         """Measure the contenders; an error of inputs or of eager in float64 fails them all."""
         # compiled code of other sizes counts against the limit of recompilations
         torch.compiler.reset()
         eager = self.case.eager(self.size)
         try:
             work = self.work(self.tokens)
-            self.checked = measure(work, self.contenders, eager, repeat, tick, graphs)
+            self.checked = measure(work, self.contenders, eager, repeat, begin, graphs)
+        except DeviceLost:
+            raise
         except Exception as error:
             for contender in self.contenders:
                 contender.fail(error)
@@ -59,13 +82,14 @@ class Job:
             for contender in self.contenders:
                 contender.drop()
 
-    def group(self, ceilings: Ceilings, facts: dict[str, Any]) -> Group:
+    def group(self, ceilings: Ceilings | None, facts: dict[str, Any]) -> Group:
         """What was measured, as a record."""
         rows = tuple(contender.row() for contender in self.contenders)
         load = load_of(self.case, self.size, self.tokens, self.dtype)
         sizes = (self.name, self.size_name, self.tokens, *self.size[:3])
         dtype = str(self.dtype).removeprefix("torch.")
-        return Group(*sizes, rows, dtype, self.checked, load, ceilings, facts)
+        seq = self.case.seq(self.size, self.tokens)
+        return Group(*sizes, rows, dtype, self.checked, load, ceilings, facts, seq)
 
 
 class Choice(Protocol):
@@ -113,6 +137,22 @@ def _is_chosen(name: str, chosen: Choice) -> bool:
         return True
     wanted = not chosen.only or any(part in name for part in chosen.only)
     return wanted and not any(part in name for part in chosen.skip)
+
+
+def check_choice(chosen: Choice) -> None:
+    """Raise ValueError for tokens that do not divide into sequences, and for names of nobody."""
+    for name, size_name, tokens in product(chosen.case, chosen.size, chosen.tokens):
+        for size in SIZES[size_name]:
+            CASES[name].seq(size, tokens)
+    if not (chosen.only or chosen.skip):
+        return
+    (toy,) = SIZES["tiny"]
+    # of every case and device, so that the same options serve them all
+    known = dict.fromkeys(name for case in CASES for name in ways_of(case, toy, True))
+    for option, parts in (("--only", chosen.only), ("--skip", chosen.skip)):
+        for part in parts:
+            if not any(part in name for name in known):
+                raise ValueError(f"{option} {part} is part of no name: {', '.join(known)}")
 
 
 def jobs_of(chosen: Choice) -> Iterator[Job]:

@@ -1,8 +1,8 @@
 """Correctness, memory and time of several ways to compute one thing.
 
 Numbers first: who is further from float64 than eager rounding explains gets no speed. Then memory,
-then time, the contenders in turn, so that whatever slows the machine down slows all of them. What
-one contender raises ends that contender alone.
+then time, the contenders in turn, so that whatever slows the machine down slows all of them; then
+numbers again. What one contender raises ends that contender alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bench.clock import Stopwatch
 from bench.contender import Contender, Work
 from fusedckpt.memory import peak_bytes, saved_tensors
 
-__all__ = ["STEPS_BEFORE_TIMING", "Truth", "measure"]
+__all__ = ["OTHER_STEPS", "Truth", "measure"]
 
 # rounds that fill caches and tune kernels
 WARMUP = 2
-# of one contender, counted by the progress bar: numbers, memory, warm-up
-STEPS_BEFORE_TIMING = 2 + WARMUP
+# of one contender, counted by the progress bar: numbers, memory, warm-up, numbers again
+OTHER_STEPS = 2 + WARMUP + 1
 
 
 @contextmanager
@@ -40,6 +40,11 @@ def _put_back(given: Mapping[str, Tensor]) -> Iterator[list[str]]:
             if not torch.equal(x, before[name]):
                 written.append(name)
                 x.detach().copy_(before[name])
+
+
+def _given(work: Work) -> dict[str, Tensor]:
+    given = {f"input {index}": x for index, x in enumerate(work.inputs)}
+    return given | {f"gradient {index}": dy for index, dy in enumerate(work.douts)}
 
 
 class Truth:
@@ -59,7 +64,9 @@ class Truth:
     def __init__(self, work: Work, eager: Function):
         self.work = work
         self.results = work.in_float64().results(eager)
-        self.eager_errors = self.errors(work.results(eager))
+        found = work.results(eager)
+        self.dtypes = [x.dtype for x in found]
+        self.eager_errors = self.errors(found)
 
     def errors(self, found: Sequence[Tensor]) -> list[float]:
         """Root mean square error of each result."""
@@ -67,19 +74,23 @@ class Truth:
         return [(a.double() - truth).square().mean().sqrt().item() for a, truth in pairs]
 
     def check(self, contender: Contender) -> None:
-        """Hold a contender to twice eager's error, and a floor of 8 float32 epsilons.
+        """Hold a contender to eager's dtypes, twice its error, and a floor of 8 float32 epsilons.
 
         Whoever writes to what it is given is wrong too: all others are given the same.
         """
-        own = contender.own(self.work)
-        given = {f"input {index}": x for index, x in enumerate(own.inputs)}
-        given |= {f"gradient {index}": dy for index, dy in enumerate(own.douts)}
-        with _put_back(given) as written:
+        with _put_back(_given(contender.own(self.work))) as written:
             found = contender.results(self.work)
+        if problem := self._problem(contender, found, written):
+            contender.is_wrong, contender.failure = True, f"wrong: {problem}"
+
+    def _problem(
+        self, contender: Contender, found: Sequence[Tensor], written: Sequence[str]
+    ) -> str | None:
         if written:
-            contender.is_wrong = True
-            contender.failure = f"wrong: it overwrites {written[0]}"
-            return
+            return f"it overwrites {written[0]}"
+        for index, (x, dtype) in enumerate(zip(found, self.dtypes, strict=True)):
+            if x.dtype != dtype:
+                return f"result {index} is {x.dtype}, eager's {dtype}"
         contender.errors = self.errors(found)
         pairs = zip(contender.errors, self.eager_errors, strict=True)
         for index, (error, eagers) in enumerate(pairs):
@@ -88,11 +99,8 @@ class Truth:
             limit = 2 * eagers + 8 * torch.finfo(wide).eps * max(1.0, scale)
             # so written, a NaN fails
             if not error <= limit:
-                contender.is_wrong = True
-                contender.failure = (
-                    f"wrong: result {index} is off by {error:.1e}, eager by {eagers:.1e}"
-                )
-                return
+                return f"result {index} is off by {error:.1e}, eager by {eagers:.1e}"
+        return None
 
 
 def _note_memory(given: Work, contender: Contender) -> None:
@@ -114,32 +122,24 @@ def _time_once(work: Work, watch: Stopwatch, pool: Any, contender: Contender) ->
     contender.samples.append((forward, backward, both))
 
 
-def measure(
-    work: Work,
-    contenders: Sequence[Contender],
-    eager: Function,
-    repeat: int,
-    tick: Callable[[], None],
-    graphs: bool = False,
+def _check(
+    work: Work, eager: Function, contenders: Sequence[Contender], step: Callable[..., None]
 ) -> int:
-    """Check, weigh and time the contenders, which note what is found; call `tick` at each step.
-
-    graphs: replay CUDA graphs where a contender can be captured. Returns at how many tokens the
-    numbers were checked: all, or as many as fit in float64.
-    """
-
-    def step(contender: Contender, fn: Callable[[Contender], Any]) -> None:
-        contender.attempt(fn)
-        tick()
-
+    """Check everyone's numbers; returns at how many tokens."""
     truth = Truth.that_fits(work, eager)
-    checked = truth.work.tokens
     for contender in contenders:
         step(contender, truth.check)
-    # its tensors are large
-    del truth
-    for contender in contenders:
-        step(contender, partial(_note_memory, work))
+    return truth.work.tokens
+
+
+def _time(
+    work: Work,
+    contenders: Sequence[Contender],
+    repeat: int,
+    graphs: bool,
+    step: Callable[..., None],
+) -> None:
+    """Time everyone in turns, and let go of graphs."""
     pool = torch.cuda.graph_pool_handle() if graphs and work.device.type == "cuda" else None
     watch = Stopwatch(work.device)
     for turn in range(WARMUP + repeat):
@@ -148,4 +148,37 @@ def measure(
             step(contender, partial(_time_once, work, watch, pool))
             if turn < WARMUP:
                 contender.samples.clear()
+    for contender in contenders:
+        contender.drop()
+
+
+def measure(
+    work: Work,
+    contenders: Sequence[Contender],
+    eager: Function,
+    repeat: int,
+    begin: Callable[[Contender], None],
+    graphs: bool = False,
+) -> int:
+    """Check, weigh, time and check again the contenders, which note what is found.
+
+    begin: called before each step of a contender; graphs: replay CUDA graphs where a contender can
+    be captured. Returns at how many tokens the numbers were checked: all, or as many as fit in
+    float64.
+    """
+
+    def step(contender: Contender, fn: Callable[[Contender], Any]) -> None:
+        begin(contender)
+        contender.attempt(fn)
+
+    checked = _check(work, eager, contenders, step)
+    with _put_back(_given(work)) as written:
+        for contender in contenders:
+            step(contender, partial(_note_memory, work))
+        _time(work, contenders, repeat, graphs, step)
+    timed = [contender for contender in contenders if contender.failure is None]
+    # who computes something else from a later call on has no speed either
+    _check(work, eager, contenders, step)
+    if written and all(contender.failure is None for contender in timed):
+        raise ValueError(f"{written[0]} was overwritten in the meantime, by nobody in particular")
     return checked

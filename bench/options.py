@@ -104,6 +104,11 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
     _add_place(parser, "demo.json and demo.png")
 
 
+def _add_journal(parser: argparse.ArgumentParser) -> None:
+    # from supervisor.py to the process that it starts
+    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
+
+
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run`; what depends on the device stays None where it is not given."""
     text = f"what to measure, may be repeated; default: all of {', '.join(CASE_NAMES)}"
@@ -123,6 +128,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     text = "keep what the file has of this device and commit, and measure the rest"
     parser.add_argument("--resume", action="store_true", help=text)
     _add_place(parser, "run.jsonl")
+    _add_journal(parser)
 
 
 def add_classics_options(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +172,7 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=_positive, metavar="N", help=text)
     _add_names(parser)
     _add_place(parser, "capacity.jsonl")
+    _add_journal(parser)
 
 
 def add_tune_options(parser: argparse.ArgumentParser) -> None:

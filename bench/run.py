@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.cases import CASES
 from bench.ceilings import measure_ceilings
+from bench.contender import Contender, DeviceLost
 from bench.defaults import RUN_DEFAULTS
 from bench.env import choose_device, environment, summary
-from bench.jobs import INTERRUPTED, Job, jobs_of
-from bench.measure import STEPS_BEFORE_TIMING
-from bench.results import Group, append, read
+from bench.jobs import INTERRUPTED, Job, check_choice, jobs_of
+from bench.measure import OTHER_STEPS
+from bench.results import Ceilings, Group, Row, append, read
+from bench.supervisor import Event, Journal
 from bench.table import table
 from bench.text import console as wide_console
 
@@ -29,7 +31,10 @@ FILE = "run.jsonl"
 
 @dataclass(frozen=True)
 class Settings:
-    """Every choice that a result depends on; no tokens: as the size or the device has it."""
+    """Every choice that a result depends on, and where it goes.
+
+    No tokens: as the size or the device has it; journal: what supervisor.py reads.
+    """
 
     case: tuple[str, ...]
     size: tuple[str, ...]
@@ -42,6 +47,7 @@ class Settings:
     graphs: bool
     resume: bool
     out: Path
+    journal: Path | None = None
 
 
 def settings(
@@ -58,7 +64,8 @@ def settings(
 ) -> Settings:
     """Fill in the device's defaults and check everything, before any work is done.
 
-    Raises ValueError for a device that is not there, OSError where `out` cannot be a folder.
+    Raises ValueError for a device that is not there, names of nobody, or tokens that do not divide
+    into sequences, OSError where `out` cannot be a folder.
     """
     place = choose_device(device)
     default = RUN_DEFAULTS[place.type]
@@ -71,58 +78,127 @@ def settings(
     # a name given twice is meant once
     once: dict[str, Any] = {key: tuple(dict.fromkeys(value)) for key, value in names.items()}
     chosen = default | given | once
-    return Settings(**chosen, graphs=graphs, resume=resume, device=str(place), out=out)
+    found = Settings(**chosen, graphs=graphs, resume=resume, device=str(place), out=out)
+    check_choice(found)
+    return found
 
 
-def _is_whole(group: Group, repeat: int) -> bool:
-    """Whether no interrupt left rows without times, or with fewer than asked for."""
-    times = [row.both_ms for row in group.rows if row.both_ms is not None]
-    cut = any(row.failure == "interrupted" for row in group.rows)
-    return not cut and all(len(time.samples) >= repeat for time in times)
+def _is_settled(contender: Contender, row: Row | None, repeat: int) -> bool:
+    """Whether a row says it all: in rounds enough, or by a failure that would come again."""
+    if row is None or row.failure == "interrupted":
+        return False
+    if row.failure == "not installed":
+        return contender.failure is not None
+    return row.both_ms is None or len(row.both_ms.samples) >= repeat
 
 
-def _left(jobs: list[Job], chosen: Settings, facts: dict[str, Any]) -> list[Job]:
-    """Leave out what --resume finds measured, on this device and at this commit."""
-    path = chosen.out / FILE
-    if not chosen.resume or not path.exists():
-        path.unlink(missing_ok=True)
+def _num_samples(group: Group | None) -> int:
+    rows = group.rows if group is not None else ()
+    return sum(len(row.both_ms.samples) for row in rows if row.both_ms is not None)
+
+
+def _is_named(facts: dict[str, Any]) -> bool:
+    """Whether the commit says what was measured."""
+    return facts["commit"] is not None and not facts["commit"].endswith("-dirty")
+
+
+class Session:
+    """A command's choices, what it runs on, and what is measured so far."""
+
+    def __init__(self, chosen: Settings, facts: dict[str, Any], console: Console):
+        self.chosen, self.facts, self.console = chosen, facts, console
+        self.path = chosen.out / FILE
+        self.journal = Journal(chosen.journal)
+        self.earlier = self._earlier()
+        self.ceilings: dict[int, Ceilings] = {}
+        # what is there is replaced, but not before there is something to put in its place
+        self.replaces = not chosen.resume and not self.journal.done
+        self.failed = any(self.journal.done.values())
+
+    def _earlier(self) -> dict[tuple[Any, ...], Group]:
+        """What --resume finds of this device and commit."""
+        if not (self.chosen.resume and _is_named(self.facts) and self.path.exists()):
+            return {}
+        names = ("device", "commit", "torch", "triton")
+        return {
+            (group.case, group.size, group.tokens, group.dim, group.dtype): group
+            for group in read(self.path)
+            if group.environment and all(group.environment[n] == self.facts[n] for n in names)
+        }
+
+    def earlier_of(self, job: Job) -> Group | None:
+        """What --resume finds of a job."""
+        key = (job.name, job.size_name, job.tokens, job.size.dim, self.chosen.dtype)
+        return self.earlier.get(key)
+
+    def _is_done(self, job: Job) -> bool:
+        found = self.earlier_of(job)
+        rows = {row.name: row for row in found.rows} if found else {}
+        return job.title in self.journal.done or all(
+            _is_settled(contender, rows.get(contender.name), self.chosen.repeat)
+            for contender in job.contenders
+        )
+
+    def jobs(self) -> list[Job]:
+        """What is left to be done, without whoever crashed on it."""
+        jobs = [job for job in jobs_of(self.chosen) if not self._is_done(job)]
+        for job in jobs:
+            job.leave_out(self.journal)
         return jobs
-    names = ("device", "commit", "torch", "triton")
-    done = {
-        (group.case, group.size, group.tokens, group.dim, group.dtype)
-        for group in read(path)
-        if group.environment and all(group.environment[n] == facts[n] for n in names)
-        if _is_whole(group, chosen.repeat)
-    }
-    keys = ((j.name, j.size_name, j.tokens, j.size.dim, chosen.dtype) for j in jobs)
-    return [job for job, key in zip(jobs, keys, strict=True) if key not in done]
+
+    def _ceilings_of(self, job: Job) -> Ceilings:
+        shrink = 8 if job.size_name == "tiny" else 1
+        if shrink not in self.ceilings:
+            self.ceilings[shrink] = measure_ceilings(job.device, job.dtype, shrink)
+        return self.ceilings[shrink]
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> bool:
+        """Measure a job, keep and print what is found; returns whether it was interrupted."""
+
+        def begin(contender: Contender) -> None:
+            job.begin(contender, self.journal)
+            advance()
+
+        ceilings, interrupted = None, False
+        try:
+            ceilings = self._ceilings_of(job)
+            job.measure(self.chosen.repeat, self.chosen.graphs, begin)
+        except DeviceLost as error:
+            self.journal.crash(str(error))
+            raise
+        except KeyboardInterrupt:
+            interrupted = True
+        self.journal.note(Event("measured", job.title))
+        group = job.group(ceilings, self.facts)
+        if not interrupted or _num_samples(group) > _num_samples(self.earlier_of(job)):
+            self._keep(group)
+        if not interrupted:
+            self.failed |= job.failed
+            self.journal.note(Event("done", job.title, why="failed" if job.failed else ""))
+        return interrupted
+
+    def _keep(self, group: Group) -> None:
+        if self.replaces:
+            self.path.unlink(missing_ok=True)
+            self.replaces = False
+        append(group, self.path)
+        self.console.print(table(group))
 
 
-def _measure(jobs: list[Job], chosen: Settings, console: Console, facts: dict[str, Any]) -> bool:
-    """Measure job after job, printing and writing each; returns whether it was interrupted."""
-    each = STEPS_BEFORE_TIMING + chosen.repeat
+def _measure(session: Session, jobs: list[Job]) -> bool:
+    """Measure job after job; returns whether it was interrupted."""
+    each = OTHER_STEPS + session.chosen.repeat
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:.0f}%, left"),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    ceilings = measure_ceilings(
-        torch.device(chosen.device), getattr(torch, chosen.dtype), 8 if "tiny" in chosen.size else 1
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=session.console, transient=True) as progress:
         task = progress.add_task("", total=each * sum(len(job.contenders) for job in jobs))
         for job in jobs:
             progress.update(task, description=f"{job.name}, {job.size_name}, {job.tokens}")
-            interrupted = False
-            try:
-                job.measure(chosen.repeat, chosen.graphs, lambda: progress.advance(task))
-            except KeyboardInterrupt:
-                interrupted = True
-            group = job.group(ceilings, facts)
-            append(group, chosen.out / FILE)
-            console.print(table(group))
-            if interrupted:
+            if session.measure(job, lambda: progress.advance(task)):
                 return True
     return False
 
@@ -130,16 +206,26 @@ def _measure(jobs: list[Job], chosen: Settings, console: Console, facts: dict[st
 def run(chosen: Settings) -> int:
     """Measure, print a table per case and size, append each to run.jsonl.
 
-    Returns 1 where an implementation was wrong, 130 where interrupted, else 0.
+    Returns 1 where an implementation was wrong or eager or ours raised, 130 where interrupted, else
+    0. Raises DeviceLost where a GPU is of no more use to this process.
     """
     console = wide_console()
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     facts = environment(device, dtype)
     head = f"{summary(facts)}; {chosen.dtype}, medians of {chosen.repeat} rounds"
     console.print(head, markup=False, highlight=False)
-    jobs = _left(list(jobs_of(chosen)), chosen, facts)
+    if chosen.resume and not _is_named(facts):
+        console.print("no commit names what is measured here: nothing counts as measured before")
+    session = Session(chosen, facts, console)
+    jobs = session.jobs()
+    if not jobs:
+        console.print("nothing left to measure")
+        return int(session.failed)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        interrupted = _measure(jobs, chosen, console, facts)
-    console.print(f"wrote {FILE} to {chosen.out}", markup=False, highlight=False)
-    wrong = any(contender.is_wrong for job in jobs for contender in job.contenders)
-    return INTERRUPTED if interrupted else int(wrong)
+        interrupted = _measure(session, jobs)
+    if (chosen.out / FILE).exists():
+        console.print(f"results are in {chosen.out / FILE}", markup=False, highlight=False)
+    if interrupted:
+        console.print("interrupted")
+        return INTERRUPTED
+    return int(session.failed)

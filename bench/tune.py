@@ -26,7 +26,7 @@ from bench.contender import Contender
 from bench.defaults import TUNE_DEFAULTS
 from bench.env import choose_device
 from bench.jobs import INTERRUPTED, Job
-from bench.measure import STEPS_BEFORE_TIMING, measure
+from bench.measure import OTHER_STEPS, measure
 from bench.sizes import SIZES, Size
 from bench.text import significant
 from bench.ways import Way
@@ -118,11 +118,11 @@ class Tuner:
             if isinstance(contender.fn, Guarded):
                 contender.attempt(lambda _, fn=contender.fn: fn.check(work))
         with Progress(console=self.console, transient=True) as progress:
-            total = len(contenders) * (STEPS_BEFORE_TIMING + self.chosen.repeat)
+            total = len(contenders) * (OTHER_STEPS + self.chosen.repeat)
             task = progress.add_task(f"{case}, {tokens} tokens", total=total)
-            tick = partial(progress.advance, task)
             eager = CASES[case].eager(size)
-            measure(work, contenders, eager, self.chosen.repeat, tick, graphs=True)
+            repeat = self.chosen.repeat
+            measure(work, contenders, eager, repeat, lambda _: progress.advance(task), graphs=True)
         rows = [contender.row() for contender in contenders]
         times = {row.name: row.both_ms.median for row in rows if row.both_ms is not None}
         for row in rows:

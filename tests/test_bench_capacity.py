@@ -21,7 +21,7 @@ from bench.sizes import SIZES
 
 TINY = [
     *("capacity", "--device=cpu", "--size=tiny", "--memory=1", "--repeat=1"),
-    *("--skip=compile", "--case=gated_mlp"),
+    "--case=gated_mlp",
 ]
 
 
@@ -53,8 +53,10 @@ def test_sequences_are_as_long_for_everyone():
     stack = cases.CASES["stack"]
     assert [stack.inputs(tiny, 48 * n)[0] for n in (1, 3)] == [(2, 24, 32), (6, 24, 32)]
     assert [stack.inputs(llama, 2048 * n)[0] for n in (1, 5)] == [(1, 2048, 4096), (5, 2048, 4096)]
-    # what is no multiple is cut as evenly as it can be
-    assert stack.inputs(llama, 3000)[0] == (2, 1500, 4096)
+    assert stack.inputs(llama, 3)[0] == (1, 3, 4096)
+    # what is no multiple would be cut into other sequences
+    with pytest.raises(ValueError, match="3000 tokens are no multiple of 2048"):
+        stack.inputs(llama, 3000)
 
 
 def test_what_fits_is_found_and_timed(tmp_path, capsys):
@@ -123,10 +125,48 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     assert [row.failure for row in found.rows] == [None, "interrupted"]
 
 
+def test_an_interrupt_shows_what_fits_and_keeps_what_there_was(tmp_path, monkeypatch, capsys):
+    def interrupt(self, watch) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(capacity.Rival, "time", interrupt)
+    options = ("--case=mlp", "--only=checkpoint", f"--out={tmp_path}")
+    assert command.main([*TINY, *options]) == 130
+    (found,) = capacity_report.read(tmp_path / "capacity.jsonl")
+    out = capsys.readouterr().out
+    assert all(f"{row.name:<14}" in out and f"{row.tokens:,}" in out for row in found.rows)
+    # nothing is known yet that could stand in its place
+    monkeypatch.setattr(capacity.Rival, "fit", lambda *args: interrupt(*args[:2]))
+    before = (tmp_path / "capacity.jsonl").read_text()
+    assert command.main([*TINY, *options]) == 130
+    assert (tmp_path / "capacity.jsonl").read_text() == before
+
+
+def test_it_fails_where_ours_raises(tmp_path, monkeypatch, capsys):
+    def crash(*inputs):
+        raise ValueError("not here")
+
+    monkeypatch.setitem(ways.BASELINES, "ours(crash)", lambda eager: crash)
+    assert command.main([*TINY, "--only=ours", f"--out={tmp_path}"]) == 1
+    assert "ours(crash): ValueError: not here" in capsys.readouterr().out
+
+
+def test_sizes_have_sequences_of_their_own(tmp_path, monkeypatch):
+    least = {}
+
+    def note(work, eager) -> None:
+        least[work.inputs[0].shape[-1]] = work.tokens
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(capacity.Truth, "that_fits", note)
+    command.main([*TINY, "--size=gpt2", "--case=rms_norm", f"--out={tmp_path}"])
+    assert least == {32: 48, 768: 2048}
+
+
 def test_memory_too_small_is_a_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(capacity, "MIB", 1)
     assert command.main([*TINY, "--only=eager", f"--out={tmp_path}"]) == 0
-    assert "eager: ValueError: not even 48 tokens fit" in capsys.readouterr().out
+    assert "eager: not even 48 tokens fit" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["plot", str(tmp_path / "capacity.jsonl")])
     assert "nothing was measured" in capsys.readouterr().err

@@ -19,8 +19,9 @@ pytest.importorskip("matplotlib", reason="needs the bench extra")
 from bench import __main__ as command
 from bench import cases, contender, jobs, measure, peers, run, ways
 from bench.layers import LAYERS
-from bench.results import Group, Load, read
+from bench.results import Ceilings, Group, Load, read
 from bench.sizes import SIZES
+from bench.supervisor import Journal
 from bench.table import table
 
 TINY = ["run", "--device=cpu", "--size=tiny", "--repeat=3"]
@@ -79,6 +80,7 @@ def test_every_line_names_what_a_number_needs(result):
         assert (line["dtype"], line["size"]) == ("float32", "tiny")
         assert (line["dim"], line["hidden"]) == (SIZE.dim, SIZE.hidden)
         assert line["tokens"] == line["checked_tokens"] == SIZE.tokens
+        assert line["seq"] == (SEQ if cases.CASES[line["case"]].sequences else None)
         assert min(line["ceilings"].values()) > 0
 
 
@@ -190,7 +192,8 @@ def test_inputs_that_cannot_be_made_lose_one_size(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs, "draw", refuse)
     status, result = bench(tmp_path, "--case=mlp")
-    assert status == 0
+    # eager's among them
+    assert status == 1
     assert {row["failure"] for row in rows_of(result).values()} == {"MemoryError: no room"}
 
 
@@ -222,10 +225,11 @@ def test_turns_rotate(monkeypatch):
     work = contender.Work(inputs, [torch.ones(8, SIZE.dim)], torch.device("cpu"))
     eager = case.eager(SIZE)
     contenders = [contender.Contender(name, ways.Way(eager)) for name in "abc"]
-    ticks = []
-    measure.measure(work, contenders, eager, 1, lambda: ticks.append(1))
+    begun = []
+    measure.measure(work, contenders, eager, 1, lambda contender: begun.append(contender.name))
     assert "".join(order) == "abcbcacab"
-    assert sum(ticks) == 3 * (measure.STEPS_BEFORE_TIMING + 1)
+    assert "".join(begun) == "abcabc" + "abcbcacab" + "abc"
+    assert len(begun) == 3 * (measure.OTHER_STEPS + 1)
 
 
 def test_plans_are_listed_where_kernels_are_compiled():
@@ -251,6 +255,11 @@ def test_ratios_are_taken_within_rounds():
         ("--repeat=0", "--repeat: expected a positive integer, got '0'"),
         ("--dtype=int8", "--dtype: invalid choice: 'int8'"),
         ("--device=tpu", "--device expects cpu, cuda or cuda:N, got 'tpu'"),
+        # torch makes a negative index of it
+        ("--device=cuda:99999", "--device cuda:99999: this torch sees"),
+        ("--only=egaer", "--only egaer is part of no name: eager, "),
+        ("--skip=Ligar", "--skip Ligar is part of no name: eager, "),
+        ("--tokens=50", "50 tokens are no multiple of 24, a sequence of decoder_layer and stack"),
         (f"--out={__file__}", "File exists"),
     ],
 )
@@ -357,7 +366,7 @@ def test_numbers_are_checked_on_what_fits(monkeypatch):
 
     monkeypatch.setattr(contender.Work, "results", limited)
     rival = contender.Contender("rival", ways.Way(eager))
-    assert measure.measure(work, [rival], eager, 1, lambda: None) == 2
+    assert measure.measure(work, [rival], eager, 1, lambda _: None) == 2
     assert rival.failure is None
     assert len(rival.samples) == 1
 
@@ -367,15 +376,210 @@ def test_names_choose_who_takes_part(tmp_path):
     assert list(rows_of(bench(tmp_path, *options)[1])) == ["eager", "fusedckpt inputs"]
 
 
-def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch):
+@pytest.fixture
+def at_commit(monkeypatch):
+    return lambda name: monkeypatch.setattr("bench.env.commit", lambda: name)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The jobs that are measured, in order."""
+    found, before = [], jobs.Job.measure
+    monkeypatch.setattr(
+        jobs.Job, "measure", lambda self, *args: (found.append(self.name), before(self, *args))
+    )
+    return found
+
+
+def test_resuming_measures_who_was_not(tmp_path, at_commit, measured, add_way, monkeypatch, capsys):
+    at_commit("one")
+    bench(tmp_path, "--case=rms_norm", "--only=checkpoint")
+    _, result = bench(tmp_path, "--case=rms_norm", "--resume")
+    assert rows_of(result, "rms_norm")["fusedckpt"]["both_ms"]
+    assert measured == ["rms_norm"] * 2
+    # of some of those who were measured nothing is left, nor of who failed for good
+    capsys.readouterr()
+    assert bench(tmp_path, "--case=rms_norm", "--only=checkpoint", "--resume")[0] == 0
+    assert "nothing left to measure" in capsys.readouterr().out
+    add_way("crash", lambda eager: lambda *inputs: int("x"))
+    for _ in range(2):
+        bench(tmp_path, "--case=rms_norm", "--resume")
+    assert measured == ["rms_norm"] * 3
+    # what is installed now can be measured
+    peer = peers.Peer("Late", "no_such_package", "rms_norm", lambda size: torch.relu)
+    monkeypatch.setattr(peers, "PEERS", (peer,))
+    for _ in range(2):
+        bench(tmp_path, "--case=rms_norm", "--resume")
+    assert measured == ["rms_norm"] * 4
+    monkeypatch.setattr(peers, "PEERS", (peer._replace(package="torch"),))
+    bench(tmp_path, "--case=rms_norm", "--resume")
+    assert measured == ["rms_norm"] * 5
+
+
+@pytest.mark.parametrize("commit", [None, "0123-dirty"])
+def test_what_no_commit_names_is_measured_again(tmp_path, at_commit, measured, capsys, commit):
+    at_commit(commit)
+    for _ in range(2):
+        _, lines = bench(tmp_path, "--case=rms_norm", "--repeat=1", "--only=eager", "--resume")
+    assert measured == ["rms_norm"] * 2
+    assert len(lines) == 2
+    assert "nothing counts as measured before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("commit", ["one", "one-dirty"])
+@pytest.mark.parametrize("where", ["_note_memory", "_time_once"])
+def test_an_interrupt_takes_nothing_away(tmp_path, at_commit, monkeypatch, capsys, commit, where):
+    at_commit(commit)
+    options = ("--case=rms_norm", "--only=eager")
+    _, first = bench(tmp_path, *options)
+
+    def interrupt(*args) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, where, interrupt)
+        for resume in ((), ("--resume",)):
+            assert bench(tmp_path, *options, "--repeat=6", *resume) == (130, first)
+        patch.setattr(run, "measure_ceilings", interrupt)
+        assert bench(tmp_path, *options) == (130, first)
+    assert capsys.readouterr().out.count("interrupted") == 3
+    # one round of six is less than the three that there are, and more than nothing
+    before, left = measure._time_once, iter(range(2 + 1))
+    late = lambda *args: before(*args) if next(left, None) is not None else interrupt()  # noqa: E731
+    monkeypatch.setattr(measure, "_time_once", late)
+    status, result = bench(tmp_path, *options, "--repeat=6", "--resume")
+    assert status == 130
+    assert len(result) == (1 if commit == "one" else 2)
+
+
+def test_it_fails_where_eager_or_ours_raises(tmp_path, add_way):
+    def refuse(*inputs: Tensor) -> Tensor:
+        raise RuntimeError("no")
+
+    for name, expected in (("library", 0), ("torch.compile", 0), ("ours(x)", 1), ("eager", 1)):
+        add_way(name, lambda eager: refuse)
+        status, _ = bench(tmp_path, "--case=rms_norm", "--repeat=1", "--skip=fusedckpt")
+        assert status == expected, name
+
+
+def test_who_wishes_to_exit_loses_its_row(tmp_path, add_way):
+    add_way("exit", lambda eager: lambda *inputs: exit("enough"))
+    status, result = bench(tmp_path, "--case=rms_norm", "--repeat=1")
+    assert status == 0
+    assert rows_of(result, "rms_norm")["exit"]["failure"] == "SystemExit: enough"
+    assert rows_of(result, "rms_norm")["fusedckpt"]["both_ms"]
+
+
+def test_a_lost_device_ends_the_process(tmp_path, add_way, monkeypatch):
+    def fault(*inputs: Tensor) -> Tensor:
+        # as any later call for the device does then
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", fault)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    add_way("fault", lambda eager: fault)
+    journal = tmp_path / "journal"
+    options = ("--case=rms_norm", "--case=layer_norm", "--repeat=1", f"--journal={journal}")
+    with pytest.raises(contender.DeviceLost, match="illegal memory access"):
+        bench(tmp_path, *options)
+    (job,) = {event.job for event in Journal(journal).events}
+    assert Journal(journal).crash("exit status 1")
+    why = "crashed: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert Journal(journal).crashes(job) == {"fault": why}
+    # another process goes on, with a device
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setitem(ways.BASELINES, "fault", lambda eager: eager)
+    status, result = bench(tmp_path, *options)
+    assert status == 0
+    assert rows_of(result, "rms_norm")["fault"]["failure"] == why
+    assert rows_of(result, "rms_norm")["fusedckpt"]["both_ms"]
+    assert rows_of(result, "layer_norm")["fault"]["both_ms"]
+
+
+def test_what_was_wrong_before_a_crash_stays_wrong(tmp_path, add_way):
+    journal = Journal(tmp_path / "journal")
+    add_way("off", lambda eager: lambda *inputs: 1.01 * eager(*inputs))
+    options = ("--case=rms_norm", "--repeat=1", f"--journal={journal.path}")
+    assert [bench(tmp_path, *options)[0] for _ in range(2)] == [1, 1]
+
+
+def test_numbers_are_checked_after_timing_too(tmp_path, add_way):
+    def from_call(first: int, change):
+        def wrap(eager):
+            calls = iter(range(first))
+            return lambda *inputs: (
+                change(eager, *inputs) if next(calls, None) is None else eager(*inputs)
+            )
+
+        return wrap
+
+    def double(eager, x: Tensor, *rest: Tensor) -> Tensor:
+        y = eager(x, *rest)
+        # as a kernel writes, unseen by autograd
+        x.data.mul_(2)
+        return y
+
+    for first in (1, 4):
+        add_way(f"off {first}", from_call(first, lambda eager, *inputs: 1.01 * eager(*inputs)))
+        add_way(f"writes {first}", from_call(first, double))
+    status, result = bench(tmp_path, "--case=layer_norm")
+    rows = rows_of(result, "layer_norm")
+    assert status == 1
+    for first in (1, 4):
+        assert rows[f"off {first}"]["failure"].startswith("wrong: result 0 is off by ")
+        assert rows[f"writes {first}"]["failure"] == "wrong: it overwrites input 0"
+        assert rows[f"off {first}"]["both_ms"] is rows[f"writes {first}"]["both_ms"] is None
+    assert rows["eager"]["both_ms"]
+    assert rows["fusedckpt"]["both_ms"]
+
+
+def test_inputs_that_change_for_once_are_nobodys_numbers(tmp_path, add_way):
+    calls = iter(range(1000))
+
+    def once(eager):
+        def fn(x: Tensor, *rest: Tensor) -> Tensor:
+            y = eager(x, *rest)
+            if next(calls) == 5:
+                x.data.add_(1)
+            return y
+
+        return fn
+
+    add_way("once", once)
+    status, result = bench(tmp_path, "--case=rms_norm")
+    assert status == 1
+    assert {row["both_ms"] for row in rows_of(result, "rms_norm").values()} == {None}
+
+
+def test_another_dtype_is_wrong(tmp_path, add_way):
+    add_way("wide", lambda eager: lambda *inputs: eager(*inputs).double())
+    options = ("--case=rms_norm", "--case=gated_mlp", "--repeat=1")
+    status, result = bench(tmp_path, *options)
+    assert status == 1
+    expected = "wrong: result 0 is torch.float64, eager's torch.float32"
+    assert rows_of(result, "rms_norm")["wide"]["failure"] == expected
+
+
+def test_ceilings_are_those_of_the_size(tmp_path, monkeypatch):
+    shrinks = []
+
+    def ceilings(device, dtype, shrink=1) -> Ceilings:
+        shrinks.append(shrink)
+        return Ceilings(float(shrink), 1.0)
+
+    monkeypatch.setattr(run, "measure_ceilings", ceilings)
+    sizes = ("--size=gpt2", "--tokens=2", "--tokens=4")
+    _, result = bench(tmp_path, "--case=rms_norm", "--repeat=1", "--only=eager", *sizes)
+    assert shrinks == [8, 1]
+    assert {line["size"]: line["ceilings"]["tflops"] for line in result} == {"tiny": 8, "gpt2": 1}
+
+
+def test_a_run_resumes_where_it_stopped(tmp_path, at_commit, measured):
+    at_commit("one")
     options = ("--case=rms_norm", "--case=layer_norm", "--repeat=1", "--skip=checkpoint")
     bench(tmp_path, *options[:1], *options[2:])
     first = (tmp_path / "run.jsonl").read_text()
-    measured = []
-    before = jobs.Job.measure
-    monkeypatch.setattr(
-        jobs.Job, "measure", lambda self, *args: (measured.append(self.name), before(self, *args))
-    )
+    measured.clear()
     _, lines = bench(tmp_path, *options, "--resume")
     assert measured == ["layer_norm"]
     assert (tmp_path / "run.jsonl").read_text().startswith(first)
@@ -384,7 +588,7 @@ def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch):
     bench(tmp_path, *options, "--repeat=2", "--resume")
     assert measured[1:] == ["rms_norm", "layer_norm"]
     # another commit's numbers are none of ours
-    monkeypatch.setattr("bench.env.commit", lambda: "another")
+    at_commit("another")
     bench(tmp_path, *options, "--resume")
     assert measured[3:] == ["rms_norm", "layer_norm"]
 
