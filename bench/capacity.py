@@ -18,11 +18,11 @@ from bench.clock import Stopwatch
 from bench.contender import Contender, DeviceLost, Work
 from bench.defaults import BLOCKS, CAPACITY_DEFAULTS
 from bench.env import choose_device, environment, summary
-from bench.jobs import INTERRUPTED, Job, check_choice, jobs_of
+from bench.jobs import Job, check_choice, jobs_of
 from bench.measure import WARMUP, Truth
 from bench.results import MIB, Timing
 from bench.sizes import SEQUENCE
-from bench.supervisor import Event, Journal
+from bench.supervisor import INTERRUPTED, Event, Journal
 from bench.text import console as wide_console
 from fusedckpt.memory import peak_bytes
 

@@ -41,6 +41,11 @@ class Fit:
         """Of forward with backward, at the most tokens; 0 where there is no time."""
         return self.tokens / self.both_ms.median * 1e3 if self.both_ms else 0.0
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it was stopped before it was timed."""
+        return self.failure == "interrupted"
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -117,10 +122,8 @@ def markdown(found: Capacity) -> str:
 
 
 def _fitted(found: Capacity) -> list[Fit]:
-    # whoever was interrupted after that
-    return [
-        row for row in found.rows if row.both_ms or (row.tokens and row.failure == "interrupted")
-    ]
+    """Return whose tokens are known, timed or interrupted before that."""
+    return [row for row in found.rows if row.both_ms or (row.tokens and row.is_interrupted)]
 
 
 def _timed(found: Capacity) -> list[Fit]:

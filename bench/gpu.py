@@ -22,9 +22,9 @@ from rich.console import Console
 
 from bench.capacity import FILE as CAPACITIES
 from bench.env import commit, device_name
-from bench.jobs import INTERRUPTED
 from bench.run import FILE
 from bench.steps import GRACE, ROOT, Log, Step, Stops, take
+from bench.supervisor import INTERRUPTED
 
 __all__ = ["Settings", "run", "settings", "steps_of"]
 

@@ -14,11 +14,11 @@ from bench.contender import Contender, DeviceLost, Work
 from bench.measure import measure
 from bench.results import Ceilings, Group
 from bench.sizes import DEFAULT_TOKENS, SIZES, Size
-from bench.supervisor import INTERRUPTED, Event, Journal
+from bench.supervisor import Event, Journal
 from bench.ways import ways_of
 from fusedckpt._dispatch import path_of
 
-__all__ = ["INTERRUPTED", "Choice", "Job", "check_choice", "jobs_of"]
+__all__ = ["Choice", "Job", "check_choice", "jobs_of"]
 
 
 @dataclass

@@ -17,10 +17,10 @@ from bench.ceilings import measure_ceilings
 from bench.contender import Contender, DeviceLost
 from bench.defaults import RUN_DEFAULTS
 from bench.env import choose_device, environment, summary
-from bench.jobs import INTERRUPTED, Job, check_choice, jobs_of
+from bench.jobs import Job, check_choice, jobs_of
 from bench.measure import OTHER_STEPS
 from bench.results import Ceilings, Group, Row, append, read
-from bench.supervisor import Event, Journal
+from bench.supervisor import INTERRUPTED, Event, Journal
 from bench.table import table
 from bench.text import console as wide_console
 

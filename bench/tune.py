@@ -25,9 +25,10 @@ from bench.cases import CASES, Function
 from bench.contender import Contender
 from bench.defaults import TUNE_DEFAULTS
 from bench.env import choose_device
-from bench.jobs import INTERRUPTED, Job
+from bench.jobs import Job
 from bench.measure import OTHER_STEPS, measure
 from bench.sizes import SIZES, Size
+from bench.supervisor import INTERRUPTED
 from bench.text import significant
 from bench.ways import Way
 from fusedckpt._dispatch import path_of

@@ -132,7 +132,7 @@ def test_an_interrupt_shows_what_fits_and_keeps_what_there_was(tmp_path, monkeyp
     monkeypatch.setattr(capacity.Rival, "time", interrupt)
     options = ("--case=mlp", "--only=checkpoint", f"--out={tmp_path}")
     assert command.main([*TINY, *options]) == 130
-    (found,) = capacity_report.read(tmp_path / "capacity.jsonl")
+    (found,) = capacities(lines(tmp_path / "capacity.jsonl"))
     out = capsys.readouterr().out
     assert all(f"{row.name:<14}" in out and f"{row.tokens:,}" in out for row in found.rows)
     # nothing is known yet that could stand in its place
