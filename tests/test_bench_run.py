@@ -21,7 +21,7 @@ from bench import cases, contender, jobs, measure, peers, run, ways
 from bench.layers import LAYERS
 from bench.results import Ceilings, Group, Load, read
 from bench.sizes import SIZES
-from bench.supervisor import Journal
+from bench.supervisor import INTERRUPTED, Journal
 from bench.table import table
 
 TINY = ["run", "--device=cpu", "--size=tiny", "--repeat=3"]
@@ -207,7 +207,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
 
     monkeypatch.setattr(measure, "_time_once", interrupt)
     status, result = bench(tmp_path, "--case=mlp", "--case=gated_mlp", "--repeat=9")
-    assert status == jobs.INTERRUPTED
+    assert status == INTERRUPTED
     rows = rows_of(result).values()
     assert [len(row["both_ms"]["samples"]) for row in rows] == [2, 1, 1, 2]
     assert {line["case"] for line in result} == {"mlp"}
