@@ -201,7 +201,9 @@ def run(chosen: Settings) -> int:
     facts = environment(torch.device(chosen.device), torch.float32)
     subtitle = f"{summary(facts)}; float32, medians of {chosen.repeat} x {chosen.steps} steps"
     console.print(subtitle, markup=False, highlight=False)
-    record = asdict(chosen) | {"out": str(chosen.out)}
+    record = asdict(chosen)
+    # nothing that a result depends on
+    del record["out"]
     result = Result(subtitle, record, facts, *_parts(chosen, console))
     save(result, chosen.out / "classics.json")
     draw(result, chosen.out / "classics.png")

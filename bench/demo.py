@@ -256,11 +256,14 @@ def run(chosen: Settings) -> int:
     _train(trainers, draw_batch, chosen.steps, console)
     inputs, targets = draw_batch()
     num_parameters = sum(p.numel() for p in trainers[0].model.parameters())
+    record = asdict(chosen) | {"parameters": num_parameters}
+    # nothing that a result depends on
+    del record["out"]
     facts = environment(device, dtype)
     result = Result(
         title="One model, the same batches: what each way of training costs",
         subtitle=_subtitle(chosen, facts, num_parameters),
-        settings=asdict(chosen) | {"out": str(chosen.out), "parameters": num_parameters},
+        settings=record,
         environment=facts,
         fused=fused,
         runs=tuple(_record(trainer, trainers[0], chosen, inputs, targets) for trainer in trainers),

@@ -143,6 +143,7 @@ def test_gemms_of_a_step(cls, name, save, cut, mlp, gated):
 
 
 def test_gemms_under_compile():
+    torch._dynamo.reset()
     layers, x = blocks(fusedckpt.MLP, "inputs"), randn(ROWS, D)
     expected = gradients(nn.Sequential(*layers), [x])
     compiled = torch.compile(

@@ -115,6 +115,7 @@ def test_of_a_checkpoint_is_one():
 
 
 def test_compiles():
+    torch._dynamo.reset()
     block, x = Block().eval().to(DEVICE), randn(4, 6)
     compiled = torch.compile(Checkpoint(block), backend="aot_eager", fullgraph=True)
     for a, b in zip(step(compiled, x), step(block, x), strict=True):

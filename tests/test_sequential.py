@@ -395,6 +395,7 @@ def test_layers_may_take_what_is_no_tensor():
 
 
 def test_compile():
+    torch._dynamo.reset()
     model, x = (
         sequential(nn.LayerNorm(D), *mlp(), nn.Dropout(0.0), nn.Linear(D, F), nn.SiLU()),
         rows(),

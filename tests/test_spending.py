@@ -252,6 +252,7 @@ def test_opcheck():
 
 
 def test_compiled(layer):
+    torch._dynamo.reset()
     fn, inputs, dy, expected = layer
     compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
     for _ in range(2):

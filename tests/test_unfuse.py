@@ -103,6 +103,7 @@ def test_unfuse_after_train_and_eval():
 
 
 def test_compile():
+    torch._dynamo.reset()
     model, x = net(), rows()
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
