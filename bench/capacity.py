@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from bench.capacity_report import Capacity, Fit, append, table
 from bench.clock import Stopwatch
-from bench.contender import Contender, DeviceLost, Work
+from bench.contender import Contender, Work
 from bench.defaults import BLOCKS, CAPACITY_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.jobs import Job, check_choice, jobs_of
@@ -195,17 +195,8 @@ def _attempt(
         # how many sizes are tried is not known before
         total = len(rivals) * (4 + HALVINGS + WARMUP + chosen.repeat)
         task = progress.add_task(f"{job.name}, {job.size_name}", total=total)
-        try:
-            _measure(job, chosen, rivals, journal, partial(progress.advance, task))
-        except KeyboardInterrupt:
-            return True
-        except DeviceLost as error:
-            journal.crash(str(error))
-            raise
-        except Exception as error:
-            for rival in rivals:
-                rival.contender.fail(error)
-    return False
+        tick = partial(progress.advance, task)
+        return job.attempt(journal, lambda: _measure(job, chosen, rivals, journal, tick))
 
 
 def _measure_all(chosen: Settings, facts: dict[str, Any], console: Console) -> int:
@@ -217,7 +208,6 @@ def _measure_all(chosen: Settings, facts: dict[str, Any], console: Console) -> i
             continue
         rivals = [Rival(contender) for contender in job.contenders]
         interrupted = _attempt(job, chosen, rivals, journal, console)
-        journal.note(Event("measured", job.title))
         sizes = (job.name, job.size_name, *job.size[:2], chosen.dtype, chosen.memory)
         found = Capacity(*sizes, facts, tuple(rival.row() for rival in rivals))
         if not interrupted or any(rival.tokens for rival in rivals):

@@ -11,9 +11,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +30,7 @@ from bench.defaults import DEMO_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.model import HEAD_DIM, GatedMLP
 from bench.report import Result, Run, draw, save, table
-from bench.results import MIB
-from fusedckpt.memory import peak_bytes, saved_tensors
+from bench.trainer import Trainer
 from fusedckpt.units import candidates
 
 __all__ = ["Settings", "run", "settings"]
@@ -76,60 +73,6 @@ def settings(device: str | None, out: Path, **options: Any) -> Settings:
     return chosen
 
 
-class Trainer:
-    """One model with its optimizer, its losses and the time of its steps."""
-
-    def __init__(self, name: str, model: nn.Module, chosen: Settings):
-        self.name, self.model, self.device = name, model, torch.device(chosen.device)
-        self.losses: list[float] = []
-        self.step_ms: list[float] = []
-        lr, steps = min(3e-3, 0.75 / chosen.dim), chosen.steps
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
-        )
-        ramp = max(1, steps // 10)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min((step + 1) / ramp, 1.1 - step / steps)
-        )
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte."""
-        return tasks.loss(self.model(inputs), targets)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.step_ms.append(1e3 * (time.perf_counter() - start))
-
-    def step(self, inputs: Tensor, targets: Tensor) -> None:
-        """Forward, backward and update, timed together."""
-        with self._timed():
-            loss = self.loss(inputs, targets)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()
-        self.losses.append(loss.item())
-
-    def saved_mib(self, inputs: Tensor, targets: Tensor) -> float:
-        """What forward and loss keep for backward, without inputs, parameters and buffers."""
-        held = [inputs, targets, *self.model.parameters(), *self.model.buffers()]
-        with saved_tensors(exclude=held) as saved:
-            self.loss(inputs, targets)
-        return saved.nbytes / MIB
-
-    def peak_mib(self, inputs: Tensor, targets: Tensor) -> float:
-        """How high forward and backward climb above a step's start, new gradients included."""
-        peak = peak_bytes(lambda: self.loss(inputs, targets).backward(), self.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        return peak / MIB
-
-
 def _trainers(chosen: Settings, batch: tuple[Tensor, Tensor]) -> tuple[list[Trainer], str]:
     """Trainers that start from the same weights, and what fuse and plan report."""
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
@@ -152,7 +95,8 @@ def _trainers(chosen: Settings, batch: tuple[Tensor, Tensor]) -> tuple[list[Trai
         "fuse+ckpt": both,
         "fuse+plan": planned,
     }
-    return [Trainer(name, model, chosen) for name, model in models.items()], f"{report}\n{plan}"
+    course = device, chosen.dim, chosen.steps
+    return [Trainer(name, model, *course) for name, model in models.items()], f"{report}\n{plan}"
 
 
 def _plan(

@@ -65,22 +65,38 @@ class Job:
             outputs = work.forward(self.case.eager(self.size))
         return work._replace(douts=[torch.randn_like(y) for y in outputs])
 
-    def measure(self, repeat: int, graphs: bool, begin: Callable[[Contender], None]) -> None:
-        """Measure the contenders; an error of inputs or of eager in float64 fails them all."""
-        # compiled code of other sizes counts against the limit of recompilations
-        torch.compiler.reset()
-        eager = self.case.eager(self.size)
+    def attempt(self, journal: Journal, take: Callable[[], None]) -> bool:
+        """Do what measures this job, noting that it ended; returns whether it was interrupted."""
+        interrupted = False
         try:
-            work = self.work(self.tokens)
-            self.checked = measure(work, self.contenders, eager, repeat, begin, graphs)
+            self._take(take)
+        except DeviceLost as error:
+            journal.crash(str(error))
+            raise
+        except KeyboardInterrupt:
+            interrupted = True
+        journal.note(Event("measured", self.title))
+        return interrupted
+
+    def _take(self, take: Callable[[], None]) -> None:
+        try:
+            take()
         except DeviceLost:
             raise
         except Exception as error:
+            # of inputs, or of eager in float64
             for contender in self.contenders:
                 contender.fail(error)
         finally:
             for contender in self.contenders:
                 contender.drop()
+
+    def measure(self, repeat: int, graphs: bool, begin: Callable[[Contender], None]) -> None:
+        """Check, weigh and time the contenders."""
+        # compiled code of other sizes counts against the limit of recompilations
+        torch.compiler.reset()
+        work, eager = self.work(self.tokens), self.case.eager(self.size)
+        self.checked = measure(work, self.contenders, eager, repeat, begin, graphs)
 
     def group(self, ceilings: Ceilings | None, facts: dict[str, Any]) -> Group:
         """What was measured, as a record."""

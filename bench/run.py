@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.cases import CASES
 from bench.ceilings import measure_ceilings
-from bench.contender import Contender, DeviceLost
+from bench.contender import Contender
 from bench.defaults import RUN_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.jobs import Job, check_choice, jobs_of
@@ -110,7 +110,8 @@ class Session:
         self.path = chosen.out / FILE
         self.journal = Journal(chosen.journal)
         self.earlier = self._earlier()
-        self.ceilings: dict[int, Ceilings] = {}
+        # by whether they are those of toys
+        self.ceilings: dict[bool, Ceilings] = {}
         # what is there is replaced, but not before there is something to put in its place
         self.replaces = not chosen.resume and not self.journal.done
         self.failed = any(self.journal.done.values())
@@ -146,11 +147,11 @@ class Session:
             job.leave_out(self.journal)
         return jobs
 
-    def _ceilings_of(self, job: Job) -> Ceilings:
-        shrink = 8 if job.size_name == "tiny" else 1
-        if shrink not in self.ceilings:
-            self.ceilings[shrink] = measure_ceilings(job.device, job.dtype, shrink)
-        return self.ceilings[shrink]
+    def _take(self, job: Job, begin: Callable[[Contender], None]) -> None:
+        is_tiny = job.size_name == "tiny"
+        if is_tiny not in self.ceilings:
+            self.ceilings[is_tiny] = measure_ceilings(job.device, job.dtype, 8 if is_tiny else 1)
+        job.measure(self.chosen.repeat, self.chosen.graphs, begin)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> bool:
         """Measure a job, keep and print what is found; returns whether it was interrupted."""
@@ -159,17 +160,8 @@ class Session:
             job.begin(contender, self.journal)
             advance()
 
-        ceilings, interrupted = None, False
-        try:
-            ceilings = self._ceilings_of(job)
-            job.measure(self.chosen.repeat, self.chosen.graphs, begin)
-        except DeviceLost as error:
-            self.journal.crash(str(error))
-            raise
-        except KeyboardInterrupt:
-            interrupted = True
-        self.journal.note(Event("measured", job.title))
-        group = job.group(ceilings, self.facts)
+        interrupted = job.attempt(self.journal, lambda: self._take(job, begin))
+        group = job.group(self.ceilings.get(job.size_name == "tiny"), self.facts)
         if not interrupted or _num_samples(group) > _num_samples(self.earlier_of(job)):
             self._keep(group)
         if not interrupted:
