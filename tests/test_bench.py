@@ -57,6 +57,8 @@ def result(tmp_path_factory):
 
 def test_demo_records_what_a_number_needs(result):
     assert SIZES.items() <= result["settings"].items()
+    # a folder is no part of it
+    assert "out" not in result["settings"]
     assert result["settings"]["dtype"] == "float32"
     assert result["environment"]["torch"] == torch.__version__
     assert result["environment"]["paths"] == fusedckpt.paths("cpu", torch.float32)

@@ -496,6 +496,18 @@ def test_a_lost_device_ends_the_process(tmp_path, add_way, monkeypatch):
     assert rows_of(result, "layer_norm")["fault"]["both_ms"]
 
 
+def test_nobody_is_blamed_between_jobs(tmp_path, monkeypatch):
+    def dies(*args) -> None:
+        raise SystemError("no room for a file")
+
+    monkeypatch.setattr(run, "append", dies)
+    journal = tmp_path / "journal"
+    with pytest.raises(SystemError):
+        bench(tmp_path, "--case=rms_norm", "--repeat=1", f"--journal={journal}")
+    assert Journal(journal).events[-1].kind == "measured"
+    assert not Journal(journal).crash("exit status 1")
+
+
 def test_what_was_wrong_before_a_crash_stays_wrong(tmp_path, add_way):
     journal = Journal(tmp_path / "journal")
     add_way("off", lambda eager: lambda *inputs: 1.01 * eager(*inputs))
