@@ -16,7 +16,7 @@ from bench.results import Ceilings, Group
 from bench.sizes import DEFAULT_TOKENS, SIZES, Size
 from bench.supervisor import Event, Journal
 from bench.ways import ways_of
-from fusedckpt._dispatch import path_of
+from fusedckpt.autograd.dispatch import path_of
 
 __all__ = ["Choice", "Job", "check_choice", "jobs_of"]
 

@@ -31,7 +31,7 @@ from bench.sizes import SIZES, Size
 from bench.supervisor import INTERRUPTED
 from bench.text import significant
 from bench.ways import Way
-from fusedckpt._dispatch import path_of
+from fusedckpt.autograd.dispatch import path_of
 from fusedckpt.kernels import tuned
 from fusedckpt.kernels.runtime import arch
 from fusedckpt.kernels.tiles import SHORT_K, TILES, family, tile_for

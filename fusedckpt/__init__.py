@@ -1,20 +1,20 @@
 """Drop-in PyTorch layers that keep only their inputs for backward and recompute the rest."""
 
 from fusedckpt import functional
-from fusedckpt._dispatch import paths
-from fusedckpt.blocks import MLP, GatedMLP, NormLinear
-from fusedckpt.checkpointing import checkpoint, checkpoint_sequential, is_recomputing
-from fusedckpt.levels import saving
-from fusedckpt.linear import Linear
-from fusedckpt.norm import LayerNorm, RMSNorm
-from fusedckpt.packing import pack_gate_up, repack_gate_up, unpack_gate_up
+from fusedckpt.autograd.dispatch import paths
+from fusedckpt.autograd.levels import saving
+from fusedckpt.checkpointing.checkpoint import checkpoint, checkpoint_sequential, is_recomputing
+from fusedckpt.checkpointing.wrapper import Checkpoint
+from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
+from fusedckpt.layers.linear import Linear
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.norm_spec import NormSpec
+from fusedckpt.layers.packing import pack_gate_up, repack_gate_up, unpack_gate_up
+from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planner import plan
 from fusedckpt.plans import Plan
 from fusedckpt.reporting import MemoryReport, report
-from fusedckpt.sequential import Sequential
-from fusedckpt.spec import NormSpec
 from fusedckpt.swap import FuseReport, fuse, unfuse
-from fusedckpt.wrapper import Checkpoint
 
 __all__ = [
     "MLP",

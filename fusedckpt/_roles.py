@@ -24,10 +24,10 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
-from fusedckpt._phases import current
-from fusedckpt._segment import Segment
-from fusedckpt.checkpointing import checkpoint, conditions_of, is_plain_call
-from fusedckpt.levels import LEVELS, saving
+from fusedckpt.autograd.levels import LEVELS, saving
+from fusedckpt.autograd.phases import current
+from fusedckpt.checkpointing.checkpoint import checkpoint, conditions_of, is_plain_call
+from fusedckpt.checkpointing.segment import Segment
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from fusedckpt import _roles
 from fusedckpt._calls import Bytes, Call, Run
+from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.chain import Level, Unit
-from fusedckpt.levels import LEVELS
 from fusedckpt.units import has_levels
 
 __all__ = ["PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]

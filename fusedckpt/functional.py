@@ -1,9 +1,9 @@
 """The functions behind the modules, with torch.nn.functional's argument order."""
 
-from fusedckpt.linear import linear_act
-from fusedckpt.mlp import gated_mlp, mlp
-from fusedckpt.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from fusedckpt.projections import norm_linear
+from fusedckpt.layers.linear import linear_act
+from fusedckpt.layers.mlp import gated_mlp, mlp
+from fusedckpt.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedckpt.layers.norm_linear import norm_linear
 
 __all__ = [
     "add_layer_norm",

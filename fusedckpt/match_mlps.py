@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt import parity
-from fusedckpt._watched import watched
+from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.parity import is_transposed
 from fusedckpt.structure import (
@@ -82,7 +82,7 @@ def _unfit_children(parts: Parts, known: dict[str, str | None]) -> str | None:
         if known[name] in (None, "identity"):
             return f"{name}: {act} is no activation that can be fused"
     for name, child in (parts.linears | parts.activations | parts.dropouts).items():
-        if watched(child):
+        if has_hooks(child):
             return f"{name}: a hook watches it, or its forward was replaced"
     dtypes = sorted({str(linear.weight.dtype) for linear in parts.linears.values()})
     return f"its weights have several dtypes: {', '.join(dtypes)}" if len(dtypes) > 1 else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fusedckpt import parity, reference
-from fusedckpt.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.swapped import FusedRMSNorm, NormPlan, Swap, subclass
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")

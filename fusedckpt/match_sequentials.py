@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import activation as activations
 
-from fusedckpt._watched import watched
+from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.kernels.activations import name_of
-from fusedckpt.linear import Linear
-from fusedckpt.sequential import Run, Sequential, runs
+from fusedckpt.layers.linear import Linear
+from fusedckpt.layers.sequential import Run, Sequential, runs
 from fusedckpt.swapped import Swap
 
 # every activation of torch, so that those which cannot be fused are reported
@@ -72,5 +72,5 @@ def _inseparable(linear: nn.Linear, follower: nn.Module) -> str:
         return f"{follower} is no activation that can be fused"
     if type(linear) is not nn.Linear:
         return f"{type(linear).__name__} is a subclass of nn.Linear"
-    assert watched(linear) or watched(follower)
+    assert has_hooks(linear) or has_hooks(follower)
     return "a hook watches it or its activation, or a forward was replaced"

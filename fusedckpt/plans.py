@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import _roles
 from fusedckpt._unit_costs import PLAIN, PRODUCTS
+from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
-from fusedckpt.levels import LEVELS
 
 __all__ = ["Plan"]
 

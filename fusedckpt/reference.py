@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
-from fusedckpt.spec import NormSpec
+from fusedckpt.layers.norm_spec import NormSpec
 
 __all__ = [
     "add_layer_norm",

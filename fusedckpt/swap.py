@@ -13,15 +13,17 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fusedckpt import _check, parity
+from fusedckpt import parity
 from fusedckpt._wanted import Names, Wanted, patterns
+from fusedckpt.autograd import levels
+from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.fuse_report import FuseReport
-from fusedckpt.levels import LEVELS
+from fusedckpt.layers import validate
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.sequential import Sequential
 from fusedckpt.match_mlps import mlp_swap
 from fusedckpt.match_norms import norm_swap
 from fusedckpt.match_sequentials import apart, blocks_of
-from fusedckpt.norm import LayerNorm, RMSNorm
-from fusedckpt.sequential import Sequential
 from fusedckpt.swapped import MARK, Swap, is_made, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
@@ -75,7 +77,7 @@ def fuse(
         An error leaves the model as it was.
     """
     _check_module("fuse", model)
-    _check.level("fuse", save, LEVELS)
+    levels.check("fuse", save, LEVELS)
     wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear)
     report = FuseReport()
     # all are planned before anything is touched
@@ -221,7 +223,7 @@ def _unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) ->
 def _unfit_layer(module: nn.Module) -> str | None:
     """Return why no kernel takes a module's own parameters, None if one does."""
     try:
-        _check.tensors(type(module).__name__, dict(module.named_parameters(recurse=False)))
+        validate.tensors(type(module).__name__, dict(module.named_parameters(recurse=False)))
     except (TypeError, ValueError) as error:
         return str(error)
     return None

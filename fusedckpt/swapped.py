@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _dispatch, _joined, levels
-from fusedckpt._watched import watched
-from fusedckpt.linear import LEVELS as LINEAR_LEVELS
-from fusedckpt.linear import linear_act
-from fusedckpt.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
-from fusedckpt.norm import rms_norm
-from fusedckpt.spec import NormSpec
+from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.layers import norm_sharing
+from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
+from fusedckpt.layers.linear import linear_act
+from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
+from fusedckpt.layers.norm import rms_norm
+from fusedckpt.layers.norm_spec import NormSpec
 
 # where a swapped module remembers its original class and the attributes to delete
 MARK = "_fusedckpt_original"
@@ -111,7 +112,7 @@ class FusedRMSNorm(nn.Module):
                 eps = getattr(self, plan.eps)
                 y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
                 spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
-                return _joined.remember(self, y, spec)
+                return norm_sharing.remember(self, y, spec)
         return super().forward(*args, **kwargs)
 
 
@@ -158,12 +159,12 @@ def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
     dtypes = []
     for name, kind in zip(plan.linears, plan.classes, strict=True):
         linear = children.get(name)
-        if linear is None or type(linear) is not kind or watched(linear):
+        if linear is None or type(linear) is not kind or has_hooks(linear):
             return False
         dtypes.append(linear.weight.dtype)  # type: ignore[union-attr]  # a linear's weight
     for name, seen in plan.same:
         found = getattr(module, name, None)
-        if found is not seen or (isinstance(found, nn.Module) and watched(found)):
+        if found is not seen or (isinstance(found, nn.Module) and has_hooks(found)):
             return False
     for name in plan.dropouts:
         dropout: Any = children.get(name)
@@ -173,7 +174,7 @@ def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
         return False
     if not isinstance(x, Tensor):
         return False
-    return all(d == x.dtype for d in dtypes) or _dispatch.autocasts(x.device)
+    return all(d == x.dtype for d in dtypes) or dispatch.autocasts(x.device)
 
 
 def _tensors(module: nn.Module, plan: MLPPlan) -> list[tuple[Tensor, Tensor | None]]:

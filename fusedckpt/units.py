@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from fusedckpt.blocks import MLP, GatedMLP, NormLinear
-from fusedckpt.linear import Linear
-from fusedckpt.norm import LayerNorm, RMSNorm
-from fusedckpt.sequential import Sequential, runs
+from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
+from fusedckpt.layers.linear import Linear
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.sequential import Sequential, runs
 from fusedckpt.swapped import FusedMLP, FusedRMSNorm
 
 __all__ = ["candidates", "is_fused"]

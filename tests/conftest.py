@@ -17,7 +17,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # the tensors are small: more threads only wait for each other
 torch.set_num_threads(1)
 
-from fusedckpt._dispatch import forced_path  # noqa: E402  # after the environment is set
+from fusedckpt.autograd.dispatch import forced_path  # noqa: E402  # after the environment is set
 
 
 @pytest.fixture(autouse=True)

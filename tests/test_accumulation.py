@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedckpt
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.memory import saved_tensors
 
 BATCH, DIM, HIDDEN, CLASSES = 12, 24, 40, 5

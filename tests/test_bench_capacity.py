@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedckpt
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")

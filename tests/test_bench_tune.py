@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedckpt._dispatch import forced_path, plan_for
+from fusedckpt.autograd.dispatch import forced_path, plan_for
 from fusedckpt.kernels import gemm, tiles, tuned
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED
 from fusedckpt.kernels.tiles import TILES, Tile, tile_for
@@ -137,7 +137,7 @@ def test_plans_measured_come_after_a_call_and_before_the_rule(monkeypatch):
     with tuned.using(Tuned({}, {key: "split"})):
         assert plan() == "split"
         assert plan("hybrid") == "hybrid"
-        monkeypatch.setattr("fusedckpt._dispatch._PREFERRED", "hybrid")
+        monkeypatch.setattr("fusedckpt.autograd.dispatch._PREFERRED", "hybrid")
         assert plan() == "hybrid"
         monkeypatch.undo()
         with forced_path("aten"):

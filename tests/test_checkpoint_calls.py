@@ -9,9 +9,9 @@ from support import DEVICE, randn
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fusedckpt._holdings import Holdings
-from fusedckpt._replay import Conditions
-from fusedckpt._segment import Segment
+from fusedckpt.checkpointing.holdings import Holdings
+from fusedckpt.checkpointing.replay import Conditions
+from fusedckpt.checkpointing.segment import Segment
 
 
 def segment() -> Segment:

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import (
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
-from fusedckpt import _kept, _phases
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd import phases
+from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.checkpointing import kept
 from fusedckpt.memory import saved_tensors
 
 D, F, ROWS = 12, 20, 6
@@ -175,9 +176,9 @@ def test_inside_distributed_wrapper(impl):
 
 
 # torch's own, where it has one, and what stands for it
-@pytest.mark.parametrize("make_saved", dict.fromkeys([_kept._make_saved, _kept._Saved]))
+@pytest.mark.parametrize("make_saved", dict.fromkeys([kept._make_saved, kept._Saved]))
 def test_saved_bytes_in_a_checkpoint_are_its_input(monkeypatch, make_saved):
-    monkeypatch.setattr(_kept, "_make_saved", make_saved)
+    monkeypatch.setattr(kept, "_make_saved", make_saved)
     layers = nn.Sequential(*blocks(fusedckpt.MLP, "preact"))
     x = randn(ROWS, D)
     for wrap in (fusedckpt.checkpoint, STOCK["non-reentrant"]):
@@ -212,8 +213,8 @@ def test_without_torchs_private_hooks(monkeypatch, name):
     """Layers then keep what their level says: recomputed more often, with equal gradients."""
     layers, x = blocks(fusedckpt.MLP, "inputs"), randn(ROWS, D)
     expected = gradients(nn.Sequential(*layers), [x])
-    monkeypatch.setattr(_phases, "_top_hooks", None)
-    monkeypatch.setattr(_kept, "_make_saved", _kept._Saved)
+    monkeypatch.setattr(phases, "_top_hooks", None)
+    monkeypatch.setattr(kept, "_make_saved", kept._Saved)
     gemms, found = counted(partial(in_one, (STOCK | OURS)[name], layers), [x])
     assert gemms >= 35
     for a, b in zip(found, expected, strict=True):

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fusedckpt
 from fusedckpt import Checkpoint, checkpoint, is_recomputing
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 
 import fusedckpt
 from fusedckpt import checkpoint, is_recomputing
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 
 
 class Mine(Exception):

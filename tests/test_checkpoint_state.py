@@ -9,7 +9,8 @@ from checkpoints import same
 from support import DEVICE, randn
 from torch import nn
 
-from fusedckpt import Checkpoint, _kept, checkpoint
+from fusedckpt import Checkpoint, checkpoint
+from fusedckpt.checkpointing import kept
 
 GLOBAL = nn.BatchNorm1d(6).to(DEVICE)
 WEIGHT = randn(4, 6, requires_grad=False)
@@ -108,9 +109,9 @@ def test_c8_changed_after_is_fine():
                 p.add_(0.1)
 
 
-@pytest.mark.parametrize("make_saved", dict.fromkeys([_kept._make_saved, _kept._Saved]))
+@pytest.mark.parametrize("make_saved", dict.fromkeys([kept._make_saved, kept._Saved]))
 def test_c9_segment_that_writes_its_input(monkeypatch, make_saved):
-    monkeypatch.setattr(_kept, "_make_saved", make_saved)
+    monkeypatch.setattr(kept, "_make_saved", make_saved)
 
     def fn(x):
         x.mul_(2)

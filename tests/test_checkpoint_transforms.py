@@ -11,7 +11,7 @@ from support import DEVICE, as_tuple, randn
 from torch.autograd import forward_ad
 
 from fusedckpt import checkpoint
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 
 
 def chain(x, w):

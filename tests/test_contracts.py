@@ -8,8 +8,8 @@ from cases import CASES
 from support import DEVICE, HALF, as_tuple, compare, randn, results, saved_bytes
 from torch.utils.checkpoint import checkpoint
 
-import fusedckpt
-from fusedckpt import _dispatch
+from fusedckpt import layers
+from fusedckpt.autograd import dispatch
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -44,7 +44,7 @@ def test_matches_eager(case, dtype, path):
 
 @pytest.mark.parametrize(("case", "mask"), masked(most=9))
 def test_every_requires_grad_mask(case, mask):
-    with _dispatch.forced_path("aten"):
+    with dispatch.forced_path("aten"):
         compare(
             case.fused, case.eager, lambda: case.inputs((33,), 17, 35, mask=full_mask(case, mask))
         )
@@ -196,9 +196,9 @@ def test_double_backward_of_every_mask(case, mask):
 @each
 def test_double_backward_runs_the_twin(case, monkeypatch):
     kind = case.name.split("-")[0]
-    modules = {"linear_act": fusedckpt.linear, "mlp": fusedckpt.mlp, "gated_mlp": fusedckpt.mlp}
-    modules["norm_linear"] = fusedckpt.projections
-    module = modules.get(kind, fusedckpt.norm)
+    modules = {"linear_act": layers.linear, "mlp": layers.mlp, "gated_mlp": layers.mlp}
+    modules["norm_linear"] = layers.norm_linear
+    module = modules.get(kind, layers.norm)
     calls = []
     twin_gradients = module.twin_gradients
     monkeypatch.setattr(
@@ -338,7 +338,7 @@ def test_autocast_state_is_not_seen_in_backward(case):
 def test_forced_aten_and_kernels_agree_on_what_is_kept(case):
     kept = []
     for forced in (None, "aten"):
-        with _dispatch.forced_path(forced):
+        with dispatch.forced_path(forced):
             kept.append(saved_bytes(case.fused, case.inputs()))
     if "split" not in case.name:
         assert kept[0] == kept[1]

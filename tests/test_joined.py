@@ -9,8 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
-from fusedckpt import _joined, reference
-from fusedckpt._dispatch import forced_path
+from fusedckpt import reference
+from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.layers import norm_sharing
 from fusedckpt.memory import saved_tensors
 
 D, F = 6, 10
@@ -98,7 +99,7 @@ def test_every_dtype_on_every_path(path):
         def fused(x, weight, *tensors):
             spec = fusedckpt.NormSpec("rms", weight, None, 1e-6, 0.0, "llama")
             rms = fusedckpt.functional.rms_norm(x, (D,), weight, 1e-6, cast="llama")
-            n = _joined.remember(norm, rms, spec)
+            n = norm_sharing.remember(norm, rms, spec)
             return fusedckpt.functional.gated_mlp(n, *tensors)
 
         def eager(x, weight, *tensors):
@@ -243,14 +244,14 @@ def test_autocast(norm):
 
 
 def test_nothing_is_kept_without_gradients(norm, mlp):
-    before = len(_joined._sources)
+    before = len(norm_sharing._sources)
     with torch.no_grad():
         n = norm(rows())
-        assert not _joined._sources.get(n)
+        assert not norm_sharing._sources.get(n)
     n = norm(rows())
-    assert len(_joined._sources) == before + 1
+    assert len(norm_sharing._sources) == before + 1
     del n
-    assert len(_joined._sources) == before
+    assert len(norm_sharing._sources) == before
 
 
 def test_a_result_is_saved_to_files_as_ever(norm, tmp_path):

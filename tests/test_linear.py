@@ -11,7 +11,7 @@ from support import DEVICE, compare, flops, gemm_flops, launches, randn, saved_b
 from torch import nn
 
 import fusedckpt
-from fusedckpt import _dispatch
+from fusedckpt.autograd import dispatch
 from fusedckpt.functional import linear_act
 from fusedckpt.kernels import gemm
 from fusedckpt.kernels.runtime import HAS_TRITON
@@ -98,7 +98,7 @@ def test_no_triton_no_fused_kernel():
     x, w, b = parameters(dtype=torch.float64)
     with pytest.raises(ValueError, match="kernel='fused' needs Triton"):
         linear_act(x, w, b, kernel="fused")
-    with _dispatch.forced_path("aten"), pytest.raises(ValueError, match="needs Triton"):
+    with dispatch.forced_path("aten"), pytest.raises(ValueError, match="needs Triton"):
         linear_act(*parameters(), kernel="fused")
     linear_act(x, w, b, kernel="split")
 
@@ -307,5 +307,5 @@ def test_empty_sides(rows, path):
 @pytest.mark.parametrize("case", LINEARS, ids=lambda case: case.name)
 def test_many_rows(case):
     """Bias and weight gradients over many rows stay as accurate as eager's."""
-    with _dispatch.forced_path("aten"):
+    with dispatch.forced_path("aten"):
         compare(case.fused, case.eager, lambda: case.inputs((20000,), 8, 9, torch.bfloat16))

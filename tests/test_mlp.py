@@ -8,7 +8,8 @@ from support import DEVICE, compare, flops, gemm_flops, launches, randn, saved_b
 from torch import nn
 
 import fusedckpt
-from fusedckpt import NormSpec, _dispatch, reference
+from fusedckpt import NormSpec, reference
+from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, mlp, norm_linear
 from fusedckpt.kernels.mlp import chunks_for, row_chunks
 from fusedckpt.kernels.runtime import HAS_TRITON
@@ -87,7 +88,7 @@ def test_frozen_parts_keep_and_run_no_more_than_they_need(name, level, norm):
     """Every mask: the FLOP formula is what the CPU runs, and no tensor is kept for nothing."""
     function, make, _ = CONTRACT[name]
     num = 5 if name == "mlp" else 4
-    with _dispatch.forced_path("aten"):
+    with dispatch.forced_path("aten"):
         for mask in list(product((False, True), repeat=num))[1:]:
             x, weights = make(mask, spec(norm, requires_grad=mask[0]))
             x_grad, *rest = mask
@@ -196,7 +197,7 @@ def test_plans_agree_with_eager(kernel, level, dtype):
 
 def test_no_triton_no_hybrid():
     x, weights = plain()
-    with _dispatch.forced_path("aten"), pytest.raises(ValueError, match="'hybrid' needs Triton"):
+    with dispatch.forced_path("aten"), pytest.raises(ValueError, match="'hybrid' needs Triton"):
         mlp(x, **weights, kernel="hybrid")
 
 

@@ -13,7 +13,7 @@ from support import DEVICE
 
 import fusedckpt
 from fusedckpt import functional
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +93,7 @@ def test_disabled_runs_the_eager_twins():
 
 
 def test_zero_does_not_disable():
-    code = "from fusedckpt import _dispatch; print(_dispatch.DISABLED)"
+    code = "from fusedckpt.autograd import dispatch; print(dispatch.DISABLED)"
     assert run(code, FUSEDCKPT_DISABLE="0").strip() == "False"
 
 

@@ -7,7 +7,7 @@ import torch
 from support import randn
 
 from fusedckpt.functional import gated_mlp
-from fusedckpt.packing import LAYOUTS, pack_gate_up, repack_gate_up, unpack_gate_up
+from fusedckpt.layers.packing import LAYOUTS, pack_gate_up, repack_gate_up, unpack_gate_up
 
 F, D = 6, 5
 

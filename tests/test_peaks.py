@@ -5,7 +5,8 @@ import torch
 from support import DEVICE, HALF, randn
 from torch import nn
 
-from fusedckpt import NormSpec, _dispatch
+from fusedckpt import NormSpec
+from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, layer_norm, mlp, rms_norm
 from fusedckpt.kernels.runtime import BLOCK_ELEMENTS
 from fusedckpt.memory import peak_bytes
@@ -78,7 +79,7 @@ def test_peaks(gated, level, chunks, norm, dtype):
         found.append(call(save=level, chunks=chunks))
 
     # oneDNN's half-precision GEMMs take scratch of their own from the allocator
-    with _dispatch.forced_path("aten"), torch.backends.mkldnn.flags(enabled=False):
+    with dispatch.forced_path("aten"), torch.backends.mkldnn.flags(enabled=False):
         if DEVICE.type == "cuda":
             # cuBLAS asks for its workspace once
             torch.autograd.grad(call(), inputs, torch.ones_like(inputs[0]))
@@ -104,7 +105,7 @@ def test_norms_need_a_few_blocks_of_rows(norm, blocks):
     n, block_bytes = 256, 4 * BLOCK_ELEMENTS
     x, weight = randn(8 * BLOCK_ELEMENTS // n, n), nn.Parameter(torch.ones(n))
     found = []
-    with _dispatch.forced_path("aten"):
+    with dispatch.forced_path("aten"):
         up = peak_bytes(lambda: found.append(norm(x, n, weight)), DEVICE)
         (y,) = found
         dy = torch.randn_like(y)

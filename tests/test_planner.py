@@ -13,7 +13,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import plan, planner, report
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.chain import simulate
 from fusedckpt.policies import policy as by_rule
 from fusedckpt.solver import solve

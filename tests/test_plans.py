@@ -13,7 +13,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import Plan, _roles
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.chain import Keep, Segment, simulate
 
 

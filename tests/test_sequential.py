@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 import fusedckpt
 from fusedckpt import Sequential
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.layers.sequential import runs
 from fusedckpt.memory import saved_tensors
-from fusedckpt.sequential import runs
 
 HOOKS = [
     "register_forward_pre_hook",

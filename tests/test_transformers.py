@@ -9,7 +9,7 @@ from support import squared
 from transformers_cases import MODELS
 
 from fusedckpt import fuse, unfuse
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers_cases import MODELS
 
 import fusedckpt
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 # each with its blocks, and the weight of the last GEMM where that ends a block's fused MLP

@@ -8,7 +8,7 @@ from support import DEVICE
 from transformers_cases import VOCAB, transformers
 
 from fusedckpt import fuse
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
 

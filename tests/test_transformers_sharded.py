@@ -9,7 +9,7 @@ from transformers_cases import MODELS
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 distributed = pytest.importorskip("torch.distributed")
@@ -52,9 +52,12 @@ def assert_same_gradients(fused, eager, inputs):
 def joined(model, monkeypatch):
     """Count the MLPs that keep their norm's input."""
     seen = []
-    apply = fusedckpt._joined._Joined.apply
+    joined = fusedckpt.layers.norm_sharing._Joined
+    apply = joined.apply
     monkeypatch.setattr(
-        fusedckpt._joined._Joined, "apply", lambda *args: (seen.append(1), apply(*args))[1]
+        fusedckpt.layers.norm_sharing._Joined,
+        "apply",
+        lambda *args: (seen.append(1), apply(*args))[1],
     )
     return seen
 

@@ -13,7 +13,7 @@ from transformers_cases import MODELS, VOCAB, transformers
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt._dispatch import forced_path
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-from fusedckpt import _check
+from typing import Any
 
 __all__ = ["LEVELS", "saving"]
 
@@ -38,7 +37,7 @@ def saving(level: str) -> Iterator[None]:
     Raises:
         ValueError: `level` is none of these.
     """
-    _check.level("saving", level, LEVELS)
+    check("saving", level, LEVELS)
     before, _override.level = _override.level, level
     try:
         yield
@@ -49,9 +48,15 @@ def saving(level: str) -> Iterator[None]:
 def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...]) -> str:
     """Return the level of a call: its argument, else `saving`'s, else the default."""
     if given is not None:
-        _check.level(name, given, levels)
+        check(name, given, levels)
         return given
     override = _override.level
     if override is None:
         return default
     return override if override in levels else "inputs"
+
+
+def check(name: str, given: Any, levels: Sequence[str]) -> None:
+    """Refuse a save level that the layer does not have."""
+    if given not in levels:
+        raise ValueError(f"{name}: save level must be one of {', '.join(levels)}, got {given!r}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt import _dispatch
+from fusedckpt.autograd import dispatch
 from fusedckpt.kernels.norm import NormRule
 
 __all__ = ["NormSpec"]
@@ -36,7 +36,7 @@ def output_dtype(
         return torch.promote_types(dtype, weight.dtype)
     if rule.cast != "torch" or dtype == torch.float64:
         return dtype
-    return torch.float32 if _dispatch.autocasts_norm(device, rule.kind) else dtype
+    return torch.float32 if dispatch.autocasts_norm(device, rule.kind) else dtype
 
 
 def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:

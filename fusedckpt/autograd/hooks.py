@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def watched(layer: nn.Module) -> bool:
+def has_hooks(layer: nn.Module) -> bool:
     """Whether someone counts on the layer's own call: a hook, or a forward put in its place."""
     return bool(
         layer._forward_hooks

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fusedckpt.checkpointing import checkpoint
+from fusedckpt.checkpointing.checkpoint import checkpoint
 
 __all__ = ["Checkpoint"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt import _dispatch, _ops
+from fusedckpt.autograd import custom_op, dispatch
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels.runtime import as_matrix
 
@@ -16,7 +16,7 @@ from fusedckpt.kernels.runtime import as_matrix
 def _plan(x: Tensor, kernel: str | None, n: int, k: int) -> str:
     """Return which launcher runs for tensors like x: fused, split or aten."""
     sizes = (x.numel() // max(1, x.shape[-1]), n, k)
-    return _dispatch.plan_for("linear_act", x, x.dtype, sizes, kernel, "fused")
+    return dispatch.plan_for("linear_act", x, x.dtype, sizes, kernel, "fused")
 
 
 def _forward(
@@ -26,21 +26,21 @@ def _forward(
     plan = _plan(x, kernel, *w.shape)
     h, z = kernels.linear_act(as_matrix(x), w, b, activation, keep_z, plan)
     shape = (*x.shape[:-1], w.shape[0])
-    return h.view(shape), _ops.absent(x) if z is None else z.view(shape)
+    return h.view(shape), custom_op.absent(x) if z is None else z.view(shape)
 
 
 def _forward_fake(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str | None
 ) -> tuple[Tensor, Tensor]:
     h = x.new_empty((*x.shape[:-1], w.shape[0]))
-    return h, torch.empty_like(h) if keep_z else _ops.absent(x)
+    return h, torch.empty_like(h) if keep_z else custom_op.absent(x)
 
 
 def _flops(x: Any, w: Any, *_: Any, out_shape: Any = None) -> int:
     return 2 * math.prod(x) * w[0]
 
 
-linear_act_op = _ops.define(
+linear_act_op = custom_op.define(
     "linear_act(Tensor x, Tensor w, Tensor? b, str activation, bool keep_z, str? kernel)"
     " -> (Tensor, Tensor)",
     _forward,
@@ -71,7 +71,7 @@ def _backward(
     if needs[1]:
         assert x2 is not None
         dw = torch.mm(dz.t(), x2)
-    return tuple(_ops.absent(dy) if grad is None else grad for grad in (dx, dw, db))  # type: ignore[return-value]  # three by construction
+    return tuple(custom_op.absent(dy) if grad is None else grad for grad in (dx, dw, db))  # type: ignore[return-value]  # three by construction
 
 
 def _backward_fake(
@@ -86,7 +86,7 @@ def _backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     n = dy.shape[-1]
     wide = torch.promote_types(dy.dtype, torch.float32)
-    absent = _ops.absent(dy)
+    absent = custom_op.absent(dy)
     return (
         dy.new_empty((*dy.shape[:-1], w.shape[1])) if needs[0] and w is not None else absent,
         dy.new_empty((n, x.shape[-1])) if needs[1] and x is not None else absent,
@@ -102,7 +102,7 @@ def _backward_flops(
     return 2 * math.prod(dy) * k * (recomputes + needs[0] + needs[1])
 
 
-linear_act_backward_ops = _ops.define_spending(
+linear_act_backward_ops = custom_op.define_spending(
     "linear_act_backward(Tensor dy, Tensor? x, Tensor? w, Tensor? b, Tensor{}? z, str activation,"
     " bool[] needs, str? kernel) -> (Tensor, Tensor, Tensor)",
     _backward,

@@ -23,12 +23,12 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
-from fusedckpt._holdings import Holdings, callee
-from fusedckpt._paranoia import Record
-from fusedckpt._recompute import is_recomputing
-from fusedckpt._replay import Conditions
-from fusedckpt._segment import Segment
-from fusedckpt.levels import LEVELS, saving
+from fusedckpt.autograd.levels import LEVELS, saving
+from fusedckpt.checkpointing.determinism import Record
+from fusedckpt.checkpointing.holdings import Holdings, callee
+from fusedckpt.checkpointing.recompute import is_recomputing
+from fusedckpt.checkpointing.replay import Conditions
+from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.memory import saved_tensors
 from fusedckpt.policies import balanced
 

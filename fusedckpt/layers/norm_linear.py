@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt import _check, _dispatch, _ops, _phases, reference
-from fusedckpt._autograd import twin_gradients
-from fusedckpt._norm_ops import norm_op, row_kernels
-from fusedckpt._phases import Phase
+from fusedckpt import reference
+from fusedckpt.autograd import custom_op, dispatch, phases
+from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix, column_sums
-from fusedckpt.spec import NormSpec, output_dtype, rule_of
+from fusedckpt.layers import validate
+from fusedckpt.layers.norm_ops import norm_op, row_kernels
+from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
 
 __all__ = ["norm_linear"]
 
@@ -57,7 +59,7 @@ def _backward(
         kernels = row_kernels(x)
         grads = kernels.norm_grad(dn, None, as_matrix(x), norm_weight, rule, tuple(wanted.norm))
         found[:3] = [grads[0] if grads[0] is None else grads[0].view(x.shape), *grads[1:]]
-    return [_ops.absent(dys[0]) if grad is None else grad for grad in found]
+    return [custom_op.absent(dys[0]) if grad is None else grad for grad in found]
 
 
 class _Needs:
@@ -85,7 +87,7 @@ def _backward_fake(
     likes = [dx, ((d,), wide), ((d,), wide), *((w.shape, dys[0].dtype) for w in weights)]
     likes += [(w.shape[:1], wide) for w in weights]
     return [
-        dys[0].new_empty(shape, dtype=dtype) if need else _ops.absent(dys[0])
+        dys[0].new_empty(shape, dtype=dtype) if need else custom_op.absent(dys[0])
         for need, (shape, dtype) in zip(needs, likes, strict=True)
     ]
 
@@ -100,7 +102,7 @@ def _backward_flops(dys: Any, x: Any, nw: Any, nb: Any, weights: Any, *rest: Any
     return sum(gemms)
 
 
-_backward_op = _ops.define(
+_backward_op = custom_op.define(
     "norm_linear_backward(Tensor[] dys, Tensor? x, Tensor? norm_weight, Tensor? norm_bias,"
     " Tensor[] weights, str kind, float eps, float offset, str cast, bool[] needs) -> Tensor[]",
     _backward,
@@ -128,7 +130,7 @@ class _NormLinear(torch.autograd.Function):
         needs = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:])
         reads_x = any(needs[: 3 + count])
         given = (x if reads_x else None, norm_weight, norm_bias, *linears)
-        phase = _phases.settle(ctx, phase)
+        phase = phases.settle(ctx, phase)
         phase.enter(given)
         n, _ = norm_op(x, None, norm_weight, norm_bias, 1, *rule, dtype)
         # two-dimensional, and put into shape unseen: autograd forbids writing into a view made here
@@ -149,7 +151,7 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x, norm_weight, norm_bias, *linears), _ = _phases.load(ctx, 3 + 2 * ctx.count)
+        (x, norm_weight, norm_bias, *linears), _ = phases.load(ctx, 3 + 2 * ctx.count)
         if torch.is_grad_enabled():
             grads = _double_backward(ctx, x, norm_weight, norm_bias, linears, dys)
         else:
@@ -210,14 +212,14 @@ def norm_linear(
     """
     weights = list(weights)
     biases = [None] * len(weights) if biases is None else list(biases)
-    _check.projections("norm_linear", x, norm, weights, biases)
-    if _dispatch.takes_twin():
+    validate.projections("norm_linear", x, norm, weights, biases)
+    if dispatch.takes_twin():
         return reference.norm_linear(x, norm, weights, biases)
     rule = rule_of(norm, x.dtype)
     n_dtype = output_dtype(rule, x.dtype, norm.weight, x.device)
-    dtype = _dispatch.compute_dtype(x.device, n_dtype)
-    autocast = _dispatch.autocasts(x.device)
+    dtype = dispatch.compute_dtype(x.device, n_dtype)
+    autocast = dispatch.autocasts(x.device)
     for weight, bias in zip(weights, biases, strict=True):
-        _check.same_dtype("norm_linear", dtype, autocast, weight=weight, bias=bias)
-    constants = rule, dtype, _phases.current()
+        validate.same_dtype("norm_linear", dtype, autocast, weight=weight, bias=bias)
+    constants = rule, dtype, phases.current()
     return _NormLinear.apply(x, norm.weight, norm.bias, *constants, *weights, *biases)

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, _dispatch, _joined, _phases, levels, reference
-from fusedckpt._autograd import twin_gradients
-from fusedckpt._linear_ops import linear_act_backward_ops, linear_act_op
-from fusedckpt._phases import Phase
+from fusedckpt import reference
+from fusedckpt.autograd import dispatch, levels, phases
+from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.phases import Phase
+from fusedckpt.layers import norm_sharing, validate
+from fusedckpt.layers.linear_ops import linear_act_backward_ops, linear_act_op
 
 __all__ = ["Linear", "linear_act"]
 
@@ -31,7 +33,7 @@ class _LinearAct(torch.autograd.Function):
         kernel: str | None,
         phase: Phase | None,
     ) -> Tensor:
-        phase = _phases.settle(ctx, phase)
+        phase = phases.settle(ctx, phase)
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         # b is read by recomputation and, at preact, by double backward
         has_z = activation != "identity"
@@ -53,12 +55,12 @@ class _LinearAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         needs = list(ctx.needs_input_grad[:3])
-        (x, w, b), (z,) = _phases.load(ctx, 3)
+        (x, w, b), (z,) = phases.load(ctx, 3)
         if torch.is_grad_enabled():
             grads = _double_backward(ctx, x, w, b, dy, needs)
             return (*grads, None, None, None, None)
         args = (x, w, b, z, ctx.activation, needs, ctx.kernel)
-        dx, dw, db = _phases.run_backward(ctx, linear_act_backward_ops, (z,), dy, *args)
+        dx, dw, db = phases.run_backward(ctx, linear_act_backward_ops, (z,), dy, *args)
         return (
             dx if needs[0] else None,
             dw.to(ctx.w_dtype) if needs[1] else None,
@@ -138,17 +140,17 @@ def _linear_act(
     level: str,
     kernel: str | None = None,
 ) -> Tensor:
-    activation = _check.activation(name, activation)
-    _check.linear(name, x, weight, bias)
-    dtype = _dispatch.compute_dtype(x.device, x.dtype)
-    autocast = _dispatch.autocasts(x.device)
-    _check.same_dtype(name, dtype, autocast, weight=weight, bias=bias)
-    _check.kernel(name, kernel, _dispatch.path_of(x.device, dtype))
-    if _dispatch.takes_twin():
+    activation = validate.activation(name, activation)
+    validate.linear(name, x, weight, bias)
+    dtype = dispatch.compute_dtype(x.device, x.dtype)
+    autocast = dispatch.autocasts(x.device)
+    validate.same_dtype(name, dtype, autocast, weight=weight, bias=bias)
+    validate.kernel(name, kernel, dispatch.path_of(x.device, dtype))
+    if dispatch.takes_twin():
         return reference.linear_act(x, weight, bias, activation)
     level = level if torch.is_grad_enabled() else "inputs"
-    args = (weight, bias, activation, level, kernel, _phases.current())
-    return _joined.apply(_LinearAct, x, x.to(dtype), *args)
+    args = (weight, bias, activation, level, kernel, phases.current())
+    return norm_sharing.apply(_LinearAct, x, x.to(dtype), *args)
 
 
 class Linear(nn.Linear):
@@ -171,8 +173,8 @@ class Linear(nn.Linear):
         activation: str | None = None,
         save: str = "inputs",
     ):
-        activation = _check.activation("Linear", activation)
-        _check.level("Linear", save, LEVELS)
+        activation = validate.activation("Linear", activation)
+        levels.check("Linear", save, LEVELS)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.save = save

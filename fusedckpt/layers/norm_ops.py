@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt import _dispatch, _ops
+from fusedckpt.autograd import custom_op, dispatch
 from fusedckpt.kernels import aten
 from fusedckpt.kernels import norm as triton_norm
 from fusedckpt.kernels.norm import NormRule
@@ -16,7 +16,7 @@ from fusedckpt.kernels.runtime import as_matrix
 
 def row_kernels(x: Tensor) -> Any:
     """Return the module whose `norm` and `norm_grad` run for x."""
-    on_aten = x.numel() == 0 or _dispatch.path_of(x.device, x.dtype) == "aten"
+    on_aten = x.numel() == 0 or dispatch.path_of(x.device, x.dtype) == "aten"
     return aten if on_aten else triton_norm
 
 
@@ -37,7 +37,7 @@ def _forward(
     matrix, residual_matrix = (None if t is None else as_matrix(t, num_dims) for t in (x, residual))
     widest = x if residual is None or residual.dtype != torch.float64 else residual
     y, total = row_kernels(widest).norm(matrix, residual_matrix, weight, bias, rule, out_dtype)
-    return y.view(x.shape), _ops.absent(x) if total is None else total.view(x.shape)
+    return y.view(x.shape), custom_op.absent(x) if total is None else total.view(x.shape)
 
 
 def _forward_fake(
@@ -45,7 +45,7 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=rule[-1])
     if residual is None:
-        return y, _ops.absent(x)
+        return y, custom_op.absent(x)
     return y, x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
 
 
@@ -64,7 +64,7 @@ def _backward(
     shape = dy.shape[-num_dims:]
     wide = torch.promote_types(dy.dtype, torch.float32)
     if x is None:
-        absent = _ops.absent(dy)
+        absent = custom_op.absent(dy)
         return absent, absent.clone(), as_matrix(dy, num_dims).sum(0, dtype=wide).view(shape)
     dx, dw, db = row_kernels(x).norm_grad(
         as_matrix(dy, num_dims),
@@ -75,9 +75,9 @@ def _backward(
         tuple(needs),
     )
     return (
-        _ops.absent(dy) if dx is None else dx.view(x.shape),
-        _ops.absent(dy) if dw is None else dw.view(shape),
-        _ops.absent(dy) if db is None else db.view(shape),
+        custom_op.absent(dy) if dx is None else dx.view(x.shape),
+        custom_op.absent(dy) if dw is None else dw.view(shape),
+        custom_op.absent(dy) if db is None else db.view(shape),
     )
 
 
@@ -96,9 +96,9 @@ def _backward_fake(
     shape = dy.shape[-num_dims:]
     wide = torch.promote_types((dy if x is None else x).dtype, torch.float32)
     return (
-        x.new_empty(x.shape) if needs[0] and x is not None else _ops.absent(dy),
-        dy.new_empty(shape, dtype=wide) if needs[1] else _ops.absent(dy),
-        dy.new_empty(shape, dtype=wide) if needs[2] else _ops.absent(dy),
+        x.new_empty(x.shape) if needs[0] and x is not None else custom_op.absent(dy),
+        dy.new_empty(shape, dtype=wide) if needs[1] else custom_op.absent(dy),
+        dy.new_empty(shape, dtype=wide) if needs[2] else custom_op.absent(dy),
     )
 
 
@@ -106,14 +106,14 @@ def _no_gemm(*_: Any, **__: Any) -> int:
     return 0
 
 
-norm_op = _ops.define(
+norm_op = custom_op.define(
     "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int num_dims, str kind,"
     " float eps, float offset, str cast, ScalarType out_dtype) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
     _no_gemm,
 )
-norm_backward_op = _ops.define(
+norm_backward_op = custom_op.define(
     "norm_backward(Tensor dy, Tensor? dtotal, Tensor? x, Tensor? weight, int num_dims, str kind,"
     " float eps, float offset, str cast, bool[] needs) -> (Tensor, Tensor, Tensor)",
     _backward,

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
-from fusedckpt.spec import NormSpec
+from fusedckpt.layers.norm_spec import NormSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CASTS = ("torch", "llama", "gemma")
-
-
-def level(name: str, given: Any, levels: Sequence[str]) -> None:
-    """Refuse a save level that the layer does not have."""
-    if given not in levels:
-        raise ValueError(f"{name}: save level must be one of {', '.join(levels)}, got {given!r}")
 
 
 def activation(name: str, given: Any) -> str:

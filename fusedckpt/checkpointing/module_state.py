@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fusedckpt._versions import stale, version_of
+from fusedckpt.checkpointing.versions import stale, version_of
 
 if TYPE_CHECKING:
-    from fusedckpt._kept import Marks
+    from fusedckpt.checkpointing.kept import Marks
 
 # names of the buffers that a module's forward was seen to change, in training and in eval mode
 _changing: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
-from fusedckpt._kept import (
+from fusedckpt.autograd.phases import Like, Phase, can_see_hooks, current
+from fusedckpt.checkpointing.determinism import SEGMENT, Record
+from fusedckpt.checkpointing.kept import (
     Call,
     Event,
     Held,
@@ -38,11 +40,9 @@ from fusedckpt._kept import (
     marks_of,
     owner_of,
 )
-from fusedckpt._paranoia import SEGMENT, Record
-from fusedckpt._phases import Like, Phase, can_see_hooks, current
-from fusedckpt._recompute import Recompute
-from fusedckpt._replay import Conditions
-from fusedckpt._versions import stale, version_of
+from fusedckpt.checkpointing.recompute import Recompute
+from fusedckpt.checkpointing.replay import Conditions
+from fusedckpt.checkpointing.versions import stale, version_of
 
 _exec_group: Callable[[], Any] | None = getattr(torch._C, "_get_graph_exec_group", None)
 

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt import _check, _dispatch, _joined, _phases, levels, reference
-from fusedckpt._autograd import twin_gradients
-from fusedckpt._mlp_ops import Options, mlp_backward_ops, mlp_op
+from fusedckpt import reference
+from fusedckpt.autograd import dispatch, levels, phases
+from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.kernels.mlp import Needs
-from fusedckpt.spec import NormSpec, output_dtype, rule_of
+from fusedckpt.layers import norm_sharing, validate
+from fusedckpt.layers.mlp_ops import Options, mlp_backward_ops, mlp_op
+from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
 
 __all__ = ["gated_mlp", "mlp"]
 
@@ -36,7 +38,7 @@ class _MLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         tensors, options, (level, phase) = args[:8], Options(*args[8:-2]), args[-2:]
         needs = Needs(*ctx.needs_input_grad[:9])
-        phase = _phases.settle(ctx, phase if needs.hidden else None)
+        phase = phases.settle(ctx, phase if needs.hidden else None)
         level = level if needs.hidden else "inputs"
         gated = tensors[4] is not None
         recomputes = phase.keeps(level) != "preact"
@@ -57,13 +59,13 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x, *tensors), (gate, up) = _phases.load(ctx, 9)
+        (x, *tensors), (gate, up) = phases.load(ctx, 9)
         needs: Needs = ctx.needs
         if torch.is_grad_enabled():
             grads = _double_backward(x, tensors, ctx.options, needs, dy)
         else:
             args = (gate, up, x, *tensors, *ctx.options, list(needs))
-            found = _phases.run_backward(ctx, mlp_backward_ops, (gate, up), dy, *args)
+            found = phases.run_backward(ctx, mlp_backward_ops, (gate, up), dy, *args)
             grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
         return (*grads, *(None,) * (len(ctx.options) + 2))
 
@@ -121,18 +123,18 @@ class _Call(NamedTuple):
     kernel: str | None
 
 
-def _mlp(call: _Call, x: Tensor, linears: _check.Linears) -> Tensor:
+def _mlp(call: _Call, x: Tensor, linears: validate.Linears) -> Tensor:
     """Run the Function over checked (weight, bias) pairs: gate, up (or no such), down."""
     n_dtype, rule = x.dtype, None
     if call.norm is not None:
         rule = rule_of(call.norm, x.dtype)
         n_dtype = output_dtype(rule, x.dtype, call.norm.weight, x.device)
-    dtype = _dispatch.compute_dtype(x.device, n_dtype)
-    autocast = _dispatch.autocasts(x.device)
+    dtype = dispatch.compute_dtype(x.device, n_dtype)
+    autocast = dispatch.autocasts(x.device)
     for key, (weight, bias) in linears.items():
         given = {f"{key}_weight": weight, f"{key}_bias": bias}
-        _check.same_dtype(call.name, dtype, autocast, **given)
-    _check.kernel(call.name, call.kernel, _dispatch.path_of(x.device, dtype), "hybrid")
+        validate.same_dtype(call.name, dtype, autocast, **given)
+    validate.kernel(call.name, call.kernel, dispatch.path_of(x.device, dtype), "hybrid")
     # a norm casts as it writes
     read = x if rule is not None else x.to(dtype)
     adds = call.residual and x.dtype == dtype
@@ -142,8 +144,8 @@ def _mlp(call: _Call, x: Tensor, linears: _check.Linears) -> Tensor:
     (gate, *up, down) = linears.values()
     tensors = (*norm_weights, *gate, *(up[0] if up else (None, None)), *down)
     level = call.level if torch.is_grad_enabled() else "inputs"
-    args = (*tensors, *options, level, _phases.current())
-    y = _joined.apply(_MLP, x, read, *args) if rule is None else _MLP.apply(read, *args)
+    args = (*tensors, *options, level, phases.current())
+    y = norm_sharing.apply(_MLP, x, read, *args) if rule is None else _MLP.apply(read, *args)
     return x + y if call.residual and not adds else y
 
 
@@ -187,10 +189,10 @@ def mlp(
         TypeError: not dense floating-point tensors, or of different dtypes.
     """
     level = levels.resolve("mlp", save, "inputs", MLP_LEVELS)
-    activation = _check.activation("mlp", activation)
+    activation = validate.activation("mlp", activation)
     linears = {"fc1": (fc1_weight, fc1_bias), "fc2": (fc2_weight, fc2_bias)}
-    _check.mlp("mlp", x, linears, norm, residual, chunks, packed=False)
-    if _dispatch.takes_twin():
+    validate.mlp("mlp", x, linears, norm, residual, chunks, packed=False)
+    if dispatch.takes_twin():
         weights = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
         return reference.mlp(x, *weights, activation, norm=norm, residual=residual)
     call = _Call("mlp", activation, norm, residual, level, chunks, kernel)
@@ -230,15 +232,15 @@ def gated_mlp(
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
     level = levels.resolve("gated_mlp", save, "inputs", GATED_LEVELS)
-    activation = _check.activation("gated_mlp", activation)
+    activation = validate.activation("gated_mlp", activation)
     linears = {"gate": (gate_weight, gate_bias), "up": (up_weight, up_bias)}
     packed = up_weight is None
     if packed:
-        _check.no_bias("gated_mlp", up_bias)
+        validate.no_bias("gated_mlp", up_bias)
         del linears["up"]
     linears["down"] = (down_weight, down_bias)
-    _check.mlp("gated_mlp", x, linears, norm, residual, chunks, packed)
-    if _dispatch.takes_twin():
+    validate.mlp("gated_mlp", x, linears, norm, residual, chunks, packed)
+    if dispatch.takes_twin():
         biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
         weights = (gate_weight, up_weight, down_weight)
         return reference.gated_mlp(x, *weights, activation, **biases, norm=norm, residual=residual)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedckpt import reference
-from fusedckpt._norm_ops import norm_op
-from fusedckpt._phases import can_see_hooks, top_hooks
-from fusedckpt._watched import watched
+from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.autograd.phases import can_see_hooks, top_hooks
 from fusedckpt.kernels.norm import NormRule
+from fusedckpt.layers.norm_ops import norm_op
+from fusedckpt.layers.norm_spec import NormSpec, rule_of
 from fusedckpt.memory import is_counting
-from fusedckpt.spec import NormSpec, rule_of
 
 
 class Source(NamedTuple):
@@ -46,7 +46,7 @@ def remember(norm: nn.Module, n: Tensor, spec: NormSpec) -> Tensor:
     Not for a module with hooks, which may gather its weights for as long as its own call, nor for
     one over several dimensions, nor inside a checkpoint: to ask for its input would recompute it.
     """
-    if torch.compiler.is_compiling() or not n.requires_grad or watched(norm):
+    if torch.compiler.is_compiling() or not n.requires_grad or has_hooks(norm):
         return n
     if (spec.weight is None or spec.weight.dim() == 1) and _nobody_packs():
         _sources[n] = Source(spec, _versions(n, spec))

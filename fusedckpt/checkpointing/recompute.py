@@ -14,13 +14,13 @@ from torch._functorch import pyfunctorch
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
-from fusedckpt._kept import Call, Event, Held, Output, is_plain, marks_of
-from fusedckpt._paranoia import SEGMENT
-from fusedckpt._phases import Like, Phase, current
-from fusedckpt._versions import stale
+from fusedckpt.autograd.phases import Like, Phase, current
+from fusedckpt.checkpointing.determinism import SEGMENT
+from fusedckpt.checkpointing.kept import Call, Event, Held, Output, is_plain, marks_of
+from fusedckpt.checkpointing.versions import stale
 
 if TYPE_CHECKING:
-    from fusedckpt._segment import Segment
+    from fusedckpt.checkpointing.segment import Segment
 
 
 _clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", None)

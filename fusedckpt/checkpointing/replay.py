@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from fusedckpt._holdings import Holdings
-from fusedckpt._module_state import ModuleState
-from fusedckpt._versions import stale, version_of
+from fusedckpt.checkpointing.holdings import Holdings
+from fusedckpt.checkpointing.module_state import ModuleState
+from fusedckpt.checkpointing.versions import stale, version_of
 
 _current_kernels: Any = getattr(torch.nn.attention, "_cur_sdpa_kernel_backends", None)
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, levels
+from fusedckpt.autograd import levels
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
-from fusedckpt.projections import norm_linear
-from fusedckpt.sequential import letter_of, spec_of
-from fusedckpt.spec import NormSpec
+from fusedckpt.layers import validate
+from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
+from fusedckpt.layers.norm_linear import norm_linear
+from fusedckpt.layers.norm_spec import NormSpec
+from fusedckpt.layers.sequential import letter_of, spec_of
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]
 
@@ -37,9 +38,9 @@ class _Block(nn.Module):
         chunks: int | None,
     ):
         name = type(self).__name__
-        activation = _check.activation(name, activation)
-        _check.level(name, save, self.levels)
-        _check.block(name, norm, residual, in_features, out_features, chunks)
+        activation = validate.activation(name, activation)
+        levels.check(name, save, self.levels)
+        validate.block(name, norm, residual, in_features, out_features, chunks)
         super().__init__()
         self.norm = norm
         self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
@@ -200,7 +201,7 @@ class NormLinear(nn.Module):
     """
 
     def __init__(self, norm: nn.Module, *linears: nn.Module):
-        _check.modules("NormLinear", norm, *linears)
+        validate.modules("NormLinear", norm, *linears)
         super().__init__()
         self.norm = norm
         self.linears = nn.ModuleList(linears)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt import _dispatch, _ops
+from fusedckpt.autograd import custom_op, dispatch
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Needs, Weights
 from fusedckpt.kernels.norm import NormRule
@@ -42,7 +42,7 @@ def block_of(options: Options, rows: int, w: Weights) -> Block:
     (f, d), gemms = w.gate.shape, 2 if w.up is None else 3
     # the GEMM that a hybrid plan does itself contracts over the output features
     op, sizes = "mlp" if w.up is None else "gated_mlp", (rows, f, w.down.shape[0])
-    kernel = _dispatch.plan_for(op, w.gate, options.dtype, sizes, options.kernel, "hybrid")
+    kernel = dispatch.plan_for(op, w.gate, options.dtype, sizes, options.kernel, "hybrid")
     kernel = kernel if d else "aten"
     chunks = options.chunks or kernels.chunks_for(rows, d, f, gemms, w.down.element_size())
     return Block(options.rule, options.activation, options.residual, kernel, chunks)
@@ -61,7 +61,7 @@ def _forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     leading = x.shape[:-1]
     return (
         y.view(*leading, w.down.shape[0]),
-        *(_ops.absent(y) if t is None else t.view(*leading, t.shape[1]) for t in (gate, up)),
+        *(custom_op.absent(y) if t is None else t.view(*leading, t.shape[1]) for t in (gate, up)),
     )  # type: ignore[return-value]  # three
 
 
@@ -94,7 +94,7 @@ _OPTIONS = (
     "str kind, float eps, float offset, str cast, str activation, bool residual, ScalarType dtype,"
     " int? chunks, str? kernel"
 )
-mlp_op = _ops.define(
+mlp_op = custom_op.define(
     f"mlp(Tensor x, {_TENSORS}, {_OPTIONS}, str level) -> (Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
@@ -117,7 +117,7 @@ def _backward(
     block = block_of(options, dy_rows.shape[0], w)
     found = kernels.backward(dy_rows, x_rows, w, gate, up, block, needs, spends)
     return tuple(
-        found[name].to(dtype).view(shape) if name in found else _ops.absent(dy)
+        found[name].to(dtype).view(shape) if name in found else custom_op.absent(dy)
         for name, (shape, dtype) in zip(Needs._fields, _grad_likes(dy, x, args), strict=True)
     )
 
@@ -126,7 +126,7 @@ def _backward_fake(
     dy: Tensor, gate: Tensor | None, up: Tensor | None, x: Tensor | None, *args: Any
 ) -> tuple[Tensor, ...]:
     return tuple(
-        dy.new_empty(shape, dtype=dtype) if need else _ops.absent(dy)
+        dy.new_empty(shape, dtype=dtype) if need else custom_op.absent(dy)
         for need, (shape, dtype) in zip(args[-1], _grad_likes(dy, x, args), strict=True)
     )
 
@@ -149,7 +149,7 @@ def _backward_flops(dy: Any, gate: Any, up: Any, x: Any, *args: Any, **_: Any) -
 
 
 _GRADS = ", ".join(["Tensor"] * len(Needs._fields))
-mlp_backward_ops = _ops.define_spending(
+mlp_backward_ops = custom_op.define_spending(
     "mlp_backward(Tensor dy, Tensor{}? kept_gate, Tensor{}? kept_up, Tensor? x,"
     f" {_TENSORS}, {_OPTIONS}, bool[] needs) -> ({_GRADS})",
     _backward,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt._replay import Conditions
-from fusedckpt._versions import stale, version_of
+from fusedckpt.checkpointing.replay import Conditions
+from fusedckpt.checkpointing.versions import stale, version_of
 
 
 class _Keep(torch.autograd.Function):
@@ -132,6 +132,7 @@ class View(NamedTuple):
 
 
 def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, of no subclass, and no lazy conjugate or negative."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return plain and not tensor.is_conj() and not tensor.is_neg()
 
@@ -155,10 +156,12 @@ class Marks(NamedTuple):
 
 
 def owner_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that this one is a view of, or itself."""
     return tensor if (base := tensor._base) is None else base
 
 
 def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is an nn.Parameter."""
     # the check by isinstance takes a microsecond
     kind = type(tensor)
     return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))

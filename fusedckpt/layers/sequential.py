@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedckpt import _check, levels
-from fusedckpt._watched import watched
+from fusedckpt.autograd import levels
+from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
-from fusedckpt.linear import Linear, linear_act
-from fusedckpt.mlp import MLP_LEVELS, mlp
-from fusedckpt.norm import LayerNorm, RMSNorm
-from fusedckpt.projections import norm_linear
-from fusedckpt.spec import NormSpec
+from fusedckpt.layers import validate
+from fusedckpt.layers.linear import Linear, linear_act
+from fusedckpt.layers.mlp import MLP_LEVELS, mlp
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.norm_linear import norm_linear
+from fusedckpt.layers.norm_spec import NormSpec
 
 __all__ = ["Sequential"]
 
@@ -65,7 +66,7 @@ class Sequential(nn.Sequential):
     """
 
     def __init__(self, *args: Any, save: str = "inputs"):
-        _check.level("Sequential", save, MLP_LEVELS)
+        levels.check("Sequential", save, MLP_LEVELS)
         super().__init__(*args)
         self.save = save
 
@@ -102,7 +103,7 @@ def runs(layers: list[Any]) -> Iterator[Run]:
 def letter_of(layer: Any) -> str:
     """Return n, l or a for a norm, linear or activation that a block can stand for, else -."""
     letter = _LETTERS.get(type(layer), "-")
-    if letter == "-" or watched(layer):
+    if letter == "-" or has_hooks(layer):
         return "-"
     if letter == "l":
         fits = type(layer) is nn.Linear or layer.activation == "identity"
@@ -115,9 +116,9 @@ def letter_of(layer: Any) -> str:
 
 def spec_of(name: str, norm: Any, x: Tensor) -> NormSpec:
     """Describe a norm module of torch's or ours that reads x; `name` is who asks, for errors."""
-    shape = _check.normalized_shape(name, norm.normalized_shape)
+    shape = validate.normalized_shape(name, norm.normalized_shape)
     # a spec takes any x where it has no weight
-    _check.norm(name, x, shape, norm.weight)
+    validate.norm(name, x, shape, norm.weight)
     if isinstance(norm, nn.LayerNorm):
         return NormSpec("layer", norm.weight, norm.bias, norm.eps)
     if isinstance(norm, RMSNorm):

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import _check, _dispatch, _joined, _phases, reference
-from fusedckpt._autograd import twin_gradients
-from fusedckpt._norm_ops import norm_backward_op, norm_op
-from fusedckpt._phases import Phase
+from fusedckpt import reference
+from fusedckpt.autograd import dispatch, phases
+from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.spec import NormSpec, output_dtype, rms_rule
+from fusedckpt.layers import norm_sharing, validate
+from fusedckpt.layers.norm_ops import norm_backward_op, norm_op
+from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rms_rule
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -38,7 +40,7 @@ class _Norm(torch.autograd.Function):
         out_dtype: torch.dtype,
         phase: Phase | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        phase = _phases.settle(ctx, phase)
+        phase = phases.settle(ctx, phase)
         needs_dx = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         needs_dw = ctx.needs_input_grad[2]
         reads_x, weight_read = needs_dx or needs_dw, weight if needs_dx else None
@@ -58,7 +60,7 @@ class _Norm(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        (x, weight), _ = _phases.load(ctx, 2)
+        (x, weight), _ = phases.load(ctx, 2)
         needs = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
             dx, dw, db = _double_backward(ctx, x, weight, dy, dtotal)
@@ -120,14 +122,14 @@ def _norm(
     bias: Tensor | None,
     rule: NormRule,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    _check.norm(name, x, shape, weight, bias, residual)
-    if _dispatch.takes_twin():
+    validate.norm(name, x, shape, weight, bias, residual)
+    if dispatch.takes_twin():
         total = x if residual is None else x + residual
         y = _eager(rule, total, shape, weight, bias)
         return y if residual is None else (y, total)
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     out_dtype = output_dtype(rule, dtype, weight, x.device)
-    phase = _phases.current()
+    phase = phases.current()
     return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype, phase)
 
 
@@ -161,10 +163,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    _check.tensors("rms_norm", {"x": x})
-    _check.rms_options("rms_norm", eps, offset, cast, has_weight=weight is not None)
+    validate.tensors("rms_norm", {"x": x})
+    validate.rms_options("rms_norm", eps, offset, cast, has_weight=weight is not None)
     rule = rms_rule(x.dtype, eps, offset, cast)
-    shape = _check.normalized_shape("rms_norm", normalized_shape)
+    shape = validate.normalized_shape("rms_norm", normalized_shape)
     return _norm("rms_norm", x, None, shape, weight, None, rule)  # type: ignore[return-value]
 
 
@@ -181,8 +183,8 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
-    _check.number("layer_norm", "eps", eps)
-    shape = _check.normalized_shape("layer_norm", normalized_shape)
+    validate.number("layer_norm", "eps", eps)
+    shape = validate.normalized_shape("layer_norm", normalized_shape)
     rule = NormRule("layer", float(eps))
     return _norm("layer_norm", x, None, shape, weight, bias, rule)  # type: ignore[return-value]
 
@@ -202,11 +204,11 @@ def add_rms_norm(
     Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
     x + residual does. Other arguments and errors as in `rms_norm`.
     """
-    _check.tensors("add_rms_norm", {"x": x, "residual": residual})
+    validate.tensors("add_rms_norm", {"x": x, "residual": residual})
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    _check.rms_options("add_rms_norm", eps, offset, cast, has_weight=weight is not None)
+    validate.rms_options("add_rms_norm", eps, offset, cast, has_weight=weight is not None)
     rule = rms_rule(dtype, eps, offset, cast)
-    shape = _check.normalized_shape("add_rms_norm", normalized_shape)
+    shape = validate.normalized_shape("add_rms_norm", normalized_shape)
     return _norm("add_rms_norm", x, residual, shape, weight, None, rule)  # type: ignore[return-value]
 
 
@@ -223,9 +225,9 @@ def add_layer_norm(
     Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
     x + residual does. Other arguments and errors as in `layer_norm`.
     """
-    _check.tensors("add_layer_norm", {"x": x, "residual": residual})
-    _check.number("add_layer_norm", "eps", eps)
-    shape = _check.normalized_shape("add_layer_norm", normalized_shape)
+    validate.tensors("add_layer_norm", {"x": x, "residual": residual})
+    validate.number("add_layer_norm", "eps", eps)
+    shape = validate.normalized_shape("add_layer_norm", normalized_shape)
     rule = NormRule("layer", float(eps))
     return _norm("add_layer_norm", x, residual, shape, weight, bias, rule)  # type: ignore[return-value]
 
@@ -248,7 +250,7 @@ class RMSNorm(nn.RMSNorm):
         offset: float = 0.0,
         cast: str = "torch",
     ):
-        _check.rms_options("RMSNorm", eps, offset, cast, has_weight=elementwise_affine)
+        validate.rms_options("RMSNorm", eps, offset, cast, has_weight=elementwise_affine)
         self.offset = offset
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
         self.cast = cast
@@ -263,7 +265,7 @@ class RMSNorm(nn.RMSNorm):
         y = rms_norm(
             x, self.normalized_shape, self.weight, self.eps, offset=self.offset, cast=self.cast
         )
-        return _joined.remember(
+        return norm_sharing.remember(
             self, y, NormSpec("rms", self.weight, None, self.eps, self.offset, self.cast)
         )
 
@@ -281,4 +283,4 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
         y = layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return _joined.remember(self, y, NormSpec("layer", self.weight, self.bias, self.eps))
+        return norm_sharing.remember(self, y, NormSpec("layer", self.weight, self.bias, self.eps))
