@@ -21,8 +21,12 @@ def norm(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y."""
-    total = None if residual is None else x + residual
-    x = x if total is None else total
+    total = None
+    if residual is not None:
+        # contiguous, as the kernel's is, whatever lies where
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        total = torch.add(x, residual, out=x.new_empty(x.shape, dtype=dtype))
+        x = total
     if out_dtype == x.dtype and has_native(x, rule, weight, bias):
         return torch.native_layer_norm(x, x.shape[1:], weight, bias, rule.eps)[0], total
     y = x.new_empty(x.shape, dtype=out_dtype)
