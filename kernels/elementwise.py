@@ -29,6 +29,7 @@ def act_kernel(z, up, h, numel, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
 
 def act(z: Tensor, up: Tensor | None, h: Tensor, activation: Any) -> None:
     """Write act(z), times `up` if given, into h; all contiguous, and h may be z or up."""
+    assert all(t is None or t.is_contiguous() for t in (z, up, h))
     with torch.cuda.device_of(z):
         act_kernel[(triton.cdiv(z.numel(), BLOCK),)](
             z, up, h, z.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=8
@@ -100,6 +101,8 @@ def act_grad_kernel(
 def act_grad(dh: Tensor, out: HiddenGrad, activation: Any) -> None:
     """Fill `out` from dh [M, N], which has unit column stride."""
     m, n = dh.shape
+    assert dh.stride(1) == 1 or n == 1
+    assert all(t is None or t.is_contiguous() for t in out)
     with torch.cuda.device_of(dh):
         act_grad_kernel[(row_tiles(dh) * triton.cdiv(n, BLOCK_N),)](
             dh,

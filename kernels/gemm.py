@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .runtime import INTERPRETED, IS_INTERPRETED, arch, tl, triton, unit_stride
+from .runtime import INTERPRETED, IS_INTERPRETED, arch, tl, triton
 from .tiles import Tile, tile_for
 
 GROUP_M = 8
@@ -112,11 +112,12 @@ def gemm(
 ) -> None:
     """Run `store(x @ w.T)` over all tiles.
 
-    x [M, K] and w [N, K] have one dtype and no empty side; `hybrid` takes the tiles for epilogues
-    that read as much as they write.
+    x [M, K] and w [N, K] have one dtype and no empty side, x adjacent columns, w those or adjacent
+    rows; `hybrid` takes the tiles for epilogues that read as much as they write.
     """
     (m, k), n = x.shape, w.shape[0]
-    x, w = unit_stride(x), adjacent(w)
+    assert x.stride(1) == 1 or k == 1
+    assert 1 in w.stride() or w.numel() == 1
     tile = launch_tile(x, w, hybrid)
     descriptors = fits_descriptors(x, w)
     if descriptors and not IS_INTERPRETED:
@@ -149,18 +150,13 @@ def gemm(
 
 def launch_tile(x: Tensor, w: Tensor, hybrid: bool = False) -> Tile:
     """Return the tile with which `gemm` covers x @ w.T."""
-    descriptors = fits_descriptors(unit_stride(x), adjacent(w))
-    return tile_for(arch(), x.element_size(), x.shape[1], hybrid, descriptors, matmul_precision())
+    precision = matmul_precision()
+    return tile_for(arch(), x.element_size(), x.shape[1], hybrid, fits_descriptors(x, w), precision)
 
 
 def is_transposed(w: Tensor) -> bool:
     """Whether w [N, K] lies in memory as [K, N]."""
     return w.stride(0) == 1 and w.stride(1) != 1
-
-
-def adjacent(w: Tensor) -> Tensor:
-    """Return w with one unit stride, copied if it has none."""
-    return w if is_transposed(w) else unit_stride(w)
 
 
 def matmul_precision() -> str:
@@ -174,11 +170,12 @@ def lead_stride(w: Tensor) -> int:
 
 
 def fits_descriptors(x: Tensor, w: Tensor) -> bool:
-    """Whether tensor descriptors can address both: 16-byte aligned bases and rows, in order."""
+    """Whether tensor descriptors can address both: bases and rows on 16 bytes, rows apart."""
+    width = w.shape[0 if is_transposed(w) else 1]
     return all(
-        t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0 < stride
+        t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0 and stride >= columns
         # x goes by rows, also where its one column may have any stride
-        for t, stride in ((x, x.stride(0)), (w, lead_stride(w)))
+        for t, stride, columns in ((x, x.stride(0), x.shape[1]), (w, lead_stride(w), width))
     )
 
 

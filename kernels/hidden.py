@@ -13,7 +13,7 @@ from . import elementwise
 from .activations import ACTIVATIONS, Activation
 from .elementwise import HiddenGrad, store_hidden_grad
 from .gemm import gemm, launch_tile
-from .runtime import column_sums, row_blocks, triton, unit_stride
+from .runtime import column_sums, row_blocks, triton
 
 
 def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str) -> Tensor:
@@ -43,8 +43,8 @@ def hidden_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write h, dz and dup, see HiddenGrad for which may share memory; return their db, db_up [N].
 
-    dh [M, N] may be strided; the rest is contiguous. On ATen dz may share memory with z, where not
-    gated with dh, where h is not wanted with up; h and dup may with any of those read.
+    dh [M, N] has adjacent columns; the rest is contiguous. On ATen dz may share memory with z,
+    where not gated with dh, where h is not wanted with up; h and dup may with any of those read.
     """
     act = ACTIVATIONS[activation]
     if kernel == "aten":
@@ -60,7 +60,6 @@ def hidden_grad(
             for t, need in zip((dz, dup), needs_db, strict=True)
         )
         return db, db_up
-    dh = unit_stride(dh)
     db, db_up = partial_sums(z, needs_db, elementwise.row_tiles(dh))
     elementwise.act_grad(dh, HiddenGrad(z, up, h, dz, dup, db, db_up), act.value_and_grad)
     return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two

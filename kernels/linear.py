@@ -9,7 +9,7 @@ from .activations import ACTIVATIONS
 from .epilogues import StoreAct, StoreActGrad, store_act, store_act_grad
 from .gemm import gemm, launch_tile
 from .hidden import hidden, hidden_grad
-from .runtime import column_sums, triton, unit_stride
+from .runtime import column_sums, triton
 
 
 def linear_act(
@@ -69,7 +69,6 @@ def fused_dz(
     if needs_db:
         tiles = triton.cdiv(dy.shape[0], launch_tile(x, w).block_m)
         db = dy.new_empty(tiles, dy.shape[1], dtype=torch.float32)
-    dy = unit_stride(dy)
     operands = StoreActGrad(dz, dy, dy.stride(0), b, db)
     gemm(x, w, operands, store_act_grad, ACTIVATIONS[activation].value_and_grad)
     return dz, None if db is None else db.sum(0)

@@ -18,6 +18,7 @@ from . import norm as norm_kernels
 from .hidden import hidden, hidden_grad, hybrid_grad
 from .linear import linear
 from .norm import NormRule
+from .products import add_product, sum_of_products
 from .runtime import column_sums
 
 # above this many bytes of F-wide temporaries the rows are cut into chunks, if that pays
@@ -152,13 +153,10 @@ class Gradients:
         if self.chunks == 1:
             self.found[name] = torch.mm(a.t(), b)
             return
-        wide = torch.promote_types(a.dtype, torch.float32)
         if name not in self.found:
+            wide = torch.promote_types(a.dtype, torch.float32)
             self.found[name] = a.new_zeros(a.shape[1], b.shape[1], dtype=wide)
-        if a.dtype == wide:
-            self.found[name].addmm_(a.t(), b)
-        else:
-            self.found[name] += torch.mm(a.t(), b)
+        add_product(self.found[name], a.t(), b)
 
 
 def backward(
@@ -214,7 +212,10 @@ def chunk_backward(
     total: Gradients,
     spends: bool,
 ) -> Tensor | None:
-    """Add one chunk's weight gradients and return its dn where that is wanted."""
+    """Add one chunk's weight gradients and return its dn where that is wanted.
+
+    In half precision the two products of a gated layer's dn come unrounded, in float32.
+    """
     z, u = kept
     if z is None:
         z = linear(n, w.gate, w.gate_bias)  # type: ignore[arg-type]  # n is there
@@ -254,8 +255,9 @@ def chunk_backward(
             total.add_product(name, grad, n)  # type: ignore[arg-type]  # both are there
     if not needs.dn:
         return None
-    dn = torch.mm(dz, w.gate)
-    return dn if dup is None or w.up is None else dn.addmm_(dup, w.up)
+    if dup is None or w.up is None:
+        return sum_of_products((dz, w.gate))
+    return sum_of_products((dz, w.gate), (dup, w.up))
 
 
 def free_h_first(found: dict[str, Tensor], kept: Sequence[Tensor | None]) -> None:
@@ -279,7 +281,7 @@ def input_grad(
 ) -> Tensor | None:
     """Take dn through the norm, add the residual's gradient, and return dx."""
     if block.rule is None:
-        return dn.add_(dy) if block.residual else dn
+        return (dn.add_(dy) if block.residual else dn).to(dy.dtype)
     assert x is not None
     kernels = aten if block.kernel == "aten" else norm_kernels
     dx, dw, db = kernels.norm_grad(

@@ -6,6 +6,7 @@ chunks (norm_wide), since one tile of 16384 columns spills.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from .norm_rows import norm_grad_kernel, norm_kernel
 from .norm_wide import wide_dw_kernel, wide_dx_kernel, wide_norm_kernel
-from .runtime import triton, unit_stride
+from .runtime import triton
 
 MAX_BLOCK = 8192
 # the wide kernels' chunk of a row, and the tile over which they sum dw
@@ -54,6 +55,12 @@ def rows_for(n: int) -> Rows:
     return Rows(block_m, block_n, max(4, min(16, block_n // 512)))
 
 
+def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
+    """Hold whoever launches to what the kernels read."""
+    assert all(t is None or t.stride(1) == 1 or t.shape[1] == 1 for t in matrices)
+    assert all(t is None or t.is_contiguous() for t in vectors)
+
+
 @lru_cache
 def num_programs(device: torch.device) -> int:
     """Return how many programs a kernel of persistent rows gets: two per multiprocessor."""
@@ -70,9 +77,12 @@ def norm(
     rule: NormRule,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y."""
+    """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y.
+
+    Matrices have adjacent columns, weight and bias [N] are contiguous; so it is in `norm_grad`.
+    """
     m, n = x.shape
-    x, residual = unit_stride(x), None if residual is None else unit_stride(residual)
+    check_operands((x, residual), (weight, bias))
     y = x.new_empty(m, n, dtype=out_dtype)
     total = None
     if residual is not None:
@@ -81,7 +91,9 @@ def norm(
     operands = x, residual, weight, bias, y, total, m, n, *strides, rule.eps, rule.offset
     with torch.cuda.device_of(x):
         if n > MAX_BLOCK:
-            wide_norm_kernel[(m,)](*operands, **rule.constexprs, BLOCK=CHUNK, num_warps=8)
+            # a whole chunk of two dtypes spills eight bytes on sm_90
+            block = CHUNK if residual is None or residual.dtype == x.dtype else CHUNK // 2
+            wide_norm_kernel[(m,)](*operands, **rule.constexprs, BLOCK=block, num_warps=8)
         else:
             tile = rows_for(n)
             norm_kernel[(triton.cdiv(m, tile.block_m),)](
@@ -104,8 +116,7 @@ def norm_grad(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dx [M, N] (plus `dtotal`), dw [N] and db [N] (float32), each where needed."""
     (m, n), wide = x.shape, x.shape[1] > MAX_BLOCK
-    dy, x = unit_stride(dy), unit_stride(x)
-    dtotal = None if dtotal is None else unit_stride(dtotal)
+    check_operands((dy, dtotal, x), (weight,))
     rows_per_step = DW_TILE["BLOCK_M"] if wide else rows_for(n).block_m
     programs = min(triton.cdiv(m, rows_per_step), num_programs(x.device))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None

@@ -16,6 +16,16 @@ def read_row(x, residual, total, x_offsets, residual_offsets, mask):
 
 
 @triton.jit
+def round_xhat(xhat, x, total):
+    """Round to the dtype of what was normalised: the sum where there is one, else x."""
+    if total is not None:
+        result = round_to(xhat, total.dtype.element_ty)
+    else:
+        result = round_to(xhat, x.dtype.element_ty)
+    return result.to(tl.float32)
+
+
+@triton.jit
 def row_mean(tile, n):
     """Average whole rows, as a column; n is loop-invariant, and so is its reciprocal."""
     return (tl.sum(tile, axis=1) * (1.0 / n))[:, None]
@@ -58,7 +68,7 @@ def norm_kernel(
         store(total + rm * n + rn, row, mask)
     xhat, _ = normalise(row, mask, n, eps, LAYER)
     if ROUND:
-        xhat = round_to(xhat, x.dtype.element_ty).to(tl.float32)
+        xhat = round_xhat(xhat, x, total)
     if weight is not None:
         xhat *= load(weight + rn, rn < n) + offset
     if bias is not None:
@@ -101,7 +111,7 @@ def norm_grad_kernel(
         if db is not None:
             db_sum += tl.sum(dxhat, axis=0)[None, :]
         if dw is not None:
-            factor = round_to(xhat, x.dtype.element_ty).to(tl.float32) if ROUND else xhat
+            factor = round_xhat(xhat, x, None) if ROUND else xhat
             dw_sum += tl.sum(dxhat * factor, axis=0)[None, :]
         if dx is not None:
             if weight is not None:

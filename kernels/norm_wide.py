@@ -6,8 +6,8 @@ found: 8 bytes per row that live as long as the backward call.
 
 from __future__ import annotations
 
-from .norm_rows import read_row
-from .runtime import load, round_to, store, tl, triton
+from .norm_rows import read_row, round_xhat
+from .runtime import load, store, tl, triton
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def wide_norm_kernel(
             store(total + rm * n + rn, row, mask)
         xhat = (row - mean) * rstd
         if ROUND:
-            xhat = round_to(xhat, x.dtype.element_ty).to(tl.float32)
+            xhat = round_xhat(xhat, x, total)
         if weight is not None:
             xhat *= load(weight + rn, mask) + offset
         if bias is not None:
@@ -151,7 +151,7 @@ def wide_dw_kernel(
             row -= load(stats + rm, rm < m)[:, None]
         xhat = row * load(stats + m + rm, rm < m)[:, None]
         if ROUND:
-            xhat = round_to(xhat, x.dtype.element_ty).to(tl.float32)
+            xhat = round_xhat(xhat, x, None)
         grad = load(dy + rm[:, None] * stride_dym + rn[None, :], mask)
         dw_sum += tl.sum(grad * xhat, axis=0)
         db_sum += tl.sum(grad, axis=0)

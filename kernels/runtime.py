@@ -43,14 +43,30 @@ def arch() -> str:
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 
+# what kernels take: an op sends every tensor that it gets through one of these first, so that a
+# launcher meets nothing else. Each copies only where no view will do
+
+
 def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
-    """Return x as [M, N], N counting its last dimensions; a copy only where no view exists."""
-    return x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """Return x [M, N], copied if its columns are not adjacent in memory."""
+    """Return x as [M, N], N counting its last dimensions, with adjacent columns."""
+    x = x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def as_dense(x: Tensor | None) -> Tensor | None:
+    """Return x as a contiguous matrix: what elementwise kernels read and write."""
+    return None if x is None else as_matrix(x).contiguous()
+
+
+def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return w [N, K] in a dtype, with adjacent columns or adjacent rows."""
+    w = w.to(dtype)
+    return w if 1 in w.stride() else w.contiguous()
+
+
+def as_vector(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Return a bias or a norm's weight as [N], contiguous, in a dtype where one is given."""
+    return None if x is None else x.reshape(-1).to(dtype or x.dtype).contiguous()
 
 
 def column_sums(x: Tensor) -> Tensor:

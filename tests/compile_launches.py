@@ -56,6 +56,10 @@ def norms() -> None:
             norm.norm_grad(x, x, x, w, rule, (True, True, kind == "layer"))
         norm.norm(x, None, None, None, rule, torch.bfloat16)
         norm.norm_grad(x, None, x, None, rule, (False, True, False))
+        # the sum of two products, and a residual stream, that were not rounded
+        wide = meta(4096, n, dtype=torch.float32)
+        norm.norm_grad(wide, x, x, w, rule, (True, True, True))
+        norm.norm(x, wide, w, None, norm.NormRule("rms", 1e-6, 0.0, "llama"), torch.float32)
 
 
 def everything() -> None:

@@ -79,32 +79,6 @@ def test_zero_rows(case, rows, path):
         assert torch.equal(ours, theirs)
 
 
-LAYOUTS = {
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "every-second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "padded-rows": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
-    "expanded-rows": lambda x: x[:1].expand_as(x),
-    "expanded": lambda x: x.flatten()[0].expand_as(x),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@each
-def test_strided_inputs_and_gradients(case, layout, path):
-    arrange = LAYOUTS[layout]
-
-    def make():
-        inputs = case.inputs((40,), 45, 50)
-        if layout == "expanded" and any(norm in case.name for norm in ("norm", "rms", "layer")):
-            return inputs  # a constant row has no direction: both sides are rounding noise
-        return [
-            None if x is None else arrange(x.detach()).requires_grad_() if x.dim() == 2 else x
-            for x in inputs
-        ]
-
-    compare(case.fused, case.eager, make, lambda y: arrange(torch.randn_like(y)))
-
-
 @each
 def test_nothing_given_is_written(case, path):
     inputs = case.inputs()

@@ -39,11 +39,11 @@ def backward_peak(gated, level, chunks, itemsize, has_norm):
     # gate, up and dh, which become dgate, h and dup in blocks; at preact z and dh become dz and h
     blocks = 2 if gated else int(level == "preact")
     scratch = blocks * itemsize * min(hidden, BLOCK_ELEMENTS)
-    # one chunk's product is the gradient; in later ones float32 adds up in place, half precision by
-    # way of the product and ATen's float32 copy of it
+    # one chunk's product is the gradient; several add up in float32 in place, those of half
+    # precision by way of wide copies of a few rows, which take what the float32 sum does at most
     product = itemsize * D * F
     if chunks > 1:
-        product = 0 if itemsize == WIDE else product + WIDE * D * F
+        product = 0 if itemsize == WIDE else WIDE * (D + F) * (D * F // (D + F))
     # in later chunks: the gradients so far, the norm's too, and dx in x's dtype
     wide = weights * D * F + (D if has_norm else 0)
     sums = 0 if chunks == 1 else WIDE * wide + itemsize * T * D

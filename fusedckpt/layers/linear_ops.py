@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedckpt.autograd import custom_op, dispatch
 from fusedckpt.kernels import linear as kernels
-from fusedckpt.kernels.runtime import as_matrix
+from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
 
 
 def _plan(x: Tensor, kernel: str | None, n: int, k: int) -> str:
@@ -22,7 +22,7 @@ def _plan(x: Tensor, kernel: str | None, n: int, k: int) -> str:
 def _forward(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str | None
 ) -> tuple[Tensor, Tensor]:
-    w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
+    w, b = as_weight(w, x.dtype), as_vector(b, x.dtype)
     plan = _plan(x, kernel, *w.shape)
     h, z = kernels.linear_act(as_matrix(x), w, b, activation, keep_z, plan)
     shape = (*x.shape[:-1], w.shape[0])
@@ -60,10 +60,10 @@ def _backward(
     kernel: str | None,
     spends: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x2, z2 = (None if t is None else as_matrix(t) for t in (x, z))
-    w, b = (None if t is None else t.to(dy.dtype) for t in (w, b))
+    x2, z = None if x is None else as_matrix(x), as_dense(z)
+    w, b = None if w is None else as_weight(w, dy.dtype), as_vector(b, dy.dtype)
     plan = _plan(dy, kernel, *(w.shape if w is not None else (1, 1)))
-    dz, db = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z2, activation, needs[2], plan, spends)
+    dz, db = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z, activation, needs[2], plan, spends)
     dx = dw = None
     if needs[0]:
         assert w is not None

@@ -12,7 +12,7 @@ from fusedckpt.autograd import custom_op, dispatch
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Needs, Weights
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.kernels.runtime import as_matrix
+from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
 
 # the first nine arguments of both ops are x and Weights
 Tensors = tuple[Tensor | None, ...]
@@ -49,8 +49,18 @@ def block_of(options: Options, rows: int, w: Weights) -> Block:
 
 
 def cast_weights(tensors: Tensors, dtype: torch.dtype) -> Weights:
-    """Cast all but the norm's weights to the dtype of the GEMMs."""
-    return Weights(*tensors[:2], *(None if t is None else t.to(dtype) for t in tensors[2:]))  # type: ignore[arg-type]
+    """Lay out the weights as kernels take them, all but the norm's in the dtype of the GEMMs."""
+    given = Weights(*tensors)  # type: ignore[arg-type]
+    return Weights(
+        as_vector(given.norm),
+        as_vector(given.norm_bias),
+        as_weight(given.gate, dtype),
+        as_vector(given.gate_bias, dtype),
+        None if given.up is None else as_weight(given.up, dtype),
+        as_vector(given.up_bias, dtype),
+        as_weight(given.down, dtype),
+        as_vector(given.down_bias, dtype),
+    )
 
 
 def _forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,8 +122,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     options, needs = Options(*args[8:-1]), Needs(*args[-1])
     w = cast_weights(args[:8], options.dtype)
-    dy_rows = as_matrix(dy)
-    x_rows, gate, up = (None if t is None else as_matrix(t) for t in (x, gate, up))
+    dy_rows, x_rows = as_matrix(dy), None if x is None else as_matrix(x)
+    gate, up = as_dense(gate), as_dense(up)
     block = block_of(options, dy_rows.shape[0], w)
     found = kernels.backward(dy_rows, x_rows, w, gate, up, block, needs, spends)
     return tuple(

@@ -14,7 +14,7 @@ from fusedckpt.autograd import custom_op, dispatch, phases
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.kernels.runtime import as_matrix, column_sums
+from fusedckpt.kernels.runtime import as_matrix, as_vector, column_sums
 from fusedckpt.layers import validate
 from fusedckpt.layers.norm_ops import norm_op, row_kernels
 from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
@@ -41,6 +41,7 @@ def _backward(
     rule, dtype = NormRule(kind, eps, offset, cast), dys[0].dtype
     wanted = _Needs(needs)
     rows = [as_matrix(dy) for dy in dys]
+    norm_weight, norm_bias = as_vector(norm_weight), as_vector(norm_bias)
     found: Tensors = [None] * len(needs)
     if any(wanted.weights):
         assert x is not None

@@ -11,7 +11,7 @@ from fusedckpt.autograd import custom_op, dispatch
 from fusedckpt.kernels import aten
 from fusedckpt.kernels import norm as triton_norm
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.kernels.runtime import as_matrix
+from fusedckpt.kernels.runtime import as_matrix, as_vector
 
 
 def row_kernels(x: Tensor) -> Any:
@@ -32,11 +32,12 @@ def _forward(
     cast: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    weight, bias = (None if t is None else t.reshape(-1) for t in (weight, bias))
     rule = NormRule(kind, eps, offset, cast)
     matrix, residual_matrix = (None if t is None else as_matrix(t, num_dims) for t in (x, residual))
     widest = x if residual is None or residual.dtype != torch.float64 else residual
-    y, total = row_kernels(widest).norm(matrix, residual_matrix, weight, bias, rule, out_dtype)
+    y, total = row_kernels(widest).norm(
+        matrix, residual_matrix, as_vector(weight), as_vector(bias), rule, out_dtype
+    )
     return y.view(x.shape), custom_op.absent(x) if total is None else total.view(x.shape)
 
 
@@ -70,7 +71,7 @@ def _backward(
         as_matrix(dy, num_dims),
         None if dtotal is None else as_matrix(dtotal, num_dims),
         as_matrix(x, num_dims),
-        None if weight is None else weight.reshape(-1),
+        as_vector(weight),
         NormRule(kind, eps, offset, cast),
         tuple(needs),
     )

@@ -1,0 +1,35 @@
+"""Sums of matrix products that are rounded once, however many there are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to total, which has their dtype or is float32 where they are half precision.
+
+    No product is rounded to half precision on its way. A CPU has no GEMM that writes wider than it
+    reads: there operands are widened, in blocks that together take no more memory than total.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        step = max(1, total.numel() // max(1, sum(total.shape)))
+        for start in range(0, a.shape[1], step):
+            block = slice(start, start + step)
+            total.addmm_(a[:, block].to(total.dtype), b[block].to(total.dtype))
+
+
+def sum_of_products(*pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the sum of a @ b over pairs; of several in half precision as float32, unrounded."""
+    a, b = pairs[0]
+    if len(pairs) == 1:
+        return torch.mm(a, b)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    total = a.new_zeros(a.shape[0], b.shape[1], dtype=wide)
+    for pair in pairs:
+        add_product(total, *pair)
+    return total

@@ -1,0 +1,190 @@
+"""Whatever the strides of what a function gets, keeps or is sent back, its numbers are eager's."""
+
+import pytest
+import torch
+from cases import CASES
+from support import compare, randn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from fusedckpt.functional import gated_mlp
+from fusedckpt.kernels import gemm, runtime
+from fusedckpt.layers.packing import unpack_gate_up
+
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def transposed(x):
+    return x.mT.contiguous().mT if x.dim() > 1 else x
+
+
+def columns(x):
+    """Lay it out as every third column of a matrix: no stride is one."""
+    nan = torch.full_like(x, torch.nan)
+    return torch.stack([x, nan, nan], -1)[..., 0]
+
+
+def padded(x):
+    return torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]]
+
+
+def repeated(x):
+    """Repeat its first row, or a vector's first number, with stride 0."""
+    return x[:1].expand_as(x)
+
+
+def one_number(x):
+    return x.flatten()[0].expand_as(x)
+
+
+def overlapping(x):
+    """Begin a row one number after the one above it."""
+    return x.as_strided(x.shape, (1,) * x.dim())
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [transposed, columns, padded, repeated, one_number, overlapping],
+    ids=lambda f: f.__name__,
+)
+@each
+def test_given(case, arrange, path):
+    """Matrices and vectors alike, and incoming gradients."""
+
+    def make():
+        x, *weights = case.inputs((40,), 45, 50)
+        if arrange is one_number and any(norm in case.name for norm in ("norm", "rms", "layer")):
+            # a constant row has no direction: both sides are rounding noise
+            return [x, *weights]
+        return [None if t is None else arrange(t.detach()).requires_grad_() for t in (x, *weights)]
+
+    # torch's GELU on a CPU refuses gradients whose rows overlap
+    dense = arrange is overlapping
+    compare(
+        case.fused,
+        case.eager,
+        make,
+        lambda y: torch.randn_like(y) if dense else arrange(torch.randn_like(y)),
+    )
+
+
+def repeated_where_equal(x):
+    same = repeated(x)
+    return same if torch.equal(x, same) else x
+
+
+@pytest.mark.parametrize(
+    "arrange", [transposed, columns, padded, repeated_where_equal], ids=lambda f: f.__name__
+)
+@each
+def test_kept(case, arrange, path):
+    """Hooks may hand out what was kept in another layout."""
+
+    def under_hooks(*inputs):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: arrange(x.detach())):
+            return case.fused(*inputs)
+
+    def make():
+        x, *weights = case.inputs((40,), 45, 50)
+        if arrange is repeated_where_equal:
+            # rows of x that are all one make rows of GEMM outputs so
+            x = repeated(x.detach()).clone().requires_grad_()
+            vectors = (t is not None and t.dim() == 1 for t in weights)
+            weights = [
+                repeated(t.detach()).clone().requires_grad_() if is_vector else t
+                for t, is_vector in zip(weights, vectors, strict=True)
+            ]
+        return [x, *weights]
+
+    compare(under_hooks, case.eager, make)
+
+
+@pytest.mark.parametrize("save", ["inputs", "gate", "preact"])
+def test_biases_out_of_an_interleaved_one(save, path):
+    def make():
+        weights = randn(50, 20), randn(50, 20), randn(20, 50)
+        gate_bias, up_bias = unpack_gate_up(randn(100, requires_grad=False), "interleaved")
+        return [randn(40, 20), *weights, gate_bias.requires_grad_(), up_bias.requires_grad_()]
+
+    def fused(x, *rest):
+        return gated_mlp(x, *rest[:3], gate_bias=rest[3], up_bias=rest[4], save=save)
+
+    def eager(x, gate, up, down, gate_bias, up_bias):
+        return F.linear(F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias), down)
+
+    compare(fused, eager, make)
+
+
+T, D, N = 6, 8, 12
+NORM = (1, "rms", 1e-6, 0.0, "torch")
+MLP = ("rms", 1e-6, 0.0, "torch", "silu", True, torch.float32, 2, None)
+
+
+def ops_and_arguments(empty):
+    """Name every op with its arguments, tensors made by `empty(*shape)`."""
+    x, dy, z, u = empty(T, D), empty(T, N), empty(T, N), empty(T, N)
+    w, b, norm = empty(N, D), empty(N), empty(D)
+    gated = (norm, None, w, b, empty(N, D), empty(N), empty(D, N), empty(D))
+    needs = [True, True, False, *[True] * 6]
+    projections = ([dy, empty(T, D)], x, norm, None, [w, empty(D, D)], *NORM[1:])
+    return {
+        "linear_act": (x, w, b, "gelu", True, None),
+        "linear_act_backward": (dy, x, w, b, z, "gelu", [True, True, True], None),
+        "linear_act_backward_spending": (dy, x, w, b, z, "gelu", [True, True, True], None),
+        "norm": (x, empty(T, D), norm, None, *NORM, torch.float32),
+        "norm_backward": (empty(T, D), empty(T, D), x, norm, *NORM, [True, True, False]),
+        "mlp": (x, *gated, *MLP, "preact"),
+        "mlp_backward": (empty(T, D), z, u, x, *gated, *MLP, needs),
+        "mlp_backward_spending": (empty(T, D), z, u, x, *gated, *MLP, needs),
+        "norm_linear_backward": (*projections, [True, True, False, True, True, True, True]),
+    }
+
+
+@pytest.mark.parametrize("arrange", [transposed, columns, repeated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ops_and_arguments(randn))
+def test_fakes_have_the_strides_of_results(name, arrange, path):
+    op = getattr(torch.ops.fusedckpt, name)
+
+    def empty(*shape):
+        return arrange(randn(*shape, requires_grad=False))
+
+    found = op(*ops_and_arguments(empty)[name])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = op(*ops_and_arguments(empty)[name])
+    for real, fake in zip(found, fakes, strict=True):
+        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+@pytest.mark.parametrize("arrange", [transposed, columns, repeated], ids=lambda f: f.__name__)
+def test_what_is_written_over_is_a_copy_where_it_must_be(arrange, path):
+    """Kept tensors that no kernel can write come to no harm, and gradients are the same."""
+    given = ops_and_arguments(lambda *shape: randn(*shape, requires_grad=False))
+    for name, places in (("linear_act_backward", (4,)), ("mlp_backward", (1, 2))):
+        args = list(given[name])
+        for i in places:
+            args[i] = arrange(args[i])
+        before = [args[i].clone() for i in places]
+        ops = (getattr(torch.ops.fusedckpt, name + end) for end in ("", "_spending"))
+        for ours, theirs in zip(*(op(*args) for op in ops), strict=True):
+            assert torch.equal(ours, theirs)
+        assert all(torch.equal(args[i], old) for i, old in zip(places, before, strict=True))
+
+
+def test_tensor_descriptors_read_rows_that_lie_apart():
+    w = randn(8, 8, requires_grad=False)
+    assert gemm.fits_descriptors(w, w)
+    assert gemm.fits_descriptors(w, w.t())
+    dense = w.as_strided((8, 8), (4, 1))
+    for pair in ((dense, w), (w, dense), (w, dense.t())):
+        assert not gemm.fits_descriptors(*pair)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (4, 6), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize(
+    "strides", [(3, 5), (0, 0), (1, 0), (0, 1), (1, 7), (7, 1), (1, 1)], ids=str
+)
+def test_weights_lie_as_the_gemm_reads_them(shape, strides):
+    w = torch.randn(100).as_strided(shape, strides)
+    for found in (runtime.as_weight(w, w.dtype), runtime.as_weight(w.t(), w.dtype).t()):
+        assert torch.equal(found, w)
+        assert 1 in found.stride() or found.numel() <= 1

@@ -1,0 +1,146 @@
+"""Half precision is rounded where eager rounds it, and nowhere else on the way to a result."""
+
+from functools import partial
+
+import pytest
+import torch
+from support import DEVICE, HALF, compare, randn
+from torch.nn import functional as F
+
+from fusedckpt import NormSpec, reference
+from fusedckpt.functional import add_rms_norm, gated_mlp, mlp
+from fusedckpt.kernels import aten, products
+from fusedckpt.kernels.norm import MAX_BLOCK, NormRule
+
+half = pytest.mark.parametrize("dtype", HALF, ids=str)
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("n", [45, MAX_BLOCK + 7])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_llamas_cast_is_to_the_dtype_of_the_sum(dtypes, n, path):
+    def make():
+        shapes = (6, n), (6, n), (n,)
+        return [randn(*shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    def call(function, x, residual, weight):
+        return function(x, residual, (n,), weight, 1e-5, cast="llama")
+
+    compare(partial(call, add_rms_norm), partial(call, reference.add_rms_norm), make)
+
+    inputs = make()
+    dy = torch.randn(6, n, device=DEVICE)
+    y, _ = call(add_rms_norm, *inputs)
+    once = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    twice = torch.autograd.grad(y, inputs, dy, create_graph=True)
+    for ours, twin in zip(once, twice, strict=True):
+        torch.testing.assert_close(ours, twin)
+
+
+def opposites(rows, features, dtype):
+    """Rows whose second half takes back the first but for a little, and all of one sign before."""
+    first = randn(rows // 2, features, dtype=dtype, requires_grad=False).abs() + 1
+    return torch.cat([first, 0.125 * torch.randn_like(first).to(dtype) - first])
+
+
+@half
+@pytest.mark.parametrize("gated", [False, True], ids=["mlp", "gated_mlp"])
+def test_chunks_add_up_in_float32(gated, dtype, path):
+    """In float16 a chunk's product is past the largest number, in bfloat16 it has few digits."""
+    rows, d, f = 64, 20, 40
+    scale = 64.0 if dtype == torch.float16 else 1.0
+
+    def make():
+        x = randn(rows // 2, d, dtype=dtype, requires_grad=False)
+        weights = [randn(f, d, dtype=dtype) for _ in range(2 if gated else 1)]
+        # hidden values of one sign and some size
+        biases = [torch.full((f,), scale, dtype=dtype, device=DEVICE) for _ in weights]
+        down = (torch.randn(d, f) / (8 * scale)).to(DEVICE, dtype).requires_grad_()
+        return [torch.cat([x, x]), *biases, *weights, down]
+
+    def call(function, x, *rest):
+        if gated:
+            gate_bias, up_bias, *weights = rest
+            biases = {"gate_bias": gate_bias, "up_bias": up_bias}
+            return function(x, *weights, "identity", **biases)
+        bias, weight, down = rest
+        return function(x, weight, bias, down, None, "identity")
+
+    fused = partial(mlp if not gated else gated_mlp, chunks=2)
+    eager = reference.gated_mlp if gated else reference.mlp
+    compare(
+        partial(call, fused),
+        partial(call, eager),
+        make,
+        lambda y: (opposites(*y.shape, dtype).double() * scale).to(dtype),
+    )
+
+
+@half
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_gradient_of_a_packed_weights_input_is_one_product(residual, norm, dtype, path):
+    """Gate's half and up's cancel, and in float16 each is past the largest number."""
+    rows, d, f = 40, 20, 256
+
+    def make():
+        gate = torch.rand(f, d) + 1
+        packed = torch.cat([gate, 0.0625 * torch.rand(f, d) - gate]).to(DEVICE, dtype)
+        bias = torch.full((2 * f,), 64.0, dtype=dtype, device=DEVICE)
+        down = (torch.rand(d, f) + 1).to(DEVICE, dtype)
+        x = randn(rows, d, dtype=dtype) / 16
+        return [x.detach().requires_grad_(), packed, bias, down]
+
+    def call(function, x, packed, bias, down):
+        spec = NormSpec("rms", None, None, 1.0) if norm else None
+        return function(
+            x, packed, None, down, "identity", gate_bias=bias, norm=spec, residual=residual
+        )
+
+    compare(
+        partial(call, gated_mlp),
+        partial(call, reference.gated_mlp),
+        make,
+        lambda y: torch.rand_like(y) + 0.25,
+    )
+
+
+@half
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm_sums_its_weight_gradients_in_float32(affine, dtype):
+    """As the kernels do; over chunks half precision would be rounded in every one."""
+    x, dy = (randn(300, 40, dtype=dtype, requires_grad=False) for _ in range(2))
+    weight = randn(40, dtype=dtype, requires_grad=False) if affine else None
+    found = aten.norm_grad(dy, None, x, weight, NormRule("layer", 1e-5), (True, affine, True))
+    leaves = [x.double(), torch.ones_like(x[0]).double(), torch.zeros_like(x[0]).double()]
+    if affine:
+        leaves[1] = weight.double()
+    for leaf in leaves:
+        leaf.requires_grad_()
+    truth = torch.autograd.grad(F.layer_norm(leaves[0], (40,), *leaves[1:]), leaves, dy.double())
+    for ours, exact in zip(found[1:], truth[1:], strict=True):
+        if ours is not None:
+            assert ours.dtype == torch.float32
+            error = (ours - exact).square().mean().sqrt()
+            assert error <= 8 * EPS * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, 7, 300), (0, 4, 3), (4, 0, 3), (4, 3, 0), (1, 1, 1)], ids=str
+)
+@half
+def test_products_add_up_unrounded(dtype, shape):
+    m, n, k = shape
+    a, b = (randn(*s, dtype=dtype, requires_grad=False) for s in ((m, k), (k, n)))
+    found = products.sum_of_products((a, b), (a, -b), (a, b))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+    assert products.sum_of_products((a, b)).dtype == dtype
