@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.autograd.phases import Hooks, can_see_hooks, top_hooks
+from fusedckpt.autograd.versioned import Versioned, versions_of
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.layers.norm_ops import norm_op
 from fusedckpt.layers.norm_spec import NormSpec
@@ -36,8 +37,7 @@ class Source(NamedTuple):
 class Recipe(NamedTuple):
     """What a norm's result is made again from: x, weight and bias; made in a dtype, cast to one."""
 
-    made_from: tuple[Tensor | None, ...]
-    versions: tuple[int, ...]
+    made_from: Versioned
     rule: NormRule
     made: torch.dtype
     dtype: torch.dtype
@@ -53,7 +53,7 @@ def remember(norm: nn.Module, n: Tensor, spec: NormSpec) -> Tensor:
     if torch.compiler.is_compiling() or not isinstance(_of(n, "rule"), NormRule):
         return n
     if _of(n, "num_dims") == 1 and not has_hooks(norm) and _nobody_packs():
-        n.grad_fn.source = Source(spec, _versions(n, spec.weight, spec.bias))  # type: ignore[union-attr]  # a Function's node
+        n.grad_fn.source = Source(spec, versions_of(n, spec.weight, spec.bias))  # type: ignore[union-attr]  # a Function's node
     return n
 
 
@@ -71,8 +71,7 @@ def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
             y = function.apply(read, *args)
             saved = _of(y, "saved_tensors")
             if saved[0] is not None:
-                versions = _versions(*made_from)
-                recipe = Recipe(made_from, versions, _of(n, "rule"), n.dtype, read.dtype)
+                recipe = Recipe(Versioned(*made_from), _of(n, "rule"), n.dtype, read.dtype)
                 # the first is called at once, and n let go of
                 _of(y, "_raw_saved_tensors")[0].register_hooks(lambda _: recipe, _remake)
                 saved = *made_from, *saved[1:]
@@ -94,13 +93,7 @@ def _uncompiled(recipe: Recipe) -> Tensor:
 
 
 def _normalised(recipe: Recipe) -> Tensor:
-    x, weight, bias = recipe.made_from
-    if recipe.versions != _versions(x, weight, bias):
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            "operation: the input, weight or bias of a norm, from which the layer that reads the "
-            "norm's result makes it again"
-        )
+    x, weight, bias = recipe.made_from.read()
     assert x is not None
     with torch.no_grad():
         return norm_op(x, None, weight, bias, 1, *recipe.rule, recipe.made)[0].to(recipe.dtype)
@@ -115,7 +108,7 @@ def _made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
     if not isinstance(source, Source) or n._backward_hooks or not _nobody_packs():
         return None
     _, weight, bias, *_ = source.spec
-    if source.versions != _versions(n, weight, bias):
+    if source.versions != versions_of(n, weight, bias):
         return None
     try:
         x = _of(n, "saved_tensors")[0]
@@ -129,10 +122,6 @@ def _made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
 def _of(tensor: Tensor, name: str) -> Any:
     """Return an attribute of a tensor's node, None where it has none or there is no node."""
     return getattr(tensor.grad_fn, name, None)
-
-
-def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
 
 
 def _nobody_packs() -> bool:
