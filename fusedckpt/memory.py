@@ -126,11 +126,6 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in parts}.values())
 
 
-def is_counting(pack: Callable[..., Any]) -> bool:
-    """Whether a saved-tensor hook only counts: it is one of `saved_tensors`."""
-    return getattr(pack, "__func__", None) is SavedTensors._pack
-
-
 @contextmanager
 def saved_tensors(
     exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str

@@ -296,18 +296,3 @@ def test_opcheck(gated_block):
     needs = [True, True, False, True, False, gated_block, False, True, False]
     dy = randn(6, 8, requires_grad=False)
     torch.library.opcheck(ops.mlp_backward.default, (dy, None, None, x, *tensors, *options, needs))
-
-
-@pytest.mark.parametrize(
-    "needs", [[True, True, False, True, True, True, False], [False] * 6 + [True]]
-)
-def test_opcheck_of_norm_linear(needs):
-    x, norm, first, second = (
-        randn(*s, requires_grad=False) for s in ((6, 8), (8,), (12, 8), (5, 8))
-    )
-    dys = [randn(6, n, requires_grad=False) for n in (12, 5)]
-    reads = x if any(needs[:5]) else None
-    torch.library.opcheck(
-        torch.ops.fusedckpt.norm_linear_backward.default,
-        (dys, reads, norm, None, [first, second], "rms", 1e-6, 0.0, "torch", needs),
-    )

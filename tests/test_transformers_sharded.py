@@ -7,10 +7,10 @@ import torch
 from support import DEVICE
 from transformers_cases import MODELS
 
-import fusedckpt
 from fusedckpt import fuse, unfuse
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels.runtime import IS_INTERPRETED
+from fusedckpt.layers import norm_sharing
 
 distributed = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="no torch.distributed")
@@ -49,16 +49,11 @@ def assert_same_gradients(fused, eager, inputs):
         torch.testing.assert_close(grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def joined(model, monkeypatch):
+def shared(monkeypatch):
     """Count the MLPs that keep their norm's input."""
     seen = []
-    joined = fusedckpt.layers.norm_sharing._Joined
-    apply = joined.apply
-    monkeypatch.setattr(
-        fusedckpt.layers.norm_sharing._Joined,
-        "apply",
-        lambda *args: (seen.append(1), apply(*args))[1],
-    )
+    recipe = norm_sharing.Recipe
+    monkeypatch.setattr(norm_sharing, "Recipe", lambda *args: (seen.append(1), recipe(*args))[1])
     return seen
 
 
@@ -83,7 +78,7 @@ def test_fully_sharded(pair, apart, monkeypatch):
             fully_shard(part, mesh=mesh)
         fully_shard(layer, mesh=mesh)
     fully_shard(fused, mesh=mesh)
-    seen = joined(fused, monkeypatch)
+    seen = shared(monkeypatch)
     assert_same_gradients(fused, eager, inputs)
     # a norm sharded by itself has its weight only for as long as its own call
     assert len(seen) == (0 if apart else 2)

@@ -99,7 +99,7 @@ class _Stock(Phase):
         extras: Sequence[Tensor | None] = (),
         likes: Sequence[Like] = (),
     ) -> None:
-        device = next(t.device for t in given if t is not None)
+        device = next((t.device for t in given if t is not None), None)
         # selective checkpointing may return a forward's result, without extras, in the recompute
         standing = (
             extra
@@ -208,7 +208,7 @@ def _nobody_watches() -> bool:
     return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
-def _placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Return a tensor of this shape and dtype that owns no memory."""
     # unseen by dispatch modes: selective checkpointing counts the ops of both phases
     with _disable_current_modes():

@@ -11,6 +11,7 @@ from fusedckpt import reference
 from fusedckpt.autograd import dispatch, levels, phases
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.versioned import Versioned
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear_ops import linear_act_backward_ops, linear_act_op
 
@@ -35,25 +36,30 @@ class _LinearAct(torch.autograd.Function):
     ) -> Tensor:
         phase = phases.settle(ctx, phase)
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        # b is read by recomputation and, at preact, by double backward
         has_z = activation != "identity"
         recomputes = has_z and phase.keeps(level) == "inputs"
         given = (
             x if recomputes or needs_dw else None,
             w if recomputes or needs_dx else None,
-            b if has_z else None,
+            b if recomputes else None,
         )
         phase.enter(given)
         keep_z = has_z and phase.runs(level) == "preact"
         h, z = linear_act_op(x, w, b, activation, keep_z, kernel)
         like = (h.shape, h.dtype) if has_z else None
         phase.save(ctx, "linear_act", given, (z if keep_z else None,), (like,))
+        ctx.set_materialize_grads(False)
         ctx.activation, ctx.kernel = activation, kernel
         ctx.w_dtype, ctx.b_dtype = w.dtype, None if b is None else b.dtype
+        # gradients do not read it, only theirs do, which a compiled graph has none of
+        is_unread = has_z and not recomputes and not torch.compiler.is_compiling()
+        ctx.unread = Versioned(b) if is_unread else None
         return h
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if dy is None:
+            return (None,) * 7
         needs = list(ctx.needs_input_grad[:3])
         (x, w, b), (z,) = phases.load(ctx, 3)
         if torch.is_grad_enabled():
@@ -85,7 +91,9 @@ def _double_backward(
         x = dy.new_zeros((*dy.shape[:-1], w.shape[1] if w is not None else 0))
     if w is None:
         w = dy.new_zeros((dy.shape[-1], x.shape[-1]), dtype=ctx.w_dtype)
-    if b is None and ctx.b_dtype is not None:
+    if ctx.unread is not None:
+        (b,) = ctx.unread.read()
+    elif b is None and ctx.b_dtype is not None:
         b = dy.new_zeros(dy.shape[-1:], dtype=ctx.b_dtype)
 
     def twin(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

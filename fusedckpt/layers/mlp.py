@@ -20,7 +20,8 @@ from torch import Tensor
 from fusedckpt import reference
 from fusedckpt.autograd import dispatch, levels, phases
 from fusedckpt.autograd.double_backward import twin_gradients
-from fusedckpt.kernels.mlp import Needs
+from fusedckpt.autograd.versioned import Versioned
+from fusedckpt.kernels.mlp import Needs, Weights
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.mlp_ops import Options, mlp_backward_ops, mlp_op
 from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
@@ -40,40 +41,71 @@ class _MLP(torch.autograd.Function):
         needs = Needs(*ctx.needs_input_grad[:9])
         phase = phases.settle(ctx, phase if needs.hidden else None)
         level = level if needs.hidden else "inputs"
-        gated = tensors[4] is not None
-        recomputes = phase.keeps(level) != "preact"
-        reads_n = recomputes or needs.gate or needs.up
-        reads_x = needs.hidden and (reads_n or (options.rule is not None and needs.dn))
-        given = (x if reads_x else None, *tensors)
+        given = _read(needs, options, phase.keeps(level), x, Weights(*tensors))
         phase.enter(given)
         runs = phase.runs(level)
         y, gate, up = mlp_op(x, *tensors, *options, runs)
+        gated = tensors[4] is not None
         extras = (
             gate if runs != "inputs" else None,
             up if runs == "preact" and gated else None,
         )
         like = (*x.shape[:-1], tensors[2].shape[0]), options.dtype
         phase.save(ctx, "mlp", given, extras, (like, like if gated else None))
+        ctx.set_materialize_grads(False)
         ctx.options, ctx.needs = options, needs
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, *tensors))
+        if not torch.compiler.is_compiling():
+            # gradients do not read them, only theirs do; of the last bias, not even theirs
+            pairs = zip(given[1:-1], tensors[:-1], strict=True)
+            ctx.unread = Versioned(*(t if kept is None else None for kept, t in pairs))
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rest = (None,) * (len(ctx.options) + 2)
+        if dy is None:
+            return (None,) * 9 + rest
         (x, *tensors), (gate, up) = phases.load(ctx, 9)
         needs: Needs = ctx.needs
         if torch.is_grad_enabled():
-            grads = _double_backward(x, tensors, ctx.options, needs, dy)
-        else:
-            args = (gate, up, x, *tensors, *ctx.options, list(needs))
-            found = phases.run_backward(ctx, mlp_backward_ops, (gate, up), dy, *args)
-            grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
-        return (*grads, *(None,) * (len(ctx.options) + 2))
+            return (*_double_backward(ctx, x, tensors, dy), *rest)
+        args = (gate, up, x, *tensors, *ctx.options, list(needs))
+        found = phases.run_backward(ctx, mlp_backward_ops, (gate, up), dy, *args)
+        grads = (
+            grad.to(dtype) if need else None
+            for grad, need, dtype in zip(found, needs, ctx.dtypes, strict=True)
+        )
+        return (*grads, *rest)
+
+
+def _read(
+    needs: Needs, options: Options, keeps: str, x: Tensor, w: Weights
+) -> tuple[Tensor | None, ...]:
+    """Return x and the weights, None for what no gradient reads where a level's extras are kept."""
+    reads_n = needs.hidden and (keeps != "preact" or needs.gate or needs.up)
+    reads_x = reads_n or (options.rule is not None and needs.dn)
+    return (
+        x if reads_x else None,
+        *w._replace(
+            norm=w.norm if reads_x else None,
+            norm_bias=w.norm_bias if reads_n else None,
+            gate_bias=w.gate_bias if needs.hidden and keeps == "inputs" else None,
+            up_bias=w.up_bias if needs.hidden and keeps != "preact" else None,
+            down_bias=None,
+        ),
+    )
 
 
 def _double_backward(
-    x: Tensor | None, tensors: list[Tensor | None], options: Options, needs: Needs, dy: Tensor
+    ctx: Any, x: Tensor | None, kept: list[Tensor | None], dy: Tensor
 ) -> list[Tensor | None]:
-    d = tensors[2].shape[1]  # type: ignore[union-attr]  # gate is always there
+    options, needs = ctx.options, ctx.needs
+    unread = (*ctx.unread.read(), None)
+    tensors = [t if t is not None else other for t, other in zip(kept, unread, strict=True)]
+    if ctx.dtypes[-1] is not None:
+        # no gradient depends on the last bias
+        tensors[-1] = dy.new_zeros(dy.shape[-1:], dtype=ctx.dtypes[-1])
     if x is None:
         if needs.hidden:
             raise RuntimeError(
@@ -81,7 +113,7 @@ def _double_backward(
                 "weights are frozen: use save='inputs'"
             )
         # the last bias's gradient does not depend on x
-        x = dy.new_zeros((*dy.shape[:-1], d))
+        x = dy.new_zeros((*dy.shape[:-1], tensors[2].shape[1]))  # type: ignore[union-attr]  # gate is there
 
     def twin(x: Tensor, *args: Any) -> Tensor:
         norm_weight, norm_bias, gate, gate_bias, up, up_bias, down, down_bias = args[:2] + tuple(

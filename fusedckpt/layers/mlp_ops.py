@@ -144,9 +144,13 @@ def _backward_fake(
 def _grad_likes(
     dy: Tensor, x: Tensor | None, args: tuple[Any, ...]
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of every gradient, x's first."""
-    dx = (*dy.shape[:-1], args[2].shape[1]), dy.dtype if x is None else x.dtype
-    return [dx, *(((), dy.dtype) if t is None else (t.shape, t.dtype) for t in args[:8])]
+    """Return the shape and dtype of every gradient, x's first; wide for what was not given."""
+    (f, d), out = args[2].shape, args[6].shape[0]
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    shapes = ((d,), (d,), (f, d), (f,), (f, d), (f,), (out, f), (out,))
+    dx = (*dy.shape[:-1], d), dy.dtype if x is None else x.dtype
+    pairs = zip(shapes, args[:8], strict=True)
+    return [dx, *((shape, wide if t is None else t.dtype) for shape, t in pairs)]
 
 
 def _backward_flops(dy: Any, gate: Any, up: Any, x: Any, *args: Any, **_: Any) -> int:

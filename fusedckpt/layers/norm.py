@@ -262,12 +262,11 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
-        y = rms_norm(
-            x, self.normalized_shape, self.weight, self.eps, offset=self.offset, cast=self.cast
-        )
-        return norm_sharing.remember(
-            self, y, NormSpec("rms", self.weight, None, self.eps, self.offset, self.cast)
-        )
+        # once: a parametrization computes it
+        weight = self.weight
+        spec = NormSpec("rms", weight, None, self.eps, self.offset, self.cast)
+        y = rms_norm(x, self.normalized_shape, weight, self.eps, offset=self.offset, cast=self.cast)
+        return norm_sharing.remember(self, y, spec)
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.RMSNorm does, with what differs from it."""
@@ -282,5 +281,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
-        y = layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return norm_sharing.remember(self, y, NormSpec("layer", self.weight, self.bias, self.eps))
+        # once: a parametrization computes them
+        weight, bias = self.weight, self.bias
+        y = layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        return norm_sharing.remember(self, y, NormSpec("layer", weight, bias, self.eps))

@@ -2,114 +2,39 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedckpt import reference
-from fusedckpt.autograd import custom_op, dispatch, phases
+from fusedckpt.autograd import dispatch, phases
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.kernels.runtime import as_matrix, as_vector, column_sums
+from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.layers import validate
-from fusedckpt.layers.norm_ops import norm_op, row_kernels
+from fusedckpt.layers.norm_ops import norm_backward_op, norm_op
 from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
 
 __all__ = ["norm_linear"]
 
-# what the op's lists hold where there is no tensor
-Tensors = list[Tensor | None]
+_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 
 
-def _backward(
-    dys: list[Tensor],
-    x: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    weights: list[Tensor],
-    kind: str,
-    eps: float,
-    offset: float,
-    cast: str,
-    needs: list[bool],
-) -> list[Tensor]:
-    """Return dx, the norm's dw and db, then all weights' gradients, then all biases'."""
-    rule, dtype = NormRule(kind, eps, offset, cast), dys[0].dtype
-    wanted = _Needs(needs)
-    rows = [as_matrix(dy) for dy in dys]
-    norm_weight, norm_bias = as_vector(norm_weight), as_vector(norm_bias)
-    found: Tensors = [None] * len(needs)
-    if any(wanted.weights):
-        assert x is not None
-        kernels = row_kernels(x)
-        n = kernels.norm(as_matrix(x), None, norm_weight, norm_bias, rule, dtype)[0]
-        for i, need in enumerate(wanted.weights):
-            found[3 + i] = torch.mm(rows[i].t(), n) if need else None
-        del n
-    for i, need in enumerate(wanted.biases):
-        found[3 + len(weights) + i] = column_sums(rows[i]) if need else None
-    if any(wanted.norm):
-        assert x is not None
-        dn = torch.mm(rows[0], weights[0].to(dtype))
-        for dy, w in zip(rows[1:], weights[1:], strict=True):
-            dn.addmm_(dy, w.to(dtype))
-        kernels = row_kernels(x)
-        grads = kernels.norm_grad(dn, None, as_matrix(x), norm_weight, rule, tuple(wanted.norm))
-        found[:3] = [grads[0] if grads[0] is None else grads[0].view(x.shape), *grads[1:]]
-    return [custom_op.absent(dys[0]) if grad is None else grad for grad in found]
+class _Needs(NamedTuple):
+    """Which gradients are wanted: x's and those of the norm's two, the weights', the biases'."""
 
+    norm: list[bool]
+    weights: list[bool]
+    biases: list[bool]
 
-class _Needs:
-    """Which gradients are wanted: x's and the norm's, the weights', the biases'."""
-
-    def __init__(self, needs: Sequence[bool]):
-        count = (len(needs) - 3) // 2
-        self.norm = list(needs[:3])
-        self.weights = list(needs[3 : 3 + count])
-        self.biases = list(needs[3 + count :])
-
-
-def _backward_fake(
-    dys: list[Tensor],
-    x: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    weights: list[Tensor],
-    *rest: Any,
-) -> list[Tensor]:
-    needs = rest[-1]
-    wide = torch.promote_types(dys[0].dtype, torch.float32)
-    d = weights[0].shape[1]
-    dx = ((*dys[0].shape[:-1], d), dys[0].dtype if x is None else x.dtype)
-    likes = [dx, ((d,), wide), ((d,), wide), *((w.shape, dys[0].dtype) for w in weights)]
-    likes += [(w.shape[:1], wide) for w in weights]
-    return [
-        dys[0].new_empty(shape, dtype=dtype) if need else custom_op.absent(dys[0])
-        for need, (shape, dtype) in zip(needs, likes, strict=True)
-    ]
-
-
-def _backward_flops(dys: Any, x: Any, nw: Any, nb: Any, weights: Any, *rest: Any, **_: Any) -> int:
-    needs = _Needs(rest[4])
-    rows = math.prod(dys[0][:-1])
-    gemms = (
-        2 * rows * math.prod(w) * (need + any(needs.norm))
-        for w, need in zip(weights, needs.weights, strict=True)
-    )
-    return sum(gemms)
-
-
-_backward_op = custom_op.define(
-    "norm_linear_backward(Tensor[] dys, Tensor? x, Tensor? norm_weight, Tensor? norm_bias,"
-    " Tensor[] weights, str kind, float eps, float offset, str cast, bool[] needs) -> Tensor[]",
-    _backward,
-    _backward_fake,
-    _backward_flops,
-)
+    @property
+    def dn(self) -> bool:
+        """Whether the gradient of the normalised x is wanted."""
+        return any(self.norm)
 
 
 class _NormLinear(torch.autograd.Function):
@@ -128,9 +53,15 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(linears) // 2
         weights, biases = linears[:count], linears[count:]
-        needs = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:])
-        reads_x = any(needs[: 3 + count])
-        given = (x if reads_x else None, norm_weight, norm_bias, *linears)
+        wanted = list(ctx.needs_input_grad)
+        needs = _Needs(wanted[:3], wanted[6 : 6 + count], wanted[6 + count :])
+        reads_x = needs.dn or any(needs.weights)
+        given = (
+            x if reads_x else None,
+            norm_weight if reads_x else None,
+            norm_bias if any(needs.weights) else None,
+            *(w if needs.dn else None for w in weights),
+        )
         phase = phases.settle(ctx, phase)
         phase.enter(given)
         n, _ = norm_op(x, None, norm_weight, norm_bias, 1, *rule, dtype)
@@ -144,47 +75,114 @@ class _NormLinear(torch.autograd.Function):
             for w, b in zip(weights, biases, strict=True)
         )
         phase.save(ctx, "norm_linear", given)
-        ctx.rule, ctx.dtype, ctx.needs, ctx.count = rule, dtype, needs, count
-        if not any(needs[:3]):
-            frozen = [not (needs[3 + i] or needs[3 + count + i]) for i in range(count)]
-            ctx.mark_non_differentiable(*(y for y, still in zip(ys, frozen, strict=True) if still))
+        # a linear whose result nobody used gets no gradient
+        ctx.set_materialize_grads(False)
+        ctx.rule, ctx.dtype, ctx.needs = rule, dtype, needs
+        tensors = (x, norm_weight, norm_bias, *linears)
+        ctx.likes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
+        if not needs.dn:
+            used = [w or b for w, b in zip(needs.weights, needs.biases, strict=True)]
+            ctx.mark_non_differentiable(*(y for y, use in zip(ys, used, strict=True) if not use))
         return ys
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x, norm_weight, norm_bias, *linears), _ = phases.load(ctx, 3 + 2 * ctx.count)
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if all(dy is None for dy in dys):
+            return (None,) * (len(ctx.likes) + 3)
+        tensors, _ = phases.load(ctx, 3 + len(dys))
         if torch.is_grad_enabled():
-            grads = _double_backward(ctx, x, norm_weight, norm_bias, linears, dys)
+            grads = _double_backward(ctx, tensors, dys)
         else:
-            weights = linears[: ctx.count]
-            found = _backward_op(
-                list(dys), x, norm_weight, norm_bias, weights, *ctx.rule, list(ctx.needs)
-            )
-            likes = (x, norm_weight, norm_bias, *linears)
+            with _no_autocast(dys):
+                found = _gradients(ctx, tensors, dys)
             grads = [
-                grad.to(like.dtype) if need else None
-                for grad, need, like in zip(found, ctx.needs, likes, strict=True)
+                None if grad is None or like is None else grad.to(like[1])
+                for grad, like in zip(found, ctx.likes, strict=True)
             ]
         return (*grads[:3], None, None, None, *grads[3:])
 
 
-def _double_backward(
-    ctx: Any, x: Any, norm_weight: Any, norm_bias: Any, linears: list[Any], dys: Sequence[Tensor]
+def _no_autocast(dys: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
+    """Keep products in the dtype that forward settled."""
+    device = next(dy.device for dy in dys if dy is not None)
+    on = dispatch.autocasts(device)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
+def _gradients(
+    ctx: Any, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    if x is None:
-        # only biases: their gradients do not depend on x
-        x = dys[0].new_zeros((*dys[0].shape[:-1], linears[0].shape[1]))
+    """Return the wanted gradients of x, the norm's weight and bias, the weights and the biases."""
+    needs: _Needs = ctx.needs
+    rows = [None if dy is None else as_matrix(dy) for dy in dys]
+    dws = [dy if need else None for dy, need in zip(rows, needs.weights, strict=True)]
+    if any(dy is not None for dy in dws):
+        dws = _products(ctx, tensors, dws)
+    norm = _norm_gradients(ctx, tensors, rows) if needs.dn else [None] * 3
+    dbs = (
+        column_sums(dy) if dy is not None and need else None
+        for dy, need in zip(rows, needs.biases, strict=True)
+    )
+    return [*norm, *dws, *dbs]
+
+
+def _products(
+    ctx: Any, tensors: Sequence[Tensor | None], dys: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Return dy.T @ n for every dy, n being the normalised x."""
+    x, weight, bias, *_ = tensors
+    assert x is not None
+    n = as_matrix(norm_op(x, None, weight, bias, 1, *ctx.rule, ctx.dtype)[0])
+    return [None if dy is None else torch.mm(dy.t(), n) for dy in dys]
+
+
+def _norm_gradients(
+    ctx: Any, tensors: Sequence[Tensor | None], dys: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Return the wanted gradients of x and of the norm's weight and bias."""
+    x, weight, _, *weights = tensors
+    dn = None
+    for dy, w in zip(dys, weights, strict=True):
+        if dy is not None and w is not None:
+            dn = _add_product(dn, dy, w.to(ctx.dtype))
+    assert x is not None
+    assert dn is not None
+    wanted = ctx.needs.norm
+    grads = norm_backward_op(dn.view(x.shape), None, x, weight, 1, *ctx.rule, wanted)
+    return [grad if need else None for grad, need in zip(grads, wanted, strict=True)]
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return total + a @ b, over total."""
+    if total is None:
+        return torch.mm(a, b)
+    # as `out`, not by addmm_, which FlopCounterMode does not count; a batch of gradients takes none
+    is_batched = not torch.compiler.is_compiling() and _is_batched(a)
+    return torch.addmm(total, a, b, out=None if is_batched else total)
+
+
+def _double_backward(
+    ctx: Any, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     rule: NormRule = ctx.rule
+    like = next(dy for dy in dys if dy is not None)
+    # what was not kept, the gradients do not depend on: zeros have the same ones
+    kept = (*tensors, *(None for _ in dys))
+    filled = [
+        like.new_zeros(shape[0], dtype=shape[1]) if t is None and shape is not None else t
+        for t, shape in zip(kept, ctx.likes, strict=True)
+    ]
 
     def twin(x: Tensor, norm_weight: Any, norm_bias: Any, *linears: Any) -> tuple[Tensor, ...]:
         spec = NormSpec(rule.kind, norm_weight, norm_bias, rule.eps, rule.offset, rule.cast)
         n = reference.apply_norm(x, spec).to(ctx.dtype)
         cast = [None if t is None else t.to(ctx.dtype) for t in linears]
-        pairs = zip(cast[: ctx.count], cast[ctx.count :], strict=True)
+        pairs = zip(cast[: len(dys)], cast[len(dys) :], strict=True)
         return tuple(torch.nn.functional.linear(n, w, b) for w, b in pairs)  # type: ignore[arg-type]
 
-    with torch.autocast(x.device.type, enabled=False):
-        return twin_gradients(twin, (x, norm_weight, norm_bias, *linears), ctx.needs, dys)
+    needs = [need for part in ctx.needs for need in part]
+    with torch.autocast(like.device.type, enabled=False):
+        return twin_gradients(twin, filled, needs, dys)
 
 
 def norm_linear(

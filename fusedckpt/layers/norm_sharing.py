@@ -1,27 +1,30 @@
-"""A layer that reads a norm's output keeps the norm's input instead, and normalises once more.
+"""A layer that reads a norm's output n keeps the norm's input, and normalises once more.
 
-The norm keeps its input x anyway, so that its output n is kept by nobody. Gradients go through n
-and the norm as they always did: hooks on n, other readers of n and gradients with respect to n see
-what they would. Nothing about the model is assumed: a norm remembers which tensor it made its
-result from, and a reader uses that while both are unchanged.
+The norm keeps its input x anyway, so that n is kept by nobody. The layer saves n as ever; then
+hooks on that one saved tensor put x in its place, and make n again where backward reads it. What
+they make, autograd puts where n was in the graph: gradients through n of any order, hooks on n and
+other readers of n are what they were. Nothing about the model is assumed: a norm notes on its node
+what it used, and a reader goes by that while n is what the norm made.
+
+A write to n or x through `.data` is not seen, as autograd does not see it.
 """
 
 from __future__ import annotations
 
-from copy import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch._compile import _disable_dynamo
 
-from fusedckpt import reference
 from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.autograd.phases import can_see_hooks, top_hooks
+from fusedckpt.autograd.phases import Hooks, can_see_hooks, top_hooks
+from fusedckpt.autograd.versioned import Versioned, versions_of
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.layers.norm_ops import norm_op
-from fusedckpt.layers.norm_spec import NormSpec, rule_of
-from fusedckpt.memory import is_counting
+from fusedckpt.layers.norm_spec import NormSpec
 
 
 class Source(NamedTuple):
@@ -31,114 +34,117 @@ class Source(NamedTuple):
     versions: tuple[int, ...]
 
 
-# by the result; not an attribute of it, which would be saved to files with the tensor
-_sources = WeakTensorKeyDictionary()
+class Recipe(NamedTuple):
+    """What a norm's result is made again from: x, weight and bias; made in a dtype, cast to one."""
 
-
-def _versions(n: Tensor, spec: NormSpec) -> tuple[int, ...]:
-    given = (n, spec.weight, spec.bias)
-    return tuple(tensor._version for tensor in given if tensor is not None)
+    made_from: Versioned
+    rule: NormRule
+    made: torch.dtype
+    dtype: torch.dtype
 
 
 def remember(norm: nn.Module, n: Tensor, spec: NormSpec) -> Tensor:
-    """Note that a norm module made n, and return n.
+    """Note on the node of n that a norm module made it, and return n.
 
     Not for a module with hooks, which may gather its weights for as long as its own call, nor for
     one over several dimensions, nor inside a checkpoint: to ask for its input would recompute it.
     """
-    if torch.compiler.is_compiling() or not n.requires_grad or has_hooks(norm):
+    # an eager twin's node has no rule
+    if torch.compiler.is_compiling() or not isinstance(_of(n, "rule"), NormRule):
         return n
-    if (spec.weight is None or spec.weight.dim() == 1) and _nobody_packs():
-        _sources[n] = Source(spec, _versions(n, spec))
+    if _of(n, "num_dims") == 1 and not has_hooks(norm) and _nobody_packs():
+        n.grad_fn.source = Source(spec, versions_of(n, spec.weight, spec.bias))  # type: ignore[union-attr]  # a Function's node
     return n
-
-
-def _source_of(n: Tensor) -> tuple[Tensor, NormSpec] | None:
-    """Return what n was made from, None where that is unknown, gone or changed."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not can_see_hooks():
-        return None
-    source = _sources.get(n)
-    # someone else's hooks, a checkpoint's first of all, decide themselves what is kept
-    if source is None or source.versions != _versions(n, source.spec) or not _nobody_packs():
-        return None
-    try:
-        # the norm's node keeps its input, unless no gradient needs it
-        x = n.grad_fn.saved_tensors[0]  # type: ignore[union-attr]  # a Function's node
-    except RuntimeError:
-        # it has run already, or x was changed in place
-        return None
-    return None if x is None else (x, source.spec)
-
-
-def _nobody_packs() -> bool:
-    hooks = top_hooks()
-    return hooks is None or is_counting(hooks[0])
 
 
 def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
     """Run an autograd Function on `read`, which is n in the dtype that it computes in.
 
-    The Function must save its first input, or None in its place, before all else that it saves.
+    The Function has one output, and saves `read`, or None in its place, before all else.
     """
-    found = _source_of(n)
-    if found is None:
+    made_from = _made_from(n)
+    if made_from is None:
         return function.apply(read, *args)
-    x, spec = found
-    norm = rule_of(spec, x.dtype), n.dtype
-    return _Joined.apply(read, x, spec.weight, spec.bias, function, norm, *args)
+    with _uncounted() as count:
+        # hooks can be set only on what was saved without any
+        if top_hooks() is None:
+            y = function.apply(read, *args)
+            saved = _of(y, "saved_tensors")
+            if saved[0] is not None:
+                recipe = Recipe(Versioned(*made_from), _of(n, "rule"), n.dtype, read.dtype)
+                # the first is called at once, and n let go of
+                _of(y, "_raw_saved_tensors")[0].register_hooks(lambda _: recipe, _remake)
+                saved = *made_from, *saved[1:]
+            for tensor in saved:
+                if tensor is not None:
+                    count(tensor)
+            return y
+    return function.apply(read, *args)
 
 
-class _Inner:
-    """The context of the Function inside: it saves into a tuple of its own."""
-
-    def __init__(self, needs_input_grad: tuple[bool, ...]):
-        self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
+def _remake(recipe: Recipe) -> Tensor:
+    # compiled autograd cannot trace a look at versions
+    return _uncompiled(recipe) if torch.compiler.is_compiling() else _normalised(recipe)
 
 
-class _Joined(torch.autograd.Function):
-    """Another Function of n that keeps what n was made from in n's place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        n: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        function: Any,
-        norm: tuple[NormRule, torch.dtype],
-        *args: Any,
-    ) -> Any:
-        needs = ctx.needs_input_grad
-        inner = _Inner((needs[0], *needs[6:]))
-        y = function.forward(inner, n, *args)
-        first, *others = inner.saved_tensors
-        inner.saved_tensors = ()
-        keeps = first is not None
-        ctx.save_for_backward(*((x, weight, bias) if keeps else (None,) * 3), *others)
-        ctx.inner, ctx.function, ctx.norm, ctx.dtype = inner, function, norm, n.dtype
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        x, weight, bias, *others = ctx.saved_tensors
-        n = None if x is None else _normalised(ctx, x, weight, bias)
-        # of its own for every backward
-        inner = copy(ctx.inner)
-        inner.saved_tensors = (n, *others)
-        dn, *grads = ctx.function.backward(inner, *dys)
-        return (dn, *(None,) * 5, *grads)
+@_disable_dynamo
+def _uncompiled(recipe: Recipe) -> Tensor:
+    return _normalised(recipe)
 
 
-def _normalised(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return n again; as a function of x where gradients of gradients are wanted."""
-    rule, made = ctx.norm
-    if torch.is_grad_enabled():
-        spec = NormSpec(rule.kind, weight, bias, rule.eps, rule.offset, rule.cast)
-        with torch.autocast(x.device.type, enabled=False):
-            return reference.apply_norm(x, spec).to(made).to(ctx.dtype)
-    return norm_op(x, None, weight, bias, 1, *rule, made)[0].to(ctx.dtype)
+def _normalised(recipe: Recipe) -> Tensor:
+    x, weight, bias = recipe.made_from.read()
+    assert x is not None
+    with torch.no_grad():
+        return norm_op(x, None, weight, bias, 1, *recipe.rule, recipe.made)[0].to(recipe.dtype)
+
+
+def _made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
+    """Return x, weight and bias that a norm made n from, None if unknown, gone or changed."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    source = _of(n, "source")
+    # who hooks n may give the norm its weights for as long as the gradient of n is on its way
+    if not isinstance(source, Source) or n._backward_hooks or not _nobody_packs():
+        return None
+    _, weight, bias, *_ = source.spec
+    if source.versions != versions_of(n, weight, bias):
+        return None
+    try:
+        x = _of(n, "saved_tensors")[0]
+    except RuntimeError:
+        # the norm's node has run already, or x was changed in place
+        return None
+    # the norm keeps x where a gradient needs it
+    return None if x is None else (x, weight, bias)
+
+
+def _of(tensor: Tensor, name: str) -> Any:
+    """Return an attribute of a tensor's node, None where it has none or there is no node."""
+    return getattr(tensor.grad_fn, name, None)
+
+
+def _nobody_packs() -> bool:
+    """Whether saved tensors go through no hooks, or those that only count."""
+    if not can_see_hooks():
+        return False
+    hooks = top_hooks()
+    return hooks is None or _counts(hooks)
+
+
+def _counts(hooks: Hooks) -> bool:
+    return getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
+
+
+@contextmanager
+def _uncounted() -> Iterator[Callable[[Tensor], Any]]:
+    """Lift the hooks that only count, and give what counts a tensor as they would."""
+    lifted: list[Hooks] = []
+    while (hooks := top_hooks()) is not None and _counts(hooks):
+        lifted.append(hooks)
+        torch.autograd.graph.saved_tensors_hooks(*hooks).__exit__()
+    try:
+        yield lifted[0][0] if lifted else lambda tensor: None
+    finally:
+        for hooks in reversed(lifted):
+            torch.autograd.graph.saved_tensors_hooks(*hooks).__enter__()
