@@ -186,6 +186,7 @@ def _double_backward(
         return twin_gradients(twin, (x, norm_weight, norm_bias, *linears), ctx.needs, dys)
 
 
+@dispatch.recorded_as(reference.norm_linear)
 def norm_linear(
     x: Tensor,
     norm: NormSpec,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedckpt import reference
+from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.autograd.phases import can_see_hooks, top_hooks
 from fusedckpt.kernels.norm import NormRule
@@ -46,7 +47,9 @@ def remember(norm: nn.Module, n: Tensor, spec: NormSpec) -> Tensor:
     Not for a module with hooks, which may gather its weights for as long as its own call, nor for
     one over several dimensions, nor inside a checkpoint: to ask for its input would recompute it.
     """
-    if torch.compiler.is_compiling() or not n.requires_grad or has_hooks(norm):
+    if dispatch.is_recorded(n) or torch.compiler.is_compiling():
+        return n
+    if not n.requires_grad or has_hooks(norm):
         return n
     if (spec.weight is None or spec.weight.dim() == 1) and _nobody_packs():
         _sources[n] = Source(spec, _versions(n, spec))
