@@ -9,7 +9,6 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ from support import HANGS
 
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
+
+from stepping import Clock
 
 from bench import __main__ as command
 from bench import gpu
@@ -89,32 +90,6 @@ except KeyboardInterrupt:
     print("kept")
     sys.exit(130)
 """
-
-
-class Clock:
-    """Time that passes by what happens: a limit is over once the process has written something.
-
-    The grace after an interrupt is over at once, or never.
-    """
-
-    def __init__(self, monkeypatch, log, grace_ends):
-        self.now, self.log, self.sent = 0.0, log, []
-        self.grace_ends, send = grace_ends, processes._send
-
-        def noted(process, number) -> None:
-            self.sent.append(number)
-            send(process, number)
-
-        monkeypatch.setattr(processes, "_send", noted)
-        stand_in = SimpleNamespace(monotonic=self.monotonic, sleep=time.sleep)
-        monkeypatch.setattr(processes, "time", stand_in)
-
-    def monotonic(self) -> float:
-        if not self.sent and self.log.exists() and self.log.read_text():
-            self.now = 1e6
-        if self.sent == [signal.SIGINT] and self.grace_ends:
-            self.now += processes.GRACE
-        return self.now
 
 
 @pytest.fixture(autouse=True)
