@@ -27,16 +27,21 @@ __all__ = [
 ]
 
 
+def _sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
+    return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+
+
 def linear_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu"
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = "gelu"
 ) -> Tensor:
     """Return act(F.linear(x, weight, bias))."""
-    return ACTIVATIONS[CANONICAL[activation]].eager(F.linear(x, weight, bias))
+    act = ACTIVATIONS[CANONICAL[activation or "identity"]]
+    return act.eager(F.linear(x, weight, bias))
 
 
 def rms_norm(
     x: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
@@ -48,7 +53,7 @@ def rms_norm(
     They differ in where half precision is rounded: torch and Gemma round once, at the end; Llama
     rounds the normalised x before the weight, and its result has the promoted dtype.
     """
-    shape = tuple(normalized_shape)
+    shape = _sizes(normalized_shape)
     if cast == "torch":
         if weight is not None and offset:
             weight = weight + offset
@@ -65,19 +70,19 @@ def rms_norm(
 
 def layer_norm(
     x: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
     """Return F.layer_norm."""
-    return F.layer_norm(x, tuple(normalized_shape), weight, bias, eps)
+    return F.layer_norm(x, _sizes(normalized_shape), weight, bias, eps)
 
 
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
@@ -92,7 +97,7 @@ def add_rms_norm(
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,

@@ -104,7 +104,7 @@ class FusedRMSNorm(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Normalise as `functional.rms_norm` does, or as the original class does."""
         plan = self._fusedckpt_plan
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        if len(args) == 1 and not kwargs and _is_computed(args[0]):
             x = args[0]
             weight = None if plan.weight is None else getattr(self, plan.weight)
             if (x.dtype, x.dtype if weight is None else weight.dtype) in plan.dtypes:
@@ -172,9 +172,14 @@ def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
             return False
     if module.training and any(getattr(module, name) > 0 for name in plan.rates):
         return False
-    if not isinstance(x, Tensor):
+    if not _is_computed(x):
         return False
     return all(d == x.dtype for d in dtypes) or dispatch.autocasts(x.device)
+
+
+def _is_computed(x: Any) -> bool:
+    """Whether x is a tensor of a call that runs, rather than one that is recorded."""
+    return isinstance(x, Tensor) and not dispatch.is_recorded(x)
 
 
 def _tensors(module: nn.Module, plan: MLPPlan) -> list[tuple[Tensor, Tensor | None]]:

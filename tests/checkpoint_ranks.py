@@ -5,6 +5,7 @@ Run by test_checkpoint_wrapper.py as `checkpoint_ranks.py STORE RANK`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -103,3 +104,6 @@ def main(store: str, rank: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    # gloo's threads may abort while a busy interpreter takes itself down
+    os._exit(0)

@@ -15,7 +15,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # the profiler's own messages
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # the tensors are small: more threads only wait for each other
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 from fusedckpt.autograd.dispatch import forced_path  # noqa: E402  # after the environment is set
 

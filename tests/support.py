@@ -1,13 +1,20 @@
-"""What the tests measure with: error against float64 beside eager's, bytes, FLOPs, launches."""
+"""What the tests measure with: error against float64 beside eager's, bytes, FLOPs, launches, calls.
+
+Nothing here reads a clock: work is counted, so that a busy machine changes no result.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +24,13 @@ from fusedckpt.memory import saved_tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = (torch.bfloat16, torch.float16)
+# seconds that a test waits for another process or thread before it fails instead of hanging
+HANGS = 600
+
+# inductor's code for a CPU is C++, which it compiles with this
+needs_inductor = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
+)
 
 Inputs = Sequence[Tensor | None]
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -133,6 +147,23 @@ def gemm_flops(fn: Callable[[], Any]) -> int:
             (m, k), (_, n) = event.input_shapes[first : first + 2]
             total += 2 * m * k * n
     return total
+
+
+def calls(fn: Callable[[], Any]) -> int:
+    """Return how many functions, of Python or C, are called from Python while `fn` runs."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        fn()
+    finally:
+        sys.setprofile(before)
+    return count
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def test_handed_on_several_and_twice():
 
 def test_address_of_a_handed_on_output_used_again():
     """An output that is gone must not be taken for what comes to lie where it lay."""
-    shared, x = segment(), randn(4, 6)
+    shared, x = segment(), randn(4, 6, dtype=torch.float64)
     total = 0
     for _ in range(50):
         y = part(shared, lambda x: (x.sin() * 2).exp(), (x,))

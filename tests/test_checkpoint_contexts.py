@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import assert_as_plain, same, step, stock
-from support import DEVICE, randn
+from support import DEVICE, needs_inductor, randn
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
@@ -160,7 +160,10 @@ def test_c26_inside_no_grad_inside():
     assert_as_plain(fn, randn(4))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=needs_inductor))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_c28_compiled_around(backend, fullgraph):
     layers, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE), randn(4, 6)
@@ -175,7 +178,7 @@ def test_c28_compiled_around(backend, fullgraph):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_c28_compiled_inside(backend):
     layers, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE), randn(4, 6)
     compiled = torch.compile(layers, backend=backend)

@@ -75,7 +75,10 @@ def test_c16_forward_mode_and_vmap():
     found = torch.func.jvp(lambda x: checkpoint(chain, x, w), (x,), (t,))
     expected = torch.func.jvp(lambda x: chain(x, w), (x,), (t,))
     assert all(map(same, found, expected))
-    assert same(torch.vmap(partial(checkpoint, chain))(x[None], w[None]), chain(x, w)[None])
+    found, expected = (
+        torch.vmap(call)(x[None], w[None]) for call in (partial(checkpoint, chain), chain)
+    )
+    assert same(found, expected)
 
     def tangent(call):
         with forward_ad.dual_level():

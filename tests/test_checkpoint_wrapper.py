@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import assert_as_plain, same, step
-from support import DEVICE, randn
+from support import DEVICE, HANGS, randn
 from torch import nn
 
 from fusedckpt import Checkpoint, checkpoint
@@ -179,7 +179,7 @@ def test_data_parallel(tmp_path):
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=HANGS)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

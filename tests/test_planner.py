@@ -3,12 +3,12 @@
 import copy
 import multiprocessing
 import random
-import time
 
 import numpy as np
 import pytest
 import torch
 from plan_models import Chain, Pairs, convolutional, images, tokens, transformer
+from support import HANGS
 from torch import nn
 
 import fusedckpt
@@ -424,10 +424,8 @@ def test_units_that_are_alike_are_measured_once(monkeypatch):
     kinds = []
     measured = fusedckpt.costs.measured
     monkeypatch.setattr("fusedckpt.costs.measured", lambda *a: kinds.append(1) or measured(*a))
-    began = time.perf_counter()
     found = planned(model, x, policy="sqrt")
     assert len(found.chain.units) == 102
-    assert time.perf_counter() - began < 15
     # the first one's input requires no gradient
     assert len(kinds) == 2
 
@@ -466,7 +464,7 @@ def test_all_ranks_get_the_plan_of_the_first(tmp_path):
     ranks = [context.Process(target=_rank, args=(i, tmp_path / "store", queue)) for i in (0, 1)]
     for rank in ranks:
         rank.start()
-    first, second = queue.get(timeout=60), queue.get(timeout=60)
+    first, second = queue.get(timeout=HANGS), queue.get(timeout=HANGS)
     for rank in ranks:
         rank.join()
     assert first == second

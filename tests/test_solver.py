@@ -4,11 +4,11 @@ import itertools
 import math
 import random
 import re
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from support import calls
 
 from fusedckpt.chain import Chain, Keep, Level, Segment, Unit, simulate
 from fusedckpt.policies import policy
@@ -285,15 +285,16 @@ def share_of(chain: Chain, share: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("count", "seconds", "noise"), [(100, 2.0, 0.1), (100, 2.0, 0.0), (1000, 15.0, 0.0)]
+    ("count", "most", "noise"),
+    [(100, 1_000_000, 0.1), (100, 1_000_000, 0.0), (1000, 10_000_000, 0.0)],
 )
-def test_is_quick_and_near_the_bound(count, seconds, noise):
+def test_is_quick_and_near_the_bound(count, most, noise):
     chain = llama_like(count, noise)
     budget = share_of(chain, 0.25)
-    # of this process alone, as others may share the core
-    start = time.process_time()
-    plan = solve(chain, budget)
-    assert time.process_time() - start < seconds
+    found = []
+    # a million calls take about two seconds
+    assert calls(lambda: found.append(solve(chain, budget))) < most
+    (plan,) = found
     assert plan.peak <= budget
     assert 0 < plan.lower_bound <= plan.extra <= 1.002 * plan.lower_bound
 

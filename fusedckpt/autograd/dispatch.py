@@ -2,25 +2,33 @@
 
 Triton runs float32, bfloat16 and float16 tensors on a GPU, and on a CPU when Triton's interpreter
 is on; everything else runs on ATen, with the same saved tensors. FUSEDCKPT_DISABLE=1, read once at
-import, runs every eager twin instead.
+import, runs every eager twin instead. So does whatever writes a program down, such as
+`torch.export`: it then consists of torch's own ops, which anyone can load, differentiate and lower.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx import Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 from fusedckpt.kernels.tiles import gains_by_fusion
 from fusedckpt.kernels.tuned import PLANS, tuned
 
 logger = logging.getLogger("fusedckpt")
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 # read once: the plan of every layer that has it, where a call names none
 _PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
@@ -86,6 +94,40 @@ def plan_for(
 def takes_twin() -> bool:
     """Whether the eager twin must run: disabled, under torch.func, or in forward-mode AD."""
     return DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_recorded(x: Any) -> bool:
+    """Whether the ops on x are written down, by torch.export, jit.trace, fx or make_fx.
+
+    Not by torch.compile, which keeps our autograd Functions as they are.
+    """
+    if isinstance(x, Proxy) or torch.compiler.is_exporting():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
+
+
+def recorded_as(
+    twin: Callable[..., Result],
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Have a function's calls recorded as those of its eager twin.
+
+    The twin gets all arguments but those that say how ours computes. They are not checked: shapes
+    may be symbols there.
+    """
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @wraps(function)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            if not is_recorded(args[0] if args else kwargs.get("x")):
+                return function(*args, **kwargs)
+            ours = ("save", "chunks", "kernel")
+            return twin(*args, **{key: kwargs[key] for key in kwargs if key not in ours})
+
+        return call
+
+    return decorate
 
 
 def autocasts(device: torch.device) -> bool:

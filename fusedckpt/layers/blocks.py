@@ -1,7 +1,8 @@
 """MLP, gated MLP and norm-then-linears as modules, with the parameter names that models use.
 
 A block computes all its children as one. A child that was replaced by another kind of module,
-parametrized, hooked, or given another forward is called instead, and what is left is fused.
+parametrized, hooked, or given another forward is called instead, and what is left is fused. Where
+a program is recorded, as by torch.export, every child is called.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import levels
+from fusedckpt.autograd import dispatch, levels
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers import validate
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
@@ -47,6 +48,9 @@ class _Block(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
+        if dispatch.is_recorded(input):
+            y = self._eager(input if self.norm is None else self.norm(input))
+            return input + y if self.residual else y
         level = levels.resolve(type(self).__name__, None, self.save, self.levels)
         x, norm, residual = input, None, self.residual
         if letter_of(self.norm) == "n":
@@ -209,7 +213,8 @@ class NormLinear(nn.Module):
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """Map [..., in_features] to one [..., out_features] per linear."""
         linears: list[Any] = list(self.linears)
-        if letter_of(self.norm) != "n" or any(letter_of(linear) != "l" for linear in linears):
+        fuses = letter_of(self.norm) == "n" and all(letter_of(linear) == "l" for linear in linears)
+        if not fuses or dispatch.is_recorded(input):
             n = self.norm(input)
             return tuple(linear(n) for linear in linears)
         weights, biases = [m.weight for m in linears], [m.bias for m in linears]

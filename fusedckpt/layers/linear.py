@@ -104,6 +104,7 @@ def _double_backward(
         return twin_gradients(twin, (x, w, b), needs, (dy,))
 
 
+@dispatch.recorded_as(reference.linear_act)
 def linear_act(
     x: Tensor,
     weight: Tensor,
@@ -189,6 +190,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
+        if dispatch.is_recorded(input):
+            return reference.linear_act(input, self.weight, self.bias, self.activation)
         level = levels.resolve("Linear", None, self.save, LEVELS)
         return _linear_act("Linear", input, self.weight, self.bias, self.activation, level)
 

@@ -181,6 +181,7 @@ def _mlp(call: _Call, x: Tensor, linears: validate.Linears) -> Tensor:
     return x + y if call.residual and not adds else y
 
 
+@dispatch.recorded_as(reference.mlp)
 def mlp(
     x: Tensor,
     fc1_weight: Tensor,
@@ -231,6 +232,7 @@ def mlp(
     return _mlp(call, x, linears)
 
 
+@dispatch.recorded_as(reference.gated_mlp)
 def gated_mlp(
     x: Tensor,
     gate_weight: Tensor,

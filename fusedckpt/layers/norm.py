@@ -133,6 +133,7 @@ def _norm(
     return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype, phase)
 
 
+@dispatch.recorded_as(reference.rms_norm)
 def rms_norm(
     x: Tensor,
     normalized_shape: Shape,
@@ -170,6 +171,7 @@ def rms_norm(
     return _norm("rms_norm", x, None, shape, weight, None, rule)  # type: ignore[return-value]
 
 
+@dispatch.recorded_as(reference.layer_norm)
 def layer_norm(
     x: Tensor,
     normalized_shape: Shape,
@@ -189,6 +191,7 @@ def layer_norm(
     return _norm("layer_norm", x, None, shape, weight, bias, rule)  # type: ignore[return-value]
 
 
+@dispatch.recorded_as(reference.add_rms_norm)
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -212,6 +215,7 @@ def add_rms_norm(
     return _norm("add_rms_norm", x, residual, shape, weight, None, rule)  # type: ignore[return-value]
 
 
+@dispatch.recorded_as(reference.add_layer_norm)
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,

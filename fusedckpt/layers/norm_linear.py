@@ -185,6 +185,7 @@ def _double_backward(
         return twin_gradients(twin, filled, needs, dys)
 
 
+@dispatch.recorded_as(reference.norm_linear)
 def norm_linear(
     x: Tensor,
     norm: NormSpec,

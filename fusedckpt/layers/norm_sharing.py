@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.autograd.phases import Hooks, can_see_hooks, top_hooks
 from fusedckpt.autograd.versioned import Versioned, versions_of
@@ -49,8 +50,10 @@ def remember(norm: nn.Module, n: Tensor, spec: NormSpec) -> Tensor:
     Not for a module with hooks, which may gather its weights for as long as its own call, nor for
     one over several dimensions, nor inside a checkpoint: to ask for its input would recompute it.
     """
+    if dispatch.is_recorded(n) or torch.compiler.is_compiling():
+        return n
     # an eager twin's node has no rule
-    if torch.compiler.is_compiling() or not isinstance(_of(n, "rule"), NormRule):
+    if not isinstance(_of(n, "rule"), NormRule):
         return n
     if _of(n, "num_dims") == 1 and not has_hooks(norm) and _nobody_packs():
         n.grad_fn.source = Source(spec, versions_of(n, spec.weight, spec.bias))  # type: ignore[union-attr]  # a Function's node

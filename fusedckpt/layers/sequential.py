@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedckpt.autograd import levels
+from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
 from fusedckpt.layers import validate
@@ -78,6 +78,8 @@ class Sequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pass the input through all layers."""
+        if dispatch.is_recorded(input):
+            return super().forward(input)
         level = levels.resolve("Sequential", None, self.save, MLP_LEVELS)
         layers = list(self._modules.values())
         for run in runs(layers):
