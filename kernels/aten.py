@@ -126,6 +126,8 @@ def normalise(row: Tensor, rule: NormRule, out: Tensor | None = None) -> tuple[T
     """Return xhat, in `out` if given or else a new tensor, and rstd."""
     if rule.kind == "layer":
         row = row - row.mean(1, keepdim=True)
+        # the mean was rounded: of equal numbers that would be left, times 1 / sqrt(eps)
+        row -= row.mean(1, keepdim=True)
     rstd = (row * row).mean(1, keepdim=True).add_(rule.eps).rsqrt_()
     return torch.mul(row, rstd, out=out), rstd
 

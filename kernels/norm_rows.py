@@ -36,6 +36,8 @@ def normalise(row, mask, n, eps, LAYER: tl.constexpr):
     """Return xhat and rstd of a tile of whole rows."""
     if LAYER:
         row = tl.where(mask, row - row_mean(row, n), 0.0)
+        # the mean was rounded: of equal numbers that would be left, times 1 / sqrt(eps)
+        row = tl.where(mask, row - row_mean(row, n), 0.0)
     rstd = tl.rsqrt(row_mean(row * row, n) + eps)
     # rows past the last are zeros, which eps = 0 would turn into NaN
     return tl.where(mask, row * rstd, 0.0), rstd
