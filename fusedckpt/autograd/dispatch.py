@@ -99,9 +99,11 @@ def takes_twin() -> bool:
 def is_recorded(x: Any) -> bool:
     """Whether the ops on x are written down, by torch.export, jit.trace, fx or make_fx.
 
-    Not by torch.compile, which keeps our autograd Functions as they are.
+    Not by torch.compile, which keeps our autograd Functions as they are; before torch 2.13, strict
+    export cannot be told from it.
     """
-    if isinstance(x, Proxy) or torch.compiler.is_exporting():
+    # torch.compiler.is_exporting() is true under any torch.compile of torch 2.11
+    if isinstance(x, Proxy) or getattr(torch.compiler, "_is_exporting_flag", False):
         return True
     if torch.compiler.is_compiling():
         return False
