@@ -84,6 +84,9 @@ def judge(config: Config) -> Failure | None:
     c = settle(config)
     trial = attempt(c)
     failure = structure(c, trial)
+    if failure is not None and failure.kind == "finite" and not recurs(c, failure):
+        # an intermediate at the limit of its dtype, which one rounding turns into infinity
+        return None
     if failure is not None or trial.eager.error is not None:
         return failure
     expected = kept_bytes(c) if c.weighs else None
@@ -92,6 +95,12 @@ def judge(config: Config) -> Failure | None:
     if worst(errors(trial)) is None:
         return None
     return excess(c)
+
+
+def recurs(c: Config, failure: Failure) -> bool:
+    """Whether other draws of a configuration fail the same way."""
+    others = (structure(c, attempt(c, number)) for number in range(1, DRAWS[0]))
+    return any(found is not None and found.kind == failure.kind for found in others)
 
 
 def excess(c: Config) -> Failure | None:
@@ -161,8 +170,10 @@ def likeness(
         return Failure("type", name, detail)
     wrong = mine.isfinite() != theirs.isfinite()
     if theirs.dtype in HALF and truth is not None:
-        # eager overflows where ours keeps float32
+        # eager overflows where ours keeps float32; at the limit, either does
+        largest = torch.finfo(theirs.dtype).max
         wrong &= ~(mine.isfinite() & truth.isfinite())
+        wrong &= ~((truth.abs() > 0.9 * largest) & (truth.abs() < 1.1 * largest))
     if wrong.any():
         where = wrong.nonzero()[0].tolist()
         detail = f"{mine[tuple(where)]} at {where}, eager's {theirs[tuple(where)]}"
