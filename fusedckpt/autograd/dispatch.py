@@ -11,11 +11,13 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from fusedckpt.autograd import arguments
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 from fusedckpt.kernels.tiles import gains_by_fusion
 from fusedckpt.kernels.tuned import PLANS, tuned
@@ -88,6 +90,32 @@ def takes_twin() -> bool:
     return DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+# torch's own classes that take any op: those of tracing, and what a collective still fills
+_TRANSPARENT = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
+_HOOKS = ("__torch_function__", "__torch_dispatch__")
+
+
+def is_plain(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class are as any other: it says nothing about what ops do with them."""
+    if kind is Tensor or kind is nn.Parameter or kind.__name__ in _TRANSPARENT:
+        return True
+    return all(getattr(kind, hook) is getattr(nn.Parameter, hook) for hook in _HOOKS)
+
+
+def are_plain(*given: Any) -> bool:
+    """Whether ours can take these tensors: dense ones, of no class with ops of its own.
+
+    A module that meets another, such as a DTensor or a quantised weight, runs its children's own
+    forward. What is no tensor passes: it is refused by name later.
+    """
+    for value in given:
+        if isinstance(value, Tensor) and (
+            not is_plain(type(value)) or value.layout != torch.strided or value.is_nested
+        ):
+            return False
+    return True
+
+
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this device."""
     # meta has none to ask; whether a device has, torch.compile of torch 2.11 cannot
@@ -111,7 +139,12 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
 
     Returns:
         Function name -> "eager" (FUSEDCKPT_DISABLE is set), "triton", "interpreter" or "aten".
+
+    Raises:
+        TypeError, ValueError: no device, or no dtype that the functions take.
     """
+    arguments.device("paths", device)
+    arguments.dtype("paths", dtype)
     path = "eager" if DISABLED else path_of(torch.device(device), dtype)
     blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
     norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")

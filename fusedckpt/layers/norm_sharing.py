@@ -64,8 +64,8 @@ def _source_of(n: Tensor) -> tuple[Tensor, NormSpec] | None:
     try:
         # the norm's node keeps its input, unless no gradient needs it
         x = n.grad_fn.saved_tensors[0]  # type: ignore[union-attr]  # a Function's node
-    except RuntimeError:
-        # it has run already, or x was changed in place
+    except (AttributeError, RuntimeError):
+        # an eager twin's node; or it has run already, or x was changed in place
         return None
     return None if x is None else (x, source.spec)
 
