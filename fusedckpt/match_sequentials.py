@@ -13,7 +13,7 @@ from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.kernels.activations import name_of
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.sequential import Run, Sequential, runs
-from fusedckpt.swapped import Swap
+from fusedckpt.swapped import Swap, unfit_layer
 
 # every activation of torch, so that those which cannot be fused are reported
 _ACTIVATIONS = tuple(getattr(activations, name) for name in activations.__all__)
@@ -72,5 +72,8 @@ def _inseparable(linear: nn.Linear, follower: nn.Module) -> str:
         return f"{follower} is no activation that can be fused"
     if type(linear) is not nn.Linear:
         return f"{type(linear).__name__} is a subclass of nn.Linear"
+    unfit = unfit_layer(linear)
+    if unfit is not None:
+        return unfit
     assert has_hooks(linear) or has_hooks(follower)
     return "a hook watches it or its activation, or a forward was replaced"

@@ -18,13 +18,12 @@ from fusedckpt._wanted import Names, Wanted, patterns
 from fusedckpt.autograd import levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.fuse_report import FuseReport
-from fusedckpt.layers import validate
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.match_mlps import mlp_swap
 from fusedckpt.match_norms import norm_swap
 from fusedckpt.match_sequentials import apart, blocks_of
-from fusedckpt.swapped import MARK, Swap, is_made, within
+from fusedckpt.swapped import MARK, Swap, is_made, unfit_layer, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
 
@@ -72,7 +71,7 @@ def fuse(
         What was swapped, what was left as it is and why, and what one token of training keeps.
 
     Raises:
-        TypeError: `model` is no nn.Module, or names are no strings.
+        TypeError: `model` is no nn.Module, or names or `save` are no strings.
         ValueError: `save` is no level.
         An error leaves the model as it was.
     """
@@ -145,7 +144,7 @@ def _sequential(
         _subclass(parent)
         or _unfit(parent, attributes)
         or next(
-            filter(None, (_unfit_layer(layer) for b in blocks.values() for layer in b.layers)), None
+            filter(None, (unfit_layer(layer) for b in blocks.values() for layer in b.layers)), None
         )
     )
     if obstacle is None and len(meant) < len(blocks):
@@ -217,13 +216,4 @@ def _unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) ->
     for attribute in attributes:
         if hasattr(module, attribute):
             return f"the {kind} has an attribute {attribute} already"
-    return next(filter(None, map(_unfit_layer, (module, *layers))), None)
-
-
-def _unfit_layer(module: nn.Module) -> str | None:
-    """Return why no kernel takes a module's own parameters, None if one does."""
-    try:
-        validate.tensors(type(module).__name__, dict(module.named_parameters(recurse=False)))
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
+    return next(filter(None, map(unfit_layer, (module, *layers))), None)

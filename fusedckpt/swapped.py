@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.layers import norm_sharing
+from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
@@ -82,6 +82,16 @@ def is_made(kind: type[nn.Module]) -> bool:
     return "_fusedckpt_bases" in kind.__dict__
 
 
+def unfit_layer(module: nn.Module) -> str | None:
+    """Return why no kernel takes a module's own parameters, None if one does."""
+    given = dict(module.named_parameters(recurse=False))
+    try:
+        takes = validate.tensors(type(module).__name__, given, {})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None if takes else f"{type(module).__name__}: only eager takes a parameter's class"
+
+
 class NormPlan(NamedTuple):
     """What an RMSNorm of some class computes: see `functional.rms_norm`.
 
@@ -107,6 +117,8 @@ class FusedRMSNorm(nn.Module):
         if len(args) == 1 and not kwargs and _is_computed(args[0]):
             x = args[0]
             weight = None if plan.weight is None else getattr(self, plan.weight)
+            if not dispatch.are_plain(x, weight):
+                return super().forward(x)
             if (x.dtype, x.dtype if weight is None else weight.dtype) in plan.dtypes:
                 shape = x.shape[-1:] if weight is None else weight.shape
                 eps = getattr(self, plan.eps)
@@ -161,6 +173,8 @@ def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
         linear = children.get(name)
         if linear is None or type(linear) is not kind or has_hooks(linear):
             return False
+        if not dispatch.are_plain(*linear._parameters.values()):
+            return False
         dtypes.append(linear.weight.dtype)  # type: ignore[union-attr]  # a linear's weight
     for name, seen in plan.same:
         found = getattr(module, name, None)
@@ -172,7 +186,7 @@ def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
             return False
     if module.training and any(getattr(module, name) > 0 for name in plan.rates):
         return False
-    if not _is_computed(x):
+    if not _is_computed(x) or not dispatch.are_plain(x):
         return False
     return all(d == x.dtype for d in dtypes) or dispatch.autocasts(x.device)
 
@@ -225,6 +239,7 @@ def _run_linear_act(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
 
 def within(level: str, known: tuple[str, ...]) -> str:
     """Return a level, "inputs" for one that a layer without a gate does not have."""
+    levels.check("fuse", level, levels.LEVELS)
     return level if level in known else "inputs"
 
 

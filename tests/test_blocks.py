@@ -223,20 +223,3 @@ def test_compiles_without_a_graph_break(kind):
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     x = randn(T, D, dtype=torch.float64)
     torch.testing.assert_close(compiled(x), block(x))
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: MLP(D, F, activation="swoosh"), ValueError, "MLP: unknown activation"),
-        (lambda: MLP(D, F, save="gate"), ValueError, "MLP: save level"),
-        (lambda: GatedMLP(D, F, save="all"), ValueError, "GatedMLP: save level"),
-        (lambda: MLP(D, F, 7, residual=True), ValueError, "MLP: residual needs"),
-        (lambda: MLP(D, F, norm="rms"), TypeError, "MLP: expects modules, got str"),
-        (lambda: MLP(D, F, chunks=0), ValueError, "MLP: chunks must be"),
-        (lambda: NormLinear(nn.RMSNorm(D), torch.relu), TypeError, "NormLinear: expects modules"),
-    ],
-)
-def test_bad_options_are_refused(build, error, message):
-    with pytest.raises(error, match=message):
-        build()

@@ -323,6 +323,8 @@ def test_hooks_still_fire(when):
 @pytest.mark.parametrize("save", ["all", None])
 def test_bad_level_swaps_nothing(save):
     model = net()
-    with pytest.raises(ValueError, match="fuse: save level must be one of inputs, gate, preact"):
+    with pytest.raises(
+        (TypeError, ValueError), match="fuse: save must be one of inputs, gate, preact"
+    ):
         fuse(model, save=save)
     assert kinds(model) == kinds(net())

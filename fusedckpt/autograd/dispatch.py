@@ -16,11 +16,12 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fusedckpt.autograd import arguments
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 from fusedckpt.kernels.tiles import gains_by_fusion
 from fusedckpt.kernels.tuned import PLANS, tuned
@@ -132,6 +133,32 @@ def recorded_as(
     return decorate
 
 
+# torch's own classes that take any op: those of tracing, and what a collective still fills
+_TRANSPARENT = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
+_HOOKS = ("__torch_function__", "__torch_dispatch__")
+
+
+def is_plain(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class are as any other: it says nothing about what ops do with them."""
+    if kind is Tensor or kind is nn.Parameter or kind.__name__ in _TRANSPARENT:
+        return True
+    return all(getattr(kind, hook) is getattr(nn.Parameter, hook) for hook in _HOOKS)
+
+
+def are_plain(*given: Any) -> bool:
+    """Whether ours can take these tensors: dense ones, of no class with ops of its own.
+
+    A module that meets another, such as a DTensor or a quantised weight, runs its children's own
+    forward. What is no tensor passes: it is refused by name later.
+    """
+    for value in given:
+        if isinstance(value, Tensor) and (
+            not is_plain(type(value)) or value.layout != torch.strided or value.is_nested
+        ):
+            return False
+    return True
+
+
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this device."""
     # meta has none to ask; whether a device has, torch.compile of torch 2.11 cannot
@@ -155,7 +182,12 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
 
     Returns:
         Function name -> "eager" (FUSEDCKPT_DISABLE is set), "triton", "interpreter" or "aten".
+
+    Raises:
+        TypeError, ValueError: no device, or no dtype that the functions take.
     """
+    arguments.device("paths", device)
+    arguments.dtype("paths", dtype)
     path = "eager" if DISABLED else path_of(torch.device(device), dtype)
     blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
     norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")

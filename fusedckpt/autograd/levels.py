@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fusedckpt.autograd import arguments
+
 __all__ = ["LEVELS", "saving"]
 
 # from the least kept to the most
@@ -36,8 +38,9 @@ def saving(level: str) -> Iterator[None]:
 
     Raises:
         ValueError: `level` is none of these.
+        TypeError: `level` is no string.
     """
-    check("saving", level, LEVELS)
+    arguments.choice("saving", "level", level, LEVELS)
     before, _override.level = _override.level, level
     try:
         yield
@@ -46,10 +49,14 @@ def saving(level: str) -> Iterator[None]:
 
 
 def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...]) -> str:
-    """Return the level of a call: its argument, else `saving`'s, else the default."""
+    """Return the level of a call: its argument, else `saving`'s, else the default.
+
+    The default is checked too: it may be an attribute that was set since.
+    """
     if given is not None:
         check(name, given, levels)
         return given
+    check(name, default, levels)
     override = _override.level
     if override is None:
         return default
@@ -58,5 +65,4 @@ def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...])
 
 def check(name: str, given: Any, levels: Sequence[str]) -> None:
     """Refuse a save level that the layer does not have."""
-    if given not in levels:
-        raise ValueError(f"{name}: save level must be one of {', '.join(levels)}, got {given!r}")
+    arguments.choice(name, "save", given, levels)

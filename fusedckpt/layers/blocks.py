@@ -1,8 +1,9 @@
 """MLP, gated MLP and norm-then-linears as modules, with the parameter names that models use.
 
 A block computes all its children as one. A child that was replaced by another kind of module,
-parametrized, hooked, or given another forward is called instead, and what is left is fused. Where
-a program is recorded, as by torch.export, every child is called.
+parametrized, hooked, given another forward, or weights of a class with ops of its own is called
+instead, and what is left is fused. All are called for an input of such a class, and where a program
+is recorded, as by torch.export.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.layers import validate
+from fusedckpt.layers import constructors, validate
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm_linear import norm_linear
 from fusedckpt.layers.norm_spec import NormSpec
@@ -30,8 +31,8 @@ class _Block(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        sizes: tuple[int, int, int | None],
+        linear: tuple[bool, Any, torch.dtype | None],
         activation: str,
         norm: nn.Module | None,
         residual: bool,
@@ -39,9 +40,10 @@ class _Block(nn.Module):
         chunks: int | None,
     ):
         name = type(self).__name__
+        constructors.block(name, sizes, linear, norm, residual)
         activation = validate.activation(name, activation)
         levels.check(name, save, self.levels)
-        validate.block(name, norm, residual, in_features, out_features, chunks)
+        validate.block(name, residual, chunks)
         super().__init__()
         self.norm = norm
         self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
@@ -51,17 +53,24 @@ class _Block(nn.Module):
         if dispatch.is_recorded(input):
             y = self._eager(input if self.norm is None else self.norm(input))
             return input + y if self.residual else y
-        level = levels.resolve(type(self).__name__, None, self.save, self.levels)
-        x, norm, residual = input, None, self.residual
-        if letter_of(self.norm) == "n":
-            norm = spec_of(type(self).__name__, self.norm, x)
+        name = type(self).__name__
+        level = levels.resolve(name, None, self.save, self.levels)
+        # attributes, which may have been set since
+        validate.activation(name, self.activation)
+        validate.block(name, self.residual, self.chunks)
+        x, norm, residual, plain = input, None, self.residual, dispatch.are_plain(input)
+        if plain and letter_of(self.norm) == "n":
+            norm = spec_of(name, self.norm, x)
         elif self.norm is not None:
             x, residual = self.norm(input), False
-        if not all(letter_of(child) == "l" for child in self._linears()):
+        if not plain or not all(letter_of(child) == "l" for child in self._linears()):
             y = self._eager(x if norm is None or self.norm is None else self.norm(x))
             return input + y if self.residual else y
         y = self._fused(x, norm, residual, level)
         return input + y if self.residual and not residual else y
+
+    def _act(self, z: Tensor) -> Tensor:
+        return ACTIVATIONS[validate.activation(type(self).__name__, self.activation)].eager(z)
 
     def _linears(self) -> tuple[Any, ...]:
         raise NotImplementedError
@@ -109,8 +118,9 @@ class MLP(_Block):
         save: str = "inputs",
         chunks: int | None = None,
     ):
+        sizes, linear = (in_features, hidden_features, out_features), (bias, device, dtype)
+        super().__init__(sizes, linear, activation, norm, residual, save, chunks)
         out_features = in_features if out_features is None else out_features
-        super().__init__(in_features, out_features, activation, norm, residual, save, chunks)
         self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias, device, dtype)
 
@@ -118,7 +128,7 @@ class MLP(_Block):
         return self.fc1, self.fc2
 
     def _eager(self, x: Tensor) -> Tensor:
-        return self.fc2(ACTIVATIONS[self.activation].eager(self.fc1(x)))
+        return self.fc2(self._act(self.fc1(x)))
 
     def _fused(self, x: Tensor, norm: NormSpec | None, residual: bool, level: str) -> Tensor:
         fc1, fc2 = self._linears()
@@ -161,8 +171,9 @@ class GatedMLP(_Block):
         save: str = "inputs",
         chunks: int | None = None,
     ):
+        sizes, linear = (in_features, hidden_features, out_features), (bias, device, dtype)
+        super().__init__(sizes, linear, activation, norm, residual, save, chunks)
         out_features = in_features if out_features is None else out_features
-        super().__init__(in_features, out_features, activation, norm, residual, save, chunks)
         self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
@@ -171,8 +182,7 @@ class GatedMLP(_Block):
         return self.gate_proj, self.up_proj, self.down_proj
 
     def _eager(self, x: Tensor) -> Tensor:
-        gate = ACTIVATIONS[self.activation].eager(self.gate_proj(x))
-        return self.down_proj(gate * self.up_proj(x))
+        return self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x))
 
     def _fused(self, x: Tensor, norm: NormSpec | None, residual: bool, level: str) -> Tensor:
         gate, up, down = self._linears()
@@ -205,7 +215,7 @@ class NormLinear(nn.Module):
     """
 
     def __init__(self, norm: nn.Module, *linears: nn.Module):
-        validate.modules("NormLinear", norm, *linears)
+        constructors.norm_and_linears("NormLinear", norm, linears)
         super().__init__()
         self.norm = norm
         self.linears = nn.ModuleList(linears)
@@ -214,7 +224,7 @@ class NormLinear(nn.Module):
         """Map [..., in_features] to one [..., out_features] per linear."""
         linears: list[Any] = list(self.linears)
         fuses = letter_of(self.norm) == "n" and all(letter_of(linear) == "l" for linear in linears)
-        if not fuses or dispatch.is_recorded(input):
+        if not fuses or dispatch.is_recorded(input) or not dispatch.are_plain(input):
             n = self.norm(input)
             return tuple(linear(n) for linear in linears)
         weights, biases = [m.weight for m in linears], [m.bias for m in linears]

@@ -12,7 +12,7 @@ from fusedckpt.autograd import dispatch, levels, phases
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.versioned import Versioned
-from fusedckpt.layers import norm_sharing, validate
+from fusedckpt.layers import constructors, norm_sharing, validate
 from fusedckpt.layers.linear_ops import linear_act_backward_ops, linear_act_op
 
 __all__ = ["Linear", "linear_act"]
@@ -134,7 +134,11 @@ def linear_act(
     Raises:
         ValueError: shapes, devices, activation, level or kernel do not fit, or no Triton runs here
             and `kernel` is "fused".
-        TypeError: not dense floating-point tensors, or of different dtypes.
+        TypeError: not dense floating-point tensors (a DTensor or a nested tensor is none), of
+            dtypes that F.linear refuses, or an argument of another type.
+
+    Tensors of other classes with ops of their own, and those of inference mode where gradients are
+    wanted, go through the eager equivalent.
     """
     level = levels.resolve("linear_act", save, "inputs", LEVELS)
     return _linear_act("linear_act", x, weight, bias, activation, level, kernel)
@@ -150,12 +154,8 @@ def _linear_act(
     kernel: str | None = None,
 ) -> Tensor:
     activation = validate.activation(name, activation)
-    validate.linear(name, x, weight, bias)
-    dtype = dispatch.compute_dtype(x.device, x.dtype)
-    autocast = dispatch.autocasts(x.device)
-    validate.same_dtype(name, dtype, autocast, weight=weight, bias=bias)
-    validate.kernel(name, kernel, dispatch.path_of(x.device, dtype))
-    if dispatch.takes_twin():
+    dtype = validate.linear(name, x, weight, bias, kernel)
+    if dtype is None or dispatch.takes_twin():
         return reference.linear_act(x, weight, bias, activation)
     level = level if torch.is_grad_enabled() else "inputs"
     args = (weight, bias, activation, level, kernel, phases.current())
@@ -184,7 +184,8 @@ class Linear(nn.Linear):
     ):
         activation = validate.activation("Linear", activation)
         levels.check("Linear", save, LEVELS)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        sizes = constructors.linear("Linear", in_features, out_features, bias, device, dtype)
+        super().__init__(*sizes, device, dtype)
         self.activation = activation
         self.save = save
 
@@ -193,7 +194,11 @@ class Linear(nn.Linear):
         if dispatch.is_recorded(input):
             return reference.linear_act(input, self.weight, self.bias, self.activation)
         level = levels.resolve("Linear", None, self.save, LEVELS)
-        return _linear_act("Linear", input, self.weight, self.bias, self.activation, level)
+        weight, bias = self.weight, self.bias
+        if not dispatch.are_plain(input, weight, bias):
+            activation = validate.activation("Linear", self.activation)
+            return reference.linear_act(input, weight, bias, activation)
+        return _linear_act("Linear", input, weight, bias, self.activation, level)
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.Linear does, with the activation and level after it."""

@@ -24,7 +24,7 @@ from fusedckpt.autograd.versioned import Versioned
 from fusedckpt.kernels.mlp import Needs, Weights
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.mlp_ops import Options, mlp_backward_ops, mlp_op
-from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
+from fusedckpt.layers.norm_spec import NormSpec, rule_of
 
 __all__ = ["gated_mlp", "mlp"]
 
@@ -146,7 +146,6 @@ def _double_backward(
 class _Call(NamedTuple):
     """The options that mlp and gated_mlp share."""
 
-    name: str
     activation: str
     norm: NormSpec | None
     residual: bool
@@ -155,18 +154,9 @@ class _Call(NamedTuple):
     kernel: str | None
 
 
-def _mlp(call: _Call, x: Tensor, linears: validate.Linears) -> Tensor:
+def _mlp(call: _Call, x: Tensor, dtype: torch.dtype, linears: validate.Linears) -> Tensor:
     """Run the Function over checked (weight, bias) pairs: gate, up (or no such), down."""
-    n_dtype, rule = x.dtype, None
-    if call.norm is not None:
-        rule = rule_of(call.norm, x.dtype)
-        n_dtype = output_dtype(rule, x.dtype, call.norm.weight, x.device)
-    dtype = dispatch.compute_dtype(x.device, n_dtype)
-    autocast = dispatch.autocasts(x.device)
-    for key, (weight, bias) in linears.items():
-        given = {f"{key}_weight": weight, f"{key}_bias": bias}
-        validate.same_dtype(call.name, dtype, autocast, **given)
-    validate.kernel(call.name, call.kernel, dispatch.path_of(x.device, dtype), "hybrid")
+    rule = None if call.norm is None else rule_of(call.norm, x.dtype)
     # a norm casts as it writes
     read = x if rule is not None else x.to(dtype)
     adds = call.residual and x.dtype == dtype
@@ -224,12 +214,12 @@ def mlp(
     level = levels.resolve("mlp", save, "inputs", MLP_LEVELS)
     activation = validate.activation("mlp", activation)
     linears = {"fc1": (fc1_weight, fc1_bias), "fc2": (fc2_weight, fc2_bias)}
-    validate.mlp("mlp", x, linears, norm, residual, chunks, packed=False)
-    if dispatch.takes_twin():
+    dtype = validate.mlp("mlp", x, linears, norm, residual, chunks, kernel)
+    if dtype is None or dispatch.takes_twin():
         weights = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
         return reference.mlp(x, *weights, activation, norm=norm, residual=residual)
-    call = _Call("mlp", activation, norm, residual, level, chunks, kernel)
-    return _mlp(call, x, linears)
+    call = _Call(activation, norm, residual, level, chunks, kernel)
+    return _mlp(call, x, dtype, linears)
 
 
 @dispatch.recorded_as(reference.gated_mlp)
@@ -273,8 +263,8 @@ def gated_mlp(
         validate.no_bias("gated_mlp", up_bias)
         del linears["up"]
     linears["down"] = (down_weight, down_bias)
-    validate.mlp("gated_mlp", x, linears, norm, residual, chunks, packed)
-    if dispatch.takes_twin():
+    dtype = validate.mlp("gated_mlp", x, linears, norm, residual, chunks, kernel, packed)
+    if dtype is None or dispatch.takes_twin():
         biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
         weights = (gate_weight, up_weight, down_weight)
         return reference.gated_mlp(x, *weights, activation, **biases, norm=norm, residual=residual)
@@ -287,5 +277,5 @@ def gated_mlp(
             "up": (halves[1], biases[1]),
             "down": linears["down"],
         }
-    call = _Call("gated_mlp", activation, norm, residual, level, chunks, kernel)
-    return _mlp(call, x, linears)
+    call = _Call(activation, norm, residual, level, chunks, kernel)
+    return _mlp(call, x, dtype, linears)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt import reference
-from fusedckpt.autograd import dispatch, phases
+from fusedckpt.autograd import arguments, dispatch, phases
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.layers import norm_sharing, validate
+from fusedckpt.layers import constructors, norm_sharing, validate
 from fusedckpt.layers.norm_ops import norm_backward_op, norm_op
-from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rms_rule
+from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -105,29 +105,30 @@ def _double_backward(
 
 
 def _eager(
-    rule: NormRule, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None
+    rule: NormRule | NormSpec,
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Run the eager twin of a rule."""
     if rule.kind == "layer":
-        return reference.layer_norm(x, shape, weight, bias, rule.eps)
+        return reference.layer_norm(x, shape, weight, bias, rule.eps)  # type: ignore[arg-type]  # a checked one
     return reference.rms_norm(x, shape, weight, rule.eps, offset=rule.offset, cast=rule.cast)
 
 
 def _norm(
-    name: str,
-    x: Tensor,
-    residual: Tensor | None,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rule: NormRule,
+    name: str, x: Tensor, residual: Tensor | None, normalized_shape: Shape, spec: NormSpec
 ) -> Tensor | tuple[Tensor, Tensor]:
-    validate.norm(name, x, shape, weight, bias, residual)
-    if dispatch.takes_twin():
+    """Run the Function for a record whose options are checked."""
+    _, weight, bias, *_ = spec
+    shape = validate.normalized_shape(name, normalized_shape)
+    dtype = validate.norm(name, x, shape, spec, residual)
+    if dtype is None or dispatch.takes_twin():
         total = x if residual is None else x + residual
-        y = _eager(rule, total, shape, weight, bias)
+        y = _eager(spec, total, shape, weight, bias)
         return y if residual is None else (y, total)
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    rule = rule_of(spec, dtype)
     out_dtype = output_dtype(rule, dtype, weight, x.device)
     phase = phases.current()
     return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype, phase)
@@ -160,15 +161,13 @@ def rms_norm(
 
     Raises:
         ValueError: shapes, devices or options do not fit.
-        TypeError: not dense floating-point tensors.
+        TypeError: not dense floating-point tensors, or an argument of another type.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    validate.tensors("rms_norm", {"x": x})
     validate.rms_options("rms_norm", eps, offset, cast, has_weight=weight is not None)
-    rule = rms_rule(x.dtype, eps, offset, cast)
-    shape = validate.normalized_shape("rms_norm", normalized_shape)
-    return _norm("rms_norm", x, None, shape, weight, None, rule)  # type: ignore[return-value]
+    spec = NormSpec("rms", weight, None, eps, offset, cast)
+    return _norm("rms_norm", x, None, normalized_shape, spec)  # type: ignore[return-value]
 
 
 @dispatch.recorded_as(reference.layer_norm)
@@ -181,14 +180,14 @@ def layer_norm(
 ) -> Tensor:
     """Return F.layer_norm(x, normalized_shape, weight, bias, eps), keeping only x for backward.
 
-    Arguments, result and errors as `rms_norm` has them; bias is normalized_shape or None.
+    Arguments, result and errors as `rms_norm` has them; bias is normalized_shape or None, and
+    dtypes that F.layer_norm refuses on x's device are refused.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
-    validate.number("layer_norm", "eps", eps)
-    shape = validate.normalized_shape("layer_norm", normalized_shape)
-    rule = NormRule("layer", float(eps))
-    return _norm("layer_norm", x, None, shape, weight, bias, rule)  # type: ignore[return-value]
+    arguments.number("layer_norm", "eps", eps, 0)
+    spec = NormSpec("layer", weight, bias, eps)
+    return _norm("layer_norm", x, None, normalized_shape, spec)  # type: ignore[return-value]
 
 
 @dispatch.recorded_as(reference.add_rms_norm)
@@ -207,12 +206,10 @@ def add_rms_norm(
     Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
     x + residual does. Other arguments and errors as in `rms_norm`.
     """
-    validate.tensors("add_rms_norm", {"x": x, "residual": residual})
-    dtype = torch.promote_types(x.dtype, residual.dtype)
     validate.rms_options("add_rms_norm", eps, offset, cast, has_weight=weight is not None)
-    rule = rms_rule(dtype, eps, offset, cast)
-    shape = validate.normalized_shape("add_rms_norm", normalized_shape)
-    return _norm("add_rms_norm", x, residual, shape, weight, None, rule)  # type: ignore[return-value]
+    validate.tensor("add_rms_norm", "residual", residual)
+    spec = NormSpec("rms", weight, None, eps, offset, cast)
+    return _norm("add_rms_norm", x, residual, normalized_shape, spec)  # type: ignore[return-value]
 
 
 @dispatch.recorded_as(reference.add_layer_norm)
@@ -229,11 +226,10 @@ def add_layer_norm(
     Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
     x + residual does. Other arguments and errors as in `layer_norm`.
     """
-    validate.tensors("add_layer_norm", {"x": x, "residual": residual})
-    validate.number("add_layer_norm", "eps", eps)
-    shape = validate.normalized_shape("add_layer_norm", normalized_shape)
-    rule = NormRule("layer", float(eps))
-    return _norm("add_layer_norm", x, residual, shape, weight, bias, rule)  # type: ignore[return-value]
+    arguments.number("add_layer_norm", "eps", eps, 0)
+    validate.tensor("add_layer_norm", "residual", residual)
+    spec = NormSpec("layer", weight, bias, eps)
+    return _norm("add_layer_norm", x, residual, normalized_shape, spec)  # type: ignore[return-value]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -254,9 +250,12 @@ class RMSNorm(nn.RMSNorm):
         offset: float = 0.0,
         cast: str = "torch",
     ):
-        validate.rms_options("RMSNorm", eps, offset, cast, has_weight=elementwise_affine)
+        affine = arguments.flag("RMSNorm", "elementwise_affine", elementwise_affine)
+        validate.rms_options("RMSNorm", eps, offset, cast, has_weight=affine)
+        constructors.factory("RMSNorm", device, dtype)
+        shape = validate.normalized_shape("RMSNorm", normalized_shape)
         self.offset = offset
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(shape, eps, affine, device, dtype)  # type: ignore[arg-type]
         self.cast = cast
 
     def reset_parameters(self) -> None:
@@ -269,6 +268,8 @@ class RMSNorm(nn.RMSNorm):
         # once: a parametrization computes it
         weight = self.weight
         spec = NormSpec("rms", weight, None, self.eps, self.offset, self.cast)
+        if not dispatch.are_plain(x, weight):
+            return _eager(spec, x, self.normalized_shape, weight, None)
         y = rms_norm(x, self.normalized_shape, weight, self.eps, offset=self.offset, cast=self.cast)
         return norm_sharing.remember(self, y, spec)
 
@@ -283,9 +284,29 @@ class RMSNorm(nn.RMSNorm):
 class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm keeping only its input for backward; constructor and state_dict are its own."""
 
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        shape = validate.normalized_shape("LayerNorm", normalized_shape)
+        arguments.number("LayerNorm", "eps", eps, 0)
+        affine = arguments.flag("LayerNorm", "elementwise_affine", elementwise_affine)
+        bias = arguments.flag("LayerNorm", "bias", bias)
+        constructors.factory("LayerNorm", device, dtype)
+        super().__init__(shape, eps, affine, bias, device, dtype)  # type: ignore[arg-type]
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
         # once: a parametrization computes them
         weight, bias = self.weight, self.bias
+        if not dispatch.are_plain(input, weight, bias):
+            return torch.nn.functional.layer_norm(
+                input, self.normalized_shape, weight, bias, self.eps
+            )
         y = layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return norm_sharing.remember(self, y, NormSpec("layer", weight, bias, self.eps))

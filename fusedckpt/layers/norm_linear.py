@@ -17,7 +17,7 @@ from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.layers import validate
 from fusedckpt.layers.norm_ops import norm_backward_op, norm_op
-from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
+from fusedckpt.layers.norm_spec import NormSpec, rule_of
 
 __all__ = ["norm_linear"]
 
@@ -210,16 +210,11 @@ def norm_linear(
         ValueError: no weights, not as many biases, shapes or devices that do not fit.
         TypeError: not dense floating-point tensors, or of different dtypes.
     """
-    weights = list(weights)
-    biases = [None] * len(weights) if biases is None else list(biases)
-    validate.projections("norm_linear", x, norm, weights, biases)
-    if dispatch.takes_twin():
+    weights = validate.several("norm_linear", "weights", weights)
+    none = [None] * len(weights)
+    biases = none if biases is None else validate.several("norm_linear", "biases", biases)
+    dtype = validate.projections("norm_linear", x, norm, weights, biases)
+    if dtype is None or dispatch.takes_twin():
         return reference.norm_linear(x, norm, weights, biases)
-    rule = rule_of(norm, x.dtype)
-    n_dtype = output_dtype(rule, x.dtype, norm.weight, x.device)
-    dtype = dispatch.compute_dtype(x.device, n_dtype)
-    autocast = dispatch.autocasts(x.device)
-    for weight, bias in zip(weights, biases, strict=True):
-        validate.same_dtype("norm_linear", dtype, autocast, weight=weight, bias=bias)
-    constants = rule, dtype, phases.current()
+    constants = rule_of(norm, x.dtype), dtype, phases.current()
     return _NormLinear.apply(x, norm.weight, norm.bias, *constants, *weights, *biases)

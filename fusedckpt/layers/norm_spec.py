@@ -29,7 +29,7 @@ class NormSpec(NamedTuple):
 
 
 def output_dtype(
-    rule: NormRule, dtype: torch.dtype, weight: Tensor | None, device: torch.device
+    rule: NormRule | NormSpec, dtype: torch.dtype, weight: Tensor | None, device: torch.device
 ) -> torch.dtype:
     """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
     if rule.cast == "llama" and weight is not None:

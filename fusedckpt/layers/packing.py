@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedckpt.autograd.arguments import choice, integer, wrong_type
+
 __all__ = ["pack_gate_up", "repack_gate_up", "unpack_gate_up"]
 
 LAYOUTS = ("gate_up", "up_gate", "interleaved")
@@ -29,7 +31,7 @@ def pack_gate_up(gate: Tensor, up: Tensor, layout: str = "gate_up", dim: int = 0
         ValueError: an unknown layout or dimension, or tensors that do not fit each other.
         TypeError: no tensors.
     """
-    _check_packing("pack_gate_up", dim, layout, gate=gate, up=up)
+    dim = _check("pack_gate_up", dim, {"layout": layout}, gate=gate, up=up)
     mine, other = ((t.shape, t.dtype, t.device) for t in (gate, up))
     if mine != other:
         raise ValueError(
@@ -37,10 +39,7 @@ def pack_gate_up(gate: Tensor, up: Tensor, layout: str = "gate_up", dim: int = 0
             f"{list(gate.shape)} {gate.dtype} on {gate.device} and "
             f"{list(up.shape)} {up.dtype} on {up.device}"
         )
-    if layout == "interleaved":
-        dim %= gate.dim()
-        return torch.stack((gate, up), dim + 1).flatten(dim, dim + 1)
-    return torch.cat((gate, up) if layout == "gate_up" else (up, gate), dim)
+    return _pack(gate, up, layout, dim)
 
 
 def unpack_gate_up(packed: Tensor, layout: str = "gate_up", dim: int = 0) -> tuple[Tensor, Tensor]:
@@ -50,18 +49,8 @@ def unpack_gate_up(packed: Tensor, layout: str = "gate_up", dim: int = 0) -> tup
         ValueError: an odd number of rows, an unknown layout or dimension.
         TypeError: no tensor.
     """
-    _check_packing("unpack_gate_up", dim, layout, packed=packed)
-    rows = packed.shape[dim]
-    if rows % 2:
-        raise ValueError(
-            f"unpack_gate_up: packed must have 2 F rows in dimension {dim}, got {rows} "
-            f"(packed {list(packed.shape)})"
-        )
-    if layout == "interleaved":
-        gate, up = packed.unflatten(dim, (rows // 2, 2)).unbind(dim % packed.dim() + 1)
-        return gate, up
-    first, second = packed.chunk(2, dim)
-    return (first, second) if layout == "gate_up" else (second, first)
+    dim = _check("unpack_gate_up", dim, {"layout": layout}, packed=packed)
+    return _unpack(packed, layout, dim)
 
 
 def repack_gate_up(packed: Tensor, layout: str, to: str = "gate_up", dim: int = 0) -> Tensor:
@@ -72,15 +61,39 @@ def repack_gate_up(packed: Tensor, layout: str, to: str = "gate_up", dim: int = 
     Arguments and errors are those of `pack_gate_up`; `layout` is what packed has, `to` what is
     wanted. Gradients flow through, but convert checkpoints rather than weights in every step.
     """
-    gate, up = unpack_gate_up(packed, layout, dim)
-    return pack_gate_up(gate, up, to, dim)
+    dim = _check("repack_gate_up", dim, {"layout": layout, "to": to}, packed=packed)
+    return _pack(*_unpack(packed, layout, dim), to, dim)
 
 
-def _check_packing(name: str, dim: Any, layout: Any, **given: Any) -> None:
+def _pack(gate: Tensor, up: Tensor, layout: str, dim: int) -> Tensor:
+    if layout == "interleaved":
+        dim %= gate.dim()
+        return torch.stack((gate, up), dim + 1).flatten(dim, dim + 1)
+    return torch.cat((gate, up) if layout == "gate_up" else (up, gate), dim)
+
+
+def _unpack(packed: Tensor, layout: str, dim: int) -> tuple[Tensor, Tensor]:
+    if layout == "interleaved":
+        pairs = packed.unflatten(dim, (packed.shape[dim] // 2, 2))
+        gate, up = pairs.unbind(dim % packed.dim() + 1)
+        return gate, up
+    first, second = packed.chunk(2, dim)
+    return (first, second) if layout == "gate_up" else (second, first)
+
+
+def _check(name: str, dim: Any, layouts: dict[str, Any], **given: Any) -> int:
+    """Return the dimension that counts the rows, which are even in `packed`."""
+    for key, layout in layouts.items():
+        choice(name, key, layout, LAYOUTS)
     for key, value in given.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
-        if not -value.dim() <= dim < value.dim():
-            raise ValueError(f"{name}: {key} {list(value.shape)} has no dimension {dim}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"{name}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+            wrong_type(name, key, "a tensor", value)
+        if value.dim() == 0:
+            raise ValueError(f"{name}: {key} must have at least one dimension, got []")
+        dim = integer(name, "dim", dim, -value.dim(), value.dim() - 1)
+        if key == "packed" and value.shape[dim] % 2:
+            raise ValueError(
+                f"{name}: packed must have 2 F rows in dimension {dim}, got {value.shape[dim]} "
+                f"(packed {list(value.shape)})"
+            )
+    return dim

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
-from fusedckpt.layers import validate
+from fusedckpt.layers import constructors, validate
 from fusedckpt.layers.linear import Linear, linear_act
 from fusedckpt.layers.mlp import MLP_LEVELS, mlp
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
@@ -58,8 +58,9 @@ class Sequential(nn.Sequential):
     Arguments, children and state_dict are nn.Sequential's. What forms a block is found anew in
     every call: [norm,] linear, activation, linear (`functional.mlp`); linear, activation
     (`linear_act`); norm, linear (`norm_linear`). A layer that is no plain one of torch's or ours,
-    has a hook, or whose forward was replaced, is called as nn.Sequential calls it. Hooks on all
-    modules, such as FlopCounterMode's, change nothing, so that they see what runs otherwise.
+    has a hook or another forward, or whose weights or input are of a class with ops of its own, is
+    called as nn.Sequential calls it. Hooks on all modules, such as FlopCounterMode's, change
+    nothing, so that they see what runs otherwise.
 
     Args:
         save: "inputs" or "preact": what a block with an activation keeps, see `functional.mlp`.
@@ -67,6 +68,7 @@ class Sequential(nn.Sequential):
 
     def __init__(self, *args: Any, save: str = "inputs"):
         levels.check("Sequential", save, MLP_LEVELS)
+        constructors.layers("Sequential", args)
         super().__init__(*args)
         self.save = save
 
@@ -83,8 +85,9 @@ class Sequential(nn.Sequential):
         level = levels.resolve("Sequential", None, self.save, MLP_LEVELS)
         layers = list(self._modules.values())
         for run in runs(layers):
-            if run.kind == "layer":
-                input = layers[run.start](input)
+            if run.kind == "layer" or not dispatch.are_plain(input):
+                for layer in run.of(layers):
+                    input = layer(input)
             else:
                 input = _COMPUTE[run.kind](input, level, *run.of(layers))
         return input
@@ -105,7 +108,7 @@ def runs(layers: list[Any]) -> Iterator[Run]:
 def letter_of(layer: Any) -> str:
     """Return n, l or a for a norm, linear or activation that a block can stand for, else -."""
     letter = _LETTERS.get(type(layer), "-")
-    if letter == "-" or has_hooks(layer):
+    if letter == "-" or has_hooks(layer) or not dispatch.are_plain(*layer._parameters.values()):
         return "-"
     if letter == "l":
         fits = type(layer) is nn.Linear or layer.activation == "identity"
@@ -119,13 +122,15 @@ def letter_of(layer: Any) -> str:
 def spec_of(name: str, norm: Any, x: Tensor) -> NormSpec:
     """Describe a norm module of torch's or ours that reads x; `name` is who asks, for errors."""
     shape = validate.normalized_shape(name, norm.normalized_shape)
-    # a spec takes any x where it has no weight
-    validate.norm(name, x, shape, norm.weight)
     if isinstance(norm, nn.LayerNorm):
-        return NormSpec("layer", norm.weight, norm.bias, norm.eps)
-    if isinstance(norm, RMSNorm):
-        return NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
-    return NormSpec("rms", norm.weight, None, norm.eps)
+        spec = NormSpec("layer", norm.weight, norm.bias, norm.eps)
+    elif isinstance(norm, RMSNorm):
+        spec = NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
+    else:
+        spec = NormSpec("rms", norm.weight, None, norm.eps)
+    # a spec takes any x where it has no weight
+    validate.norm(name, x, shape, spec)
+    return spec
 
 
 def _run_mlp(x: Tensor, save: str, *layers: Any) -> Tensor:

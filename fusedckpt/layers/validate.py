@@ -1,82 +1,135 @@
-"""Every error that a caller can cause, raised before any work: function, expectation, what came."""
+"""Every error that a call of a layer can cause, raised before any work.
+
+`autograd/arguments.py` has what one argument may be, `constructors.py` what modules are made from;
+here is what calls are given, and how it fits together. Checks of
+tensors return the dtype that the layer computes in, or None where only the eager twin can run: with
+tensors of a class that has ops of its own, which nothing but such an op is asked about, and with
+those of inference mode where gradients are wanted, of which torch keeps some and refuses others.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fusedckpt.autograd import arguments, dispatch
+from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
-from fusedckpt.layers.norm_spec import NormSpec
+from fusedckpt.layers.norm_spec import NormSpec, output_dtype
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CASTS = ("torch", "llama", "gemma")
+HALF = (torch.bfloat16, torch.float16)
+# classes of torch's whose parts a function could be called with
+_PARTED = ("DTensor", "NestedTensor")
+
+Linears = dict[str, tuple[Any, Any]]
 
 
 def activation(name: str, given: Any) -> str:
     """Return the table's name of an activation given by any of its names."""
     if given is None:
         return "identity"
-    if not isinstance(given, str):
-        raise TypeError(f"{name}: activation must be a name, got {type(given).__name__}")
-    if given not in CANONICAL:
-        raise ValueError(
-            f"{name}: unknown activation {given!r}, expected one of {', '.join(ACTIVATIONS)}"
-        )
+    if not isinstance(given, str) or given not in CANONICAL:
+        # the error names one spelling of each
+        choice(name, "activation", given, ACTIVATIONS)
     return CANONICAL[given]
 
 
-def kernel(name: str, given: Any, path: str, fused: str = "fused") -> None:
-    """Refuse a kernel plan that is neither "split" nor `fused`, or cannot run on this path."""
-    if given not in (None, "split", fused):
-        raise ValueError(f"{name}: kernel must be 'split' or {fused!r}, got {given!r}")
-    if given == fused and path == "aten":
-        raise ValueError(
-            f"{name}: kernel={fused!r} needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and "
-            "float32, bfloat16 or float16 tensors"
-        )
+def kernel(name: str, given: Any, fused: str) -> None:
+    """Refuse a kernel plan that is neither "split" nor `fused`."""
+    if given is not None:
+        choice(name, "kernel", given, ("split", fused))
 
 
-def tensors(name: str, required: dict[str, Any], **optional: Any) -> None:
-    """Refuse all but dense floating-point tensors on one device; optional ones may be None."""
-    given = required | {key: value for key, value in optional.items() if value is not None}
-    device, owner = None, ""
+def tensors(name: str, required: Mapping[str, Any], optional: Mapping[str, Any]) -> bool:
+    """Refuse all but dense floating-point tensors on one device; optional ones may be None.
+
+    Returns whether our ops can take them.
+    """
+    given = {**required, **{key: value for key, value in optional.items() if value is not None}}
+    device, owner, plain = None, "", True
     for key, value in given.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: {key} must be a tensor, got {type(value).__name__}")
-        if type(value).__name__ == "DTensor":
-            raise TypeError(f"{name}: {key} is a DTensor: pass its local tensor")
+            arguments.wrong_type(name, key, "a tensor", value)
+        if not dispatch.is_plain(type(value)):
+            _refuse_parted(name, key, type(value))
+            plain = False
+            continue
         if value.layout != torch.strided or value.is_nested:
-            raise TypeError(f"{name}: {key} must be a dense tensor, got layout {value.layout}")
+            layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+            raise TypeError(f"{name}: {key} must be a dense tensor, got {layout}")
         if value.dtype not in DTYPES:
             raise TypeError(f"{name}: {key} must be floating point, got {value.dtype}")
         if device is None:
             device, owner = value.device, key
         elif value.device != device:
             raise ValueError(
-                f"{name}: all tensors must be on one device, {owner} is on {device}, "
-                f"{key} on {value.device}"
+                f"{name}: {key} must be on the device of {owner}, {device}, got {value.device}"
             )
+    if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return plain
+    return not any(value.is_inference() for value in given.values())
 
 
-def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """Refuse shapes that nn.Linear would refuse; `prefix` goes before "weight" and "bias"."""
-    tensors(name, {"x": x, f"{prefix}weight": weight}, **{f"{prefix}bias": bias})
-    if weight.dim() != 2 or x.dim() == 0:
-        problem = f"x must have at least one dimension and {prefix}weight two"
-    elif x.shape[-1] != weight.shape[1]:
-        problem = f"{prefix}weight expects {weight.shape[1]} input features, x has {x.shape[-1]}"
+def tensor(name: str, key: str, given: Any) -> None:
+    """Refuse what is no tensor, None among it."""
+    if not isinstance(given, Tensor):
+        arguments.wrong_type(name, key, "a tensor", given)
+
+
+def _refuse_parted(name: str, key: str, kind: type[Tensor]) -> None:
+    if kind.__name__ in _PARTED:
+        raise TypeError(
+            f"{name}: {key} must be a dense tensor, got a {kind.__name__}: pass its local tensor, "
+            "or call a module, which then runs as eager does"
+        )
+
+
+def _linear(
+    name: str,
+    shape: Sequence[int],
+    keys: tuple[str, str],
+    weight: Tensor,
+    bias: Tensor | None,
+    read: str = "x",
+) -> None:
+    """Refuse shapes that nn.Linear would refuse; `keys` name weight and bias, `read` the input."""
+    if weight.dim() != 2 or not shape:
+        problem = f"{read} must have at least one dimension and {keys[0]} two"
+    elif shape[-1] != weight.shape[1]:
+        problem = f"{keys[0]} expects {weight.shape[1]} input features, {read} has {shape[-1]}"
     elif bias is not None and bias.shape != weight.shape[:1]:
-        problem = f"{prefix}bias must be [{weight.shape[0]}], got {list(bias.shape)}"
+        problem = f"{keys[1]} must be [{weight.shape[0]}], got {list(bias.shape)}"
     else:
         return
-    raise ValueError(f"{name}: {problem} (x {list(x.shape)}, weight {list(weight.shape)})")
+    raise ValueError(f"{name}: {problem} ({read} {list(shape)}, weight {list(weight.shape)})")
 
 
-def same_dtype(name: str, dtype: torch.dtype, autocast: bool, **given: Tensor | None) -> None:
-    """Refuse weights of another dtype than the one x is multiplied in."""
-    for key, value in given.items():
+def linear(
+    name: str, x: Any, weight: Any, bias: Any, chosen: Any, fused: str = "fused"
+) -> torch.dtype | None:
+    """Refuse what F.linear would refuse, and a kernel that cannot run."""
+    kernel(name, chosen, fused)
+    if not tensors(name, {"x": x, "weight": weight}, {"bias": bias}):
+        return None
+    _linear(name, x.shape, ("weight", "bias"), weight, bias)
+    return _multiplied(name, x.device, x.dtype, {"weight": weight, "bias": bias}, chosen, fused)
+
+
+def _multiplied(
+    name: str,
+    device: torch.device,
+    read: torch.dtype,
+    weights: Mapping[str, Tensor | None],
+    chosen: str | None = None,
+    fused: str = "fused",
+) -> torch.dtype:
+    """Return the dtype that linears reading `read` multiply in; refuse weights of another."""
+    dtype, autocast = dispatch.compute_dtype(device, read), dispatch.autocasts(device)
+    for key, value in weights.items():
         if value is None or value.dtype == dtype:
             continue
         # autocast casts every floating dtype but float64
@@ -84,27 +137,36 @@ def same_dtype(name: str, dtype: torch.dtype, autocast: bool, **given: Tensor | 
             raise TypeError(
                 f"{name}: x and {key} must share a dtype, got {dtype} and {value.dtype}"
             )
+    if chosen == fused and dispatch.path_of(device, dtype) == "aten":
+        raise ValueError(
+            f"{name}: kernel={fused!r} needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and "
+            f"float32, bfloat16 or float16 tensors, got {dtype} on {device}"
+        )
+    return dtype
 
 
 def normalized_shape(name: str, given: Any) -> tuple[int, ...]:
-    """Return `given` as a tuple of sizes."""
-    shape = (given,) if isinstance(given, int) else tuple(given)
-    if not shape:
-        raise ValueError(f"{name}: normalized_shape must name at least one dimension")
-    return shape
+    """Return a size, or several, as a tuple."""
+    sizes = given
+    if isinstance(given, (int, torch.SymInt)):
+        sizes = (given,)
+    elif not isinstance(given, (tuple, list)):
+        sizes = (given,) if getattr(given, "shape", None) == () else _listed(given)
+        if sizes is None:
+            arguments.wrong_type(name, "normalized_shape", "an integer or several", given)
+    if not sizes:
+        arguments.wrong_value(name, "normalized_shape", "an integer or several", given)
+    return tuple([integer(name, "normalized_shape", size) for size in sizes])
 
 
-def norm(
-    name: str,
-    x: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+def _listed(given: Any) -> list[Any] | None:
+    return list(given) if isinstance(given, Iterable) else None
+
+
+def _norm(
+    name: str, x: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, prefix: str = ""
 ) -> None:
     """Refuse shapes that F.rms_norm or F.layer_norm would refuse."""
-    required = {"x": x} if residual is None else {"x": x, "residual": residual}
-    tensors(name, required, weight=weight, bias=bias)
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
@@ -112,129 +174,175 @@ def norm(
     for key, value in (("weight", weight), ("bias", bias)):
         if value is not None and tuple(value.shape) != shape:
             raise ValueError(
-                f"{name}: {key} must be normalized_shape {list(shape)}, got {list(value.shape)}"
+                f"{name}: {prefix}{key} must be normalized_shape {list(shape)}, got "
+                f"{list(value.shape)}"
             )
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"{name}: residual must have the shape of x {list(x.shape)}, got {list(residual.shape)}"
-        )
 
 
-def norm_spec(name: str, x: Tensor, given: Any) -> None:
-    """Refuse what is no record of a norm over x's last dimension."""
+def _layer_norm_dtypes(
+    name: str, device: torch.device, dtype: torch.dtype, weight: Any, bias: Any, prefix: str = ""
+) -> None:
+    """Refuse dtypes that F.layer_norm would refuse: F.rms_norm takes any."""
+    given = {"weight": weight, "bias": bias}
+    found = {key: value.dtype for key, value in given.items() if value is not None}
+    if device.type == "meta" or all(other == dtype for other in found.values()):
+        return
+    if dispatch.autocasts_norm(device, "layer") and torch.float64 not in (dtype, *found.values()):
+        return
+    # a CPU's reads parameters of float32 beside half precision
+    if device.type == "cpu" and dtype in HALF and set(found.values()) == {torch.float32}:
+        return
+    key = next(key for key, other in found.items() if other != dtype)
+    raise TypeError(f"{name}: x and {prefix}{key} must share a dtype, got {dtype} and {found[key]}")
+
+
+def norm(
+    name: str, x: Any, shape: tuple[int, ...], spec: NormSpec, residual: Any = None
+) -> torch.dtype | None:
+    """Refuse what the norm's twin would refuse; return the dtype of what is normalised."""
+    weight, bias = spec.weight, spec.bias
+    if not tensors(name, {"x": x}, {"residual": residual, "weight": weight, "bias": bias}):
+        return None
+    _norm(name, x, shape, weight, bias)
+    dtype: torch.dtype = x.dtype
+    if residual is not None:
+        if residual.shape != x.shape:
+            raise ValueError(
+                f"{name}: residual must have the shape of x {list(x.shape)}, got "
+                f"{list(residual.shape)}"
+            )
+        dtype = torch.promote_types(dtype, residual.dtype)
+    if spec.kind == "layer":
+        _layer_norm_dtypes(name, x.device, dtype, weight, bias)
+    return dtype
+
+
+def norm_spec(name: str, given: Any) -> None:
+    """Refuse what is no record of a norm; its tensors are checked beside the others."""
     if not isinstance(given, NormSpec):
-        raise TypeError(f"{name}: norm must be a NormSpec, got {type(given).__name__}")
-    if given.kind not in ("rms", "layer"):
-        raise ValueError(f"{name}: norm must be 'rms' or 'layer', got {given.kind!r}")
+        arguments.wrong_type(name, "norm", "a NormSpec", given)
+    choice(name, "norm.kind", given.kind, ("rms", "layer"))
     if given.kind == "rms" and given.bias is not None:
-        raise ValueError(f"{name}: an RMSNorm has no bias")
+        raise ValueError(f"{name}: norm.bias must be None, as an RMSNorm has none")
+    rms_options(name, given.eps, given.offset, given.cast, given.weight is not None, "norm.")
     if given.kind == "layer" and (given.offset or given.cast != "torch"):
-        raise ValueError(f"{name}: offset and cast are RMSNorm's, the norm is 'layer'")
-    rms_options(name, given.eps, given.offset, given.cast, has_weight=given.weight is not None)
-    norm(name, x, tuple(x.shape[-1:]), given.weight, given.bias)
+        raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
 
 
-Linears = dict[str, tuple[Any, Any]]
+def _normed(name: str, x: Tensor, spec: NormSpec | None) -> torch.dtype:
+    """Return the dtype of norm(x) for a block, or x's; refuse a norm over anything but its rows."""
+    if spec is None:
+        return x.dtype
+    _norm(name, x, tuple(x.shape[-1:]), spec.weight, spec.bias, "norm.")
+    if spec.kind == "layer":
+        _layer_norm_dtypes(name, x.device, x.dtype, spec.weight, spec.bias, "norm.")
+    return output_dtype(spec, x.dtype, spec.weight, x.device)
+
+
+def _norm_tensors(spec: NormSpec | None) -> dict[str, Any]:
+    return {} if spec is None else {"norm.weight": spec.weight, "norm.bias": spec.bias}
+
+
+def block(name: str, residual: Any, chunks: Any) -> None:
+    """Refuse options of an MLP block."""
+    flag(name, "residual", residual)
+    if chunks is not None:
+        integer(name, "chunks", chunks, 1)
 
 
 def mlp(
-    name: str, x: Tensor, linears: Linears, norm: Any, residual: bool, chunks: Any, packed: bool
-) -> None:
+    name: str,
+    x: Any,
+    linears: Linears,
+    norm: Any,
+    residual: Any,
+    chunks: Any,
+    chosen: Any,
+    packed: bool = False,
+) -> torch.dtype | None:
     """Refuse an MLP block whose linears, (weight, bias) by name, the last one last, do not fit.
 
     `packed`: the first weight holds the gate's rows, then up's.
     """
+    block(name, residual, chunks)
+    kernel(name, chosen, "hybrid")
+    if norm is not None:
+        norm_spec(name, norm)
+    weights = {f"{key}_weight": weight for key, (weight, _) in linears.items()}
+    biases = {f"{key}_bias": bias for key, (_, bias) in linears.items()}
+    if not tensors(name, {"x": x, **weights}, {**biases, **_norm_tensors(norm)}):
+        return None
     *first, (last, (down, down_bias)) = linears.items()
     for key, (weight, bias) in first:
-        linear(name, x, weight, bias, f"{key}_")
+        _linear(name, x.shape, (f"{key}_weight", f"{key}_bias"), weight, bias)
     rows = {key: weight.shape[0] for key, (weight, _) in first}
     features = next(iter(rows.values()))
     if len(set(rows.values())) > 1:
         raise ValueError(f"{name}: weights before the last must have as many rows, got {rows}")
     if packed and features % 2:
-        raise ValueError(f"{name}: a packed weight must have 2 F rows, got {features}")
+        raise ValueError(f"{name}: a packed gate_weight must have 2 F rows, got {features}")
     features //= 2 if packed else 1
-    tensors(name, {"x": x, f"{last}_weight": down}, **{f"{last}_bias": down_bias})
-    if down.dim() != 2 or down.shape[1] != features:
-        raise ValueError(
-            f"{name}: {last}_weight must be [out_features, {features}], got {list(down.shape)}"
-        )
-    if down_bias is not None and down_bias.shape != down.shape[:1]:
-        raise ValueError(
-            f"{name}: {last}_bias must be [{down.shape[0]}], got {list(down_bias.shape)}"
-        )
+    h = (*x.shape[:-1], features)
+    _linear(name, h, (f"{last}_weight", f"{last}_bias"), down, down_bias, "h")
     if residual and down.shape[0] != x.shape[-1]:
         raise ValueError(
             f"{name}: residual needs {x.shape[-1]} output features, {last}_weight has "
             f"{down.shape[0]}"
         )
-    if norm is not None:
-        norm_spec(name, x, norm)
-    num_chunks(name, chunks)
+    read = _normed(name, x, norm)
+    return _multiplied(name, x.device, read, weights | biases, chosen, "hybrid")
 
 
-def num_chunks(name: str, given: Any) -> None:
-    """Refuse a number of chunks that is neither None nor a positive integer."""
-    if given is None:
-        return
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise TypeError(f"{name}: chunks must be an integer, got {type(given).__name__}")
-    if given < 1:
-        raise ValueError(f"{name}: chunks must be at least 1, got {given}")
-
-
-def block(
-    name: str, norm: Any, residual: bool, in_features: int, out_features: int, chunks: Any
-) -> None:
-    """Refuse a block's options that do not fit each other."""
-    if norm is not None:
-        modules(name, norm)
-    if residual and in_features != out_features:
-        raise ValueError(
-            f"{name}: residual needs as many output as input features, got {in_features} and "
-            f"{out_features}"
-        )
-    num_chunks(name, chunks)
-
-
-def modules(name: str, *given: Any) -> None:
-    """Refuse children that are no modules."""
-    for module in given:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{name}: expects modules, got {type(module).__name__}")
-
-
-def projections(name: str, x: Tensor, norm: Any, weights: list[Any], biases: list[Any]) -> None:
+def projections(
+    name: str, x: Any, norm: NormSpec, weights: list[Any], biases: list[Any]
+) -> torch.dtype | None:
     """Refuse linears that cannot all read norm(x)."""
+    norm_spec(name, norm)
     if not weights:
-        raise ValueError(f"{name}: weights must name at least one linear")
+        raise ValueError(f"{name}: weights must name at least one linear, got none")
     if len(weights) != len(biases):
-        raise ValueError(f"{name}: {len(weights)} weights, but {len(biases)} biases")
-    for weight, bias in zip(weights, biases, strict=True):
-        linear(name, x, weight, bias)
-    norm_spec(name, x, norm)
+        raise ValueError(
+            f"{name}: biases must be as many as weights, got {len(biases)} for {len(weights)}"
+        )
+    required = {f"weights[{i}]": weight for i, weight in enumerate(weights)}
+    optional = {f"biases[{i}]": bias for i, bias in enumerate(biases)}
+    if not tensors(name, {"x": x, **required}, {**optional, **_norm_tensors(norm)}):
+        return None
+    for keys, weight, bias in zip(
+        zip(required, optional, strict=True), weights, biases, strict=True
+    ):
+        _linear(name, x.shape, keys, weight, bias)
+    read = _normed(name, x, norm)
+    return _multiplied(name, x.device, read, required | optional)
+
+
+def several(name: str, key: str, given: Any) -> list[Any]:
+    """Return a sequence of tensors as a list."""
+    # a tensor's rows are not meant
+    found = None if isinstance(given, (Tensor, str, Mapping)) else _listed(given)
+    if found is None:
+        arguments.wrong_type(name, key, "a list of tensors", given)
+    return found
 
 
 def no_bias(name: str, up_bias: Any) -> None:
     """Refuse a bias of an up projection that is packed with the gate."""
     if up_bias is not None:
         raise ValueError(
-            f"{name}: without up_weight, gate_bias is packed too: up_bias must be None"
+            f"{name}: up_bias must be None where up_weight is, as gate_bias is packed too, got "
+            f"{type(up_bias).__name__}"
         )
 
 
-def rms_options(name: str, eps: Any, offset: Any, cast: Any, has_weight: bool) -> None:
+def rms_options(
+    name: str, eps: Any, offset: Any, cast: Any, has_weight: bool, prefix: str = ""
+) -> None:
     """Refuse options of RMSNorm that mean nothing."""
     if eps is not None:
-        number(name, "eps", eps)
-    number(name, "offset", offset)
-    if cast not in CASTS:
-        raise ValueError(f"{name}: cast must be one of {', '.join(CASTS)}, got {cast!r}")
+        number(name, f"{prefix}eps", eps, 0)
+    number(name, f"{prefix}offset", offset)
+    choice(name, f"{prefix}cast", cast, CASTS)
     if offset and not has_weight:
-        raise ValueError(f"{name}: offset={offset} is added to the weight, and there is none")
-
-
-def number(name: str, key: str, given: Any) -> None:
-    """Refuse what is not a real number."""
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise TypeError(f"{name}: {key} must be a number, got {type(given).__name__}")
+        raise ValueError(
+            f"{name}: {prefix}offset={offset} is added to {prefix}weight, and there is none"
+        )
