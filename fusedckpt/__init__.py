@@ -3,7 +3,9 @@
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
-from fusedckpt.checkpointing.checkpoint import checkpoint, checkpoint_sequential, is_recomputing
+from fusedckpt.autograd.phases import is_recomputing
+from fusedckpt.checkpointing.checkpoint import checkpoint
+from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.linear import Linear

@@ -15,19 +15,19 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
-from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
-from fusedckpt.checkpointing.checkpoint import checkpoint, conditions_of, is_plain_call
+from fusedckpt.checkpointing.checkpoint import checkpoint, is_plain_call
+from fusedckpt.checkpointing.saved import Argument, version_of
 from fusedckpt.checkpointing.segment import Segment
+from fusedckpt.checkpointing.tape import Call
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
@@ -120,30 +120,7 @@ class Selecting(NamedTuple):
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
         if is_plain_call() or current() is not None:
             return forward(*args, **kwargs)
-        run: Callable[..., Any] = functools.partial(forward, **kwargs)
-        if not torch.compiler.is_compiling():
-            run = _once(run, args)
-        return stock_checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
-
-
-def _once(forward: Callable[..., Any], args: Any) -> Callable[..., Any]:
-    """Let what is run again change buffers as they were: else they change twice."""
-    conditions = conditions_of(forward, pytree.tree_leaves(args), rng=False)
-    ran: list[bool] = []
-
-    def run(*args: Any) -> Any:
-        if ran:
-            with ExitStack() as stack:
-                # unseen by selective checkpointing, which counts the ops of both runs
-                with _disable_current_modes():
-                    stack.enter_context(conditions.restored())
-                return forward(*args)
-        output = forward(*args)
-        conditions.settle()
-        ran.append(True)
-        return output
-
-    return run
+        return checkpoint(functools.partial(forward, **kwargs), *args, context_fn=contexts)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -155,6 +132,85 @@ def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
         getattr(op, "namespace", "") == "fusedckpt" or name in _PRODUCTS or "attention" in name
     )
     return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Output(Argument):
+    """An argument that an earlier call of the segment returned, as its leaf of that number."""
+
+    def __init__(self, call: int, leaf: int):
+        self.place = call, leaf
+
+    def tensor(self, made: dict[Any, Any]) -> Tensor:
+        """Return what that call returned in this recompute."""
+        return made[self.place]
+
+
+class _Part(Call):
+    """A call that may take and leave outputs; `last_uses` says which calls take them last."""
+
+    number, last_uses = 0, {}
+
+    def again(self, made: dict[Any, Any]) -> Any:
+        """Call it again, and leave what later ones take."""
+        result = super().again(made)
+        made |= {(self.number, i): leaf for i, leaf in enumerate(pytree.tree_leaves(result))}
+        for place in [p for p in made if self.last_uses.get(p, 0) <= self.number]:
+            del made[place]
+        return result
+
+
+class HandingOn(Segment):
+    """A segment of several calls in a row, which hand on their outputs instead of keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # by id, while they live as they were returned
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Output]] = {}
+        self._last_uses: dict[tuple[int, int], int] = {}
+        self._level = "preact"
+
+    def run(
+        self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], level: str = "preact"
+    ) -> Any:
+        """Call `fn`, fused layers in it keeping in the recompute what `level` says."""
+        number, self._level = len(self.tape.calls), level
+        if number:
+            # an output of an earlier call may be anywhere in them
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            output = super().run(_Flat(fn, spec), leaves, {})
+        else:
+            output = super().run(fn, args, kwargs)
+        for i, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                known = weakref.ref(leaf), version_of(leaf), _Output(number, i)
+                self._outputs[id(leaf)] = known
+        return output
+
+    def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
+        part = _Part(fn, args, kwargs, self.tape.options, self._hold)
+        part.level, part.number = self._level, len(self.tape.calls)
+        part.last_uses = self._last_uses
+        return part
+
+    def _hold(self, tensor: Tensor) -> Argument:
+        known = self._outputs.get(id(tensor))
+        if known is None or known[0]() is not tensor or known[1] != version_of(tensor):
+            return super()._hold(tensor)
+        self._last_uses[known[2].place] = len(self.tape.calls)
+        return known[2]
+
+
+class _Flat:
+    """A function of the leaves of its arguments."""
+
+    def __init__(self, fn: Callable[..., Any], spec: pytree.TreeSpec):
+        self.fn, self.spec = fn, spec
+        # the module that a bound method is of
+        self.__self__ = getattr(fn, "__self__", None)
+
+    def __call__(self, *leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.fn(*args, **kwargs)
 
 
 class Chained:
@@ -174,16 +230,13 @@ class Chained:
         if is_plain_call() or current() is not None:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, **kwargs)
+            return checkpoint(functools.partial(forward, **kwargs), *args)
         segment = running.segment() if index and running.expected == index else None
         running.segment = _no_segment
         if segment is None:
-            segment = Segment()
-        flat = pytree.tree_flatten((args, kwargs))
-        conditions = conditions_of(forward, flat[0])
-        output = segment.run(forward, args, kwargs, flat, conditions, self.levels[index])
+            segment = HandingOn()
+        output = segment.run(forward, args, kwargs, self.levels[index])
         if index + 1 < len(self.levels):
-            segment.hand_on(output)
             running.segment, running.expected = weakref.ref(segment), index + 1
         return output
 
@@ -196,7 +249,7 @@ class _Running(threading.local):
     """The segment that the next member goes on with, while a graph holds it."""
 
     def __init__(self) -> None:
-        self.segment: Callable[[], Segment | None] = _no_segment
+        self.segment: Callable[[], HandingOn | None] = _no_segment
         self.expected = 0
 
 

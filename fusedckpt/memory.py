@@ -7,19 +7,30 @@ mode would be blind to what is allocated inside an op.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "ChainSizes",
     "SavedStorage",
     "SavedTensors",
+    "chain_sizes",
     "live_bytes",
     "nbytes_of",
     "open_workspaces",
@@ -230,3 +241,101 @@ def live_bytes(records: Iterable[Any]) -> Iterator[int]:
         if record.ptr in ours:
             live += record.alloc_size
         yield live
+
+
+class ChainSizes(NamedTuple):
+    """Bytes by function: what is saved of its input, what besides, and all of its input.
+
+    `handed` is infinite where no segment can start, as the input is written in place from there on.
+    """
+
+    inputs: list[int]
+    own: list[int]
+    handed: list[float]
+
+
+def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSizes:
+    """Run each function once, as if it had not run, and return what autograd saves for it."""
+    parameters = [p for f in functions if isinstance(f, nn.Module) for p in f.parameters()]
+    sizes = ChainSizes([], [], [sum(_storages(input).values())])
+    # what the function before saved of its output; where the memory of the input comes from
+    saved_before, origin = 0, 0
+    with _no_trace([*_tensors(input), *parameters]), _disable_current_modes():
+        for i, function in enumerate(functions):
+            given = pytree.tree_map_only(Tensor, _fresh, input)
+            versions = [tensor._version for tensor in _tensors(given)]
+            with saved_tensors() as saved:
+                input = function(given)
+            before, after = _storages(given), _storages(input)
+            kept = {s: nbytes for s, nbytes in (before | after).items() if saved.holds(s)}
+            returned = sum(kept[s] for s in kept.keys() & after.keys())
+            sizes.inputs.append(max(saved_before, sum(kept.values()) - returned))
+            sizes.own.append(saved.nbytes - sum(kept.values()))
+            sizes.handed.append(sum(after.values()))
+            if versions != [tensor._version for tensor in _tensors(given)]:
+                sizes.handed[origin : i + 1] = [math.inf] * (i + 1 - origin)
+            saved_before, origin = returned, origin if before.keys() & after.keys() else i + 1
+    sizes.own[-1] += saved_before
+    return sizes
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    # no leaf, which could not be written in place
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _storages(values: Any) -> dict[StorageWeakRef, int]:
+    """Return the bytes of the storages of tensors, in any nesting."""
+    parts = [part.untyped_storage() for tensor in _tensors(values) for part in strided(tensor)]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in parts}
+
+
+@contextmanager
+def _no_trace(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put back, on leaving, random states and all modules with buffers that this thread called.
+
+    Random states are those of Python, NumPy, the CPU and the devices of `tensors`. Modules with
+    buffers get back all of their attributes, and work on copies of the buffers meanwhile.
+    """
+    seen: set[nn.Module] = set()
+    thread = threading.get_ident()
+
+    def keep(called: nn.Module, _: Any) -> None:
+        for module in called.modules() if threading.get_ident() == thread else ():
+            if module in seen or not module._buffers:
+                continue
+            seen.add(module)
+            if not isinstance(module, LazyModuleMixin):
+                undo.callback(_restore, module, dict(vars(module)))
+                copies = pytree.tree_map_only(Tensor, _copy, dict(module._buffers))
+                vars(module)["_buffers"] = copies
+            elif isinstance(module, _NormBase):
+                # initialised as ever, but its statistics are yet to begin
+                undo.callback(module.reset_running_stats)
+
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.enter_context(torch.random.fork_rng([]))
+        for device in {tensor.device for tensor in tensors}:
+            # the generator of mps cannot be forked
+            if device.type not in ("cpu", "meta", "mps"):
+                undo.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
+        handle = register_module_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
+
+
+def _restore(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(state)

@@ -6,6 +6,7 @@ import importlib
 import json
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from math import isclose
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import _roles
 from fusedckpt._unit_costs import PLAIN, PRODUCTS
-from fusedckpt.autograd.levels import LEVELS
+from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
 
 __all__ = ["Plan"]
@@ -103,15 +104,15 @@ class Plan:
                 roles.append((names[0], _roles.Keeping(item.level)))
         return roles
 
-    def spans(self, count: int) -> list[tuple[int, int, str | None]]:
-        """Return the plan of an nn.Sequential of `count` modules as (start, stop, level).
+    def spans(self, count: int) -> list[tuple[int, int, AbstractContextManager[None] | None]]:
+        """Return the plan of an nn.Sequential of `count` modules as (start, stop, context).
 
-        A level of None stands for a segment, one that is none of `saving`'s for nothing to do.
+        Those modules run in the context; None stands for a segment.
 
         Raises:
             ValueError: the plan is not of the children of an nn.Sequential of that length.
         """
-        found: list[tuple[int, int, str | None]] = []
+        found: list[tuple[int, int, AbstractContextManager[None] | None]] = []
         for item in self.items:
             names = [u.name for u in self.chain.units[item.start : item.stop] if not u.fixed]
             if not names:
@@ -121,10 +122,12 @@ class Plan:
                     f"checkpoint_sequential: a plan of {count} functions was expected, got one "
                     f"with the unit {names[-1]}"
                 )
-            level = None if isinstance(item, Segment) else item.level
-            found.append((int(names[0]), int(names[-1]) + 1, level))
+            context = None
+            if not isinstance(item, Segment):
+                context = saving(item.level) if item.level in LEVELS else nullcontext()
+            found.append((int(names[0]), int(names[-1]) + 1, context))
         planned = {i for start, stop, _ in found for i in range(start, stop)}
-        rest = [(i, i + 1, PLAIN) for i in range(count) if i not in planned]
+        rest = [(i, i + 1, nullcontext()) for i in range(count) if i not in planned]
         return sorted(found + rest, key=lambda span: span[0])
 
     def save(self, path: str | Path) -> None:

@@ -141,7 +141,7 @@ def test_a_plan_in_checkpoint_sequential():
         found = fusedckpt.plan(layers, x, policy=policy, progress=False)
         counts = {"none": 0, "all": 4, "uniform:2": 2}
         spans = found.spans(4)
-        assert sum(level is None for *_, level in spans) == counts[policy]
+        assert sum(context is None for *_, context in spans) == counts[policy]
         y = fusedckpt.checkpoint_sequential(layers, found, x)
         grads = torch.autograd.grad(y.sum(), [x, *layers.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))

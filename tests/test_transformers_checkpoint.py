@@ -82,15 +82,18 @@ def forward_of_blocks(model, inputs, blocks) -> int:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_under_their_own_checkpointing(fused, use_reentrant):
-    """Every block's forward runs once more, and no GEMM of a fused layer a third time."""
-    model, inputs, blocks, _ = fused
+    """Every block's forward runs once more, and no GEMM of a fused layer a third time.
+
+    Torch's non-reentrant recompute does not even run the last GEMM of a block that ends in one.
+    """
+    model, inputs, blocks, last = fused
     with fusedckpt.saving("preact"):
         least, expected = counted(model, inputs)
     again = forward_of_blocks(model, inputs, blocks)
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
     total, found = counted(model, inputs)
-    assert total == least + again
+    assert total == least + again - (0 if use_reentrant else last)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -11,7 +11,9 @@ more but is never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,11 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 # shape and dtype of a tensor that a layer may keep; None where the layer has no such tensor
 Like = tuple[Sequence[int], torch.dtype] | None
+Likes = Sequence[Like]
+Tensors = Sequence[Tensor | None]
 
 _top_hooks: Callable[[bool], Hooks | None] | None = getattr(
     getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
 )
-_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 _keeps_graph: Callable[[], bool] | None = getattr(
     getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None
 )
@@ -50,16 +54,11 @@ class Phase:
         """Return the level whose extras backward can count on."""
         return level
 
-    def enter(self, given: Sequence[Tensor | None]) -> None:
-        """Take note of what the layer is about to keep, before it computes anything."""
+    def enter(self, given: Tensors, likes: Likes = ()) -> None:
+        """Take note of what the layer is about to save, before it computes anything."""
 
     def save(
-        self,
-        ctx: Any,
-        name: str,
-        given: Sequence[Tensor | None],
-        extras: Sequence[Tensor | None] = (),
-        likes: Sequence[Like] = (),
+        self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
     ) -> None:
         """Keep tensors on an autograd Function's ctx; `load` returns them."""
         ctx.save_for_backward(*given, *extras)
@@ -92,32 +91,82 @@ class _Stock(Phase):
         return "inputs"
 
     def save(
-        self,
-        ctx: Any,
-        name: str,
-        given: Sequence[Tensor | None],
-        extras: Sequence[Tensor | None] = (),
-        likes: Sequence[Like] = (),
+        self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
     ) -> None:
         device = next((t.device for t in given if t is not None), None)
-        # selective checkpointing may return a forward's result, without extras, in the recompute
         standing = (
-            extra
-            if like is None or (extra is not None and extra.shape == torch.Size(like[0]))
-            else _placeholder(*like, device)
-            for extra, like in zip(extras, likes, strict=True)
+            extra if extra is not None or like is None else _placeholder(*like, device)
+            for extra, like in zip(fitting(extras, likes), likes, strict=True)
         )
         ctx.save_for_backward(*given, *standing)
         ctx.recall = _without_placeholders
         ctx.owns_extras = False
 
 
+class _StockRecompute(_Stock):
+    """Its recompute, which ends with the last tensor that it hands over.
+
+    Where that is a layer's, it is handed over before the layer computes anything, as torch's own
+    functions hand over their inputs; its backward then makes what it needs by itself.
+    """
+
+    def __init__(self, pack: Callable[[Tensor], Any]):
+        super().__init__("preact")
+        self.pack = pack
+
+    def enter(self, given: Tensors, likes: Likes = ()) -> None:
+        tensors = [tensor for tensor in given if tensor is not None]
+        missing = [like for like in likes if like is not None]
+        if tensors and _num_wanted(self.pack) == len(tensors) + len(missing):
+            tensors += [_placeholder(*like, tensors[0].device) for like in missing]
+            for tensor in tensors:
+                self.pack(tensor)
+
+
+def _num_wanted(pack: Any) -> int | None:
+    """Return how many tensors a recompute of torch's ends after, None where that is unknown."""
+    pack = getattr(pack, "_torchdynamo_orig_callable", pack)
+    try:
+        names = pack.__code__.co_freevars
+        cells = {n: c.cell_contents for n, c in zip(names, pack.__closure__, strict=True)}
+        frame, backward = cells["target_frame_ref"](), cells["gid"]
+        num_saved, done = len(frame.weak_holders), frame.recomp_counter[backward]
+        return num_saved - done if frame.early_stop else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+class _State(threading.local):
+    depth = 0
+
+
+_state = _State()
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Let `is_recomputing` say so."""
+    _state.depth += 1
+    try:
+        yield
+    finally:
+        _state.depth -= 1
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks runs in the recompute of a checkpoint, ours or torch's.
+
+    For forward hooks and counters that are to act once per step.
+    """
+    if _state.depth:
+        return True
+    phase = current()
+    return phase is not None and phase.recomputes
+
+
 FREE = Phase()
 _REENTRANT = _ReentrantRecompute()
-_STOCK = {
-    "_checkpoint_hook.__init__.<locals>.pack_hook": _Stock("inputs"),
-    "_recomputation_hook.__init__.<locals>.pack_hook": _Stock("preact"),
-}
+_STOCK_FORWARD = _Stock("inputs")
 
 
 def can_see_hooks() -> bool:
@@ -140,15 +189,23 @@ def current() -> Phase | None:
         return None
     hooks = top_hooks()
     if hooks is None:
-        in_backward = _graph_task_id is not None and _graph_task_id() != -1
-        return _REENTRANT if in_backward else None
+        return _REENTRANT if _runs_in_checkpoint() else None
     pack = hooks[0]
     owner = getattr(pack, "__self__", None)
     if isinstance(owner, Phase):
         return owner
     if getattr(pack, "__module__", None) != "torch.utils.checkpoint":
         return None
-    return _STOCK.get(pack.__qualname__)
+    if pack.__qualname__ == "_checkpoint_hook.__init__.<locals>.pack_hook":
+        return _STOCK_FORWARD
+    is_recompute = pack.__qualname__ == "_recomputation_hook.__init__.<locals>.pack_hook"
+    return _StockRecompute(pack) if is_recompute else None
+
+
+def _runs_in_checkpoint() -> bool:
+    """Whether this runs in the backward of a checkpoint's own node: torch's, DeepSpeed's, ..."""
+    node = None if _current_node is None else _current_node()
+    return node is not None and "CheckpointFunction" in node.name()
 
 
 def settle(ctx: Any, phase: Phase | None) -> Phase:
@@ -206,6 +263,17 @@ def _nobody_watches() -> bool:
         return False
     hooks = top_hooks()
     return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
+
+
+def fitting(extras: Tensors, likes: Likes) -> list[Tensor | None]:
+    """Return the extras, None for what is none.
+
+    Selective checkpointing may return a forward's result, without extras, in the recompute.
+    """
+    return [
+        None if like is None or extra is None or extra.shape != torch.Size(like[0]) else extra
+        for extra, like in zip(extras, likes, strict=True)
+    ]
 
 
 def _placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:

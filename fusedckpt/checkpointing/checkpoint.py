@@ -1,209 +1,138 @@
-"""Checkpointing that composes with fused layers: nothing is recomputed twice.
-
-GEMMs of a training step of four fused MLPs, of which 8 are the forward's and 16 the gradients':
-
-    no checkpoint, save="preact"                               24
-    no checkpoint, save="inputs"                               28
-    fusedckpt.checkpoint, one segment per layer                28
-    fusedckpt.checkpoint, one segment                          31
-    torch.utils.checkpoint, one segment or one per layer       32
-"""
+"""torch.utils.checkpoint's non-reentrant checkpoint, composing with fused layers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.utils.checkpoint as stock
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
-from fusedckpt.autograd.levels import LEVELS, saving
-from fusedckpt.checkpointing.determinism import Record
-from fusedckpt.checkpointing.holdings import Holdings, callee
-from fusedckpt.checkpointing.recompute import is_recomputing
-from fusedckpt.checkpointing.replay import Conditions
 from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.memory import saved_tensors
-from fusedckpt.policies import balanced
+from fusedckpt.checkpointing.tape import Contexts, Options
 
-if TYPE_CHECKING:
-    from fusedckpt.plans import Plan
-
-__all__ = ["checkpoint", "checkpoint_sequential", "is_recomputing"]
+__all__ = ["checkpoint"]
 
 
 def checkpoint(
-    fn: Callable[..., Any],
+    function: Callable[..., Any],
     *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], Contexts] = stock.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
     preserve_rng_state: bool = True,
     preserve_python_rng: bool = False,
-    debug: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return fn(*args, **kwargs), keeping its arguments and running it once more in backward.
+    """Return function(*args, **kwargs), keeping its arguments and running it again in backward.
 
-    What is kept: the tensors among the arguments, in any nesting of lists, tuples and dicts. The
-    recompute stops at the last tensor that backward needs, before a fused layer that ends the
-    segment, and all that it made is dropped at the end of the backward. Whatever their level, fused
-    layers keep nothing in the forward, and in the recompute all that spares their backward a GEMM.
+    What runs under torch.utils.checkpoint.checkpoint(..., use_reentrant=False) runs under this with
+    the same result, and arguments of that name mean the same. What differs:
+
+    - Fused layers, whatever their level, keep nothing in the forward, and in the recompute all that
+      spares their backward a GEMM; a recompute that ends in one ends before it computes anything.
+    - A recompute runs only where backward needs a tensor that it brings back, and all that it made
+      is dropped at the end of that backward. Saved tensors may be read twice.
+    - Random number generators are restored on every device of the tensors in args and kwargs, and
+      any torch.Generator there.
+    - Buffers of a module that is called in the recompute are put back after its call, so that
+      BatchNorm updates once.
+    - A tensor argument, or a parameter that autograd saved, that was written in place between
+      forward and backward raises, as it does without a checkpoint.
 
     Args:
-        fn: a function or module that computes the same each time it is called.
+        function: a function or module that computes the same each time it is called; it gets the
+            same objects each time. What else it reaches is neither looked at nor brought back.
         args, kwargs: its arguments.
-        preserve_rng_state: give the recompute the random numbers of the forward, on the CPU, on
-            the devices of the arguments and of what `fn` holds, and of any torch.Generator there.
+        use_reentrant: False or None; True is torch's other implementation.
+        context_fn: returns two context managers, for the forward and for the recompute, such as
+            torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
+        determinism_check: "default" compares shape, dtype and device of recomputed tensors with the
+            forward's, "none" nothing.
+        debug: keep a copy of what every module in `function` returns, run the recompute to its end,
+            and raise where it differs in any bit, naming the first module that does, with the
+            operations of both runs. torch's set_checkpoint_debug_enabled overrides it.
+        early_stop: end the recompute with the last tensor that backward needs.
+            torch's set_checkpoint_early_stop overrides it.
+        preserve_rng_state: give the recompute the random numbers of the forward.
         preserve_python_rng: and those of `random` and `numpy.random`.
-        debug: keep a copy of what every module in `fn` returns, run the recompute to its end, and
-            raise where it differs in any bit, naming the first module that does.
 
-    Where the parameters, buffers, arguments or closure of `fn` are written in place between forward
-    and backward, backward raises; where they are replaced, it recomputes with those of the forward.
-    Buffers that the forward itself writes, such as BatchNorm's, are written once. This goes for
-    what `fn` holds: its modules, closure, defaults, and the globals and attributes that its code
-    names. What it reaches through other objects, and other state that it writes, it must keep the
-    same by itself, see `is_recomputing`; values alone that differ show with `debug`.
-
-    Under torch.compile this is torch.utils.checkpoint's non-reentrant form; under no_grad,
-    torch.func transforms and forward-mode AD it is a plain call.
+    Under torch.compile this is torch's own operator; under no_grad, torch.func transforms and
+    forward-mode AD it is a plain call.
 
     Raises:
-        TypeError: `fn` cannot be called.
-        torch.utils.checkpoint.CheckpointError: in backward, where `fn` did not do the same again.
-        RuntimeError: in backward, where something it reads was written in place.
+        ValueError: use_reentrant is True, determinism_check is unknown, or debug comes with a
+            context_fn.
+        TypeError: `function` cannot be called.
+        torch.utils.checkpoint.CheckpointError: in backward, where `function` did not do the same
+            again.
+        RuntimeError: in backward, where something was written in place.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """
-    if torch.compiler.is_compiling():
-        return stock_checkpoint(
-            fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+    if use_reentrant:
+        raise ValueError(
+            "checkpoint: use_reentrant=True is not supported: pass use_reentrant=False, or call "
+            "torch.utils.checkpoint.checkpoint"
         )
-    _check_callable("checkpoint", fn)
+    if torch.compiler.is_compiling():
+        if context_fn is not stock.noop_context_fn:
+            # Dynamo does not take the default where it is named
+            kwargs["context_fn"] = context_fn
+        return stock.checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+            **kwargs,
+        )
+    if not callable(function):
+        raise TypeError(f"checkpoint: expected something to call, got {type(function).__name__}")
+    debug = _global("_checkpoint_debug_enabled", debug)
+    if debug and context_fn is not stock.noop_context_fn:
+        raise ValueError("checkpoint: debug=True is incompatible with non-default context_fn")
+    if determinism_check not in ("default", "none"):
+        raise ValueError(
+            "checkpoint: determinism_check should be one of 'default', 'none', got "
+            f"{determinism_check!r}"
+        )
     if is_plain_call():
-        return fn(*args, **kwargs)
+        return function(*args, **kwargs)
     # what a partial holds are arguments like others
-    while isinstance(fn, functools.partial):
-        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-    flat = pytree.tree_flatten((args, kwargs))
-    conditions = conditions_of(fn, flat[0], preserve_rng_state, preserve_python_rng)
-    segment = Segment(Record(_holdings(fn, flat[0]).modules) if debug else None)
-    return segment.run(fn, args, kwargs, flat, conditions)
+    while isinstance(function, functools.partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    options = Options(
+        preserve_rng_state,
+        preserve_python_rng,
+        determinism_check == "default",
+        _global("_enable_checkpoint_early_stop", early_stop),
+        debug,
+        None if context_fn is stock.noop_context_fn else context_fn(),
+    )
+    return Segment(options).run(function, args, kwargs)
+
+
+# the names that a call of `checkpoint` takes for itself
+OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
+
+
+def _global(name: str, given: bool) -> bool:
+    """Return one of torch's global switches where it is set, else what the call was given."""
+    found = getattr(stock, name, None)
+    return given if found is None else found
 
 
 def is_plain_call() -> bool:
     """Whether nothing is kept for backward here, or torch.func or forward-mode AD is at work."""
-    transformed = torch._C._are_functorch_transforms_active() or _forward_level() >= 0
-    return transformed or not torch.is_grad_enabled()
-
-
-def _forward_level() -> int:
-    return getattr(forward_ad, "_current_level", -1)
-
-
-def conditions_of(
-    fn: Callable[..., Any], leaves: Sequence[Any], rng: bool = True, python_rng: bool = False
-) -> Conditions:
-    """Return what a call with these arguments, flattened, finds now."""
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    return Conditions(_holdings(fn, leaves), devices, rng=rng, python_rng=python_rng)
-
-
-def _holdings(fn: Callable[..., Any], leaves: Sequence[Any]) -> Holdings:
-    return Holdings(callee(fn), *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
-
-
-def checkpoint_sequential(
-    functions: Iterable[Callable[..., Any]],
-    segments: int | Sequence[int] | str | Plan,
-    input: Any,
-    **options: Any,
-) -> Any:
-    """Return the functions applied one after the other to `input`, checkpointed in segments.
-
-    Unlike torch.utils.checkpoint's, every segment is checkpointed, the last one too, and lengths
-    differ by one at most.
-
-    Args:
-        functions: an nn.Sequential or callables; each is called with what the one before returned.
-        segments: how many; or the indices of the functions that start one, but for the first; or
-            "sqrt": about the square root of the number of functions, balanced by the bytes that
-            they keep, which one forward more per call measures; or what `plan` returned for an
-            nn.Sequential of these functions.
-        input: of the first function: a tensor, or any nesting of tensors.
-        options: those of `checkpoint`.
-
-    Raises:
-        ValueError: segments are none of these: less than one, more than functions, not in order.
-        TypeError: what is called cannot be called.
-    """
-    functions = list(functions)
-    for function in functions:
-        _check_callable("checkpoint_sequential", function)
-    for start, stop, level in _spans(functions, segments, input):
-        if level is None:
-            input = checkpoint(_chain, functions[start:stop], input, **options)
-        else:
-            with saving(level) if level in LEVELS else nullcontext():
-                input = _chain(functions[start:stop], input)
-    return input
-
-
-def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
-    for function in functions:
-        input = function(input)
-    return input
-
-
-def _check_callable(name: str, fn: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"{name}: expected something to call, got {type(fn).__name__}")
-
-
-def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, int, str | None]]:
-    """Return stretches of functions as (start, stop, level), level None for a segment."""
-    if hasattr(segments, "spans"):
-        return segments.spans(len(functions))
-    starts = _starts(functions, segments, input)
-    return [(a, b, None) for a, b in pairwise([*starts, len(functions)])]
-
-
-def _starts(functions: list[Any], segments: Any, input: Any) -> list[int]:
-    """Return the indices of the functions that start a segment."""
-    count = len(functions)
-    if isinstance(segments, str) and segments == "sqrt":
-        return balanced(_kept_bytes(functions, input)) if torch.is_grad_enabled() else [0]
-    if isinstance(segments, int) and 1 <= segments <= count:
-        return [count * i // segments for i in range(segments)]
-    if isinstance(segments, Sequence) and all(isinstance(start, int) for start in segments):
-        starts = [0, *segments]
-        if all(a < b for a, b in pairwise([*starts, count])):
-            return starts
-    raise ValueError(
-        f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, 'sqrt' "
-        f"or a Plan, got {segments!r}"
-    )
-
-
-def _kept_bytes(functions: list[Any], input: Any) -> list[int]:
-    """Run each function once, as if it had not run, and return what autograd keeps for it."""
-    leaves = [leaf for leaf in pytree.tree_leaves(input) if isinstance(leaf, Tensor)]
-    devices = {leaf.device for leaf in leaves}
-    sizes = []
-    held = Holdings(*map(callee, functions))
-    with Conditions(held, devices, rng=True, python_rng=True).restored():
-        for function in functions:
-            # not a leaf, which it could not write in place
-            input = pytree.tree_map_only(Tensor, _fresh, input)
-            with saved_tensors() as saved:
-                input = function(input)
-            sizes.append(saved.nbytes)
-    return sizes
-
-
-def _fresh(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+    forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
+    transformed = torch._C._are_functorch_transforms_active() or forward_mode
+    # a trace runs no backward, and checks itself by running again
+    return transformed or not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None

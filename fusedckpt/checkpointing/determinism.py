@@ -2,107 +2,99 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointError
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-# its name among those of modules
-SEGMENT = "the segment"
+from fusedckpt.autograd.module_calls import PutsBackBuffers, observed
 
 
-class Record:
-    """The outputs of every module that a segment called, in order, and then of the segment."""
+class Run(TorchDispatchMode, PutsBackBuffers):
+    """What a forward did: its operations, and the outputs of every module and of the segment.
 
-    def __init__(self, modules: Iterable[nn.Module]):
-        self.names: dict[nn.Module, str] = {}
-        # from the outermost on, as they are held
-        for module in modules:
-            for name, child in module.named_modules():
-                kind = type(child).__name__
-                self.names.setdefault(child, f"{name} ({kind})" if name else kind)
+    Given that one, a recompute: it notes the first difference instead, and puts buffers back.
+    """
+
+    def __init__(self, fn: Any, forward: Run | None = None):
+        super().__init__()
+        self._forward = forward
+        modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
+        self._names = {m: f"{name} ({type(m).__name__})" for name, m in modules if name}
+        self._operations: list[str] = []
         self._outputs: list[tuple[str, list[Tensor]]] = []
-        self._position: int | None = None
+        self._expected = iter(forward._outputs if forward else ())
+        self.difference: str | None = None
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Record what modules return."""
-        with self._watched():
+    def watched(self) -> Iterator[None]:
+        """Watch what runs inside."""
+        with self, observed(self):
             yield
 
-    @contextmanager
-    def recompute(self) -> Iterator[None]:
-        """Compare what modules return with what was recorded.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operations.append(str(func))
+        return func(*args, **(kwargs or {}))
 
-        Raises:
-            CheckpointError: naming the first module that differs.
-        """
-        self._position = 0
-        with self._watched():
-            yield
+    def sees(self, module: nn.Module) -> bool:
+        """Every call."""
+        return True
+
+    def enter(self, module: nn.Module) -> Any:
+        """Copy the module's buffers in a recompute."""
+        return super().enter(module) if self._forward else ()
+
+    def returned(self, module: nn.Module, output: Any) -> None:
+        """See what a module returned."""
+        self.see(self._names.get(module, type(module).__name__), output)
 
     def see(self, name: str, output: Any) -> None:
-        """Record or compare one output."""
-        tensors = [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        if self._position is None:
-            # copies: a later operation may write over an output
-            self._outputs.append((name, [tensor.clone() for tensor in tensors]))
+        """Note an output, or how it differs from the forward's."""
+        if self.difference is not None:
             return
-        expected, before = (
-            self._outputs[self._position]
-            if self._position < len(self._outputs)
-            else ("nothing more", [])
+        tensors = [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        with _disable_current_modes():
+            if self._forward is None:
+                # copies: a later operation may write over an output
+                self._outputs.append((name, [tensor.clone() for tensor in tensors]))
+                return
+            expected, before = next(self._expected, ("nothing more", []))
+            if name != expected:
+                self.difference = f"{expected} ran in forward where {name} runs when recomputed"
+            elif differences := list(_differences(before, tensors)):
+                self.difference = (
+                    f"the output of {name} in the recompute is not that of the forward: "
+                    f"{differences[0]}"
+                )
+
+    def listed(self) -> str:
+        """Return the operations of the forward and of this recompute."""
+        forward, again = (
+            "\n".join(run._operations) for run in (self._forward, self) if run is not None
         )
-        self._position += 1
-        if name != expected:
-            raise CheckpointError(
-                f"checkpoint: {expected} ran in forward where {name} runs when recomputed"
-            )
-        if len(before) != len(tensors) or not all(map(_equal, before, tensors)):
-            raise CheckpointError(
-                f"checkpoint: the output of {name} in the recompute is not that of the forward: "
-                f"{_difference(before, tensors)}"
-            )
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        thread = threading.get_ident()
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == thread and module in self.names:
-                self.see(self.names[module], output)
-
-        # a hook on the modules themselves would keep them from being fused
-        handle = register_module_forward_hook(hook)
-        try:
-            yield
-        finally:
-            handle.remove()
+        return (
+            f"\n\nOperations executed during the original forward:\n{forward}\n\n"
+            f"Operations executed during recomputation:\n{again}\n\n"
+            "You are seeing these because you passed `debug=True` to checkpoint."
+        )
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(_bytes(a), _bytes(b))
+def _differences(before: list[Tensor], after: list[Tensor]) -> Iterator[str]:
+    if len(before) != len(after):
+        yield f"{len(before)} tensors were, {len(after)} are"
+    for a, b in zip(before, after, strict=False):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            yield f"{a.dtype} {list(a.shape)} was, {b.dtype} {list(b.shape)} is"
+        elif not torch.equal(_bytes(a), _bytes(b)):
+            wide = torch.complex128 if a.is_complex() else torch.float64
+            yield f"by up to {(a.to(wide) - b.to(wide)).abs().max().item():.3g}"
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return what a tensor is made of, where NaN equals itself."""
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return dense.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
-
-
-def _difference(before: list[Tensor], after: list[Tensor]) -> str:
-    for a, b in zip(before, after, strict=False):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"{a.dtype} {list(a.shape)} was, {b.dtype} {list(b.shape)} is"
-        if not _equal(a, b):
-            wide = torch.complex128 if a.is_complex() else torch.float64
-            return f"by up to {(a.to(wide) - b.to(wide)).abs().max().item():.3g}"
-    return f"{len(before)} tensors were, {len(after)} are"

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._functorch import pyfunctorch
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
-from fusedckpt.autograd.phases import Like, Phase, current
-from fusedckpt.checkpointing.determinism import SEGMENT
-from fusedckpt.checkpointing.kept import Call, Event, Held, Output, is_plain, marks_of
-from fusedckpt.checkpointing.versions import stale
-
-if TYPE_CHECKING:
-    from fusedckpt.checkpointing.segment import Segment
-
-
-_clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", None)
+from fusedckpt.autograd.module_calls import PutsBackBuffers, observed, putting_back
+from fusedckpt.autograd.phases import Likes, Phase, Tensors, fitting, recomputing
+from fusedckpt.autograd.surroundings import unbatched
+from fusedckpt.autograd.uncompiled import uncompiled
+from fusedckpt.checkpointing.determinism import Run
+from fusedckpt.checkpointing.saved import is_plain, meta_of, stale, storage_of
+from fusedckpt.checkpointing.tape import Tape
 
 
 class Stop(BaseException):
@@ -38,111 +30,117 @@ class Recompute(Phase):
 
     recomputes = True
 
-    def __init__(self, segment: Segment, keeps: bool = False):
-        self.segment, self._keeps = segment, keeps
-        self.extras: dict[int, Sequence[Tensor | None]] = {}
-        self._values: dict[int, tuple[Tensor, int]] = {}
+    def __init__(self, tape: Tape, keeps: bool = False):
+        self._tape, self._keeps, self._stops = tape, keeps, tape.options.stops
+        self.extras: dict[int, Tensors] = {}
+        self.values: dict[int, tuple[Tensor, int]] = {}
         self._num_saved = self._num_slots = 0
         self._stopped = False
-        # the one that runs
-        self._call: Call
-        # what was saved before, where no gradient flows into it
+        self._problems: list[str] = []
+        # what was saved last, where no gradient flows into it
         self._before: Tensor | None = None
-        count = len(segment.events)
-        self._last = next((i for i in reversed(range(count)) if _alive(segment.events[i])), -1)
+        # by index, whether the tensor is dropped: what is kept is compared all the same
+        self._wanted = {e.index: e.is_dropped or not self._stops for e in tape.alive()}
+        self._last = max(self._wanted, default=-1)
 
     def run(self) -> None:
-        """Call what the segment called, up to the last event whose tensor is wanted."""
-        for call in self.segment.calls:
-            call.conditions.check()
+        """Call what the segment called, up to the last tensor that is wanted."""
+        tape = self._tape
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
-        record = self.segment.record
-        watch = nullcontext() if record is None else record.recompute()
+        run = None if tape.run is None else Run(tape.calls[0].fn, tape.run)
         try:
-            with _unbatched(), hooks, torch.enable_grad(), _recomputing(), watch:
-                self._run_calls()
+            watched = observed(PutsBackBuffers()) if run is None else run.watched()
+            with recomputing(), unbatched(), hooks, torch.enable_grad(), watched:
+                self._run_calls(run)
         except Stop:
-            return
+            pass
         except Exception:
             # TorchScript makes another error of it
             if not self._stopped:
                 raise
-            return
         finally:
             self._before = None
-        if self._num_saved <= self._last:
+            for leaf in tape.leaves():
+                leaf.renew()
+            # this lives until the end of the backward, the segment's arguments do not
+            del self._tape
+        self._check(tape, run)
+
+    def _run_calls(self, run: Run | None) -> None:
+        contexts, made = self._tape.options.contexts, {}
+        for call in self._tape.calls:
+            self._level = call.level
+            with (
+                call.surroundings.restored(),
+                nullcontext() if contexts is None else contexts[1],
+                putting_back(getattr(call.fn, "__self__", None)),
+            ):
+                result = call.again(made)
+            if run is not None:
+                run.see("the segment", result)
+
+    def _check(self, tape: Tape, run: Run | None) -> None:
+        """Raise where the recompute did not do what the forward did."""
+        problems, count = self._problems, len(tape.saved)
+        ran_through = tape.is_complete and not self._stops
+        if self._num_saved <= self._last or (ran_through and self._num_saved < count):
+            problems.insert(
+                0,
+                "A different number of tensors was saved during the original forward and "
+                f"recomputation: {count} and {self._num_saved}",
+            )
+        if run is not None and tape.is_complete and run.difference is not None:
+            problems.insert(0, run.difference)
+        if problems:
+            advice = "pass `debug=True` to see what differs" if run is None else run.listed()
             raise CheckpointError(
-                f"checkpoint: the segment saved {len(self.segment.events)} tensors in forward and "
-                f"{self._num_saved} when recomputed: it must do the same each time"
+                f"checkpoint: {'; '.join(problems)}. The function must do the same each time it is "
+                f"called: {advice}"
             )
 
-    def release(self) -> None:
-        """Let go of the segment: this lives until the end of the backward, its arguments do not."""
-        del self.segment, self._call
-
-    def _run_calls(self) -> None:
-        outputs: dict[Output, Tensor] = {}
-        for number, call in enumerate(self.segment.calls):
-            leaves = _arguments(call.leaves, outputs)
-            args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-            del leaves
-            self._call = call
-            with call.conditions.restored():
-                result = call.make()(*args, **kwargs)
-            del args, kwargs
-            if self.segment.record is not None:
-                self.segment.record.see(SEGMENT, result)
-            later = [leaf for call in self.segment.calls[number + 1 :] for leaf in call.leaves]
-            made = {Output(number, i): leaf for i, leaf in enumerate(pytree.tree_leaves(result))}
-            outputs = {place: leaf for place, leaf in (outputs | made).items() if place in later}
-
+    @uncompiled
     def pack(self, tensor: Tensor) -> Tensor:
         """Bring back the tensor that the forward saved at this place."""
-        index, segment = self._num_saved, self.segment
-        if index > self._last and segment.record is None:
+        index, tape = self._num_saved, self._tape
+        if index > self._last and self._stops:
             self._stop()
-        # else the recompute's graph would hold itself
-        tensor, attached = tensor.detach(), tensor
-        if index >= len(segment.marks):
-            raise CheckpointError(
-                f"checkpoint: the segment saves more than the {len(segment.marks)} tensors of its "
-                "forward when recomputed: it must do the same each time"
-            )
-        event, before = segment.events[index], segment.marks[index]
-        marks = marks_of(attached, event is not None)
-        if marks != before:
-            was, now = map(self._call.conditions.modules.describe, (before, marks))
-            raise CheckpointError(
-                f"checkpoint: tensor {index} that the segment saves was {was} in forward and is "
-                f"{now} when recomputed: it must do the same each time"
-            )
         self._num_saved += 1
-        if _alive(event):
-            self._values[index] = tensor, tensor._version
-        # all outputs are compared where they are recorded
-        is_last = index == self._last and segment.record is None
-        if is_last and attached.requires_grad and not self._is_noise(tensor):
-            self._stop()
-        self._before = None if attached.requires_grad else tensor
+        if index == len(tape.saved) and tape.is_complete:
+            self._problems.append(
+                f"trying to save more tensors during recomputation than the {index} of the forward"
+            )
+        requires_grad = tensor.requires_grad
+        # without its graph, which would come to hold itself
+        tensor = tensor.detach() if requires_grad else tensor
+        if index in self._wanted:
+            if self._wanted[index]:
+                self.values[index] = tensor, tensor._version
+            if tape.options.check_metadata and tape.metas[index] != meta_of(tensor):
+                self._problems.append(_mismatch(index, tape.metas[index], meta_of(tensor)))
+        if index == self._last and self._stops:
+            # what requires no grad may be a mask that is yet to be written
+            written = requires_grad and not self._is_after_noise(tensor)
+            if written or not self._wanted[index]:
+                self._stop()
+        self._before = None if requires_grad else tensor
         return tensor
 
     def _stop(self) -> NoReturn:
         self._stopped = True
         raise Stop
 
-    def _is_noise(self, tensor: Tensor) -> bool:
+    def _is_after_noise(self, tensor: Tensor) -> bool:
         """Whether the tensor before this one may yet be written: rrelu saves, then draws noise."""
         before = self._before
         if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
             return False
-        if not (is_plain(before) and is_plain(tensor)):
-            return True
-        # else it is an output, and this one the same as input of what follows
-        return before.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+        # of the same memory, it is an output, and this one the same as input of what follows
+        plain = is_plain(before) and is_plain(tensor)
+        return not plain or storage_of(before) != storage_of(tensor)
 
     def take(self, index: int) -> Tensor | None:
         """Hand over a tensor; None where it was handed over before and not kept."""
-        given = self._values.get(index) if self._keeps else self._values.pop(index, None)
+        given = self.values.get(index) if self._keeps else self.values.pop(index, None)
         if given is None:
             return None
         tensor, version = given
@@ -151,16 +149,16 @@ class Recompute(Phase):
         return tensor
 
     def runs(self, level: str) -> str:
-        """Compute extras: backward reads them next."""
-        return self._call.level
+        """Compute GEMM outputs: backward reads them next."""
+        return self._level
 
     def keeps(self, level: str) -> str:
-        """Count on no extras: the forward had none."""
+        """Count on no GEMM outputs: the forward had none."""
         return "inputs"
 
-    def enter(self, given: Sequence[Tensor | None]) -> None:
+    def enter(self, given: Tensors, likes: Likes = ()) -> None:
         """End the recompute before the layer's own work, where the layer is its end."""
-        if self.segment.record is not None:
+        if not self._stops:
             return
         tensors = [tensor for tensor in given if tensor is not None]
         if self._num_saved <= self._last < self._num_saved + len(tensors):
@@ -170,76 +168,26 @@ class Recompute(Phase):
             self._stop()
 
     def save(
-        self,
-        ctx: Any,
-        name: str,
-        given: Sequence[Tensor | None],
-        extras: Sequence[Tensor | None] = (),
-        likes: Sequence[Like] = (),
+        self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
     ) -> None:
-        """Leave the extras in the slot of the forward's layer."""
+        """Leave the GEMM outputs in the slot of the forward's layer."""
         super().save(ctx, name, given, [None] * len(extras))
         if all(like is None for like in likes):
             return
-        slots, index = self.segment.slots, self._num_slots
-        expected, slot = slots[index] if index < len(slots) else ("nothing more", None)
-        if name != expected:
-            raise CheckpointError(
-                f"checkpoint: fused layer {index} of the segment was {expected} in forward and is "
-                f"{name} when recomputed"
-            )
+        slots, index = self._tape.slots, self._num_slots
         self._num_slots += 1
-        if slot is not None and slot() is not None:
-            self.extras[index] = extras
+        expected, slot = slots[index] if index < len(slots) else ("nothing more", None)
+        if name != expected and self._tape.is_complete:
+            self._problems.append(
+                f"fused layer {index} was {expected} in forward and is {name} when recomputed"
+            )
+        elif slot is not None and slot() is not None:
+            self.extras[index] = fitting(extras, likes)
 
 
-def _arguments(leaves: Sequence[Any], outputs: dict[Output, Tensor]) -> list[Any]:
-    """Return a call's leaves as the forward had them; what was given twice is one tensor."""
-    given: dict[Held, Tensor] = {}
-    found = []
-    for leaf in leaves:
-        if isinstance(leaf, Held):
-            if leaf not in given:
-                given[leaf] = leaf.tensor().requires_grad_(leaf.requires_grad)
-            found.append(given[leaf])
-        else:
-            found.append(outputs[leaf] if isinstance(leaf, Output) else leaf)
-    return found
-
-
-def is_recomputing() -> bool:
-    """Whether the code that asks runs in the recompute of a checkpoint, ours or torch's.
-
-    For forward hooks and counters that are to act once per step.
-    """
-    if _state.depth:
-        return True
-    phase = current()
-    return phase is not None and phase.recomputes
-
-
-def _unbatched() -> AbstractContextManager[Any]:
-    """Leave the vmap of a batched backward: the forward was not in it, and random ops refuse it."""
-    if _clear_stack is None or not torch._C._are_functorch_transforms_active():
-        return nullcontext()
-    return _clear_stack()
-
-
-class _State(threading.local):
-    depth = 0
-
-
-_state = _State()
-
-
-@contextmanager
-def _recomputing() -> Iterator[None]:
-    _state.depth += 1
-    try:
-        yield
-    finally:
-        _state.depth -= 1
-
-
-def _alive(event: weakref.ref[Event] | None) -> bool:
-    return event is not None and event() is not None
+def _mismatch(index: int, was: Any, now: Any) -> str:
+    was, now = (f"{dtype} {list(shape)} on {device}" for shape, dtype, device in (was, now))
+    return (
+        "Recomputed values for the following tensors have different metadata than during the "
+        f"forward pass: tensor {index} was {was}, is {now}"
+    )

@@ -1,112 +1,105 @@
-"""A module that checkpoints its forward and is in all else the module that it was made of."""
+"""A module that checkpoints the forward of another, which it holds and leaves as it is."""
 
 from __future__ import annotations
 
-import sys
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterator
+from functools import partial
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fusedckpt.checkpointing.checkpoint import checkpoint
+from fusedckpt.checkpointing.checkpoint import OPTIONS, checkpoint
+
+try:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+except ImportError:
+    # a torch that was built without torch.distributed
+    ActivationWrapper = None
 
 __all__ = ["Checkpoint"]
 
-
-class Options(NamedTuple):
-    """Those of `checkpoint`."""
-
-    preserve_rng_state: bool = True
-    preserve_python_rng: bool = False
-    debug: bool = False
+_NAME = "_checkpoint_wrapped_module"
 
 
-class Checkpoint(nn.Module):
-    """A module whose forward is checkpointed; its state is the given module's own.
+class Checkpoint(nn.Module if ActivationWrapper is None else ActivationWrapper):  # type: ignore[misc]  # either has what it needs
+    """A module whose forward is that of the given one, checkpointed.
 
-        block = Checkpoint(block)
+        model.block = Checkpoint(model.block)
 
-    Both objects share everything that a module has: parameters, buffers, children, hooks, training
-    mode, attributes. So names, state_dict, indexing and isinstance are those of the given module,
-    and what wraps or shards modules can take either. Hooks of the module itself run outside the
-    checkpoint, once per step; those of its children run in the recompute too, see `is_recomputing`.
+    It is a wrapper as torch's `checkpoint_wrapper` makes, by torch's own base class: the given
+    module is not changed, and is `block._checkpoint_wrapped_module`; names in state_dict,
+    named_parameters, named_buffers and named_modules are those without the wrapper (named_modules
+    has both modules, by one name, the wrapper first); attributes, length, items and iteration are
+    the given module's. Attributes are set on the wrapper, but for parameters and buffers that the
+    given module has.
+
+    What differs: isinstance(block, Block) is False, as type(block) is Checkpoint; named_children,
+    and tools that take a module's parameters out of it, such as pruning, need the given module
+    itself. Hooks of the wrapper run outside of the checkpoint, once per step; those of the given
+    module and its children run in the recompute too, see `is_recomputing`.
 
     Args:
-        module: any module with a forward.
-        preserve_rng_state, preserve_python_rng, debug: see `checkpoint`.
+        module: any module. Of a Checkpoint it takes the module, not its options and hooks.
+        options: those of `checkpoint`. Where the module's forward has arguments of the same names,
+            calls pass theirs to it.
 
     Raises:
-        TypeError: `module` is no nn.Module, has no forward of its class, or is a TorchScript
-            module, compiled, or sharded by FSDP: compile or shard the Checkpoint of it.
+        TypeError: `module` is no nn.Module, or an option is none of `checkpoint`'s.
+        ImportError: this torch was built without torch.distributed, where the base class lives.
     """
 
-    options = Options()
+    _checkpoint_wrapped_module: Any
 
-    def __new__(
-        cls,
-        module: nn.Module,
-        *,
-        preserve_rng_state: bool = True,
-        preserve_python_rng: bool = False,
-        debug: bool = False,
-    ) -> Any:
-        """Return the same module once more, with a forward that is checkpointed."""
-        _check_module(module)
-        kind = type(module)
-        if isinstance(module, Checkpoint):
-            # its forward would be recomputed twice
-            kind = kind.__mro__[2]
-        options = Options(preserve_rng_state, preserve_python_rng, debug)
-        checkpointed = object.__new__(_checkpointed(kind, options))
-        checkpointed.__dict__ = module.__dict__
-        return checkpointed
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        # the module was initialised before
-        pass
+    def __init__(self, module: nn.Module, **options: Any):
+        if ActivationWrapper is None:
+            raise ImportError("Checkpoint: needs a torch with torch.distributed; `checkpoint` not")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"Checkpoint: expected an nn.Module, got {type(module).__name__}")
+        if unknown := options.keys() - OPTIONS:
+            raise TypeError(f"Checkpoint: unknown options {', '.join(sorted(unknown))}")
+        # subclasses, such as FSDP's, have a state of their own
+        super().__init__(getattr(module, _NAME) if type(module) is Checkpoint else module)
+        self.training, self._checkpoint_options = module.training, options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns, keeping its arguments alone."""
-        return checkpoint(super().forward, *args, **self.options._asdict(), **kwargs)
+        module, options = self._checkpoint_wrapped_module, self._checkpoint_options
+        taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & kwargs.keys()}
+        return checkpoint(partial(module, **taken) if taken else module, *args, **options, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # the class was made here, and has no name to be found by
-        return _rebuild, (type(self).__mro__[2], tuple(self.options)), self.__dict__
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module], None, None]:
+        """Yield as nn.Module does, with the names that the modules have without the wrapper."""
+        own = f"{prefix}.{_NAME}" if prefix else _NAME
+        for name, module in nn.Module.named_modules(self, memo, prefix, remove_duplicate):
+            if name.startswith(own):
+                name = (prefix + name[len(own) :]).removeprefix(".")
+            yield name, module
 
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return ", ".join(f"{name}={value!r}" for name, value in self._checkpoint_options.items())
 
-@cache
-def _checkpointed(kind: type[nn.Module], options: Options) -> type[nn.Module]:
-    """Return the class that checkpoints the forward of `kind`."""
-    return type(f"Checkpoint{kind.__name__}", (Checkpoint, kind), {"options": options})
+    def __getattr__(self, name: str) -> Any:
+        # copy and pickle look for special methods, of this module
+        special = name.startswith("__") or _NAME not in vars(self).get("_modules", {})
+        return nn.Module.__getattr__(self, name) if special else super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = vars(self).get("_modules", {}).get(_NAME)
+        for tensors in () if module is None else (module._parameters, module._buffers):
+            if name in tensors and isinstance(value, Tensor):
+                # also one that is no Parameter, which torch.func.functional_call sets
+                tensors[name] = value
+                return
+        super().__setattr__(name, value)
 
-def _rebuild(kind: type[nn.Module], options: tuple[bool, bool, bool]) -> nn.Module:
-    return object.__new__(_checkpointed(kind, Options(*options)))
+    def __bool__(self) -> bool:
+        return bool(self._checkpoint_wrapped_module)
 
+    def __len__(self) -> int:
+        return len(self._checkpoint_wrapped_module)
 
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Checkpoint: expected an nn.Module, got {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("Checkpoint: a TorchScript module cannot be checkpointed")
-    name = type(module).__name__
-    is_compiled = _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
-    if is_compiled or module._compiled_call_impl is not None:
-        raise TypeError(f"Checkpoint: {name} is compiled: compile the Checkpoint of it instead")
-    if "forward" in vars(module):
-        raise TypeError(
-            f"Checkpoint: the forward of this {name} was replaced, by {vars(module)['forward']!r}: "
-            "replace it on the Checkpoint, or call `checkpoint`"
-        )
-    if type(module).forward is nn.Module.forward:
-        raise TypeError(f"Checkpoint: {name} has no forward")
-    if _is_a(module, "torch.distributed.fsdp", "FSDPModule"):
-        # FSDP finds its state by the object
-        raise TypeError(f"Checkpoint: {name} is sharded: fully_shard the Checkpoint of it instead")
-
-
-def _is_a(module: nn.Module, source: str, name: str) -> bool:
-    """Whether a module is of a class of torch's that is slow to import, if nobody did."""
-    kind = getattr(sys.modules.get(source), name, None)
-    return kind is not None and isinstance(module, kind)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._checkpoint_wrapped_module)

@@ -43,10 +43,10 @@ class _LinearAct(torch.autograd.Function):
             w if recomputes or needs_dx else None,
             b if recomputes else None,
         )
-        phase.enter(given)
+        like = ((*x.shape[:-1], w.shape[0]), x.dtype) if has_z else None
+        phase.enter(given, (like,))
         keep_z = has_z and phase.runs(level) == "preact"
         h, z = linear_act_op(x, w, b, activation, keep_z, kernel)
-        like = (h.shape, h.dtype) if has_z else None
         phase.save(ctx, "linear_act", given, (z if keep_z else None,), (like,))
         ctx.set_materialize_grads(False)
         ctx.activation, ctx.kernel = activation, kernel

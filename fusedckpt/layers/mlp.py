@@ -42,16 +42,17 @@ class _MLP(torch.autograd.Function):
         phase = phases.settle(ctx, phase if needs.hidden else None)
         level = level if needs.hidden else "inputs"
         given = _read(needs, options, phase.keeps(level), x, Weights(*tensors))
-        phase.enter(given)
+        gated = tensors[4] is not None
+        like = (*x.shape[:-1], tensors[2].shape[0]), options.dtype
+        likes = (like, like if gated else None)
+        phase.enter(given, likes)
         runs = phase.runs(level)
         y, gate, up = mlp_op(x, *tensors, *options, runs)
-        gated = tensors[4] is not None
         extras = (
             gate if runs != "inputs" else None,
             up if runs == "preact" and gated else None,
         )
-        like = (*x.shape[:-1], tensors[2].shape[0]), options.dtype
-        phase.save(ctx, "mlp", given, extras, (like, like if gated else None))
+        phase.save(ctx, "mlp", given, extras, likes)
         ctx.set_materialize_grads(False)
         ctx.options, ctx.needs = options, needs
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, *tensors))

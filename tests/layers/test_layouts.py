@@ -126,7 +126,6 @@ def ops_and_arguments(empty):
     w, b, norm = empty(N, D), empty(N), empty(D)
     gated = (norm, None, w, b, empty(N, D), empty(N), empty(D, N), empty(D))
     needs = [True, True, False, *[True] * 6]
-    projections = ([dy, empty(T, D)], x, norm, None, [w, empty(D, D)], *NORM[1:])
     return {
         "linear_act": (x, w, b, "gelu", True, None),
         "linear_act_backward": (dy, x, w, b, z, "gelu", [True, True, True], None),
@@ -136,7 +135,6 @@ def ops_and_arguments(empty):
         "mlp": (x, *gated, *MLP, "preact"),
         "mlp_backward": (empty(T, D), z, u, x, *gated, *MLP, needs),
         "mlp_backward_spending": (empty(T, D), z, u, x, *gated, *MLP, needs),
-        "norm_linear_backward": (*projections, [True, True, False, True, True, True, True]),
     }
 
 

@@ -7,21 +7,13 @@ import torch
 from checkpoints import same
 from support import DEVICE, randn
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from fusedckpt.checkpointing.holdings import Holdings
-from fusedckpt.checkpointing.replay import Conditions
-from fusedckpt.checkpointing.segment import Segment
-
-
-def segment() -> Segment:
-    return Segment()
+from fusedckpt._roles import HandingOn
 
 
 def part(of, fn, args):
     """Call `fn` as a part of a segment."""
-    flat = pytree.tree_flatten((args, {}))
-    return of.run(fn, args, {}, flat, Conditions(Holdings(), (), rng=True, python_rng=False))
+    return of.run(fn, args, {})
 
 
 def blocks(count: int = 3):
@@ -33,10 +25,9 @@ def blocks(count: int = 3):
 
 def in_calls(layers, x, between=lambda x: x):
     torch.manual_seed(1)
-    shared, calls = segment(), []
+    shared, calls = HandingOn(), []
     for layer in layers:
         x = part(shared, lambda x, layer=layer: (calls.append(1), layer(x))[1], (x,))
-        shared.hand_on(x)
         x = between(x)
     return x, calls
 
@@ -91,27 +82,24 @@ def test_handed_on_several_and_twice():
         assert a is again
         return (a * b * again * x).sin()
 
-    def together(call, hand_on, x):
+    def together(call, x):
         parts = call(split, (x,))
-        hand_on(parts)
         y = call(merge, (parts["a"], parts["b"][0], parts["a"], x))
-        hand_on(y)
         return call(merge, (y, parts["a"], y, x))
 
-    x, shared = randn(4, 6), segment()
-    plain = together(lambda fn, args: fn(*args), lambda output: None, x)
+    x, shared = randn(4, 6), HandingOn()
+    plain = together(lambda fn, args: fn(*args), x)
     expected = torch.autograd.grad(plain.sum(), [x, w])
-    found = together(partial(part, shared), shared.hand_on, x)
+    found = together(partial(part, shared), x)
     assert all(map(same, torch.autograd.grad(found.sum(), [x, w]), expected))
 
 
 def test_address_of_a_handed_on_output_used_again():
     """An output that is gone must not be taken for what comes to lie where it lay."""
-    shared, x = segment(), randn(4, 6, dtype=torch.float64)
+    shared, x = HandingOn(), randn(4, 6, dtype=torch.float64)
     total = 0
     for _ in range(50):
         y = part(shared, lambda x: (x.sin() * 2).exp(), (x,))
-        shared.hand_on(y)
         total = total + y.sum()
         del y
         # a fresh tensor, likely at the same address
@@ -142,7 +130,7 @@ def test_parts_of_a_storage():
         )
 
     expected = call(lambda fn, args: fn(*args))
-    assert all(map(same, call(lambda fn, args: part(segment(), fn, args)), expected))
+    assert all(map(same, call(lambda fn, args: part(HandingOn(), fn, args)), expected))
 
 
 @pytest.mark.parametrize(
@@ -158,4 +146,4 @@ def test_square_arguments_of_equal_shape(square):
         )
 
     expected = call(lambda fn, args: fn(*args))
-    assert all(map(same, call(lambda fn, args: part(segment(), fn, args)), expected))
+    assert all(map(same, call(lambda fn, args: part(HandingOn(), fn, args)), expected))

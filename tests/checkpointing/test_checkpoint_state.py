@@ -1,5 +1,6 @@
 """What changes between forward and backward raises; what forward itself changes, changes once."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -8,12 +9,13 @@ import torch.nn.functional as F
 from checkpoints import same
 from support import DEVICE, randn
 from torch import nn
+from torch.utils.checkpoint import checkpoint as stock
 
-from fusedckpt import Checkpoint, checkpoint
-from fusedckpt.checkpointing import kept
+from fusedckpt import Checkpoint, checkpoint, is_recomputing
+from fusedckpt.autograd.saved_tensor import SavedTensor
+from fusedckpt.checkpointing import saved as stand_ins
 
 GLOBAL = nn.BatchNorm1d(6).to(DEVICE)
-WEIGHT = randn(4, 6, requires_grad=False)
 
 
 class Net(nn.Module):
@@ -26,17 +28,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.fc2(self.fc1(x.sin()).tanh() * self.scale + self.large[:6]).sin()
-
-
-class Holder:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def call(self, x):
-        return (x * self.tensor).sin().sin()
-
-    def __call__(self, x):
-        return self.call(x) + self.tensor
 
 
 def mul(x, t):
@@ -55,18 +46,9 @@ WAYS = {
     "dict": lambda x, t: checkpoint(lambda x, ts: add(x, ts["t"]), x, {"t": t}),
     "partial": lambda x, t: checkpoint(partial(add, t=t), x),
     "nested partial": lambda x, t: checkpoint(partial(partial(add, x), t)),
-    "partial in argument": lambda x, t: checkpoint(lambda x, f: f(x), x, partial(add, t=t)),
-    "closure": lambda x, t: checkpoint(lambda x: add(x, t), x),
-    "closure's list": lambda x, t, ts=(): (ts := [t]) and checkpoint(lambda x: add(x, ts[0]), x),
-    "default": lambda x, t: checkpoint(lambda x, t=t: add(x, t), x),
-    "method": lambda x, t: checkpoint(Holder(t).call, x),
-    "callable": lambda x, t: checkpoint(Holder(t), x),
-    "attribute": lambda x, t, h=None: (
-        (h := Holder(t)) and checkpoint(lambda x: add(x, h.tensor), x)
-    ),
     "view": lambda x, t: checkpoint(add, x, t[:]),
     "saved as it is": lambda x, t: checkpoint(torch.mul, x, t),
-    "nested": lambda x, t: checkpoint(checkpoint, lambda x: add(x, t), x),
+    "nested": lambda x, t: checkpoint(checkpoint, add, x, t),
 }
 
 
@@ -75,29 +57,30 @@ def test_c8_changed_tensor_raises(way):
     x, t = randn(4, 6), randn(4, 6, requires_grad=False)
     y = WAYS[way](x, t)
     t.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-def test_c8_changed_global_raises():
-    x = randn(4, 6)
-    y = checkpoint(lambda x: add(x, WEIGHT), x)
-    WEIGHT.add_(1)
-    with pytest.raises(RuntimeError, match="a tensor that it reads"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["fc1.weight", "fc1.bias", "fc2.bias", "scale", "large"])
+@pytest.mark.parametrize("name", ["fc1.weight", "fc2.weight"])
 @pytest.mark.parametrize("make", [lambda net: net, lambda net: lambda x: net(x), Checkpoint])
-def test_c8_changed_parameter_or_buffer_raises(make, name):
+def test_c8_changed_parameter_raises(make, name):
+    """Those that autograd saved, as without a checkpoint."""
     net, x = Net(), randn(4, 6)
-    for _ in range(2):
-        checkpoint(make(net), x).sum().backward()
     y = checkpoint(make(net), x)
     with torch.no_grad():
         net.state_dict(keep_vars=True)[name].mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["fc1.bias", "fc2.bias", "scale"])
+def test_c8_what_is_not_read_in_backward_may_change(name):
+    """Closures, globals, attributes and what autograd did not save are left to the function."""
+    net, x = Net(), randn(4, 6)
+    y = checkpoint(net, x)
+    with torch.no_grad():
+        net.state_dict(keep_vars=True)[name].add_(1)
+    y.sum().backward()
 
 
 def test_c8_changed_after_is_fine():
@@ -109,16 +92,16 @@ def test_c8_changed_after_is_fine():
                 p.add_(0.1)
 
 
-@pytest.mark.parametrize("make_saved", dict.fromkeys([kept._make_saved, kept._Saved]))
+@pytest.mark.parametrize("make_saved", dict.fromkeys([stand_ins.make_saved, SavedTensor]))
 def test_c9_segment_that_writes_its_input(monkeypatch, make_saved):
-    monkeypatch.setattr(kept, "_make_saved", make_saved)
+    monkeypatch.setattr(stand_ins, "make_saved", make_saved)
 
     def fn(x):
         x.mul_(2)
         return x.sin()
 
     y = checkpoint(fn, randn(4) * 1)
-    with pytest.raises(RuntimeError, match="an argument was changed in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
@@ -177,10 +160,16 @@ WRAPS = {
 }
 
 
+# what the forward writes there, it reads too: gradients are those of torch's checkpoint then
+READS_WHAT_IT_WRITES = ("average", "spectral", "old spectral")
+
+
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", STATEFUL)
 def test_c18_c32_state_is_written_once(name, wrap):
     """Through modes and micro-batches, the state and gradients are those of the plain module."""
+    if wrap == "debug" and name in READS_WHAT_IT_WRITES:
+        pytest.skip("debug says that it is not the same twice")
     inputs = [torch.randn(8, 6) for _ in range(3)]
 
     def run(call):
@@ -193,10 +182,25 @@ def test_c18_c32_state_is_written_once(name, wrap):
             outputs = [call(module, x.to(DEVICE)) for x in inputs]
             sum(y.square().sum() for y in outputs).backward()
             found += statistics(module)
-        return found + [p.grad for p in module.parameters()]
+        return found, [p.grad for p in module.parameters()]
 
-    expected = run(lambda module, x: module(x))
-    assert all(map(same, run(WRAPS[wrap]), expected))
+    (state, grads), (plain_state, plain_grads) = run(WRAPS[wrap]), run(lambda m, x: m(x))
+    assert all(map(same, state, plain_state))
+    if name not in READS_WHAT_IT_WRITES:
+        assert all(map(same, grads, plain_grads))
+
+
+@pytest.mark.parametrize("name", READS_WHAT_IT_WRITES)
+def test_c32_state_is_not_rolled_back_before_the_recompute(name):
+    """The recompute starts from the state of its time, as torch's does."""
+
+    def run(call):
+        torch.manual_seed(0)
+        module = STATEFUL[name]().to(DEVICE)
+        return torch.autograd.grad(call(module, x).square().sum(), x)[0]
+
+    x = randn(8, 6)
+    assert same(run(checkpoint), run(partial(stock, use_reentrant=False)))
 
 
 def test_c18_batchnorm_reached_by_a_global_and_an_attribute():
@@ -213,13 +217,31 @@ def test_c18_batchnorm_reached_by_a_global_and_an_attribute():
     assert trainer.net.num_batches_tracked == GLOBAL.num_batches_tracked == 1
 
 
-def test_c32_buffer_that_is_first_written_later():
-    def run(call):
-        module, found = Average(turn=0).to(DEVICE), []
-        for _ in range(4):
-            found += torch.autograd.grad(call(module, x).square().sum(), x)
-            found += statistics(module)
-        return found
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda m: torch.compile(m, backend="eager"),
+        lambda m: m.compile(backend="eager") or m,
+    ],
+    ids=["compiled", "compiled in place"],
+)
+def test_c18_batchnorm_in_what_runs_as_one(compiled):
+    norm = nn.BatchNorm1d(6)
+    module = compiled(nn.Sequential(nn.Linear(6, 6), norm, nn.Tanh()).to(DEVICE))
+    checkpoint(lambda x: module(x).sin(), randn(8, 6)).sum().backward()
+    assert norm.num_batches_tracked == 1
 
-    x = randn(8, 6)
-    assert all(map(same, run(checkpoint), run(lambda module, x: module(x))))
+
+def test_c18_another_thread_loses_nothing():
+    """What another thread's forward writes while this one recomputes stays."""
+    norm, x = nn.BatchNorm1d(6).to(DEVICE), randn(8, 6)
+
+    def fn(x):
+        if is_recomputing():
+            thread = threading.Thread(target=norm, args=(x.detach(),))
+            thread.start()
+            thread.join()
+        return norm(x).sin().sin()
+
+    checkpoint(fn, x).sum().backward()
+    assert norm.num_batches_tracked == 2

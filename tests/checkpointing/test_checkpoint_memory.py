@@ -83,20 +83,6 @@ def test_c29_forward_without_backward():
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_c29_closure_over_the_name_of_the_output():
-    """Not even where there is no backward that would cut the cycle."""
-    probe = Probe()
-
-    def outputs_reference():
-        x = randn(4, 6)
-        x = checkpoint(lambda: probe(x).sin())
-        return weakref.ref(x)
-
-    output = outputs_reference()
-    assert output() is None
-
-
-@pytest.mark.usefixtures("no_gc")
 def test_c29_after_an_exception_in_the_recompute():
     probe, x = Probe(), randn(4, 6)
 

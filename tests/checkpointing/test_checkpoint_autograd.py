@@ -124,11 +124,9 @@ def test_c14_saved_tensors_read_twice():
         calls.append(1)
         return Exp.apply(Exp.apply(x.sin()).sin()).sin()
 
-    with pytest.warns(UserWarning, match="read ctx.saved_tensors once") as warned:
-        assert_as_plain(fn, randn(4, 6))
+    assert_as_plain(fn, randn(4, 6))
     # plain, forward, and two recomputes
     assert len(calls) == 4
-    assert len(warned) == 1
 
 
 def test_c14_saved_attributes_outside_a_backward():

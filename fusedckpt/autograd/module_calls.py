@@ -1,0 +1,177 @@
+"""Module calls of one thread seen from outside, and buffers put back after those of a recompute.
+
+A recompute calls modules a second time. What they write into their own buffers, as BatchNorm does,
+is put back right after each call: the forward's own update is the one that stays.
+
+Calls are seen by standing in for `nn.Module._compiled_call_impl`, which every call reads, for as
+long as somebody looks. Hooks would change what other code sees: Dynamo traces them, and fused
+layers step aside for them. Setting `nn.Module.__call__` takes 50 us, as all subclasses follow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusedckpt.autograd.uncompiled import never_compile, uncompiled
+
+
+class Observer(Protocol):
+    """Sees the calls of modules."""
+
+    def sees(self, module: nn.Module) -> bool:
+        """Whether to be told of the calls of a module."""
+        ...
+
+    def enter(self, module: nn.Module) -> Any:
+        """Be told of a call; what is returned comes back to `leave`."""
+        ...
+
+    def returned(self, module: nn.Module, output: Any) -> None:
+        """Be told what a call returned."""
+        ...
+
+    def leave(self, entered: Any) -> None:
+        """Be told of a call's end, by an exception too."""
+        ...
+
+
+class _Local(threading.local):
+    observer: Observer | None = None
+
+
+_local = _Local()
+_lock = threading.Lock()
+_looking = 0
+_NAME = "_compiled_call_impl"
+
+
+class _Seen:
+    """What a call of a module runs, its compiled function or its own, seen from outside."""
+
+    def __get__(self, module: nn.Module | None, kind: Any = None) -> Callable[..., Any] | None:
+        if module is None:
+            return None
+        compiled, observer = vars(module).get(_NAME), _local.observer
+        if observer is None or not observer.sees(module) or torch.compiler.is_compiling():
+            return compiled
+        return partial(_observed_call, observer, module, compiled or module._call_impl)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        vars(module)[_NAME] = value
+
+
+def _observed_call(
+    observer: Observer, module: nn.Module, call: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    entered = observer.enter(module)
+    try:
+        output = call(*args, **kwargs)
+        observer.returned(module, output)
+        return output
+    finally:
+        observer.leave(entered)
+
+
+@contextmanager
+def observed(observer: Observer | None) -> Iterator[None]:
+    """Let `observer` see the calls of modules in this thread; None lets nobody."""
+    before, _local.observer = _local.observer, observer
+    _look(1)
+    try:
+        yield
+    finally:
+        _look(-1)
+        _local.observer = before
+
+
+def _look(change: int) -> None:
+    global _looking
+    with _lock:
+        _looking += change
+        setattr(nn.Module, _NAME, _Seen() if _looking else None)
+
+
+class PutsBackBuffers:
+    """Undoes what the calls of modules do to their buffers, each after its end."""
+
+    def sees(self, module: nn.Module) -> bool:
+        """Those of modules with buffers, and of what runs other modules unseen."""
+        return len(module._buffers) > 0 or _runs_as_one(module)
+
+    def enter(self, module: nn.Module) -> Any:
+        """Copy the buffers."""
+        return _copied(module.modules() if _runs_as_one(module) else (module,))
+
+    def returned(self, module: nn.Module, output: Any) -> None:
+        """Nothing to do."""
+
+    def leave(self, entered: Any) -> None:
+        """Put them back."""
+        if entered:
+            _put_back(entered)
+
+
+@contextmanager
+def _putting_back(module: nn.Module) -> Iterator[None]:
+    puts_back = PutsBackBuffers()
+    entered = puts_back.enter(module)
+    try:
+        yield
+    finally:
+        puts_back.leave(entered)
+
+
+def putting_back(module: Any) -> AbstractContextManager[None]:
+    """Do so for what runs inside, if a module is given: its forward, called without its hooks."""
+    return _putting_back(module) if isinstance(module, nn.Module) else nullcontext()
+
+
+@uncompiled
+def _copied(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any, Tensor | None]]:
+    """Return the buffers of modules, each with the dict it is in, its name and a copy."""
+    with _unseen():
+        return [
+            (module._buffers, name, buffer, _copy(buffer))
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+
+
+@uncompiled
+def _put_back(copied: Iterable[tuple[dict[str, Any], str, Any, Tensor | None]]) -> None:
+    with _unseen():
+        for buffers, name, buffer, copy in copied:
+            if copy is not None:
+                # no version counts this, as none counts what BatchNorm's kernels write
+                buffer.data.copy_(copy)
+            if name in buffers and buffers[name] is not buffer:
+                buffers[name] = buffer
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """Hide from selective checkpointing, which counts the operations of forward and recompute."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    if buffer is None or type(buffer) is not Tensor or buffer.is_inference():
+        return None
+    return buffer.data.clone()
+
+
+def _runs_as_one(module: nn.Module) -> bool:
+    """Whether a module runs those in it without calling them."""
+    compiled = vars(module).get(_NAME) is not None or "_orig_mod" in module._modules
+    return compiled or isinstance(module, torch.jit.ScriptModule)
+
+
+# where it is at work, it would compile what it leaves to eager execution elsewhere
+never_compile(_Seen.__get__, _observed_call, PutsBackBuffers.sees, _runs_as_one)

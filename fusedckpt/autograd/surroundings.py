@@ -1,0 +1,115 @@
+"""What a recompute must find as the forward found it: random numbers, autocast, default device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._functorch import pyfunctorch
+from torch.nn.attention import sdpa_kernel
+
+_current_kernels: Callable[[], list[Any]] = getattr(
+    torch.nn.attention, "_cur_sdpa_kernel_backends", list
+)
+_CPU = torch.device("cpu")
+_clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", None)
+
+
+class Surroundings:
+    """The state of now, on the CPU and on the devices of the tensors given."""
+
+    def __init__(self, given: Iterable[Any], rng: bool, python_rng: bool):
+        given = list(given)
+        devices = {x.device for x in given if isinstance(x, Tensor)}
+        if torch.cuda.is_initialized() and all(device.type == "cpu" for device in devices):
+            # the function may move them there
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
+        self._generators = _generators(devices, given) if rng else []
+        if python_rng:
+            self._generators += [
+                (random.getstate, random.setstate),
+                (np.random.get_state, np.random.set_state),
+            ]
+        self._states = [read() for read, _ in self._generators]
+        kinds = {"cpu", *(device.type for device in devices)}
+        self._autocasts = [(k, _autocast(k)) for k in kinds if torch.amp.is_autocast_available(k)]
+        self._device, self._kernels = _default_device(), _current_kernels()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Bring it back, and afterwards what was there before."""
+        now = [read() for read, _ in self._generators]
+        try:
+            self._write(self._states)
+            with ExitStack() as stack:
+                for kind, options in self._autocasts:
+                    if _autocast(kind) != options:
+                        stack.enter_context(torch.autocast(kind, **options))
+                if self._device != _default_device():
+                    stack.enter_context(self._device)
+                if self._kernels != _current_kernels():
+                    stack.enter_context(sdpa_kernel(self._kernels))
+                yield
+        finally:
+            self._write(now)
+
+    def _write(self, states: list[Any]) -> None:
+        for (_, write), state in zip(self._generators, states, strict=True):
+            write(state)
+
+
+def _generators(devices: set[torch.device], given: list[Any]) -> list[tuple[Any, Any]]:
+    """Return what reads and writes the state of each random number generator."""
+    found: list[tuple[Any, Any]] = [(torch.get_rng_state, torch.set_rng_state)]
+    found += [(x.get_state, x.set_state) for x in given if isinstance(x, torch.Generator)]
+    for device in devices:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "checkpoint: the state of a random number generator cannot be read while a CUDA "
+                "graph is captured: pass preserve_rng_state=False"
+            )
+        if device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device.type)
+            # the one MPS device goes unnamed
+            where = {} if device.type == "mps" else {"device": device}
+            found.append(
+                (partial(module.get_rng_state, **where), partial(module.set_rng_state, **where))
+            )
+    return found
+
+
+def _autocast(kind: str) -> dict[str, Any]:
+    return {
+        "enabled": torch.is_autocast_enabled(kind),
+        "dtype": torch.get_autocast_dtype(kind),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+
+def _default_device() -> torch.device:
+    # torch.get_default_device takes some microseconds to find that there is none
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+
+
+def unbatched() -> AbstractContextManager[Any]:
+    """Leave the vmap of a batched backward: the forward was not in it, and random ops refuse it."""
+    if _clear_stack is None or not torch._C._are_functorch_transforms_active():
+        return nullcontext()
+    return _clear_stack()
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """Yield what is in plain lists, tuples and dicts; anything else is not looked into."""
+    if type(value) is dict:
+        value = list(value.values())
+    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        for part in value:
+            yield from objects_in(part)
+    else:
+        yield value

@@ -1,0 +1,162 @@
+"""A chain of functions, checkpointed in segments: `checkpoint_sequential`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusedckpt.checkpointing.checkpoint import OPTIONS, checkpoint, is_plain_call
+from fusedckpt.memory import ChainSizes, chain_sizes
+
+__all__ = ["checkpoint_sequential"]
+
+
+def checkpoint_sequential(
+    functions: Iterable[Callable[..., Any]],
+    segments: int | Sequence[int] | str | Any,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Return the functions applied one after the other to `input`, checkpointed in segments.
+
+    Unlike torch.utils.checkpoint's, every segment is checkpointed, the last one too, and lengths
+    differ by one at most.
+
+    Args:
+        functions: an nn.Sequential or callables; each is called with what the one before returned.
+        segments: how many; or the indices of the functions that start one, but for the first; or
+            "sqrt"; or the Plan of an nn.Sequential of these functions.
+        input: of the first function: a tensor, or any nesting of tensors.
+        use_reentrant: None or False.
+        options: those of `checkpoint`.
+
+    "sqrt" starts segments where the tensors that are handed on between them and what the largest of
+    them keeps in its backward are the fewest bytes together: about sqrt(n) segments of n functions
+    that are alike. None starts at a function that writes its input in place. The first call for the
+    same functions in the same training modes measures this: it runs them once more, one by one,
+    with their hooks; random states, and modules that have buffers, are then as before.
+
+    Raises:
+        ValueError: segments are none of these: less than one, more than functions, not in order;
+            an option is none of `checkpoint`'s, or `use_reentrant` is True.
+        TypeError: what is called cannot be called.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+    """
+    functions = list(functions)
+    for function in functions:
+        if not callable(function):
+            kind = type(function).__name__
+            raise TypeError(f"checkpoint_sequential: expected something to call, got {kind}")
+    options["use_reentrant"] = use_reentrant
+    if unknown := options.keys() - OPTIONS:
+        raise ValueError(
+            f"checkpoint_sequential: Unexpected keyword arguments: {', '.join(sorted(unknown))}"
+        )
+    for start, stop, context in _spans(functions, segments, input):
+        if context is None:
+            input = checkpoint(_chain, functions[start:stop], input, **options)
+        else:
+            with context:
+                input = _chain(functions[start:stop], input)
+    return input
+
+
+def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
+    for function in functions:
+        input = function(input)
+    return input
+
+
+def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, int, Any]]:
+    """Return stretches of functions as (start, stop, context), context None for a segment."""
+    if hasattr(segments, "spans"):
+        return segments.spans(len(functions))
+    sqrt = isinstance(segments, str) and segments == "sqrt"
+    starts = sqrt_starts(functions, input) if sqrt else _starts(segments, len(functions))
+    return [(a, b, None) for a, b in pairwise([*starts, len(functions)])]
+
+
+def _starts(segments: Any, count: int) -> list[int]:
+    """Return the indices of the functions that start a segment."""
+    # numpy's integers, too
+    if isinstance(segments, Integral) and 1 <= int(segments) <= count:
+        return [count * i // int(segments) for i in range(int(segments))]
+    if isinstance(segments, Sequence) and not isinstance(segments, str):
+        starts = [0, *segments]
+        if all(isinstance(start, Integral) for start in starts) and all(
+            a < b for a, b in pairwise([*starts, count])
+        ):
+            return [*map(int, starts)]
+    raise ValueError(
+        f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, 'sqrt' "
+        f"or a Plan, got {segments!r}"
+    )
+
+
+# starts by functions and their training modes
+_known: dict[Any, list[int]] = {}
+
+
+def sqrt_starts(functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
+    """Return the indices of the functions that start a segment; the first call measures them."""
+    count = len(functions)
+    if count < 2 or is_plain_call():
+        return [0][:count]
+    if torch.compiler.is_compiling():
+        return _starts(math.isqrt(count), count)
+    try:
+        key = tuple((_reference(f), getattr(f, "training", None)) for f in functions)
+        starts = _known.get(key)
+    except TypeError:
+        # what has no hash or no weak reference is not known again
+        return least_starts(chain_sizes(functions, input))
+    if starts is None:
+        if len(_known) > 1000:
+            # by functions that are made anew for each call
+            _known.clear()
+        starts = _known[key] = least_starts(chain_sizes(functions, input))
+    return starts
+
+
+def _reference(function: Any) -> weakref.ref[Any]:
+    # a bound method is made anew each time that it is looked up
+    return (weakref.WeakMethod if inspect.ismethod(function) else weakref.ref)(function)
+
+
+def least_starts(sizes: ChainSizes) -> list[int]:
+    """Return the starts with which what is handed on and the largest segment are the least."""
+    # a segment holds ends[stop] - begins[start]: its own input is one that was handed on
+    ends = np.cumsum([0, *map(sum, zip(sizes.inputs, sizes.own, strict=True))])
+    begins, handed = ends[:-1] + sizes.inputs, np.array([0, *sizes.handed[1:-1]], float)
+    least, starts, limit = math.inf, [0], math.inf
+    while found := _cheapest(begins, ends, handed, limit):
+        kept = handed[found].sum()
+        largest = max(ends[b] - begins[a] for a, b in pairwise([*found, len(begins)]))
+        if kept + largest < least:
+            least, starts = kept + largest, found
+        # a lower limit never hands on less; steps of one per cent, for chains of 1,000 functions
+        limit = min(largest, least - kept)
+        limit -= max(1, limit // 100)
+    return starts
+
+
+def _cheapest(begins: Any, ends: Any, handed: Any, limit: float) -> list[int]:
+    """Return starts of segments within the limit that hand on the least; none if none can be."""
+    costs, starts = np.zeros(len(ends)), [[]]
+    for stop in range(1, len(ends)):
+        fits = ends[stop] - begins[:stop] <= limit
+        ways = np.where(fits, costs[:stop] + handed[:stop], math.inf)
+        start = int(ways.argmin())
+        costs[stop] = ways[start]
+        starts.append([*starts[start], start])
+    return starts[-1] if costs[-1] < math.inf else []

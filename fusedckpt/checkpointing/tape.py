@@ -1,0 +1,99 @@
+"""What the forward of a segment leaves for its recompute."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fusedckpt.autograd.surroundings import Surroundings, objects_in
+from fusedckpt.checkpointing.determinism import Run
+from fusedckpt.checkpointing.saved import Argument, Dropped, Leaf, stale, version_of
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class Options(NamedTuple):
+    """Those of `checkpoint`; `contexts` is what context_fn returned."""
+
+    preserve_rng_state: bool = True
+    preserve_python_rng: bool = False
+    check_metadata: bool = True
+    early_stop: bool = True
+    debug: bool = False
+    contexts: Contexts | None = None
+
+    @property
+    def stops(self) -> bool:
+        """Whether a recompute runs no further, and no sooner, than backward needs it to."""
+        # debug compares all outputs
+        return self.early_stop and not self.debug
+
+
+class Call:
+    """A call of a segment, to be made again with the same objects in the same surroundings."""
+
+    # what fused layers keep in the recompute
+    level = "preact"
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        options: Options,
+        hold: Callable[[Tensor], Argument],
+    ):
+        values = [*args, *kwargs.values()]
+        self.fn, self._names = fn, tuple(kwargs)
+        self._held = [hold(x) if isinstance(x, Tensor) else x for x in values]
+        self.surroundings = Surroundings(objects_in(values), *options[:2])
+        # of tensors that containers keep; those above are Arguments
+        inner = objects_in([x for x in values if not isinstance(x, Tensor)])
+        self._versions = [(x, version_of(x)) for x in inner if isinstance(x, Tensor)]
+
+    def again(self, made: dict[Any, Any]) -> Any:
+        """Call `fn` again; in `made` the calls of one recompute leave what they like for others."""
+        values = [x.tensor(made) if isinstance(x, Argument) else x for x in self._held]
+        count = len(values) - len(self._names)
+        kwargs = dict(zip(self._names, values[count:], strict=True))
+        return self.fn(*values[:count], **kwargs)
+
+    def check(self) -> None:
+        """Raise where a tensor in a container was written in place since."""
+        for tensor, version in self._versions:
+            if version_of(tensor) != version:
+                raise RuntimeError(stale("an argument", tensor))
+
+
+class Tape:
+    """The calls of a segment, and what autograd saved in them, in order.
+
+    saved: what stands for each tensor; metas: what each was like; slots: the fused layers by name,
+    each with what waits for its GEMM outputs; is_complete: whether the last call has returned.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.run: Run | None = None
+        self.calls: list[Call] = []
+        self.saved: list[weakref.ref[Dropped]] = []
+        self.metas: list[Any] = []
+        self.slots: list[tuple[str, weakref.ref[Any]]] = []
+        self.is_complete = False
+
+    def alive(self) -> Iterator[Dropped]:
+        """Yield what stands for tensors that autograd still wants."""
+        return (entry for ref in self.saved if (entry := ref()) is not None)
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Yield those that stand for parameters and other leaves."""
+        return (entry for entry in self.alive() if isinstance(entry, Leaf))
+
+    def check(self) -> None:
+        """Raise where an argument, or a parameter that was saved, was written in place since."""
+        for part in (*self.calls, *self.leaves()):
+            part.check()

@@ -1,0 +1,153 @@
+"""One of two ranks: gradients under DDP and FSDP with checkpoints equal those without.
+
+Run by test_wrapper.py as `checkpoint_ranks.py STORE RANK`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential  # after the path is set
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.unused = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        return x + self.fc2(self.fc1(x).tanh()).sin()
+
+
+class Model(nn.Module):
+    """Two blocks, each `wrap`ped, run by `call`."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module], call: Callable[..., Any]):
+        super().__init__()
+        self.call = call
+        self.blocks = nn.ModuleList(wrap(Block()) for _ in range(2))
+
+    def forward(self, x):
+        return self.call(self.blocks, x)
+
+
+def plain(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def each(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = checkpoint(block, x)
+    return x
+
+
+def together(blocks: Any, x: Tensor) -> Tensor:
+    return checkpoint(plain, blocks, x)
+
+
+def in_segments(segments: Any, blocks: Any, x: Tensor) -> Tensor:
+    return checkpoint_sequential(blocks, segments, x)
+
+
+def keep(block: nn.Module) -> nn.Module:
+    return block
+
+
+def ddp(wrap: Any, call: Any, **options: Any) -> nn.Module:
+    return DistributedDataParallel(Model(wrap, call), **options)
+
+
+def fsdp(wrap: Any, call: Any) -> nn.Module:
+    def shard(block: nn.Module) -> nn.Module:
+        block = wrap(block)
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(block, device_id=cpu, use_orig_params=True)
+
+    return FullyShardedDataParallel(
+        Model(shard, call), device_id=torch.device("cpu"), use_orig_params=True
+    )
+
+
+def sharded(wrap: Any, call: Any, inside: bool = False, **options: Any) -> nn.Module:
+    """Shard every block, inside of its checkpoint or with it."""
+    options["mesh"] = init_device_mesh("cpu", (2,))
+
+    def shard(block: nn.Module) -> nn.Module:
+        return (
+            wrap(fully_shard(block, **options)) if inside else fully_shard(wrap(block), **options)
+        )
+
+    return fully_shard(Model(shard, call), **options)
+
+
+def gradients(build: Callable[..., nn.Module], rank: int, *wraps: Any) -> dict[str, Any]:
+    """Return the gradients of a second step, by name, and all names in the states."""
+    torch.manual_seed(0)
+    model = build(*wraps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    torch.manual_seed(rank + 1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    grads = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+    states = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)["state"]
+    return grads | {"names": tuple(map(tuple, states))}
+
+
+def main(store: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    builds = {
+        "ddp": partial(ddp, find_unused_parameters=True),
+        "ddp static": partial(ddp, static_graph=True),
+        "fsdp": fsdp,
+        "fsdp2": sharded,
+        "fsdp2 inside": partial(sharded, inside=True),
+        "fsdp2 kept": partial(sharded, reshard_after_forward=False),
+        "fsdp2 bf16": partial(sharded, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    }
+    ways = {
+        "wrapped": (Checkpoint, plain),
+        "each": (keep, each),
+        "together": (keep, together),
+        "wrapped together": (Checkpoint, together),
+        "one segment": (keep, partial(in_segments, 1)),
+        "two segments": (keep, partial(in_segments, 2)),
+        "sqrt": (keep, partial(in_segments, "sqrt")),
+    }
+    for name, build in builds.items():
+        expected = gradients(build, rank, keep, plain)
+        for way, wraps in ways.items():
+            found = gradients(build, rank, *wraps)
+            assert found.keys() == expected.keys(), (name, way, found.keys())
+            for key, a in found.items():
+                b = expected[key]
+                same = torch.equal(a, b) if isinstance(a, Tensor) else a == b
+                assert same, (name, way, key, a, b)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    # gloo's threads may abort while a busy interpreter takes itself down
+    os._exit(0)
