@@ -1,6 +1,7 @@
 """One process, one device: kernels run for real on a GPU, in Triton's interpreter on a CPU."""
 
 import os
+import tempfile
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # tests take what is shipped, not what was tuned on this machine
 os.environ["FUSEDCKPT_CACHE"] = ""
+# what inductor compiles is for this machine, these settings and this process
+_compiled = tempfile.TemporaryDirectory(prefix="inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 # cuBLAS asks for it under deterministic algorithms
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # the profiler's own messages

@@ -61,7 +61,9 @@ class View(Dropped):
 
     def kept(self) -> Tensor:
         """Return it, without its graph."""
-        return self.argument.tensor({}).detach().as_strided(*self.layout)
+        tensor = self.argument.tensor({})
+        whole = tensor.detach() if tensor.requires_grad else tensor
+        return whole if _layout(whole) == self.layout else whole.as_strided(*self.layout)
 
 
 class Leaf(Dropped):

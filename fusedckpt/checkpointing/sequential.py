@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -88,12 +87,12 @@ def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, i
 
 def _starts(segments: Any, count: int) -> list[int]:
     """Return the indices of the functions that start a segment."""
-    # numpy's integers, too
-    if isinstance(segments, Integral) and 1 <= int(segments) <= count:
+    # integers of any kind, numpy's too
+    if hasattr(segments, "__index__") and 1 <= int(segments) <= count:
         return [count * i // int(segments) for i in range(int(segments))]
     if isinstance(segments, Sequence) and not isinstance(segments, str):
         starts = [0, *segments]
-        if all(isinstance(start, Integral) for start in starts) and all(
+        if all(hasattr(start, "__index__") for start in starts) and all(
             a < b for a, b in pairwise([*starts, count])
         ):
             return [*map(int, starts)]
