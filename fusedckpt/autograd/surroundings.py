@@ -104,12 +104,16 @@ def unbatched() -> AbstractContextManager[Any]:
     return _clear_stack()
 
 
+# data, of which a container may hold very much
+_ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+
+
 def objects_in(value: Any) -> Iterator[Any]:
-    """Yield what is in plain lists, tuples and dicts; anything else is not looked into."""
+    """Yield what is in plain lists, tuples and dicts but data; nothing else is looked into."""
     if type(value) is dict:
         value = list(value.values())
     if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        for part in value:
+        for part in [part for part in value if type(part) not in _ATOMS]:
             yield from objects_in(part)
     else:
         yield value
