@@ -141,21 +141,22 @@ def _norm_gradients(
 ) -> list[Tensor | None]:
     """Return the wanted gradients of x and of the norm's weight and bias."""
     x, weight, _, *weights = tensors
-    dn = None
+    assert x is not None
+    dn, wide = None, torch.promote_types(ctx.dtype, x.dtype)
     for dy, w in zip(dys, weights, strict=True):
         if dy is not None and w is not None:
-            dn = _add_product(dn, dy, w.to(ctx.dtype))
-    assert x is not None
+            dn = _add_product(dn, dy, w.to(ctx.dtype), wide)
     assert dn is not None
     wanted = ctx.needs.norm
     grads = norm_backward_op(dn.view(x.shape), None, x, weight, 1, *ctx.rule, wanted)
     return [grad if need else None for grad, need in zip(grads, wanted, strict=True)]
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return total + a @ b, over total."""
-    if total is None:
-        return torch.mm(a, b)
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return total + a @ b in `dtype`, which under autocast is wider than the GEMM's own."""
+    if total is None or a.dtype != dtype:
+        product = torch.mm(a, b).to(dtype)
+        return product if total is None else product.add_(total)
     # as `out`, not by addmm_, which FlopCounterMode does not count; a batch of gradients takes none
     is_batched = not torch.compiler.is_compiling() and _is_batched(a)
     return torch.addmm(total, a, b, out=None if is_batched else total)

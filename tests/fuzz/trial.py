@@ -65,8 +65,9 @@ def settle(c: Config) -> Config:
         layouts=layouts,
         around=around,
         backward=backward,
-        # torch's LayerNorm reads kept statistics as if they were contiguous
-        hooks="copy" if c.native and c.hooks is not None else c.hooks,
+        # torch's LayerNorm reads kept statistics as if they were contiguous, and its checkpoint
+        # takes a linear for another one where x, in another layout, runs another GEMM
+        hooks=None if c.native else c.hooks,
         frozen=tuple(name for name in c.frozen if name in names),
         dtypes=tuple(pair for pair in c.dtypes if pair[0] in names),
     )

@@ -7,7 +7,7 @@ import torch
 from support import DEVICE, HALF, compare, randn
 from torch.nn import functional as F
 
-from fusedckpt import NormSpec, reference
+from fusedckpt import NormSpec, functional, reference
 from fusedckpt.functional import add_rms_norm, gated_mlp, mlp
 from fusedckpt.kernels import aten, products
 from fusedckpt.kernels.norm import MAX_BLOCK, NormRule
@@ -144,3 +144,18 @@ def test_products_add_up_unrounded(dtype, shape):
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
     assert products.sum_of_products((a, b)).dtype == dtype
+
+
+def test_autocast_adds_gradients_of_n_as_wide_as_n(path):
+    """The first weight's part is the same in every column: LayerNorm leaves its rounding alone."""
+
+    def make():
+        equal = 64 * randn(40, 1, requires_grad=False).expand(40, 24)
+        weights = equal.clone().requires_grad_(), randn(40, 24)
+        return randn(30, 24), *weights
+
+    def call(module, x, *weights):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return module.norm_linear(x, NormSpec("layer", eps=1.0), weights)
+
+    compare(partial(call, functional), partial(call, reference), make)
