@@ -208,7 +208,7 @@ def test_there_are_many_rows():
 
 @pytest.mark.skipif(dispatch.DISABLED, reason="this is the run that it starts")
 def test_the_same_where_eager_runs():
-    environment = os.environ | {"FUSEDCKPT_DISABLE": "1"}
+    environment = os.environ | {"FUSEDCKPT_DISABLE": "1", "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", __file__]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:]
