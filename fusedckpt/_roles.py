@@ -24,8 +24,9 @@ from torch.utils.checkpoint import (
 
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
+from fusedckpt.autograd.saved_tensor import version_of
 from fusedckpt.checkpointing.checkpoint import checkpoint, is_plain_call
-from fusedckpt.checkpointing.saved import Argument, version_of
+from fusedckpt.checkpointing.saved import Argument
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.checkpointing.tape import Call
 
@@ -140,8 +141,9 @@ class _Output(Argument):
     def __init__(self, call: int, leaf: int):
         self.place = call, leaf
 
-    def tensor(self, made: dict[Any, Any]) -> Tensor:
+    def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
         """Return what that call returned in this recompute."""
+        assert made is not None
         return made[self.place]
 
 

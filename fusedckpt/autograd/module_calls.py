@@ -68,6 +68,9 @@ class _Seen:
         vars(module)[_NAME] = value
 
 
+_SEEN = _Seen()
+
+
 def _observed_call(
     observer: Observer, module: nn.Module, call: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
@@ -96,7 +99,7 @@ def _look(change: int) -> None:
     global _looking
     with _lock:
         _looking += change
-        setattr(nn.Module, _NAME, _Seen() if _looking else None)
+        setattr(nn.Module, _NAME, _SEEN if _looking else None)
 
 
 class PutsBackBuffers:
@@ -148,10 +151,11 @@ def _copied(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any
 @uncompiled
 def _put_back(copied: Iterable[tuple[dict[str, Any], str, Any, Tensor | None]]) -> None:
     with _unseen():
-        for buffers, name, buffer, copy in copied:
-            if copy is not None:
-                # no version counts this, as none counts what BatchNorm's kernels write
-                buffer.data.copy_(copy)
+        kept = [(buffer.data, copy) for _, _, buffer, copy in copied if copy is not None]
+        if kept:
+            # no version counts this, as none counts what BatchNorm's kernels write
+            torch._foreach_copy_(*zip(*kept, strict=True))  # type: ignore[attr-defined]  # in no stub
+        for buffers, name, buffer, _ in copied:
             if name in buffers and buffers[name] is not buffer:
                 buffers[name] = buffer
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import pyfunctorch
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
 
-_current_kernels: Callable[[], list[Any]] = getattr(
-    torch.nn.attention, "_cur_sdpa_kernel_backends", list
-)
+# what tells whether a kernel of scaled_dot_product_attention is enabled, and its name
+_KERNELS = [
+    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(SDPBackend, backend))
+    for name, backend in getattr(torch.nn.attention, "_backend_names", {}).items()
+]
 _CPU = torch.device("cpu")
 _clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", None)
 
@@ -92,6 +99,10 @@ def _autocast(kind: str) -> dict[str, Any]:
     }
 
 
+def _current_kernels() -> list[SDPBackend]:
+    return [kernel for is_enabled, kernel in _KERNELS if is_enabled()]
+
+
 def _default_device() -> torch.device:
     # torch.get_default_device takes some microseconds to find that there is none
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
@@ -117,3 +128,50 @@ def objects_in(value: Any) -> Iterator[Any]:
             yield from objects_in(part)
     else:
         yield value
+
+
+@contextmanager
+def no_trace(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put back, on leaving, random states and all modules with buffers that this thread called.
+
+    Random states are those of Python, NumPy, the CPU and the devices of `tensors`. Modules with
+    buffers get back all of their attributes, and work on copies of the buffers meanwhile.
+    """
+    seen: set[nn.Module] = set()
+    thread = threading.get_ident()
+
+    def keep(called: nn.Module, _: Any) -> None:
+        for module in called.modules() if threading.get_ident() == thread else ():
+            if module in seen or not module._buffers:
+                continue
+            seen.add(module)
+            if not isinstance(module, LazyModuleMixin):
+                undo.callback(_restore, module, dict(vars(module)))
+                copies = pytree.tree_map_only(Tensor, _copied_buffer, dict(module._buffers))
+                vars(module)["_buffers"] = copies
+            elif isinstance(module, _NormBase):
+                # initialised as ever, but its statistics are yet to begin
+                undo.callback(module.reset_running_stats)
+
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.enter_context(torch.random.fork_rng([]))
+        for device in {tensor.device for tensor in tensors}:
+            # the generator of mps cannot be forked
+            if device.type not in ("cpu", "meta", "mps"):
+                undo.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
+        handle = register_module_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _copied_buffer(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
+
+
+def _restore(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(state)

@@ -45,9 +45,9 @@ def checkpoint(
       forward and backward raises, as it does without a checkpoint.
 
     Args:
-        function: a function or module that computes the same each time it is called; it gets the
-            same objects each time. What else it reaches is neither looked at nor brought back.
-        args, kwargs: its arguments.
+        function: a function or module that computes the same each time it is called.
+        args, kwargs: its arguments, the same objects each time. What else it reaches is neither
+            looked at nor brought back.
         use_reentrant: False or None; True is torch's other implementation.
         context_fn: returns two context managers, for the forward and for the recompute, such as
             torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
@@ -55,22 +55,20 @@ def checkpoint(
             forward's, "none" nothing.
         debug: keep a copy of what every module in `function` returns, run the recompute to its end,
             and raise where it differs in any bit, naming the first module that does, with the
-            operations of both runs. torch's set_checkpoint_debug_enabled overrides it.
+            operations of both runs.
         early_stop: end the recompute with the last tensor that backward needs.
-            torch's set_checkpoint_early_stop overrides it.
         preserve_rng_state: give the recompute the random numbers of the forward.
         preserve_python_rng: and those of `random` and `numpy.random`.
 
-    Under torch.compile this is torch's own operator; under no_grad, torch.func transforms and
-    forward-mode AD it is a plain call.
+    torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. This is
+    torch's own operator under torch.compile, a plain call under no_grad, torch.func and forward AD.
 
     Raises:
         ValueError: use_reentrant is True, determinism_check is unknown, or debug comes with a
             context_fn.
         TypeError: `function` cannot be called.
-        torch.utils.checkpoint.CheckpointError: in backward, where `function` did not do the same
-            again.
-        RuntimeError: in backward, where something was written in place.
+        torch.utils.checkpoint.CheckpointError: in backward: `function` did something else.
+        RuntimeError: in backward: an argument or a parameter was written in place.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """
@@ -99,10 +97,8 @@ def checkpoint(
     if debug and context_fn is not stock.noop_context_fn:
         raise ValueError("checkpoint: debug=True is incompatible with non-default context_fn")
     if determinism_check not in ("default", "none"):
-        raise ValueError(
-            "checkpoint: determinism_check should be one of 'default', 'none', got "
-            f"{determinism_check!r}"
-        )
+        expected = "checkpoint: determinism_check should be one of 'default', 'none'"
+        raise ValueError(f"{expected}, got {determinism_check!r}")
     if is_plain_call():
         return function(*args, **kwargs)
     # what a partial holds are arguments like others
@@ -125,7 +121,7 @@ OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
 
 
 def _global(name: str, given: bool) -> bool:
-    """Return one of torch's global switches where it is set, else what the call was given."""
+    # one of torch's switches, where it is set
     found = getattr(stock, name, None)
     return given if found is None else found
 

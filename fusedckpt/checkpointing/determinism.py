@@ -65,33 +65,30 @@ class Run(TorchDispatchMode, PutsBackBuffers):
             expected, before = next(self._expected, ("nothing more", []))
             if name != expected:
                 self.difference = f"{expected} ran in forward where {name} runs when recomputed"
-            elif differences := list(_differences(before, tensors)):
+            elif by := _difference(before, tensors):
                 self.difference = (
-                    f"the output of {name} in the recompute is not that of the forward: "
-                    f"{differences[0]}"
+                    f"the output of {name} in the recompute is not the forward's: {by}"
                 )
 
     def listed(self) -> str:
         """Return the operations of the forward and of this recompute."""
-        forward, again = (
-            "\n".join(run._operations) for run in (self._forward, self) if run is not None
-        )
+        forward = self._forward._operations if self._forward else []
         return (
-            f"\n\nOperations executed during the original forward:\n{forward}\n\n"
-            f"Operations executed during recomputation:\n{again}\n\n"
+            "\n\nOperations executed during the original forward:\n" + "\n".join(forward) + "\n\n"
+            "Operations executed during recomputation:\n" + "\n".join(self._operations) + "\n\n"
             "You are seeing these because you passed `debug=True` to checkpoint."
         )
 
 
-def _differences(before: list[Tensor], after: list[Tensor]) -> Iterator[str]:
-    if len(before) != len(after):
-        yield f"{len(before)} tensors were, {len(after)} are"
-    for a, b in zip(before, after, strict=False):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            yield f"{a.dtype} {list(a.shape)} was, {b.dtype} {list(b.shape)} is"
-        elif not torch.equal(_bytes(a), _bytes(b)):
-            wide = torch.complex128 if a.is_complex() else torch.float64
-            yield f"by up to {(a.to(wide) - b.to(wide)).abs().max().item():.3g}"
+def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
+    was, now = ([(t.dtype, [*t.shape]) for t in tensors] for tensors in (before, after))
+    if was != now:
+        return f"{was} was, {now} is"
+    for a, b in zip(before, after, strict=True):
+        if not torch.equal(_bytes(a), _bytes(b)):
+            difference = a.to(torch.complex128) - b.to(torch.complex128)
+            return f"by up to {difference.abs().max().item():.3g}"
+    return None
 
 
 def _bytes(tensor: Tensor) -> Tensor:

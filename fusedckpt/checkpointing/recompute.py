@@ -11,10 +11,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from fusedckpt.autograd.module_calls import PutsBackBuffers, observed, putting_back
 from fusedckpt.autograd.phases import Likes, Phase, Tensors, fitting, recomputing
+from fusedckpt.autograd.saved_tensor import is_plain, storage_of
 from fusedckpt.autograd.surroundings import unbatched
 from fusedckpt.autograd.uncompiled import uncompiled
 from fusedckpt.checkpointing.determinism import Run
-from fusedckpt.checkpointing.saved import is_plain, meta_of, stale, storage_of
+from fusedckpt.checkpointing.saved import meta_of, stale
 from fusedckpt.checkpointing.tape import Tape
 
 
@@ -81,14 +82,10 @@ class Recompute(Phase):
 
     def _check(self, tape: Tape, run: Run | None) -> None:
         """Raise where the recompute did not do what the forward did."""
-        problems, count = self._problems, len(tape.saved)
-        ran_through = tape.is_complete and not self._stops
-        if self._num_saved <= self._last or (ran_through and self._num_saved < count):
-            problems.insert(
-                0,
-                "A different number of tensors was saved during the original forward and "
-                f"recomputation: {count} and {self._num_saved}",
-            )
+        problems, count, found = self._problems, len(tape.saved), self._num_saved
+        if found <= self._last or (tape.is_complete and not self._stops and found < count):
+            different = "A different number of tensors was saved during the original forward and"
+            problems.insert(0, f"{different} recomputation: {count} and {found}")
         if run is not None and tape.is_complete and run.difference is not None:
             problems.insert(0, run.difference)
         if problems:
@@ -109,14 +106,18 @@ class Recompute(Phase):
             self._problems.append(
                 f"trying to save more tensors during recomputation than the {index} of the forward"
             )
-        requires_grad = tensor.requires_grad
-        # without its graph, which would come to hold itself
-        tensor = tensor.detach() if requires_grad else tensor
+        if requires_grad := tensor.requires_grad:
+            # its graph would come to hold itself
+            tensor = tensor.detach()
         if index in self._wanted:
             if self._wanted[index]:
                 self.values[index] = tensor, tensor._version
-            if tape.options.check_metadata and tape.metas[index] != meta_of(tensor):
-                self._problems.append(_mismatch(index, tape.metas[index], meta_of(tensor)))
+            was, now = tape.metas[index], meta_of(tensor)
+            if was != now and tape.options.check_metadata:
+                self._problems.append(
+                    "Recomputed values for the following tensors have different metadata than "
+                    f"during the forward pass: tensor {index} was {was}, is {now}"
+                )
         if index == self._last and self._stops:
             # what requires no grad may be a mask that is yet to be written
             written = requires_grad and not self._is_after_noise(tensor)
@@ -134,17 +135,15 @@ class Recompute(Phase):
         before = self._before
         if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
             return False
-        # of the same memory, it is an output, and this one the same as input of what follows
+        # an output is saved written, and again by what takes it as input
         plain = is_plain(before) and is_plain(tensor)
         return not plain or storage_of(before) != storage_of(tensor)
 
     def take(self, index: int) -> Tensor | None:
         """Hand over a tensor; None where it was handed over before and not kept."""
-        given = self.values.get(index) if self._keeps else self.values.pop(index, None)
-        if given is None:
-            return None
-        tensor, version = given
-        if tensor._version != version:
+        take = self.values.get if self._keeps else self.values.pop
+        tensor, version = take(index, (None, 0))
+        if tensor is not None and tensor._version != version:
             raise RuntimeError(stale("a tensor saved for backward", tensor))
         return tensor
 
@@ -158,13 +157,11 @@ class Recompute(Phase):
 
     def enter(self, given: Tensors, likes: Likes = ()) -> None:
         """End the recompute before the layer's own work, where the layer is its end."""
-        if not self._stops:
-            return
         tensors = [tensor for tensor in given if tensor is not None]
-        if self._num_saved <= self._last < self._num_saved + len(tensors):
+        if self._stops and self._num_saved <= self._last < self._num_saved + len(tensors):
             for tensor in tensors:
                 self.pack(tensor)
-        if self._num_saved > self._last:
+        if self._stops and self._num_saved > self._last:
             self._stop()
 
     def save(
@@ -183,11 +180,3 @@ class Recompute(Phase):
             )
         elif slot is not None and slot() is not None:
             self.extras[index] = fitting(extras, likes)
-
-
-def _mismatch(index: int, was: Any, now: Any) -> str:
-    was, now = (f"{dtype} {list(shape)} on {device}" for shape, dtype, device in (was, now))
-    return (
-        "Recomputed values for the following tensors have different metadata than during the "
-        f"forward pass: tensor {index} was {was}, is {now}"
-    )

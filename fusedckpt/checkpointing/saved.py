@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd.saved_tensor import make_saved
+from fusedckpt.autograd.saved_tensor import is_plain, make_saved, version_of
 
 
 class Argument:
@@ -26,7 +26,7 @@ class Argument:
         # autograd refuses to save an inference tensor
         self._saved = tensor if tensor.is_inference() else make_saved(tensor, is_output=False)
 
-    def tensor(self, made: dict[Any, Any]) -> Tensor:
+    def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
         """Return the argument; raise where it was written in place since."""
         return self._saved if isinstance(self._saved, Tensor) else self._saved.unpack()
 
@@ -61,7 +61,7 @@ class View(Dropped):
 
     def kept(self) -> Tensor:
         """Return it, without its graph."""
-        tensor = self.argument.tensor({})
+        tensor = self.argument.tensor()
         whole = tensor.detach() if tensor.requires_grad else tensor
         return whole if _layout(whole) == self.layout else whole.as_strided(*self.layout)
 
@@ -83,17 +83,17 @@ class Leaf(Dropped):
 
     def kept(self) -> Tensor | None:
         """Return it, None where it is gone."""
-        self.check()
-        owner = self.ref()
+        owner = self.check()
         if owner is None or self.layout is None:
             return owner
         return owner.detach().as_strided(*self.layout)
 
-    def check(self) -> None:
-        """Raise where it was written in place since."""
+    def check(self) -> Tensor | None:
+        """Return what it is or is a view of; raise where that was written in place since."""
         owner = self.ref()
         if owner is not None and version_of(owner) != self.version:
             raise RuntimeError(stale("a parameter saved for backward", owner))
+        return owner
 
     def renew(self) -> None:
         """Accept what the recompute itself wrote."""
@@ -104,7 +104,7 @@ class Leaf(Dropped):
 def leaf_of(tensor: Tensor, index: int) -> Leaf | None:
     """Return what stands for a parameter, another leaf that requires grad, or a view of one."""
     owner = tensor if (base := tensor._base) is None else base
-    if not (isinstance(owner, nn.Parameter) or (owner.is_leaf and owner.requires_grad)):
+    if not (owner.is_leaf and (owner.requires_grad or isinstance(owner, nn.Parameter))):
         return None
     # how a view of another kind of tensor is made again is for a recompute to know
     alike = is_plain(tensor) and is_plain(owner) and tensor.dtype == owner.dtype
@@ -115,25 +115,9 @@ def _layout(tensor: Tensor) -> tuple[Any, Any, Any]:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is dense, of no subclass, and no lazy conjugate or negative."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return plain and not tensor.is_conj() and not tensor.is_neg()
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return what tells the storage of a plain tensor from others, while it lives."""
-    return tensor.untyped_storage()._cdata
-
-
 def meta_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     """Return what a saved tensor and the recomputed one in its place must share."""
     return tensor.shape, tensor.dtype, tensor.device
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written; 0 for an inference tensor, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def stale(what: str, tensor: Tensor) -> str:

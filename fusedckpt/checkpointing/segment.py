@@ -1,12 +1,11 @@
 """A checkpointed segment: what its forward drops, and the recompute that brings it back.
 
-Every tensor that autograd saves in a segment's forward is dropped, and found again by its position
-when the segment is recomputed. What costs nothing to keep stays: parameters and other leaves, and
-views of the arguments. A recompute ends with the last tensor that backward needs; where that is in
-a fused layer, before the layer computes anything. The GEMM outputs that spare a fused layer's
-backward a GEMM are not among those tensors: the recompute leaves them in slots.
-
-One recompute serves one backward, and the end of that backward drops all it made.
+What autograd saves in a segment's forward is dropped, and found again by its position when the
+segment is recomputed. What costs nothing to keep stays: parameters and other leaves, and views of
+the arguments. A recompute ends with the last tensor that backward needs; where that is in a fused
+layer, before the layer computes anything. GEMM outputs that spare a fused layer's backward a GEMM
+are not among those tensors: the recompute leaves them in slots. It serves one backward, whose end
+drops all it made.
 """
 
 from __future__ import annotations
@@ -22,32 +21,12 @@ from torch import Tensor
 
 from fusedckpt.autograd.backward import at_end_of_backward, backward_id
 from fusedckpt.autograd.phases import Likes, Phase, Tensors, can_see_hooks, current
+from fusedckpt.autograd.saved_tensor import is_plain, storage_of
 from fusedckpt.autograd.uncompiled import tell_dynamo, uncompiled
 from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.checkpointing.recompute import Recompute
-from fusedckpt.checkpointing.saved import (
-    Argument,
-    Dropped,
-    View,
-    is_plain,
-    leaf_of,
-    meta_of,
-    storage_of,
-)
+from fusedckpt.checkpointing.saved import Argument, Dropped, View, leaf_of, meta_of
 from fusedckpt.checkpointing.tape import Call, Options, Tape
-
-
-class _Slot:
-    """Where a fused layer finds the GEMM outputs that the recompute made for it."""
-
-    def __init__(self, segment: Segment, index: int):
-        # the layer's node outlives its saved tensors, which hold the segment
-        self.segment, self.index = weakref.ref(segment), index
-
-    def __call__(self, extras: Tensors) -> Tensors:
-        segment = self.segment()
-        recompute = None if segment is None else segment.running()
-        return extras if recompute is None else recompute.extras.pop(self.index, extras)
 
 
 class Segment(Phase):
@@ -150,5 +129,13 @@ class Segment(Phase):
         # the recompute makes them for this layer alone
         ctx.owns_extras = True
         if any(like is not None for like in likes):
-            ctx.recall = slot = _Slot(self, len(self.tape.slots))
+            # no more than that: the layer's node outlives its saved tensors, which hold the segment
+            ctx.recall = slot = partial(_recall, weakref.ref(self), len(self.tape.slots))
             self.tape.slots.append((name, weakref.ref(slot)))
+
+
+def _recall(of: weakref.ref[Segment], slot: int, extras: Tensors) -> Tensors:
+    """Return the GEMM outputs that the recompute left in a slot."""
+    segment = of()
+    recompute = None if segment is None else segment.running()
+    return extras if recompute is None else recompute.extras.pop(slot, extras)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from fusedckpt.checkpointing.checkpoint import OPTIONS, checkpoint, is_plain_call
-from fusedckpt.memory import ChainSizes, chain_sizes
+from fusedckpt.memory import chain_sizes, least_starts
 
 __all__ = ["checkpoint_sequential"]
 
@@ -35,32 +34,27 @@ def checkpoint_sequential(
         segments: how many; or the indices of the functions that start one, but for the first; or
             "sqrt"; or the Plan of an nn.Sequential of these functions.
         input: of the first function: a tensor, or any nesting of tensors.
-        use_reentrant: None or False.
-        options: those of `checkpoint`.
+        use_reentrant, options: those of `checkpoint`.
 
-    "sqrt" starts segments where the tensors that are handed on between them and what the largest of
-    them keeps in its backward are the fewest bytes together: about sqrt(n) segments of n functions
-    that are alike. None starts at a function that writes its input in place. The first call for the
-    same functions in the same training modes measures this: it runs them once more, one by one,
-    with their hooks; random states, and modules that have buffers, are then as before.
+    "sqrt" makes what is handed on between segments and what the largest of them keeps in its
+    backward the fewest bytes together: about sqrt(n) segments of n functions that are alike. None
+    starts at a function that writes its input in place. The first call for the same functions in
+    the same training modes runs them once more to measure this, one by one, with their hooks;
+    random states, and modules that have buffers, are then as before.
 
     Raises:
-        ValueError: segments are none of these: less than one, more than functions, not in order;
-            an option is none of `checkpoint`'s, or `use_reentrant` is True.
-        TypeError: what is called cannot be called.
-
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+        ValueError: segments are none of these, an option is none of `checkpoint`'s, or
+            `use_reentrant` is True.
+        TypeError: one of the functions cannot be called.
     """
     functions = list(functions)
-    for function in functions:
-        if not callable(function):
-            kind = type(function).__name__
-            raise TypeError(f"checkpoint_sequential: expected something to call, got {kind}")
+    if others := [function for function in functions if not callable(function)]:
+        kind = type(others[0]).__name__
+        raise TypeError(f"checkpoint_sequential: expected something to call, got {kind}")
     options["use_reentrant"] = use_reentrant
     if unknown := options.keys() - OPTIONS:
-        raise ValueError(
-            f"checkpoint_sequential: Unexpected keyword arguments: {', '.join(sorted(unknown))}"
-        )
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")
     for start, stop, context in _spans(functions, segments, input):
         if context is None:
             input = checkpoint(_chain, functions[start:stop], input, **options)
@@ -91,11 +85,9 @@ def _starts(segments: Any, count: int) -> list[int]:
     if hasattr(segments, "__index__") and 1 <= int(segments) <= count:
         return [count * i // int(segments) for i in range(int(segments))]
     if isinstance(segments, Sequence) and not isinstance(segments, str):
-        starts = [0, *segments]
-        if all(hasattr(start, "__index__") for start in starts) and all(
-            a < b for a, b in pairwise([*starts, count])
-        ):
-            return [*map(int, starts)]
+        starts = [0, *(int(x) if hasattr(x, "__index__") else -1 for x in segments)]
+        if all(a < b for a, b in pairwise([*starts, count])):
+            return starts
     raise ValueError(
         f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, 'sqrt' "
         f"or a Plan, got {segments!r}"
@@ -130,32 +122,3 @@ def sqrt_starts(functions: Sequence[Callable[..., Any]], input: Any) -> list[int
 def _reference(function: Any) -> weakref.ref[Any]:
     # a bound method is made anew each time that it is looked up
     return (weakref.WeakMethod if inspect.ismethod(function) else weakref.ref)(function)
-
-
-def least_starts(sizes: ChainSizes) -> list[int]:
-    """Return the starts with which what is handed on and the largest segment are the least."""
-    # a segment holds ends[stop] - begins[start]: its own input is one that was handed on
-    ends = np.cumsum([0, *map(sum, zip(sizes.inputs, sizes.own, strict=True))])
-    begins, handed = ends[:-1] + sizes.inputs, np.array([0, *sizes.handed[1:-1]], float)
-    least, starts, limit = math.inf, [0], math.inf
-    while found := _cheapest(begins, ends, handed, limit):
-        kept = handed[found].sum()
-        largest = max(ends[b] - begins[a] for a, b in pairwise([*found, len(begins)]))
-        if kept + largest < least:
-            least, starts = kept + largest, found
-        # a lower limit never hands on less; steps of one per cent, for chains of 1,000 functions
-        limit = min(largest, least - kept)
-        limit -= max(1, limit // 100)
-    return starts
-
-
-def _cheapest(begins: Any, ends: Any, handed: Any, limit: float) -> list[int]:
-    """Return starts of segments within the limit that hand on the least; none if none can be."""
-    costs, starts = np.zeros(len(ends)), [[]]
-    for stop in range(1, len(ends)):
-        fits = ends[stop] - begins[:stop] <= limit
-        ways = np.where(fits, costs[:stop] + handed[:stop], math.inf)
-        start = int(ways.argmin())
-        costs[stop] = ways[start]
-        starts.append([*starts[start], start])
-    return starts[-1] if costs[-1] < math.inf else []

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fusedckpt.autograd.saved_tensor import version_of
 from fusedckpt.autograd.surroundings import Surroundings, objects_in
 from fusedckpt.checkpointing.determinism import Run
-from fusedckpt.checkpointing.saved import Argument, Dropped, Leaf, stale, version_of
+from fusedckpt.checkpointing.saved import Argument, Dropped, Leaf, stale
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -28,8 +29,7 @@ class Options(NamedTuple):
 
     @property
     def stops(self) -> bool:
-        """Whether a recompute runs no further, and no sooner, than backward needs it to."""
-        # debug compares all outputs
+        """Whether a recompute runs only when, and as far as, backward needs it; not with debug."""
         return self.early_stop and not self.debug
 
 
@@ -40,12 +40,7 @@ class Call:
     level = "preact"
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-        options: Options,
-        hold: Callable[[Tensor], Argument],
+        self, fn: Any, args: Any, kwargs: Any, options: Options, hold: Callable[[Tensor], Argument]
     ):
         values = [*args, *kwargs.values()]
         self.fn, self._names = fn, tuple(kwargs)
@@ -53,7 +48,7 @@ class Call:
         self.surroundings = Surroundings(objects_in(values), *options[:2])
         # of tensors that containers keep; those above are Arguments
         inner = objects_in([x for x in values if not isinstance(x, Tensor)])
-        self._versions = [(x, version_of(x)) for x in inner if isinstance(x, Tensor)]
+        self.versions = [(x, version_of(x)) for x in inner if isinstance(x, Tensor)]
 
     def again(self, made: dict[Any, Any]) -> Any:
         """Call `fn` again; in `made` the calls of one recompute leave what they like for others."""
@@ -61,12 +56,6 @@ class Call:
         count = len(values) - len(self._names)
         kwargs = dict(zip(self._names, values[count:], strict=True))
         return self.fn(*values[:count], **kwargs)
-
-    def check(self) -> None:
-        """Raise where a tensor in a container was written in place since."""
-        for tensor, version in self._versions:
-            if version_of(tensor) != version:
-                raise RuntimeError(stale("an argument", tensor))
 
 
 class Tape:
@@ -90,10 +79,14 @@ class Tape:
         return (entry for ref in self.saved if (entry := ref()) is not None)
 
     def leaves(self) -> Iterator[Leaf]:
-        """Yield those that stand for parameters and other leaves."""
+        """Yield those that stand for leaves."""
         return (entry for entry in self.alive() if isinstance(entry, Leaf))
 
     def check(self) -> None:
         """Raise where an argument, or a parameter that was saved, was written in place since."""
-        for part in (*self.calls, *self.leaves()):
-            part.check()
+        for call in self.calls:
+            for tensor, version in call.versions:
+                if version_of(tensor) != version:
+                    raise RuntimeError(stale("an argument", tensor))
+        for leaf in self.leaves():
+            leaf.check()

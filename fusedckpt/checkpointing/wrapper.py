@@ -14,29 +14,27 @@ try:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 except ImportError:
     # a torch that was built without torch.distributed
-    ActivationWrapper = None
+    ActivationWrapper = nn.Module
 
 __all__ = ["Checkpoint"]
 
 _NAME = "_checkpoint_wrapped_module"
 
 
-class Checkpoint(nn.Module if ActivationWrapper is None else ActivationWrapper):  # type: ignore[misc]  # either has what it needs
+class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
     """A module whose forward is that of the given one, checkpointed.
 
         model.block = Checkpoint(model.block)
 
-    It is a wrapper as torch's `checkpoint_wrapper` makes, by torch's own base class: the given
-    module is not changed, and is `block._checkpoint_wrapped_module`; names in state_dict,
-    named_parameters, named_buffers and named_modules are those without the wrapper (named_modules
-    has both modules, by one name, the wrapper first); attributes, length, items and iteration are
-    the given module's. Attributes are set on the wrapper, but for parameters and buffers that the
-    given module has.
+    The given module is not changed, and is `block._checkpoint_wrapped_module`, as in torch's
+    `checkpoint_wrapper`, whose base class this has. Names in state_dict, named_parameters,
+    named_buffers and named_modules are those without the wrapper; attributes, length, items and
+    iteration are the module's, and what is set is set on the wrapper, but for its tensors.
 
-    What differs: isinstance(block, Block) is False, as type(block) is Checkpoint; named_children,
-    and tools that take a module's parameters out of it, such as pruning, need the given module
-    itself. Hooks of the wrapper run outside of the checkpoint, once per step; those of the given
-    module and its children run in the recompute too, see `is_recomputing`.
+    isinstance(block, Block) is False, as type(block) is Checkpoint; named_children, and tools that
+    take parameters out of a module, such as pruning, need the module itself. Hooks of the wrapper
+    run outside of the checkpoint, once per step; those of the module and its children run in the
+    recompute too, see `is_recomputing`.
 
     Args:
         module: any module. Of a Checkpoint it takes the module, not its options and hooks.
@@ -45,13 +43,11 @@ class Checkpoint(nn.Module if ActivationWrapper is None else ActivationWrapper):
 
     Raises:
         TypeError: `module` is no nn.Module, or an option is none of `checkpoint`'s.
-        ImportError: this torch was built without torch.distributed, where the base class lives.
+        ImportError: this torch was built without torch.distributed, where the base class is.
     """
 
-    _checkpoint_wrapped_module: Any
-
     def __init__(self, module: nn.Module, **options: Any):
-        if ActivationWrapper is None:
+        if ActivationWrapper is nn.Module:
             raise ImportError("Checkpoint: needs a torch with torch.distributed; `checkpoint` not")
         if not isinstance(module, nn.Module):
             raise TypeError(f"Checkpoint: expected an nn.Module, got {type(module).__name__}")
@@ -71,11 +67,8 @@ class Checkpoint(nn.Module if ActivationWrapper is None else ActivationWrapper):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module], None, None]:
         """Yield as nn.Module does, with the names that the modules have without the wrapper."""
-        own = f"{prefix}.{_NAME}" if prefix else _NAME
         for name, module in nn.Module.named_modules(self, memo, prefix, remove_duplicate):
-            if name.startswith(own):
-                name = (prefix + name[len(own) :]).removeprefix(".")
-            yield name, module
+            yield ".".join(part for part in name.split(".") if part != _NAME), module
 
     def extra_repr(self) -> str:
         """Return the options."""

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fusedckpt import checkpoint_sequential
-from fusedckpt.checkpointing.sequential import least_starts, sqrt_starts
-from fusedckpt.memory import ChainSizes, chain_sizes, saved_tensors
+from fusedckpt.checkpointing.sequential import sqrt_starts
+from fusedckpt.memory import ChainSizes, chain_sizes, least_starts, saved_tensors
 
 
 def chain(count=7):
