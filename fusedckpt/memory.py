@@ -7,8 +7,10 @@ mode would be blind to what is allocated inside an op.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ __all__ = [
     "chain_sizes",
     "least_starts",
     "live_bytes",
+    "measured_starts",
     "nbytes_of",
     "open_workspaces",
     "peak_bytes",
@@ -276,6 +279,31 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
             saved_before, origin = returned, origin if before.keys() & after.keys() else i + 1
     sizes.own[-1] += saved_before
     return sizes
+
+
+# starts by functions and their training modes
+_known: dict[Any, list[int]] = {}
+
+
+def measured_starts(functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
+    """Return the starts of segments that keep the least; the first call measures the functions."""
+    try:
+        key = tuple((_reference(f), getattr(f, "training", None)) for f in functions)
+        starts = _known.get(key)
+    except TypeError:
+        # what has no hash or no weak reference is not known again
+        return least_starts(chain_sizes(functions, input))
+    if starts is None:
+        if len(_known) > 1000:
+            # by functions that are made anew for each call
+            _known.clear()
+        starts = _known[key] = least_starts(chain_sizes(functions, input))
+    return starts
+
+
+def _reference(function: Any) -> weakref.ref[Any]:
+    # a bound method is made anew each time that it is looked up
+    return (weakref.WeakMethod if inspect.ismethod(function) else weakref.ref)(function)
 
 
 def least_starts(sizes: ChainSizes) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 
 from fusedckpt.checkpointing.checkpoint import OPTIONS, checkpoint, is_plain_call
-from fusedckpt.memory import chain_sizes, least_starts
+from fusedckpt.memory import measured_starts
 
 __all__ = ["checkpoint_sequential"]
 
@@ -94,31 +92,11 @@ def _starts(segments: Any, count: int) -> list[int]:
     )
 
 
-# starts by functions and their training modes
-_known: dict[Any, list[int]] = {}
-
-
 def sqrt_starts(functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
-    """Return the indices of the functions that start a segment; the first call measures them."""
+    """Return the indices of the functions that start a segment."""
     count = len(functions)
     if count < 2 or is_plain_call():
         return [0][:count]
     if torch.compiler.is_compiling():
         return _starts(math.isqrt(count), count)
-    try:
-        key = tuple((_reference(f), getattr(f, "training", None)) for f in functions)
-        starts = _known.get(key)
-    except TypeError:
-        # what has no hash or no weak reference is not known again
-        return least_starts(chain_sizes(functions, input))
-    if starts is None:
-        if len(_known) > 1000:
-            # by functions that are made anew for each call
-            _known.clear()
-        starts = _known[key] = least_starts(chain_sizes(functions, input))
-    return starts
-
-
-def _reference(function: Any) -> weakref.ref[Any]:
-    # a bound method is made anew each time that it is looked up
-    return (weakref.WeakMethod if inspect.ismethod(function) else weakref.ref)(function)
+    return measured_starts(functions, input)

@@ -29,7 +29,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
     The given module is not changed, and is `block._checkpoint_wrapped_module`, as in torch's
     `checkpoint_wrapper`, whose base class this has. Names in state_dict, named_parameters,
     named_buffers and named_modules are those without the wrapper; attributes, length, items and
-    iteration are the module's, and what is set is set on the wrapper, but for its tensors.
+    iteration are the module's; so is what is set, where the module has the attribute.
 
     isinstance(block, Block) is False, as type(block) is Checkpoint; named_children, and tools that
     take parameters out of a module, such as pruning, need the module itself. Hooks of the wrapper
@@ -81,12 +81,26 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = vars(self).get("_modules", {}).get(_NAME)
-        for tensors in () if module is None else (module._parameters, module._buffers):
-            if name in tensors and isinstance(value, Tensor):
-                # also one that is no Parameter, which torch.func.functional_call sets
-                tensors[name] = value
-                return
-        super().__setattr__(name, value)
+        own = name in vars(self) or hasattr(type(self), name)
+        if own or module is None or not hasattr(module, name):
+            super().__setattr__(name, value)
+        elif name in module._parameters and isinstance(value, Tensor):
+            # also one that is no Parameter, which torch.func.functional_call sets
+            module._parameters[name] = value
+        else:
+            setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            super().__delattr__(name)
+        except AttributeError:
+            delattr(self._checkpoint_wrapped_module, name)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._checkpoint_wrapped_module[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._checkpoint_wrapped_module[key]
 
     def __bool__(self) -> bool:
         return bool(self._checkpoint_wrapped_module)

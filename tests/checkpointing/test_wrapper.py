@@ -107,6 +107,25 @@ def test_attributes_are_those_of_the_module():
         wrapped.nothing  # noqa: B018
 
 
+def test_what_is_set_is_set_on_the_module():
+    block = Block()
+    model = nn.Sequential(Checkpoint(block))
+    wrapped = model[0]
+    wrapped.kind = "another"
+    assert block.kind == "another"
+    model.set_submodule("0.fc1", new := nn.Linear(6, 6))
+    assert block.fc1 is new
+    assert dict(model.named_modules())["0.fc1"] is new
+    del wrapped.fc1
+    assert not hasattr(block, "fc1")
+    # what the module does not have is the wrapper's
+    wrapped.extra = 1
+    assert not hasattr(block, "extra")
+    del wrapped.extra
+    with pytest.raises(AttributeError, match="extra"):
+        del wrapped.extra
+
+
 def test_a_parameter_of_the_module_is_replaced_by_name():
     model, x = nn.Sequential(nn.Linear(6, 6), Checkpoint(nn.Linear(6, 6))).to(DEVICE), randn(4, 6)
     values = {name: p.detach() * 2 for name, p in model.named_parameters()}
@@ -134,6 +153,10 @@ def test_of_a_container():
     assert wrapped[1] is blocks[1]
     assert len(wrapped) == len(wrapped[:]) == 2
     assert type(wrapped[:1]) is Blocks
+    wrapped[1] = new = nn.Linear(6, 6)
+    assert blocks[1] is new
+    del wrapped[0]
+    assert list(blocks) == [new]
     assert Checkpoint(Block())
     assert not Checkpoint(nn.ModuleList())
     assert list(Checkpoint(nn.ModuleDict({"a": Block()}))) == ["a"]
