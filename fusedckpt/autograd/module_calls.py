@@ -59,7 +59,7 @@ class _Seen:
     def __get__(self, module: nn.Module | None, kind: Any = None) -> Callable[..., Any] | None:
         if module is None:
             return None
-        compiled, observer = vars(module).get(_NAME), _local.observer
+        observer, compiled = _local.observer, vars(module).get(_NAME)
         if observer is None or not observer.sees(module) or torch.compiler.is_compiling():
             return compiled
         return partial(_observed_call, observer, module, compiled or module._call_impl)

@@ -52,19 +52,22 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """Bring it back, and afterwards what was there before."""
         now = [read() for read, _ in self._generators]
+        changed = self._changed()
         try:
             self._write(self._states)
-            with ExitStack() as stack:
-                for kind, options in self._autocasts:
-                    if _autocast(kind) != options:
-                        stack.enter_context(torch.autocast(kind, **options))
-                if self._device != _default_device():
-                    stack.enter_context(self._device)
-                if self._kernels != _current_kernels():
-                    stack.enter_context(sdpa_kernel(self._kernels))
+            with ExitStack() if changed else nullcontext() as stack:
+                for context in changed:
+                    stack.enter_context(context)
                 yield
         finally:
             self._write(now)
+
+    def _changed(self) -> list[AbstractContextManager[Any]]:
+        """Return what brings back the settings that are others now."""
+        autocasts = [torch.autocast(k, **o) for k, o in self._autocasts if _autocast(k) != o]
+        device = [self._device] if self._device != _default_device() else []
+        kernels = [sdpa_kernel(self._kernels)] if self._kernels != _current_kernels() else []
+        return [*autocasts, *device, *kernels]
 
     def _write(self, states: list[Any]) -> None:
         for (_, write), state in zip(self._generators, states, strict=True):

@@ -22,7 +22,7 @@ class Argument:
     """
 
     def __init__(self, tensor: Tensor):
-        self.dtype = tensor.dtype
+        self.dtype, self.layout = tensor.dtype, layout_of(tensor)
         # autograd refuses to save an inference tensor
         self._saved = tensor if tensor.is_inference() else make_saved(tensor, is_output=False)
 
@@ -57,13 +57,15 @@ class View(Dropped):
 
     def __init__(self, index: int, tensor: Tensor, argument: Argument):
         super().__init__(index)
-        self.argument, self.layout = argument, _layout(tensor)
+        layout = layout_of(tensor)
+        # None for the whole, which hooks around the segment may bring back in another layout
+        self.argument, self.layout = argument, None if layout == argument.layout else layout
 
     def kept(self) -> Tensor:
         """Return it, without its graph."""
         tensor = self.argument.tensor()
         whole = tensor.detach() if tensor.requires_grad else tensor
-        return whole if _layout(whole) == self.layout else whole.as_strided(*self.layout)
+        return whole if self.layout is None else whole.as_strided(*self.layout)
 
 
 class Leaf(Dropped):
@@ -74,7 +76,7 @@ class Leaf(Dropped):
     def __init__(self, index: int, tensor: Tensor, owner: Tensor):
         super().__init__(index)
         self.ref, self.version = TensorWeakRef(owner), version_of(owner)
-        self.layout = None if tensor is owner else _layout(tensor)
+        self.layout = None if tensor is owner else layout_of(tensor)
 
     @property
     def is_dropped(self) -> bool:
@@ -111,7 +113,8 @@ def leaf_of(tensor: Tensor, index: int) -> Leaf | None:
     return Leaf(index, tensor, owner) if tensor is owner or alike else None
 
 
-def _layout(tensor: Tensor) -> tuple[Any, Any, Any]:
+def layout_of(tensor: Tensor) -> tuple[Any, Any, Any]:
+    """Return where in its storage a tensor is."""
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 

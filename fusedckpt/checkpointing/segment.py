@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd.backward import at_end_of_backward, backward_id
-from fusedckpt.autograd.phases import Likes, Phase, Tensors, can_see_hooks, current
+from fusedckpt.autograd.phases import Likes, Phase, Tensors, can_see_hooks, current, top_hooks
 from fusedckpt.autograd.saved_tensor import is_plain, storage_of
 from fusedckpt.autograd.uncompiled import tell_dynamo, uncompiled
 from fusedckpt.checkpointing.determinism import Run
@@ -34,8 +34,11 @@ class Segment(Phase):
 
     def __init__(self, options: Options | None = None):
         self.tape = Tape(options or Options())
+        self._stops = self.tape.options.stops
         # what an enclosing checkpoint recomputes, it gives back once only
         self._is_nested = current() is not None or not can_see_hooks()
+        # what comes back through hooks is elsewhere in memory
+        self._is_hooked = top_hooks() is not None
         # by storage, while a call runs
         self._arguments: dict[int, Argument] = {}
         self._recomputes: dict[int, Recompute] = {}
@@ -90,12 +93,13 @@ class Segment(Phase):
         argument = self._arguments.get(storage_of(tensor))
         if argument is None or argument.dtype != tensor.dtype:
             return None
-        return View(index, tensor, argument)
+        view = View(index, tensor, argument)
+        return None if self._is_hooked and view.layout is not None else view
 
     @uncompiled
     def unpack(self, packed: Dropped) -> Tensor:
         """Return the tensor that `pack` was given, recomputing the segment if need be."""
-        tensor = packed.kept() if self.tape.options.stops else None
+        tensor = packed.kept() if self._stops else None
         if tensor is None:
             tensor = (self.running() or self._recompute()).take(packed.index)
         # read twice in one backward: once more, and then for as long as that takes

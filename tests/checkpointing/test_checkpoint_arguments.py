@@ -33,6 +33,28 @@ def test_layouts(name):
     assert same(found, expected)
 
 
+PACKS = {
+    "dense": torch.clone,
+    "transposed": lambda x: x.mT.clone().mT if x.ndim > 1 else x.clone(),
+    "offset": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x),
+}
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=PACKS)
+@pytest.mark.parametrize("part", [lambda x: x.t(), lambda x: x[::2, 1::2]], ids=["t", "part"])
+def test_hooks_around_that_change_layouts(part, pack):
+    def fn(y):
+        # autograd saves the argument, a part of it, and the whole again as a view
+        return y.sin().sum() + y[1:].square().sum() + y.mT.exp().sum()
+
+    # no leaf's, which are at hand by themselves
+    x = part(randn(8, 6) * 2)
+    expected = torch.autograd.grad(fn(x), x, retain_graph=True)[0]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = torch.autograd.grad(checkpoint(fn, x), x)[0]
+    torch.testing.assert_close(found, expected)
+
+
 def test_integer_and_bool_arguments():
     table, index, mask = randn(5, 3), torch.tensor([0, 4, 4]), torch.tensor([True, False, True])
     index, mask = index.to(DEVICE), mask.to(DEVICE)
