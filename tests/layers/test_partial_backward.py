@@ -308,3 +308,24 @@ def test_an_engine_that_does_not_tell(engine, monkeypatch, seen):
     torch.testing.assert_close(
         expected, torch.autograd.grad(functional.mlp(x, *given).sum(), [x, *given])[:1]
     )
+
+
+def test_distributed_autograd(tmp_path):
+    """Its engine says of every node that it will not run it."""
+    rpc = pytest.importorskip("torch.distributed.rpc")
+    if not rpc.is_available() or DEVICE.type != "cpu":
+        pytest.skip("needs torch.distributed.rpc on a CPU")
+    from torch.distributed import autograd as distributed_autograd
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        leaves = [randn(ROWS, D), *weights()]
+        with distributed_autograd.context() as context:
+            distributed_autograd.backward(context, [functional.mlp(*leaves).sum()])
+            found = distributed_autograd.get_gradients(context)
+    finally:
+        rpc.shutdown()
+    expected = torch.autograd.grad(functional.mlp(*leaves).sum(), leaves)
+    for leaf, theirs in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(found[leaf], theirs)
