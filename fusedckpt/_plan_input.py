@@ -35,6 +35,11 @@ def check_model(model: nn.Module) -> None:
 def limit_of(budget: Any, activation_budget: Any, policy: Any, device: torch.device) -> int | None:
     """Return the budget in bytes, None for a policy without one; check the policy's form."""
     is_name = isinstance(policy, str)
+    if is_name and policy == "recursive":
+        raise ValueError(
+            "plan: segments of a plan are not nested: for recursive halves call "
+            "fusedckpt.checkpoint_sequential(functions, 'recursive', input) in the model's forward"
+        )
     if not (_POLICY.fullmatch(policy) if is_name else isinstance(policy, Iterable)):
         raise ValueError(
             "plan: policy must be budget, none, all, sqrt, uniform:k, memory, speed or a list of "

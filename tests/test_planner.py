@@ -291,6 +291,8 @@ def test_what_is_wrong_is_said_before_any_work(name):
 
 def test_models_that_cannot_be_planned():
     model, x = transformer(2), tokens()
+    with pytest.raises(ValueError, match=r"^plan: .*call fusedckpt.checkpoint_sequential"):
+        planned(model, x, policy="recursive")
     with pytest.raises(TypeError, match=r"^plan: "):
         planned(lambda: None, x, policy="all")
     found = planned(model, x, policy="all")
