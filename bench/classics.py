@@ -27,6 +27,7 @@ from bench.defaults import CLASSICS_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.model import HEAD_DIM
 from bench.results import MIB
+from bench.text import console as wide_console
 from fusedckpt._budget import bytes_of
 from fusedckpt.memory import nbytes_of
 
@@ -34,6 +35,8 @@ __all__ = ["Settings", "run", "settings"]
 
 SEGMENTS = (1, 2, 4, 8, 16, 32)
 MLP_SEGMENTS = (2, 3, 5, 10)
+# besides a number of segments
+RULES = ("sqrt", "recursive")
 # of the way from the least peak that a plan reaches to that of keeping everything
 BUDGETS = (0.25, 0.5, 0.75)
 # between losses of order one; fused kernels round otherwise, checkpoints do not
@@ -109,7 +112,8 @@ def _conv(chosen: Settings, tick: Callable[[str], None]) -> Part:
     work = _workload(chosen, model, pictures, chosen.batch, partial(torch.optim.SGD, lr=1e-3))
     tick("planning")
     segments = [k for k in SEGMENTS if k <= chosen.layers]
-    ways = [Way("plain"), *map(Way.torch, segments), *map(Way.ours, segments), *_budgets(work)]
+    ours = map(Way.ours, [*segments, *RULES])
+    ways = [Way("plain"), *map(Way.torch, segments), *ours, *_budgets(work)]
     side = final_side(chosen.layers)
     title = (
         f"Convolutional net: 1 -> {chosen.width}, {chosen.layers} x [conv {chosen.width}, ReLU,"
@@ -128,7 +132,7 @@ def _mlp(chosen: Settings, tick: Callable[[str], None]) -> Part:
     tick("planning")
     segments = [k for k in MLP_SEGMENTS if k <= chosen.mlp_layers]
     planned = [Way("plan sqrt", plan=work.plan(policy="sqrt")), *_budgets(work)]
-    ours = [*map(Way.ours, segments), Way.ours("sqrt")]
+    ours = map(Way.ours, [*segments, *RULES])
     ways = [Way("plain"), *map(Way.torch, segments), *ours, *planned]
     title = (
         f"MLP: {chosen.mlp_layers} layers of {chosen.mlp_width}, 10 outputs, ReLU; batch"
@@ -197,7 +201,7 @@ def run(chosen: Settings) -> int:
 
     Returns 1 where losses disagree, else 0.
     """
-    console = Console()
+    console = wide_console()
     facts = environment(torch.device(chosen.device), torch.float32)
     subtitle = f"{summary(facts)}; float32, medians of {chosen.repeat} x {chosen.steps} steps"
     console.print(subtitle, markup=False, highlight=False)
