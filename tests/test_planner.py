@@ -459,7 +459,11 @@ def test_beside_hugging_faces_own_checkpoints():
     plain = copy.deepcopy(model)
     model.gradient_checkpointing_enable()
     inputs = {"input_ids": x, "labels": x, "use_cache": False}
+    with pytest.raises(ValueError, match=r"^plan: unit model.layers.0 .*_checkpointing_disable"):
+        planned(model, policy="uniform:1", **inputs)
+    model.gradient_checkpointing_disable()
     planned(model, policy="uniform:1", **inputs).apply(model)
+    model.gradient_checkpointing_enable()
     assert_equal(step(model, **inputs), step(plain, **inputs))
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import tokens, transformer
+from plan_models import Transformer, tokens, transformer
 from support import DEVICE, randn
 from torch import nn
 
@@ -124,6 +124,25 @@ def test_apply_changes_nothing_where_it_cannot(plan):
     with pytest.raises(ValueError, match="a plan is applied"):
         plan.apply(model)
     plan.undo()
+    assert not any(_roles.is_assigned(module) for module in model.modules())
+
+
+OTHERS = {
+    "more blocks": (lambda: transformer(6, fused=True), "the model is a Transformer of 3"),
+    "not fused": (
+        lambda: transformer(4),
+        "the model is a Transformer of 2.* with fused layers: call",
+    ),
+    "wider": (lambda: Transformer(4, 128), "the model is a Transformer of 8"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_plan_is_refused_by_another_structure(plan, name):
+    made, message = OTHERS[name]
+    model = made()
+    with pytest.raises(ValueError, match=rf"^Plan\.apply: {message}"):
+        plan.apply(model)
     assert not any(_roles.is_assigned(module) for module in model.modules())
 
 
