@@ -169,6 +169,8 @@ class Plan:
     def plot(self, path: str | Path) -> None:
         """Draw time against peak for all budgets, with this plan and those made by rule.
 
+        Beside it, memory through a step of this plan and of one that keeps everything.
+
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
         try:
