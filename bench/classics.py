@@ -7,6 +7,7 @@ arXiv 1604.06174; the gradient-checkpointing package of OpenAI's Salimans and Bu
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -190,7 +191,9 @@ def _parts(chosen: Settings, console: Console) -> Iterator[Any]:
             yield None
             continue
         with console.status(name) as status:
-            part = measured(chosen, lambda what, name=name: status.update(f"{name}: {what}"))
+            # without a terminal, where a status is not seen, a line for each step
+            show = status.update if console.is_terminal else partial(print, file=sys.stderr)
+            part = measured(chosen, lambda what, name=name, show=show: show(f"{name}: {what}"))
         console.print(table(part))
         console.print("\n".join(part.notes), "", sep="\n", markup=False, highlight=False)
         yield part

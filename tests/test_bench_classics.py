@@ -239,6 +239,14 @@ def test_depths_fit_and_one_more_layer_does_not(result):
             assert trial.work.peak_bytes(forward) > budget
 
 
+def test_without_a_terminal_steps_are_lines(tmp_path, capsys):
+    bench(tmp_path, "--part=mlp")
+    steps = capsys.readouterr().err.splitlines()
+    assert "mlp: planning" in steps
+    # weighed once, then trained in turns
+    assert steps.count("mlp: fusedckpt recursive") == 1 + SIZES["repeat"]
+
+
 def test_losses_that_disagree_end_in_an_error(tmp_path, monkeypatch, capsys):
     def wrong(functions, segments, input):
         return nn.Sequential(*functions)(input) + 1e-2 * torch.randn(10)
