@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ def bytes_of(name: str, budget: Any, device: torch.device) -> int:
     Raises:
         ValueError: it is none of these, or not positive.
     """
-    if isinstance(budget, Integral) and not isinstance(budget, bool) and budget > 0:
+    if isinstance(budget, (int, np.integer)) and not isinstance(budget, bool) and budget > 0:
         return int(budget)
     if isinstance(budget, (float, np.floating)) and 0 < budget <= 1:
         return int(budget * _memory(device))
