@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from fusedckpt._calls import NoGraph
+from fusedckpt._plan_input import check_unit, unseen_in
 from fusedckpt._unit_costs import Costs, kind_of, measured
 from fusedckpt.trial import tensors_of
 
@@ -79,6 +80,7 @@ class Scout:
         return Skipping(module, partial(self._see, name), _nothing, lambda: None)
 
     def _see(self, name: str, given: list[Tensor]) -> None:
+        check_unit(name)
         self._calls[name] += 1
         self._given[name] = [StorageWeakRef(x.untyped_storage()) for x in given]
         self._counts.update({storage.cdata for storage in self._given[name]})
@@ -102,6 +104,8 @@ class Survey:
         # what was measured, by what units that are alike have in common
         self._kinds: dict[Any, Costs | None] = {}
         self._found: list[tuple[str, Costs | None]] = []
+        # by unit the dataclass that it returns, where that hides tensors
+        self.hidden: dict[str, str | None] = {}
 
     def probe(self, name: str, module: nn.Module) -> Probe:
         """Return the role in which a module is measured."""
@@ -130,13 +134,22 @@ class Survey:
     def left_out(self, names: Sequence[str]) -> dict[str, str]:
         """Return why others of `names` are no units."""
         calls, units = self._calls(), self.units()
-        return {name: _why_not(calls[name]) for name in names if name not in units}
+        return {
+            name: _why_not(calls[name], self.hidden.get(name))
+            for name in names
+            if name not in units
+        }
 
     def _calls(self) -> Counter[str]:
         return Counter(name for name, _ in self._found)
 
 
-def _why_not(calls: int) -> str:
+def _why_not(calls: int, hidden: str | None) -> str:
+    if calls == 1 and hidden:
+        return (
+            f"returns a dataclass, {hidden}, whose tensors are not seen: let it return a tensor, "
+            "tuple or dict"
+        )
     if calls == 1:
         return "returns nothing that requires a gradient"
     return (
@@ -155,7 +168,10 @@ class Probe(NamedTuple):
         """Measure it."""
         if torch.is_grad_enabled():
             self.survey.see(self.name, self.module, forward, args, kwargs)
-        return Skipping(self.module, _nothing, _nothing, lambda: None).call(forward, args, kwargs)
+        skipping = Skipping(self.module, _nothing, _nothing, lambda: None)
+        output = skipping.call(forward, args, kwargs)
+        self.survey.hidden[self.name] = unseen_in(output)
+        return output
 
 
 def _nothing(_: list[Tensor]) -> None:

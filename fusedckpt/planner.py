@@ -24,7 +24,7 @@ from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, simulate
 from fusedckpt.costs import Scout, Survey
 from fusedckpt.memory import peak_bytes
-from fusedckpt.plans import Plan
+from fusedckpt.plans import Plan, structure_of
 from fusedckpt.policies import policy as by_rule
 from fusedckpt.reporting import check_step, measure
 from fusedckpt.solver import Solution, least_peak, solve
@@ -225,7 +225,10 @@ def _plan(
     step: Step, policy: str, chain: Chain, solution: Solution, limit: int | None = None
 ) -> Plan:
     costs = solution.peak, solution.extra, solution.lower_bound
-    return Plan(type(step.model).__name__, policy, limit, chain, solution.items, *costs)
+    names = ["", *(unit.name for unit in chain.units[1:-1])]
+    structure = {name: structure_of(step.model.get_submodule(name)) for name in names}
+    title = type(step.model).__name__
+    return Plan(title, policy, limit, chain, solution.items, *costs, structure=structure)
 
 
 def _tried(step: Step, found: Plan) -> Plan:
