@@ -169,6 +169,7 @@ def test_norm_is_swapped_where_its_block_is_not():
 
 
 def test_what_lies_apart_is_not_mentioned():
-    model = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.0), nn.GELU(), nn.ModuleList(pair()))
+    layers = (nn.Conv1d(D, D, 1), nn.GELU(), nn.Flatten(), nn.Linear(D, D), nn.ModuleList(pair()))
+    model = nn.Sequential(*layers)
     model.add_module("absent", None)
     assert fuse(model) == fusedckpt.FuseReport()
