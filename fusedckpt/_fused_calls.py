@@ -24,7 +24,7 @@ __all__ = ["FusedCalls", "FusedModule"]
 class FusedModule:
     """A fused module in one step.
 
-    change: what `fuse` made of it; calls: how often its forward was called, 0 inside torch.compile'd
+    change: what `fuse` made of it; calls: how often its forward was called, 0 in torch.compile'd
     code too, which is not looked into; reason: why it ran as its class would in the last such call,
     None if all ran fused; extra_bytes: what it keeps more for that, at most; None if unknown.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any
 
 from torch import nn
 from torch.nn import functional
@@ -30,8 +29,8 @@ _OTHERS = (
     nn.AdaptiveLogSoftmaxWithLoss,
 )
 _NAMES = frozenset(
-    "celu elu gelu glu hardswish leaky_relu mish prelu quick_gelu relu relu6 selu silu softplus swish"
-    " swiglu".split()
+    ("celu", "elu", "gelu", "glu", "hardswish", "leaky_relu", "mish", "prelu", "quick_gelu")
+    + ("relu", "relu6", "selu", "silu", "softplus", "swish", "swiglu")
 )
 _FUNCTIONS = tuple(getattr(functional, name) for name in _NAMES if hasattr(functional, name))
 _NORMS = ("layernorm", "rmsnorm", "layer_norm", "rms_norm")

@@ -12,7 +12,7 @@ from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.structure import is_transposed
 
-__all__ = ["is_adapter", "of_call", "of_hooks", "of_layer", "of_linear", "of_storage"]
+__all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
 
 _CALLS = {
     "arguments": "called with other arguments than one tensor",
@@ -29,16 +29,24 @@ _CALLS = {
 def of_call(module: nn.Module, fallback: Fallback) -> str:
     """Say why a call of a swapped module ran the forward of its own class."""
     what, about = fallback
-    if what == "child" and isinstance(child := module._modules.get(about), nn.Module):
-        return of_linear(about, child) or f"{about} is a {_name(type(child))} now"
     if what == "weight":
-        found = _attribute(module, about)
-        return of_weight(about, found) or _CALLS[what].format(about)
-    return _CALLS.get(what, f"{what}: {{}}").format(about)
+        reason = of_weight(about, _attribute(module, about))
+    elif what == "child":
+        child = _attribute(module, about)
+        reason = of_linear(about, child) if isinstance(child, nn.Module) else None
+    else:
+        reason = None
+    name = _name(about) if isinstance(about, type) else about
+    return reason or _CALLS.get(what, f"{what}: {{}}").format(name)
 
 
 def of_linear(name: str, child: nn.Module) -> str | None:
     """Say why a child that stands for a linear is not computed by ours, None if it can be."""
+    return of_class(name, child) or of_hooks(name, child)
+
+
+def of_class(name: str, child: nn.Module) -> str | None:
+    """Say so of what a child is, whatever watches it."""
     kind = type(child)
     if is_adapter(child):
         return f"{name} is a {_adapter(kind)}: adapters are not fused"
@@ -52,7 +60,7 @@ def of_linear(name: str, child: nn.Module) -> str | None:
             return reason
     if isinstance(child, nn.Linear) and kind.forward is not nn.Linear.forward:
         return f"{name} is a {_name(kind)}, a linear with a forward of its own"
-    return of_hooks(name, child)
+    return None
 
 
 def of_hooks(name: str, child: nn.Module) -> str | None:

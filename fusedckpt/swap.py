@@ -161,6 +161,8 @@ def _sequential(
     blocks = {block.name: block for block in blocks_of(parent, save)}
     for name, reason in {**dict(left.apart(parent)), **apart(parent)}.items():
         if name not in blocks and wanted.has(join(prefix, name), "linear"):
+            own = reasons.of_class(name, parent.get_submodule(name))
+            reason = reasons.of_storage(parent) or own or reason
             report.leave(join(prefix, name), "linear", reason, kind)
     meant = {n: b for n, b in blocks.items() if wanted.has(join(prefix, n), b.swap.kind)}
     if not meant:

@@ -264,10 +264,10 @@ def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> Fallback | None:
         linear = children.get(name)
         if linear is None or type(linear) is not kind:
             return "child", name
-        if has_hooks(linear):
-            return "hook", name
         if not dispatch.are_plain(*linear._parameters.values()):
             return "weight", f"{name}.weight"
+        if has_hooks(linear):
+            return "hook", name
         dtypes.append(linear.weight.dtype)  # type: ignore[union-attr]  # a linear's weight
     for name, seen in plan.same:
         found = getattr(module, name, None)

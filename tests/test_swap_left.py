@@ -108,7 +108,10 @@ DECLINED = {
     "subclass of Sequential": (lambda: MySequential(*pair()), "a subclass of nn.Sequential"),
     "subclass of RMSNorm": (lambda: MyRMSNorm(D), f"MyRMSNorm {OWN}"),
     "subclass of LayerNorm": (lambda: MyLayerNorm(D), f"MyLayerNorm {OWN}"),
-    "parametrized linear": (lambda: parametrized(pair(), "0"), "ParametrizedLinear is a subclass"),
+    "parametrized linear": (
+        lambda: parametrized(pair(), "0"),
+        "0: a parametrization makes its weights",
+    ),
     "parametrized norm": (
         lambda: parametrized(nn.RMSNorm(D)),
         "ParametrizedRMSNorm: a parametrization makes its weights",
