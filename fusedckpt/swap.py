@@ -103,7 +103,8 @@ def _planned(
     """Yield how a module is swapped, if at all; add to the report what will be and what not."""
     if (original := module.__dict__.get(MARK)) is not None:
         for inner, part in original.parts.items():
-            report.keep(join(name, inner), part)
+            if wanted.has(join(name, inner), part.kind):
+                report.keep(join(name, inner), part)
         return
     if type(module).__module__.startswith("fusedckpt."):
         return
