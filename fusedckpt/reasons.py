@@ -75,7 +75,7 @@ def of_weight(name: str, weight: Any) -> str | None:
     if type(weight).__name__ == "DTensor":
         return f"{name} is a DTensor: sharded parameters are not fused"
     if dispatch.is_plain(type(weight)):
-        return f"{name} is not dense, but {weight.layout}"
+        return f"{name} must be a dense tensor, got layout {weight.layout}"
     return f"{name} is a {_name(type(weight))}: quantised weights and the like are not fused"
 
 

@@ -112,7 +112,7 @@ def test_symbolic_trace_of_the_module_itself(make):
 
 @pytest.mark.parametrize("make", [Gated, Norm])
 def test_an_input_given_by_its_name_runs_fused(make):
-    eager, fused = pair_of(make)
+    _, fused = pair_of(make)
     x = randn(3, D)
     with saved_tensors() as by_position:
         first = fused(x * 1)
