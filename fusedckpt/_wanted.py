@@ -36,11 +36,13 @@ class Wanted:
         for pattern in self.only or ():
             if any(fnmatchcase(name, pattern) for name in named):
                 continue
-            skipped = any(fnmatchcase(name, p) for p in self.skip or () for name in modules)
             found = [name for name in modules if fnmatchcase(name, pattern)]
-            if found and skipped:
+            left = [
+                name for name in found if not any(fnmatchcase(name, p) for p in self.skip or ())
+            ]
+            if found and not left:
                 continue
-            raise ValueError(f"fuse: only={pattern!r} matches {_what(pattern, found, modules)}")
+            raise ValueError(f"fuse: only={pattern!r} matches {_what(pattern, left, modules)}")
 
 
 def _what(pattern: str, found: list[str], modules: Mapping[str, nn.Module]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from types import CodeType
 
 from torch import nn
@@ -164,6 +165,7 @@ def _is_activation(child: nn.Module) -> bool:
     return has_nothing(child) and any(known in name for known in _NAMES)
 
 
+@cache
 def _calls(kind: type[nn.Module]) -> bool:
     """Whether a forward's code, or that of the methods it calls, names an activation."""
     seen: set[str] = set()

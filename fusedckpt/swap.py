@@ -141,7 +141,7 @@ def _leave(
     name: str, module: nn.Module, found: dict[str, str], wanted: Wanted, report: FuseReport
 ) -> None:
     """Name a module that was not swapped, if it is one that could have been."""
-    if left.is_convolutional(module) or not left.has_weights(module):
+    if not left.has_weights(module) or left.is_convolutional(module):
         found.pop("mlp", None)
     kind = left.holds(module) or next(iter(found), None)
     if kind is not None and (found or wanted.has(name, kind)):
