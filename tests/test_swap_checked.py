@@ -142,7 +142,7 @@ LEFT = {
     "ReLU6": (lambda: Plain(nn.ReLU6()), "act: ReLU6() is no activation that can be fused"),
     "RReLU": (lambda: Plain(nn.RReLU()), "is no activation that can be fused"),
     "dtypes": (with_two_dtypes, "its weights have several dtypes: torch.bfloat16, torch.float32"),
-    "scaled": (Scaled, "its forward computes more than an MLP of first, second, or something else"),
+    "scaled": (Scaled, "its forward computes more than an MLP of second, first, or something else"),
     "inlined": (Inlined, "its linears and activation stand beside norm"),
     "own parameter": (Own, "its linears and activation stand beside scale"),
     "in training": (Noisy, "Noisy computes something else while training"),
