@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedckpt._fused_calls import FusedCalls
 from fusedckpt._timeline import Watch
 from fusedckpt.memory import SavedTensors, saved_tensors
 from fusedckpt.trial import aliased, tensors_of
@@ -24,13 +26,16 @@ class Step(NamedTuple):
     loss: Callable[[Any], Any]
     optimizer: Optimizer | None
 
-    def take(self, watch: Watch, held: list[Tensor]) -> SavedTensors:
+    def take(
+        self, watch: Watch, held: list[Tensor], calls: FusedCalls | None = None
+    ) -> SavedTensors:
         """Run it as a training loop does, where output and loss live on until the next step."""
         # in backward too: a recompute calls modules
         with watch.hooked():
             watch.phase("forward")
             # outermost, and not in backward: what a recompute saves was not kept since the forward
-            with saved_tensors(held, watch.current) as saved:
+            seen = nullcontext() if calls is None else calls.hooked()
+            with saved_tensors(held, watch.current) as saved, seen:
                 output = self.model(*self.args, **self.kwargs)
                 loss = _checked(self.loss(output))
             watch.phase("backward")

@@ -8,14 +8,17 @@ from, so that copies and pickles need no name for it.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd import dispatch, fallbacks, levels
+from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
@@ -24,8 +27,30 @@ from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm import rms_norm
 from fusedckpt.layers.norm_spec import NormSpec
 
-# where a swapped module remembers its original class and the attributes to delete
+# where a swapped module remembers what it was, as an `Original`
 MARK = "_fusedckpt_original"
+
+
+class Part(NamedTuple):
+    """What reports say of a swapped module, or of one block of a swapped Sequential.
+
+    saved: the bytes that one token of training kept before and keeps now, None if unknown.
+    """
+
+    kind: str
+    change: str
+    saved: tuple[float, float] | None
+
+
+class Original(NamedTuple):
+    """The class that a swapped module had, the attributes to delete, and its parts.
+
+    parts: by their names below the module, "" for the module itself.
+    """
+
+    kind: type[nn.Module]
+    attributes: tuple[str, ...]
+    parts: dict[str, Part]
 
 
 @dataclass(frozen=True)
@@ -34,7 +59,8 @@ class Swap:
 
     kind: "norm", "mlp" or "linear", as `fuse` switches them; change: what the report says of it;
     features: the trailing shape of what the module reads; small, sizes: a smaller such shape, and
-    shapes of parameters by their ids, in which parity is checked; empty for the real ones.
+    shapes of parameters by their ids, in which parity is checked; empty for the real ones; parts:
+    what the swapped module remembers for reports.
     """
 
     kind: str
@@ -44,11 +70,12 @@ class Swap:
     features: tuple[int, ...]
     small: tuple[int, ...] = ()
     sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""
         module.__dict__.update(self.attributes)
-        module.__dict__[MARK] = type(module), tuple(self.attributes)
+        module.__dict__[MARK] = Original(type(module), tuple(self.attributes), self.parts)
         module.__class__ = self.to
 
 
@@ -56,6 +83,9 @@ class Made(nn.Module):
     """What all made classes begin with: they are copied and pickled by what they were made from."""
 
     _fusedckpt_bases: tuple[type[nn.Module], type[nn.Module]]
+
+    def _get_name(self) -> str:
+        return type(self).__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -70,11 +100,32 @@ def _new(ours: type[nn.Module], original: type[nn.Module]) -> nn.Module:
     return made.__new__(made)
 
 
+# what a function is made of
+_FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__")
+
+
 @cache
 def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `original` with the forward of `ours`, one and the same each time."""
-    names = {"__module__": original.__module__, "_fusedckpt_bases": (ours, original)}
+    names: dict[str, Any] = {
+        "__module__": original.__module__,
+        "_fusedckpt_bases": (ours, original),
+    }
+    if issubclass(ours, Swapped):
+        # with the original's signature, by which torch.fx names what it traces
+        call = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
+        names["forward"] = wraps(original.forward)(call)
+        names["_fusedckpt_argument"] = _first_argument(original)
     return type(f"Fused{original.__name__}", (Made, ours, original), names)
+
+
+def _first_argument(original: type[nn.Module]) -> str | None:
+    """Return the name by which a forward's first argument can be given, None if it has none."""
+    try:
+        _, first, *_ = inspect.signature(original.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return first.name if first.kind is first.POSITIONAL_OR_KEYWORD else None
 
 
 def is_made(kind: type[nn.Module]) -> bool:
@@ -106,26 +157,56 @@ class NormPlan(NamedTuple):
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
 
 
-class FusedRMSNorm(nn.Module):
+class Swapped(nn.Module):
+    """Forward of a swapped module: ours where it computes the same, else that of its class.
+
+    Here alone it is decided; why ours does not run is noted for `FuseReport` and `report`.
+    """
+
+    _fusedckpt_argument: str | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as ours does, or as the original class does."""
+        x = args[0] if len(args) == 1 and not kwargs else self._by_keyword(args, kwargs)
+        if not dispatch.is_recorded(x):
+            y = self._fused(x) if isinstance(x, Tensor) else ("arguments", "")
+            if type(y) is not tuple:
+                return y
+            fallbacks.note(self, y)
+        return super().forward(*args, **kwargs)
+
+    def _by_keyword(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the input where it alone is given, by its name; None for any other call."""
+        alone = not args and len(kwargs) == 1
+        name = self._fusedckpt_argument
+        return kwargs.get(name) if alone and name is not None else None
+
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
+        """Return the result, or what is in the way of computing it so."""
+        raise NotImplementedError
+
+
+class FusedRMSNorm(Swapped):
     """Forward of an RMSNorm of any class, keeping x alone where its rule is known to hold."""
 
     _fusedckpt_plan: NormPlan
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Normalise as `functional.rms_norm` does, or as the original class does."""
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
         plan = self._fusedckpt_plan
-        if len(args) == 1 and not kwargs and _is_computed(args[0]):
-            x = args[0]
-            weight = None if plan.weight is None else getattr(self, plan.weight)
-            if not dispatch.are_plain(x, weight):
-                return super().forward(x)
-            if (x.dtype, x.dtype if weight is None else weight.dtype) in plan.dtypes:
-                shape = x.shape[-1:] if weight is None else weight.shape
-                eps = getattr(self, plan.eps)
-                y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
-                spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
-                return norm_sharing.remember(self, y, spec)
-        return super().forward(*args, **kwargs)
+        weight = None if plan.weight is None else getattr(self, plan.weight)
+        if not dispatch.are_plain(x, weight):
+            return fallbacks.unplain(x, **{plan.weight or "weight": weight})
+        if (x.dtype, x.dtype if weight is None else weight.dtype) not in plan.dtypes:
+            return "dtype", x.dtype
+        shape = x.shape[-1:] if weight is None else weight.shape
+        eps = getattr(self, plan.eps)
+        y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
+        spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
+        return norm_sharing.remember(self, y, spec)
+
+    def extra_repr(self) -> str:
+        """Describe the module as its class does, and what it computes now."""
+        return _described(super().extra_repr(), "rms_norm", f"cast={self._fusedckpt_plan.cast}")
 
 
 class MLPPlan(NamedTuple):
@@ -150,50 +231,63 @@ class MLPPlan(NamedTuple):
     last: str | None = None
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(Swapped):
     """Forward of an MLP of any class, keeping what its save level names."""
 
     _fusedckpt_plan: MLPPlan
     save: str
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the block at once, or as the original class does."""
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
         plan = self._fusedckpt_plan
-        if len(args) != 1 or kwargs or not _holds(self, plan, args[0]):
-            return super().forward(*args, **kwargs)
-        y = _COMPUTE[plan.kind](args[0], self, plan)
+        obstacle = _obstacle(self, plan, x)
+        if obstacle is not None:
+            return obstacle
+        y = _COMPUTE[plan.kind](x, self, plan)
         return y if plan.last is None else self._modules[plan.last](y)  # type: ignore[misc]  # a child
 
+    def extra_repr(self) -> str:
+        """Describe the module as its class does, and what it computes now."""
+        plan = self._fusedckpt_plan
+        now = f"{plan.kind}, activation={plan.activation}"
+        return _described(super().extra_repr(), now, f"save={self.save}")
 
-def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
-    """Whether a call computes what the plan says: nothing replaced, watched, dropped or mixed."""
+
+def _described(original: str, *ours: str) -> str:
+    return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
+
+
+def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> Fallback | None:
+    """Return what makes a call compute other than the plan says: replaced, watched, dropped."""
     children = module._modules
     dtypes = []
     for name, kind in zip(plan.linears, plan.classes, strict=True):
         linear = children.get(name)
-        if linear is None or type(linear) is not kind or has_hooks(linear):
-            return False
+        if linear is None or type(linear) is not kind:
+            return "child", name
         if not dispatch.are_plain(*linear._parameters.values()):
-            return False
+            return "weight", f"{name}.weight"
+        if has_hooks(linear):
+            return "hook", name
         dtypes.append(linear.weight.dtype)  # type: ignore[union-attr]  # a linear's weight
     for name, seen in plan.same:
         found = getattr(module, name, None)
-        if found is not seen or (isinstance(found, nn.Module) and has_hooks(found)):
-            return False
+        if found is not seen:
+            return "changed", name
+        if isinstance(found, nn.Module) and has_hooks(found):
+            return "hook", name
     for name in plan.dropouts:
         dropout: Any = children.get(name)
         if dropout is not None and dropout.training and dropout.p > 0:
-            return False
-    if module.training and any(getattr(module, name) > 0 for name in plan.rates):
-        return False
-    if not _is_computed(x) or not dispatch.are_plain(x):
-        return False
-    return all(d == x.dtype for d in dtypes) or dispatch.autocasts(x.device)
-
-
-def _is_computed(x: Any) -> bool:
-    """Whether x is a tensor of a call that runs, rather than one that is recorded."""
-    return isinstance(x, Tensor) and not dispatch.is_recorded(x)
+            return "dropout", name
+    if module.training:
+        for name in plan.rates:
+            if getattr(module, name) > 0:
+                return "dropout", name
+    if not dispatch.are_plain(x):
+        return fallbacks.unplain(x)
+    if all(d == x.dtype for d in dtypes) or dispatch.autocasts(x.device):
+        return None
+    return "dtype", x.dtype
 
 
 def _tensors(module: nn.Module, plan: MLPPlan) -> list[tuple[Tensor, Tensor | None]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt import reference
-from fusedckpt.autograd import arguments, dispatch, phases
+from fusedckpt.autograd import arguments, dispatch, fallbacks, phases
 from fusedckpt.autograd.backward import wanted_gradients
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
@@ -236,6 +236,10 @@ def add_layer_norm(
     return _norm("add_layer_norm", x, residual, normalized_shape, spec)  # type: ignore[return-value]
 
 
+# F.rms_norm takes them
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+
+
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm keeping only its input for backward.
 
@@ -272,10 +276,14 @@ class RMSNorm(nn.RMSNorm):
         # once: a parametrization computes it
         weight = self.weight
         spec = NormSpec("rms", weight, None, self.eps, self.offset, self.cast)
-        if not dispatch.are_plain(x, weight):
+        if not dispatch.are_plain(x, weight) or x.dtype in _COMPLEX:
+            fallbacks.note(self, fallbacks.unplain(x, weight=weight))
             return _eager(spec, x, self.normalized_shape, weight, None)
         y = rms_norm(x, self.normalized_shape, weight, self.eps, offset=self.offset, cast=self.cast)
         return norm_sharing.remember(self, y, spec)
+
+    def _get_name(self) -> str:
+        return f"fusedckpt.{super()._get_name()}"
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.RMSNorm does, with what differs from it."""
@@ -309,8 +317,12 @@ class LayerNorm(nn.LayerNorm):
         # once: a parametrization computes them
         weight, bias = self.weight, self.bias
         if not dispatch.are_plain(input, weight, bias):
+            fallbacks.note(self, fallbacks.unplain(input, weight=weight, bias=bias))
             return torch.nn.functional.layer_norm(
                 input, self.normalized_shape, weight, bias, self.eps
             )
         y = layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return norm_sharing.remember(self, y, NormSpec("layer", weight, bias, self.eps))
+
+    def _get_name(self) -> str:
+        return f"fusedckpt.{super()._get_name()}"
