@@ -52,7 +52,11 @@ def summary(plan: Plan) -> list[str]:
     extra = f"{plan.extra_ms:.2f} ms"
     if plan.chain.forward:
         extra += f", {plan.extra_ms / plan.chain.forward:.1%} of the forward"
+    begins = "without gradients; with accumulate=True it holds for steps that add to them"
+    if plan.gradient_bytes:
+        begins = f"with {size(plan.gradient_bytes)} of gradients"
     figures = {
+        "the step begins": begins,
         "budget": None if plan.budget_bytes is None else size(plan.budget_bytes),
         "predicted peak": size(plan.predicted_bytes),
         "measured peak": None if plan.measured_bytes is None else size(plan.measured_bytes),

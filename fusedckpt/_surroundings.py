@@ -18,7 +18,7 @@ from fusedckpt._timeline import Moment, Watch, timeline
 from fusedckpt._unit_costs import PLAIN, Costs
 from fusedckpt.chain import Chain, Level, Unit
 from fusedckpt.costs import Skipping
-from fusedckpt.memory import SavedTensors, nbytes_of, profiled
+from fusedckpt.memory import SavedTensors, profiled
 
 __all__ = ["AFTER", "BEFORE", "chain_of"]
 
@@ -67,7 +67,7 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
     """
     step, held = step.fresh()
     watch, device = Watch(step.model), held[0].device
-    resident = nbytes_of(x for x in held if x.device == device)
+    resident = step.resident(held)
     modules, walk = [step.model.get_submodule(name) for name in costs], _Walk(watch, len(costs))
 
     def run() -> None:
@@ -83,7 +83,8 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
     # one more while a segment runs again: the states that are put back afterwards
     replays = [one.replay for one in costs.values()]
     replay = sum(replays) + max(replays)
-    gradients = sum(x.numel() * x.element_size() for x in step.parameters() if x.requires_grad)
+    parameters = [x for x in step.parameters() if x.requires_grad and x not in step.gradients]
+    gradients = sum(x.numel() * x.element_size() for x in parameters)
     return _chain(_Phases(moments), units, resident, replay, gradients + stepping)
 
 

@@ -86,7 +86,10 @@ class Costs(NamedTuple):
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return what units that cost the same have in common."""
-    shapes = [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()]
+    shapes = [
+        (name, tuple(p.shape), p.dtype, p.requires_grad, p.grad is None)
+        for name, p in module.named_parameters()
+    ]
     modes = [(type(child), child.training) for child in module.modules()]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = [

@@ -32,7 +32,8 @@ class Plan:
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
     latter is None where no step was run under the plan. Times are in ms per step: `extra_ms` is
     what the plan adds to the fastest way, and `lower_bound_ms` what no plan within the budget is
-    below. `left_out` says why modules that might have been units are none.
+    below. `left_out` says why modules that might have been units are none. `gradient_bytes` is of
+    the gradients that are there when the planned step begins.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Plan:
     lower_bound_ms: float
     measured_bytes: int | None = None
     left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
+    gradient_bytes: int = 0
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -196,6 +198,8 @@ def _check_plan(plan: Plan) -> None:
         raise ValueError("expected names as text")
     if any(level.name not in known for unit in units for level in unit.levels):
         raise ValueError(f"expected levels among {sorted(known)}")
+    if type(plan.gradient_bytes) is not int or plan.gradient_bytes < 0:
+        raise ValueError("expected the gradients that are there in bytes")
     if not all(type(x) is int and x > 0 for x in (plan.budget_bytes, measured) if x is not None):
         raise ValueError("expected budget and measured peak in bytes, or null")
     outcome = simulate(plan.chain, plan.items)
