@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedckpt._text import Row, size, table
-from fusedckpt.chain import Segment
+from fusedckpt.chain import Segment, Unit
 
 if TYPE_CHECKING:
     from fusedckpt.plans import Plan
@@ -24,9 +24,11 @@ def text(plan: Plan) -> str:
 def rows(plan: Plan) -> list[Row]:
     """Return a row of `_HEAD` for every unit."""
     found: list[Row] = []
-    number = 0
+    number, parts = 0, {unit.name for unit in _between(plan)}
     for item in plan.items:
         units = plan.chain.units[item.start : item.stop]
+        if units[0].name in parts:
+            continue
         if isinstance(item, Segment):
             number += 1
             for unit, name in zip(units, item.levels, strict=True):
@@ -47,6 +49,11 @@ def rows(plan: Plan) -> list[Row]:
     return found
 
 
+def _between(plan: Plan) -> list[Unit]:
+    """Return the code between units that cannot be joined."""
+    return [unit for unit in plan.chain.units[1:-1] if unit.code]
+
+
 def summary(plan: Plan) -> list[str]:
     """Return one line for each figure of the whole."""
     extra = f"{plan.extra_ms:.2f} ms"
@@ -63,5 +70,12 @@ def summary(plan: Plan) -> list[str]:
         "extra time": extra,
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
     }
+    if parts := _between(plan):
+        kept = size(sum(part.levels[0].kept for part in parts))
+        names = ", ".join(part.name.strip("()") for part in parts[:2]) + ", ..." * (len(parts) > 2)
+        figures["limited by"] = (
+            f"code between units at {len(parts)} places ({names}), which keeps {kept}: "
+            "what it separates cannot be one segment"
+        )
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]

@@ -50,7 +50,7 @@ class Step(NamedTuple):
         return saved
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
-        """Return the step, from `gradients` alone and on aliases of its inputs, and what it holds."""
+        """Return the step from `gradients` alone, on aliases of its inputs, and what is held."""
         for parameter in self.parameters():
             parameter.grad = self.gradients.get(parameter)
         args, kwargs = aliased((self.args, self.kwargs))

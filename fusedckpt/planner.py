@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fusedckpt import _roles
 from fusedckpt._plan_input import Policy, check_model, limit_of, names_of
 from fusedckpt._step import Step, default_loss
-from fusedckpt._surroundings import AFTER, chain_of
+from fusedckpt._surroundings import chain_of
 from fusedckpt._text import size
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, simulate
@@ -290,7 +290,7 @@ def _tried(step: Step, found: Plan) -> Plan:
 
 def _selective(chain: Chain) -> tuple[Item, ...]:
     """Keep the outputs of products, but where the next unit writes into what it is given."""
-    overwritten = [unit.fixed and unit.name != AFTER for unit in chain.units[1:]]
+    overwritten = [unit.fixed and not unit.code for unit in chain.units[1:]]
     return tuple(
         Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
         for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))

@@ -63,7 +63,11 @@ class Plan:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        units = {unit.name: self._unit(inner, unit.name) for unit in self.chain.units[1:-1]}
+        units = {
+            unit.name: self._unit(inner, unit.name)
+            for unit in self.chain.units[1:-1]
+            if not unit.code
+        }
         if any(_roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
         for name, role in self._roles():
