@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from fusedckpt._text import Row, enough, size, table
-from fusedckpt.chain import Item, Segment, simulate
+from fusedckpt.chain import Item, Segment, Unit, simulate
 from fusedckpt.policies import policy
 from fusedckpt.solver import least_bytes
 
@@ -28,8 +28,9 @@ def text(plan: Plan) -> str:
 def rows(plan: Plan) -> list[Row]:
     """Return a row of `_HEAD` for every item, or for several alike in a row."""
     found: list[Row] = []
-    number = 0
-    for cells, group in groupby(plan.items, partial(_cells, plan)):
+    number, between = 0, {unit.name for unit in _between(plan)}
+    shown = [item for item in plan.items if plan.chain.units[item.start].name not in between]
+    for cells, group in groupby(shown, partial(_cells, plan)):
         items = list(group)
         first, last = items[0].start, items[-1].stop - 1
         names = [plan.chain.units[i].name for i in (first, last)]
@@ -67,12 +68,21 @@ def _cells(plan: Plan, item: Item) -> Row:
     return runs, size(level.kept), *times
 
 
+def _between(plan: Plan) -> list[Unit]:
+    """Return the code between units that cannot be joined."""
+    return [unit for unit in plan.chain.units[1:-1] if unit.code]
+
+
 def summary(plan: Plan) -> list[str]:
     """Return one line for each figure of the whole."""
     extra = f"{plan.extra_ms:.2f} ms"
     if plan.chain.forward:
         extra += f", {plan.extra_ms / plan.chain.forward:.1%} of the forward"
+    begins = "without gradients; with accumulate=True it holds for steps that add to them"
+    if plan.gradient_bytes:
+        begins = f"with {size(plan.gradient_bytes)} of gradients"
     figures = {
+        "the step begins": begins,
         "budget": None if plan.budget_bytes is None else enough(plan.budget_bytes),
         "keep everything": enough(simulate(plan.chain, policy(plan.chain, "none")).peak),
         "least feasible": enough(least_bytes(plan.chain)),
@@ -81,5 +91,12 @@ def summary(plan: Plan) -> list[str]:
         "extra time": extra,
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
     }
+    if parts := _between(plan):
+        kept = size(sum(part.levels[0].kept for part in parts))
+        names = ", ".join(part.name.strip("()") for part in parts[:2]) + ", ..." * (len(parts) > 2)
+        figures["limited by"] = (
+            f"code between units at {len(parts)} places ({names}), which keeps {kept}: "
+            "what it separates cannot be one segment"
+        )
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]

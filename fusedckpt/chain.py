@@ -88,6 +88,7 @@ class Unit:
         output included, and its input where no level keeps that.
     left: bytes that stay after its backward, such as gradients of parameters.
     fixed: it cannot be run again, so that no segment may hold it.
+    code: it is no module, but what the model's own code does around units.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Unit:
     forward_transient: int = 0
     left: int = 0
     fixed: bool = False
+    code: bool = False
 
     def __post_init__(self):
         _check_amounts(self)

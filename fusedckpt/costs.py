@@ -58,13 +58,13 @@ class Skipping(NamedTuple):
         self.enter(given)
         with torch.no_grad():
             output = forward(*args, **kwargs)
-        self.left([x for x in tensors_of([output]) if _flows(x)])
         given += [p for p in self.module.parameters() if p.requires_grad][:1]
-        if not given:
-            return output
-        return pytree.tree_map_only(
-            Tensor, lambda x: _Skip.apply(self.entered, x, *given) if _flows(x) else x, output
-        )
+        if given:
+            output = pytree.tree_map_only(
+                Tensor, lambda x: _Skip.apply(self.entered, x, *given) if _flows(x) else x, output
+            )
+        self.left([x for x in tensors_of([output]) if _flows(x)])
+        return output
 
 
 class Scout:

@@ -34,7 +34,8 @@ class Plan:
     latter is None where no step was run under the plan. Times are in ms per step: `extra_ms` is
     what the plan adds to the fastest way, and `lower_bound_ms` what no plan within the budget is
     below. `left_out` says why modules that might have been units are none, `structure` what the
-    model and its units are.
+    model and its units are. `gradient_bytes` is of the gradients that are there when the planned
+    step begins.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Plan:
     measured_bytes: int | None = None
     left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
     structure: Mapping[str, str] = field(default_factory=dict, hash=False)
+    gradient_bytes: int = 0
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -65,7 +67,11 @@ class Plan:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        units = {unit.name: self._unit(inner, unit.name) for unit in self.chain.units[1:-1]}
+        units = {
+            unit.name: self._unit(inner, unit.name)
+            for unit in self.chain.units[1:-1]
+            if not unit.code
+        }
         self._check_structure(inner)
         if any(_roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
@@ -220,6 +226,8 @@ def _check_plan(plan: Plan) -> None:
         raise ValueError("expected names as text")
     if any(level.name not in known for unit in units for level in unit.levels):
         raise ValueError(f"expected levels among {sorted(known)}")
+    if type(plan.gradient_bytes) is not int or plan.gradient_bytes < 0:
+        raise ValueError("expected the gradients that are there in bytes")
     if not all(type(x) is int and x > 0 for x in (plan.budget_bytes, measured) if x is not None):
         raise ValueError("expected budget and measured peak in bytes, or null")
     outcome = simulate(plan.chain, plan.items)

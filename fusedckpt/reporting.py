@@ -180,12 +180,12 @@ def check_step(name: str, model: Any, loss: Any, optimizer: Any, inputs: Any) ->
 
 
 def measure(step: Step) -> MemoryReport:
-    """Take the step from gradients of None."""
+    """Take the step from the gradients that it begins with."""
     step, held = step.fresh()
     parameters, buffers = step.parameters(), list(step.model.buffers())
     inputs = step.inputs()
     device = held[0].device
-    resident = nbytes_of(tensor for tensor in held if tensor.device == device)
+    resident = step.resident(held)
     watch, calls, saved = Watch(step.model), FusedCalls(step.model), list[SavedTensors]()
     events = profiled(lambda: saved.append(step.take(watch, held, calls)), device)
     return MemoryReport(
