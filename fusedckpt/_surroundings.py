@@ -52,16 +52,15 @@ class _Walk:
             module, partial(self._enter, i), partial(self._leave, i), partial(self._entered, i)
         )
 
-    def _enter(self, i: int, given: list[Tensor]) -> None:
+    def _enter(self, i: int, given: list[Tensor]) -> list[Tensor]:
         # the first one is what units hand on
         if given:
             self._inputs[i] = StorageWeakRef(given[0].untyped_storage())
             self._sizes[i] = given[0].numel() * given[0].element_size()
-        flows = self._costs[i].flows
-        self.joins[i] = bool(given) and all(
-            map(self._is_returned, [x for k, x in enumerate(given) if k >= len(flows) or flows[k]])
-        )
+        own = [x for x, flows in zip(given, self._costs[i].flows, strict=False) if flows]
+        self.joins[i] = bool(own) and all(map(self._is_returned, own))
         self._watch.phase(f"enter {i}")
+        return own
 
     def _is_returned(self, x: Tensor) -> bool:
         known = self._returned.get(id(x))

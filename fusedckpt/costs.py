@@ -24,29 +24,38 @@ class _Skip(torch.autograd.Function):
     """Hands on what a unit returned, and as large gradients to what it was given as it would."""
 
     @staticmethod
-    def forward(ctx: Any, entered: Callable[[], None], output: Tensor, *given: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        entered: Callable[[], None],
+        outputs: list[Tensor],
+        held: list[Tensor],
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.entered = entered
+        ctx.save_for_backward(*held)
+        ctx.set_materialize_grads(False)
         ctx.likes = [(x.shape, x.dtype, x.device) for x in given]
         ctx.stays = [isinstance(x, nn.Parameter) for x in given]
         # not a view, which nobody could write into; of the same memory, so that it costs none
-        return output.detach()
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         ctx.entered()
         grads = (
             None if stays else torch.zeros(s, dtype=d, device=on)
             for (s, d, on), stays in zip(ctx.likes, ctx.stays, strict=True)
         )
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 class Skipping(NamedTuple):
     """A role: run the module, but keep nothing for its backward."""
 
     module: nn.Module
-    # called where its forward begins and ends, and where its backward begins
-    enter: Callable[[list[Tensor]], None]
+    # called where its forward begins and ends, and where its backward begins; the first returns
+    # which of what requires grad the unit counts as its own, None for everything
+    enter: Callable[[list[Tensor]], list[Tensor] | None]
     left: Callable[[list[Tensor]], None]
     entered: Callable[[], None]
 
@@ -54,17 +63,22 @@ class Skipping(NamedTuple):
         """Run it without a graph, and put one node in its place."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given = [x for x in tensors_of([args, kwargs]) if x.requires_grad]
-        self.enter(given)
+        tensors = list(tensors_of([args, kwargs]))
+        given = [x for x in tensors if x.requires_grad]
+        own = self.enter(given)
+        # such as masks, and what other units get, too
+        held = [x for x in tensors if own is not None and all(x is not y for y in own)]
         with torch.no_grad():
             output = forward(*args, **kwargs)
         given += [p for p in self.module.parameters() if p.requires_grad][:1]
-        if given:
-            output = pytree.tree_map_only(
-                Tensor, lambda x: _Skip.apply(self.entered, x, *given) if _flows(x) else x, output
-            )
-        self.left([x for x in tensors_of([output]) if _flows(x)])
-        return output
+        leaves, spec = pytree.tree_flatten(output)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _flows(x)]
+        if given and places:
+            made = _Skip.apply(self.entered, [leaves[i] for i in places], held, *given)
+            for i, x in zip(places, made, strict=True):
+                leaves[i] = x
+        self.left([leaves[i] for i in places])
+        return pytree.tree_unflatten(leaves, spec)
 
 
 class Scout:
@@ -175,7 +189,7 @@ class Probe(NamedTuple):
 
 
 def _nothing(_: list[Tensor]) -> None:
-    pass
+    return None
 
 
 def _flows(x: Tensor) -> bool:
