@@ -8,6 +8,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fusedckpt import _roles
@@ -34,8 +35,21 @@ def check_model(model: nn.Module) -> None:
                 f"plan: expected a model that is not compiled yet, got {name or 'one that is'} "
                 "compiled: plan a model that is made anew, apply the plan, then compile"
             )
+        if isinstance(module, nn.SyncBatchNorm) and _has_peers(module):
+            raise ValueError(
+                f"plan: {name or 'the model'} is a SyncBatchNorm, whose forward waits for other "
+                "ranks, while one of them measures alone: plan first, then convert_sync_batchnorm"
+            )
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ValueError("plan: expected a model that is not sharded yet: plan it, then shard it")
+
+
+def _has_peers(norm: nn.SyncBatchNorm) -> bool:
+    return (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size(norm.process_group) > 1
+    )
 
 
 def check_unit(name: str) -> None:

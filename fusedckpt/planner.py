@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedckpt import _roles
 from fusedckpt._plan_input import Policy, check_model, limit_of, names_of
+from fusedckpt._ranks import Group, facts_of, group_of, together
 from fusedckpt._step import Step, default_loss
 from fusedckpt._surroundings import chain_of
 from fusedckpt._text import size
@@ -48,6 +48,7 @@ def plan(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Optimizer | None = None,
     accumulate: bool | int = False,
+    group: Group = None,
     progress: bool = True,
     **kwargs: Any,
 ) -> Plan:
@@ -67,8 +68,12 @@ def plan(
     `zero_grad(set_to_none=False)`; others are made in it. With `accumulate` all are there.
 
     A unit that writes into its arguments is kept as it is. Of DistributedDataParallel the module
-    inside is planned, its buckets counted, and every rank gets the plan of rank 0. Shard a model
-    after planning it, and compile it after that.
+    inside is planned, its buckets counted. Shard a model after planning it, and compile it after
+    that.
+
+    Where torch.distributed is initialised, all ranks of a group call this with the same model,
+    budget and shapes; the first one measures, and every rank gets its plan. The forward must not
+    communicate.
 
     Args:
         model: any module; it must fit while one unit at a time keeps what it keeps.
@@ -87,6 +92,10 @@ def plan(
         loss, optimizer: as in `report`.
         accumulate: whether gradients add up over several micro-batches, or over how many: the
             budget is then one of every micro-batch.
+        group: the ranks that plan together, a ProcessGroup or a DeviceMesh of one dimension: those
+            that train copies, or shards, of this model. None is the group of a
+            DistributedDataParallel, else all ranks. A stage of a pipeline takes its data-parallel
+            group; False lets a rank plan alone.
         progress: show on stderr how many units are measured, where rich is installed.
 
     Returns:
@@ -96,20 +105,27 @@ def plan(
         TypeError: an argument is of another type.
         ValueError: no plan fits the budget (the message names the least that one did), no module
             runs exactly once, a unit changes an object that it is given, a plan is applied to the
-            model, it is sharded or compiled, or an argument is none of the above.
+            model, it is sharded or compiled, or an argument is none of the above; of a group, on
+            all ranks: one differs from the first, raised, or did not call within a minute.
     """
     parallel = model if isinstance(model, DistributedDataParallel) else None
     model = model if parallel is None else parallel.module
-    check_step("plan", model, loss, optimizer, (args, kwargs))
-    check_model(model)
-    device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
-    limit = limit_of(budget, activation_budget, policy, device)
-    names = names_of(model, policy, units)
-    is_rest = activation_budget is not None
-    is_there = _accumulates(accumulate) or is_rest
-    step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
-    step = _in_state(step, parallel, is_there)
-    return _agreed(lambda: _planned(step, names, policy, limit, is_rest, progress))
+    ranks = group_of(group, None if parallel is None else parallel.process_group)
+
+    def prepare() -> tuple[Mapping[str, str], Callable[[], Plan]]:
+        check_step("plan", model, loss, optimizer, (args, kwargs))
+        check_model(model)
+        device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
+        limit = limit_of(budget, activation_budget, policy, device)
+        names = names_of(model, policy, units)
+        is_rest = activation_budget is not None
+        is_there = _accumulates(accumulate) or is_rest
+        step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
+        step = _in_state(step, parallel, is_there)
+        given = names, policy, limit, is_rest
+        return facts_of(step, *given), lambda: _planned(step, *given, progress)
+
+    return together(ranks, prepare)
 
 
 def _accumulates(accumulate: Any) -> bool:
@@ -317,19 +333,3 @@ def _selective(chain: Chain) -> tuple[Item, ...]:
         Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
         for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))
     )
-
-
-def _agreed(make: Callable[[], Plan]) -> Plan:
-    """Return rank 0's plan, so that all ranks run the same collectives in the same order."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return make()
-    found: list[Any]
-    try:
-        found = [make()]
-    except Exception as error:
-        # or the others would wait for ever; a rank that failed alone has a plan to take, too
-        found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]

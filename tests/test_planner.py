@@ -1,7 +1,6 @@
 """The planner on whole models: peaks, budgets, gradients, and that it leaves no trace."""
 
 import copy
-import multiprocessing
 import random
 from dataclasses import dataclass
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from plan_models import Chain, Pairs, convolutional, images, tokens, transformer
-from support import HANGS
 from torch import nn
 
 import fusedckpt
@@ -512,39 +510,6 @@ def test_levels_that_keep_less_are_never_faster():
         by_kept = sorted(unit.levels, key=lambda level: -level.kept)
         assert by_kept[0].extra == 0 < by_kept[-1].extra
         assert [level.extra for level in by_kept] == sorted(level.extra for level in by_kept)
-
-
-def _rank(rank, path, queue):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{path}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model, x = transformer(2), tokens()
-    parallel = nn.parallel.DistributedDataParallel(model)
-    # what only one of the ranks could do
-    found = planned(parallel, x, policy=["all", "none"][rank])
-    found.apply(parallel)
-    parallel(x).backward()
-    try:
-        planned(transformer(2), x, budget=[10, 10**9][rank])
-        error = ""
-    except ValueError as raised:
-        error = str(raised)
-    queue.put((str(found), found.policy, error))
-    torch.distributed.destroy_process_group()
-
-
-def test_all_ranks_get_the_plan_of_the_first(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(i, tmp_path / "store", queue)) for i in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    first, second = queue.get(timeout=HANGS), queue.get(timeout=HANGS)
-    for rank in ranks:
-        rank.join()
-    assert first == second
-    assert first[1] == "all"
-    assert "least feasible" in first[2]
 
 
 def test_a_hopeless_budget_is_not_tried(monkeypatch):

@@ -1,0 +1,191 @@
+"""One of two ranks: what they agree on before one plans for both, and steps under that plan.
+
+Run by test_plan_ranks.py as `plan_ranks.py STORE RANK`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from plan_models import tokens, transformer
+
+from fusedckpt import _ranks, plan, planner
+from fusedckpt.memory import nbytes_of, peak_bytes
+
+
+def planned(model: nn.Module, *args: Any, **options: Any):
+    return plan(model, *args, progress=False, **options)
+
+
+def errors(model: nn.Module, x: torch.Tensor, **options: Any) -> list[str]:
+    """Return what each rank's call raises."""
+    try:
+        planned(model, x, **options)
+        error = "nothing"
+    except ValueError as raised:
+        error = str(raised)
+    found = [""] * 2
+    dist.all_gather_object(found, error)
+    return found
+
+
+def check_differences(rank: int) -> None:
+    model, x = transformer(1), tokens()
+    first, second = errors(model, x, budget=["10MiB", "12MiB"][rank])
+    assert first == second, (first, second)
+    both = "10.0 MiB (10485760 bytes) on rank 0 and 12.0 MiB (12582912 bytes) on rank 1"
+    assert first.startswith(f"plan: the budget is {both}: all ranks"), first
+    for ours, theirs, message in (
+        (
+            {"units": ["blocks.0", "blocks.1"]},
+            {"units": ["blocks.1"]},
+            "the list of units is blocks.0, blocks.1 on rank 0 and blocks.1 on rank 1",
+        ),
+        ({}, {"policy": "none"}, "the policy is all on rank 0 and none on rank 1"),
+        ({}, {"accumulate": True}, "what gradients hold is 0 B (0 bytes) on rank 0 and"),
+    ):
+        found = errors(transformer(2), x, **{"policy": "all", **[ours, theirs][rank]})
+        assert all(error.startswith(f"plan: {message}") for error in found), found
+    model = transformer(1)
+    if rank:
+        model.blocks[0].out = nn.Linear(64, 64, bias=False)
+    first, second = errors(model, x, policy="all")
+    is_linear = "is Linear(in_features=64, out_features=64, bias=True) on rank 0 and Linear("
+    assert first == second
+    assert first.startswith(f"plan: module blocks.0.out {is_linear}"), first
+    found = errors(transformer(1), x[: 4 - rank], policy="all")
+    assert all("is int64 [4, 64] on rank 0 and int64 [3, 64] on rank 1" in e for e in found), found
+
+
+def check_who_raises(rank: int) -> None:
+    """A rank that cannot plan keeps no other waiting; nor does the first one's failure."""
+    x = tokens()
+    for who in (0, 1):
+        found = errors(transformer(1), x, budget=-1 if rank == who else "10MiB")
+        assert found[who].startswith("plan: a budget is bytes"), found
+        told = f"plan: rank {who} raised ValueError: plan: a budget is bytes"
+        assert found[1 - who].startswith(told), found
+    first, second = errors(transformer(1), x, budget=10)
+    assert first == second
+    assert "least feasible" in first
+    error, message = [(KeyError, "missing"), (RuntimeError, "rank 0 raised KeyError: 'missing'")][
+        rank
+    ]
+    with pytest.raises(error, match=message):
+        planned(transformer(1), x, policy="all", loss=lambda _: {}["missing"])
+
+    norm = nn.SyncBatchNorm.convert_sync_batchnorm(
+        nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    )
+    with pytest.raises(ValueError, match=r"^plan: 1 is a SyncBatchNorm, .*plan first, then"):
+        planned(norm, torch.ones(2, 1, 4, 4), policy="all", group=False)
+
+
+def check_who_is_alone(rank: int) -> None:
+    x = tokens()
+    before, _ranks._PATIENCE = _ranks._PATIENCE, 0.2
+    for who in (0, 1):
+        # the other one calls when it is too late
+        if rank != who:
+            dist.barrier()
+        with pytest.raises(ValueError, match=r"all ranks of the group \[0, 1\] must call it"):
+            planned(transformer(1), x, policy="all")
+        if rank == who:
+            dist.barrier()
+        dist.barrier()
+    _ranks._PATIENCE = before
+
+
+def check_groups(rank: int) -> None:
+    """Ranks with a group of their own, or none, plan for themselves."""
+    x, model = tokens(), transformer(2 + rank)
+    names = [f"blocks.{i}" for i in range(2 + rank)]
+    own = [dist.new_group([i]) for i in (0, 1)][rank]
+    for group in (own, False, init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]):
+        found = planned(model, x, policy=names, group=group)
+        assert set(names) < {unit.name for unit in found.chain.units}
+    found = errors(model, x, policy="all", group=init_device_mesh("cpu", (2, 1)))
+    assert all("expected a mesh of one dimension" in error for error in found), found
+
+
+def check_one_measures(rank: int) -> None:
+    measured = []
+    survey, planner._survey = planner._survey, lambda *a, **k: measured.append(1) or survey(*a, **k)
+    found = planned(transformer(2), tokens(), policy="sqrt")
+    planner._survey = survey
+    assert len(measured) == 1 - rank
+    pages = [""] * 2
+    dist.all_gather_object(pages, str(found))
+    assert pages[0] == pages[1]
+
+
+def check_micro_batches_of_ddp(rank: int) -> None:
+    """Two micro-batches on each of two ranks, within a budget, are a batch in one process."""
+    torch.manual_seed(0)
+    model, batch = transformer(4), torch.randint(128, (16, 64))
+    whole = copy.deepcopy(model)
+    parallel = DistributedDataParallel(model)
+    mine = batch.view(2, 2, 4, 64)[rank]
+    least, most = (
+        planned(parallel, mine[0], policy=policy, accumulate=2).measured_bytes
+        for policy in ("memory", "none")
+    )
+    budget = (least + most) // 2
+    found = planned(parallel, mine[0], budget=budget, accumulate=2)
+    found.apply(parallel)
+
+    def step() -> None:
+        parallel.zero_grad()
+        with parallel.no_sync():
+            (parallel(mine[0]) / 2).backward()
+        (parallel(mine[1]) / 2).backward()
+
+    def steps() -> None:
+        # the second of these makes the buckets anew, so that they are seen
+        for _ in range(3):
+            step()
+
+    held = nbytes_of([*model.parameters(), *model.buffers(), mine[0], mine[1]])
+    peak = held + peak_bytes(steps)
+    assert peak <= budget, (peak, budget)
+    # between them: another micro-batch
+    assert peak <= found.predicted_bytes + nbytes_of([mine[0]]) <= 1.03 * peak
+    for part in batch.split(4):
+        (whole(part) / 4).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def main(store: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    check_differences(rank)
+    check_who_raises(rank)
+    check_who_is_alone(rank)
+    check_groups(rank)
+    check_one_measures(rank)
+    check_micro_batches_of_ddp(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    # gloo's threads may abort while a busy interpreter takes itself down
+    os._exit(0)
