@@ -22,11 +22,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fusedckpt._sharded import gathering
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
-from fusedckpt.autograd.saved_tensor import version_of
+from fusedckpt.autograd.saved_tensor import is_plain, storage_of, version_of
 from fusedckpt.checkpointing.checkpoint import checkpoint, is_plain_call
-from fusedckpt.checkpointing.saved import Argument
+from fusedckpt.checkpointing.saved import Argument, layout_of
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.checkpointing.tape import Call
 
@@ -48,16 +49,28 @@ class Planned(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its role."""
         own = self.__dict__.get(_FORWARD) or super().forward
-        return self.__dict__[_ROLE].call(own, args, kwargs)
+        return self.__dict__[_ROLE].call(gathering(self, own), args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the class was made here, and has no name to be found by
-        return _rebuild, (type(self).__mro__[2],), self.__dict__
+        return _rebuild, (_unplanned(type(self)),), self.__dict__
 
 
 @cache
 def _planned(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (Planned, kind), {"__module__": kind.__module__})
+
+
+@cache
+def _unplanned(kind: Any) -> Any:
+    """Return the class that a planned one was, also where a subclass was made of that since."""
+    if Planned in kind.__bases__:
+        return kind.__bases__[1]
+    bases = tuple(
+        _unplanned(base) if issubclass(base, Planned) else base for base in kind.__bases__
+    )
+    inside = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, bases, inside)
 
 
 def _rebuild(kind: type[nn.Module]) -> nn.Module:
@@ -74,7 +87,7 @@ def assign(module: nn.Module, role: Role) -> None:
 
 def release(module: nn.Module) -> None:
     """Undo `assign`."""
-    module.__class__ = type(module).__mro__[2]
+    module.__class__ = _unplanned(type(module))
     del module.__dict__[_ROLE]
     if _FORWARD in module.__dict__:
         module.__dict__["forward"] = module.__dict__.pop(_FORWARD)
@@ -166,8 +179,8 @@ class HandingOn(Segment):
 
     def __init__(self) -> None:
         super().__init__()
-        # by id, while they live as they were returned
-        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Output]] = {}
+        # by place in memory, while they live as they were returned
+        self._outputs: dict[Any, tuple[weakref.ref[Tensor], int, _Output]] = {}
         self._last_uses: dict[tuple[int, int], int] = {}
         self._level = "preact"
 
@@ -185,7 +198,7 @@ class HandingOn(Segment):
         for i, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 known = weakref.ref(leaf), version_of(leaf), _Output(number, i)
-                self._outputs[id(leaf)] = known
+                self._outputs[_place_of(leaf)] = known
         return output
 
     def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
@@ -195,11 +208,18 @@ class HandingOn(Segment):
         return part
 
     def _hold(self, tensor: Tensor) -> Argument:
-        known = self._outputs.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != version_of(tensor):
+        known = self._outputs.get(_place_of(tensor))
+        if known is None or known[0]() is None or known[1] != version_of(tensor):
             return super()._hold(tensor)
         self._last_uses[known[2].place] = len(self.tape.calls)
         return known[2]
+
+
+def _place_of(tensor: Tensor) -> Any:
+    """Return what a tensor has in common with an alias of it, which hooks of a call may make."""
+    if not is_plain(tensor):
+        return id(tensor)
+    return storage_of(tensor), layout_of(tensor), tensor.dtype, tensor.requires_grad
 
 
 class _Flat:

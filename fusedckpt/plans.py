@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import _roles
+from fusedckpt._sharded import class_name
 from fusedckpt._unit_costs import PLAIN, PRODUCTS
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
@@ -193,7 +194,7 @@ def structure_of(module: nn.Module) -> str:
     """Return a module's class, size, and whether a level tells layers in it what to keep."""
     fused = " with fused layers" if has_levels(module) else ""
     count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{type(module).__name__} of {count:,} parameters{fused}"
+    return f"{class_name(module)} of {count:,} parameters{fused}"
 
 
 def read(found: Any) -> Plan:

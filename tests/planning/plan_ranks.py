@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -23,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from plan_models import tokens, transformer
 
-from fusedckpt import _ranks, plan, planner
+from fusedckpt import _ranks, _roles, plan, planner
 from fusedckpt.memory import nbytes_of, peak_bytes
 
 
@@ -170,6 +173,43 @@ def check_micro_batches_of_ddp(rank: int) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+def _note(outputs: list[StorageWeakRef], block: nn.Module, args: Any, output: torch.Tensor) -> None:
+    outputs.append(StorageWeakRef(output.untyped_storage()))
+
+
+def check_sharded(rank: int) -> None:
+    """A segment of modules that FSDP2 shards trains as one process does, and keeps one input."""
+    torch.manual_seed(0)
+    model, batch = transformer(4), torch.randint(128, (2, 4, 64))
+    plain, x = copy.deepcopy(model), batch[rank]
+    plain(batch.flatten(0, 1)).backward()
+    names = [f"blocks.{i}" for i in range(4)]
+    found = planned(model, x, policy="uniform:1", units=names)
+    for is_applied_first in (True, False):
+        sharded = copy.deepcopy(model)
+        if is_applied_first:
+            found.apply(sharded)
+        outputs: list[StorageWeakRef] = []
+        for block in sharded.blocks:
+            fully_shard(block).register_forward_hook(partial(_note, outputs))
+        fully_shard(sharded)
+        if not is_applied_first:
+            found.apply(sharded)
+        for _ in range(2):
+            sharded.zero_grad()
+            outputs.clear()
+            loss = sharded(x)
+            # the last one is the norm's input, which autograd keeps
+            assert [storage.expired() for storage in outputs] == [True, True, True, False]
+            loss.backward()
+        for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        found.undo(sharded)
+        assert type(sharded.blocks[0]).__name__ == "FSDPBlock"
+        assert not any(_roles.is_assigned(module) for module in sharded.modules())
+        sharded(x).backward()
+
+
 def main(store: str, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -180,6 +220,7 @@ def main(store: str, rank: int) -> None:
     check_groups(rank)
     check_one_measures(rank)
     check_micro_batches_of_ddp(rank)
+    check_sharded(rank)
     dist.barrier()
     dist.destroy_process_group()
 
