@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fusedckpt._text import Row, enough, size, table
+from fusedckpt._text import Row, enough, held_by, size, table
 from fusedckpt.chain import Item, Segment, Unit, simulate
 from fusedckpt.policies import policy
 from fusedckpt.solver import least_bytes
@@ -64,13 +64,20 @@ def _cells(plan: Plan, item: Item) -> Row:
     times = (f"{level.extra:.2f}", f"{forward:.2f}") if timed else ("", "")
     runs = "as it is" if level.name == "plain" else f"keeping {level.name}"
     if unit.fixed and timed:
-        runs += ", writes into its input"
+        holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)
+        runs += ", no checkpoint drops what it holds" if holds else ", writes into its input"
     return runs, size(level.kept), *times
 
 
 def _between(plan: Plan) -> list[Unit]:
     """Return the code between units that cannot be joined."""
     return [unit for unit in plan.chain.units[1:-1] if unit.code]
+
+
+def _held(plan: Plan) -> str | None:
+    """Say what lives outside saved tensors, in all predictions, where it matters."""
+    least = (plan.measured_bytes or 0) / 100
+    return held_by({name: x for name, x in plan.held.items() if x >= max(1, least)})
 
 
 def summary(plan: Plan) -> list[str]:
@@ -88,6 +95,7 @@ def summary(plan: Plan) -> list[str]:
         "least feasible": enough(least_bytes(plan.chain)),
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if plan.measured_bytes is None else enough(plan.measured_bytes),
+        "held": _held(plan),
         "extra time": extra,
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
     }

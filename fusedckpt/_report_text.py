@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedckpt._text import Row, size, table
+from fusedckpt._text import Row, held_by, size, table
 
 if TYPE_CHECKING:
     from fusedckpt.reporting import FusedModule, MemoryReport
@@ -39,6 +39,8 @@ def summary(report: MemoryReport) -> list[str]:
         "saved for backward": report.saved_bytes,
     }
     lines = [f"  {kind:20}{size(n):>12}" for kind, n in kinds.items() if n is not None]
+    if where := held_by(report.held):
+        lines.append(f"  {'held otherwise':20}{size(sum(report.held.values())):>12}  {where}")
     where = f"in {peak.phase}, in {peak.module}"
     return [*lines, f"  {'peak':20}{size(peak.live_bytes):>12}  {where}"]
 

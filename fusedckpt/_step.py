@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fusedckpt._fused_calls import FusedCalls
 from fusedckpt._timeline import Watch
-from fusedckpt.memory import SavedTensors, nbytes_of, saved_tensors
+from fusedckpt.memory import SavedTensors, addresses_of, nbytes_of, saved_tensors
 from fusedckpt.trial import aliased, tensors_of
 
 __all__ = ["Step", "default_loss"]
@@ -46,6 +46,8 @@ class Step(NamedTuple):
             with saved_tensors(held, watch.current) as saved, seen:
                 output = self.model(*self.args, **self.kwargs)
                 loss = _checked(self.loss(output))
+            # beside these, what lives on from the forward was kept by other means
+            saved.known = saved.addresses | addresses_of([*tensors_of([output]), loss])
             watch.phase("backward")
             loss.backward()
             if self.optimizer is not None and self.is_last:
@@ -80,8 +82,24 @@ class Step(NamedTuple):
         return list(dict.fromkeys([*self.model.parameters(), *theirs]))
 
     def state(self) -> list[Tensor]:
-        """Return the tensors of the optimizer's state."""
-        return list(tensors_of(list(self.optimizer.state.values()) if self.optimizer else []))
+        """Return the tensors that the optimizer has, but for parameters and gradients."""
+        parameters = {id(x) for x in self.parameters()}
+        found = {id(x): x for x in _held_by(self.optimizer, set()) if id(x) not in parameters}
+        return list(found.values())
+
+
+def _held_by(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in an optimizer: in its state, groups and attributes, or one it wraps."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            value = vars(value)
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        for item in value if isinstance(value, (list, tuple)) else ():
+            yield from _held_by(item, seen)
 
 
 def default_loss(output: Any) -> Any:

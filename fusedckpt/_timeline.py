@@ -10,8 +10,10 @@ caching allocator reports to the same profiler; that part has not run on a GPU y
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +24,9 @@ from torch.nn.modules.module import (
 )
 from torch.profiler import record_function
 
-from fusedckpt.memory import live_bytes
+from fusedckpt.autograd.module_calls import watched
 
-__all__ = ["LOSS", "OPTIMIZER", "ROOT", "Moment", "Watch", "timeline"]
+__all__ = ["LOSS", "OPTIMIZER", "ROOT", "Block", "Moment", "Reading", "Watch", "read", "timeline"]
 
 # what stands for a module's name: the model itself, what runs outside of it
 ROOT, LOSS, OPTIMIZER = "(model)", "(loss)", "(optimizer)"
@@ -33,13 +35,37 @@ _NODE = "autograd::engine::evaluate_function: "
 
 
 class Moment(NamedTuple):
-    """Live bytes after one allocation or free, `time_ns` nanoseconds into the step."""
+    """Live bytes after one allocation or free, `time_ns` nanoseconds into the step.
+
+    Among them, `gradient_bytes` are of gradients that the step makes and leaves, `optimizer_bytes`
+    of what its optimizer makes.
+    """
 
     time_ns: int
     live_bytes: int
     # forward, backward or optimizer
     phase: str
     module: str
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+
+
+class Block(NamedTuple):
+    """Memory that a module allocated."""
+
+    address: int
+    nbytes: int
+    phase: str
+    module: str
+    # the index of the moment since when it is there
+    since: int
+
+
+class Reading(NamedTuple):
+    """A step's moments, and what of its forward lives when backward begins."""
+
+    moments: list[Moment]
+    held: list[Block]
 
 
 class Watch:
@@ -62,7 +88,21 @@ class Watch:
             # after an exception too: a checkpoint that stops its recompute early raises one
             leave = register_module_forward_hook(self._leave, always_call=True)
             hooks.callback(leave.remove)
+            hooks.enter_context(watched(self._recomputing))
             yield
+
+    @contextmanager
+    def _recomputing(self, module: nn.Module | None) -> Iterator[None]:
+        """Be around a call of a recompute: of a module's forward, without its hooks."""
+        depth = len(self._running)
+        if module is not None:
+            self._enter(module, ())
+        try:
+            yield
+        finally:
+            # what ends a recompute early is no Exception: hooks do not hear of it
+            for _ in range(depth, len(self._running)):
+                self._left()
 
     def phase(self, name: str) -> None:
         """Mark the beginning of forward, backward, optimizer, or the end."""
@@ -76,8 +116,10 @@ class Watch:
         _mark("enter", self._names[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or module not in self._names:
-            return
+        if not torch.compiler.is_compiling() and module in self._names:
+            self._left()
+
+    def _left(self) -> None:
         self._running.pop()
         _mark("leave", "")
 
@@ -98,21 +140,75 @@ class _Item(NamedTuple):
 
 def timeline(events: Iterable[Any], device: torch.device, resident: int) -> list[Moment]:
     """Read one step from a profile's event tree, where `resident` bytes lived at its start."""
+    return read(events, device, resident).moments
+
+
+def read(
+    events: Iterable[Any],
+    device: torch.device,
+    resident: int,
+    gradients: Collection[int] = (),
+) -> Reading:
+    """Read one step, as `timeline`; gradients: where in memory those are that it leaves."""
     items = sorted(_items(events, device), key=lambda item: item.time_ns)
-    lives = live_bytes(item.content for item in items if item.kind == "memory")
-    sweep = _Sweep()
-    start = live = 0
+    sweep, ledger = _Sweep(), _Ledger()
+    start = 0
+    held: list[Block] = []
     moments: list[Moment] = []
     for item in items:
         if item.kind == "memory":
-            live = next(lives)
+            ledger.take(item.content, sweep, len(moments))
         else:
             sweep.follow(item)
+        if (item.kind, item.content) == ("phase", "backward"):
+            held = ledger.blocks()
         start = start or item.time_ns
         if sweep.phase and item.kind in ("memory", "phase"):
-            time_ns = item.time_ns - start
-            moments.append(Moment(time_ns, resident + live, sweep.phase, sweep.module))
-    return moments
+            live, time_ns = resident + ledger.live, item.time_ns - start
+            moments.append(Moment(time_ns, live, sweep.phase, sweep.module))
+    return Reading(ledger.filed(moments, gradients), held)
+
+
+class _Ledger:
+    """Which memory lives, of what was allocated under the profiler."""
+
+    def __init__(self):
+        self.live = 0
+        self._blocks: dict[int, Block] = {}
+        # by moment, how much more of the optimizer's there is than before
+        self._optimizer: Counter[int] = Counter()
+
+    def take(self, fields: Any, sweep: _Sweep, moment: int) -> None:
+        """Note an allocation or a free; that of a block from before counts nothing."""
+        if fields.alloc_size > 0:
+            block = Block(fields.ptr, fields.alloc_size, sweep.phase, sweep.module, moment)
+            self._blocks[fields.ptr] = block
+            change = block.nbytes
+        else:
+            block = self._blocks.pop(fields.ptr, None)
+            change = 0 if block is None else -block.nbytes
+        self.live += change
+        if block is not None and block.phase == "optimizer":
+            self._optimizer[moment] += change
+
+    def blocks(self) -> list[Block]:
+        """Return what lives."""
+        return list(self._blocks.values())
+
+    def filed(self, moments: list[Moment], gradients: Collection[int]) -> list[Moment]:
+        """Return the moments with what is the optimizer's, and of gradients at these addresses."""
+        grown: Counter[int] = Counter()
+        for block in self._blocks.values():
+            if block.address in gradients and block.phase != "optimizer":
+                grown[block.since] += block.nbytes
+        rows = zip(
+            moments, *(_sums(x, len(moments)) for x in (grown, self._optimizer)), strict=True
+        )
+        return [m._replace(gradient_bytes=x, optimizer_bytes=y) for m, x, y in rows]
+
+
+def _sums(changes: Counter[int], count: int) -> list[int]:
+    return [*accumulate(changes[i] for i in range(count))]
 
 
 class _Sweep:
@@ -121,8 +217,10 @@ class _Sweep:
     def __init__(self):
         self.phase = ""
         self._running: list[str] = []
-        # by sequence number, who ran the forward op that made the node
-        self._makers: dict[int, str] = {}
+        # by thread and its sequence number, who ran the forward op that made the node
+        self._makers: dict[tuple[int, int], str] = {}
+        # the thread that runs the step, and how many nodes run, one inside the other
+        self._thread, self._depth = 0, 0
         self._last = LOSS
 
     @property
@@ -133,6 +231,9 @@ class _Sweep:
     def follow(self, item: _Item) -> None:
         """Take the next marker, op or node."""
         getattr(self, f"_{item.kind}")(item.content)
+
+    def _begin(self, thread: int) -> None:
+        self._thread = thread
 
     def _phase(self, name: str) -> None:
         self.phase = name if name != "end" else ""
@@ -146,35 +247,43 @@ class _Sweep:
         if not self._running:
             self._last = LOSS
 
-    def _op(self, sequence_number: int) -> None:
+    def _op(self, place: tuple[int, int]) -> None:
         # the number is the next node's: of all ops that show it, the last one made the node
-        self._makers[sequence_number] = self.module
+        self._makers[place] = self.module
 
-    def _node(self, sequence_number: int) -> None:
+    def _node(self, place: tuple[int, int]) -> None:
+        # a GPU's backward has a thread of its own, where a recompute counts its ops anew; the nodes
+        # of these run inside a node, a reentrant checkpoint's
+        thread, number = place
+        place = (thread if self._depth else self._thread), number
         # AccumulateGrad has no number, and runs right after the node that fed it
-        self._running.append(self._makers.get(sequence_number, self.module))
+        self._running.append(self._makers.get(place, self.module))
+        self._depth += 1
 
-    def _done(self, _: int) -> None:
+    def _done(self, _: Any) -> None:
+        self._depth -= 1
         self._last = self._running.pop()
 
 
 def _items(events: Iterable[Any], device: torch.device) -> Iterator[_Item]:
     for event in events:
-        fields, start = event.extra_fields, event.start_time_ns
+        fields, start, thread = event.extra_fields, event.start_time_ns, event.start_tid
         number = getattr(fields, "sequence_number", -1)
         if event.name == "[memory]":
             if _same(fields.device, device):
                 yield _Item(start, "memory", fields)
         elif event.name.startswith(_MARK):
             kind, name = event.name.removeprefix(_MARK).split(":", 1)
+            if (kind, name) == ("phase", "forward"):
+                yield _Item(start, "begin", thread)
             yield _Item(start, kind, name)
         elif event.name.startswith(_NODE):
-            yield _Item(start, "node", number)
+            yield _Item(start, "node", (thread, number))
             yield from _items(event.children, device)
-            yield _Item(event.end_time_ns, "done", number)
+            yield _Item(event.end_time_ns, "done", None)
         else:
             if number >= 0:
-                yield _Item(start, "op", number)
+                yield _Item(start, "op", (thread, number))
             yield from _items(event.children, device)
 
 

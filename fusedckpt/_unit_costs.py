@@ -20,6 +20,8 @@ __all__ = ["PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
 
 # the level of a module without fused layers, and that which keeps the outputs of matrix products
 PLAIN, PRODUCTS = "plain", "products"
+# more bytes than random states take
+_STATES = 2**14
 
 
 class Costs(NamedTuple):
@@ -43,6 +45,19 @@ class Costs(NamedTuple):
     @property
     def replay(self) -> int:
         """Bytes that a segment keeps of the unit besides its input: random states, statistics."""
+        return 0 if self.hoards else self._beside
+
+    @property
+    def hoards(self) -> bool:
+        """Whether it holds so much outside saved tensors that a segment of it would spare nothing.
+
+        Such as gradients, made in forward, in attributes of an autograd function.
+        """
+        spares = any(found.kept < self.levels[x].kept for x, found in self.again.items())
+        return self._beside > _STATES and not spares
+
+    @property
+    def _beside(self) -> int:
         return max(0, 0, *(found.kept - self.input for found in self.again.values()))
 
     def keeps_input(self, level: str) -> bool:
@@ -78,7 +93,7 @@ class Costs(NamedTuple):
                 for level, found in self.levels.items()
             ),
             left=self.left,
-            fixed=self.writes,
+            fixed=self.writes or self.hoards,
         )
 
     def _level(self, name: str, shared: int, held: int) -> Level:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = [
     "SavedStorage",
     "SavedTensors",
+    "addresses_of",
     "live_bytes",
     "nbytes_of",
     "open_workspaces",
@@ -59,7 +60,9 @@ class SavedTensors:
         self._keepers: dict[int, dict[str, None]] = {}
         # a weak reference keeps the address from being used again for another storage, but not the
         # memory, which would raise the peak of the backward
-        self._references: list[StorageWeakRef] = []
+        self._references: list[tuple[StorageWeakRef, int]] = []
+        # where in memory what else is accounted for lies when the forward is done
+        self.known: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +85,11 @@ class SavedTensors:
             found.append(SavedStorage(*kept, owner, tuple(sharers)))
         return tuple(found)
 
+    @property
+    def addresses(self) -> set[int]:
+        """Where in memory what was kept lies, of what is still alive."""
+        return {address for storage, address in self._references if not storage.expired()}
+
     def _pack(self, tensor: Tensor) -> Tensor:
         # autograd keeps views of parameters too, such as weight.t()
         owner = tensor if tensor._base is None else tensor._base
@@ -96,7 +104,7 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._kept:
-            self._references.append(StorageWeakRef(storage))
+            self._references.append((StorageWeakRef(storage), _address(storage)))
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._kept[key] = (storage.nbytes(), dtype, tuple(tensor.shape))
         self._keepers.setdefault(key, {})[self._owner()] = None
@@ -124,6 +132,19 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of `tensors`."""
     parts = [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in parts}.values())
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return where in memory the storages of `tensors` lie."""
+    return {_address(part.untyped_storage()) for tensor in tensors for part in strided(tensor)}
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        # one without memory, such as a fake tensor's
+        return 0
 
 
 @contextmanager

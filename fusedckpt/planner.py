@@ -318,10 +318,11 @@ def _plan(
 
 
 def _tried(step: Step, found: Plan) -> Plan:
-    """Run a step under the plan, and write its peak down."""
+    """Run a step under the plan, and write down its peak, and what it held unseen."""
     found.apply(step.model)
     try:
-        return replace(found, measured_bytes=measure(step).peak_bytes)
+        measured = measure(step)
+        return replace(found, measured_bytes=measured.peak_bytes, held=measured.held)
     finally:
         found.undo()
 

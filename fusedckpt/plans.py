@@ -36,7 +36,7 @@ class Plan:
     what the plan adds to the fastest way, and `lower_bound_ms` what no plan within the budget is
     below. `left_out` says why modules that might have been units are none, `structure` what the
     model and its units are. `gradient_bytes` is of the gradients that are there when the planned
-    step begins.
+    step begins, `held` what of the measured step lived outside saved tensors, as in a report.
     """
 
     model: str
@@ -51,6 +51,7 @@ class Plan:
     left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
     structure: Mapping[str, str] = field(default_factory=dict, hash=False)
     gradient_bytes: int = 0
+    held: Mapping[str, int] = field(default_factory=dict, hash=False)
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -222,13 +223,13 @@ def _check_plan(plan: Plan) -> None:
         raise ValueError("expected units of distinct names between what is before and after them")
     known = {PLAIN, PRODUCTS, *LEVELS}
     texts = [plan.model, plan.policy, *names, *plan.left_out, *plan.left_out.values()]
-    texts += [*plan.structure, *plan.structure.values()]
+    texts += [*plan.structure, *plan.structure.values(), *plan.held]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("expected names as text")
     if any(level.name not in known for unit in units for level in unit.levels):
         raise ValueError(f"expected levels among {sorted(known)}")
-    if type(plan.gradient_bytes) is not int or plan.gradient_bytes < 0:
-        raise ValueError("expected the gradients that are there in bytes")
+    if not all(type(x) is int and x >= 0 for x in (plan.gradient_bytes, *plan.held.values())):
+        raise ValueError("expected in bytes the gradients that are there, and what is held")
     if not all(type(x) is int and x > 0 for x in (plan.budget_bytes, measured) if x is not None):
         raise ValueError("expected budget and measured peak in bytes, or null")
     outcome = simulate(plan.chain, plan.items)

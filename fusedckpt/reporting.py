@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from fusedckpt._fused_calls import FusedCalls, FusedModule
 from fusedckpt._step import Step, default_loss
-from fusedckpt._timeline import Moment, Watch, timeline
-from fusedckpt.memory import SavedStorage, SavedTensors, nbytes_of, profiled
+from fusedckpt._timeline import Block, Moment, Watch, read
+from fusedckpt.memory import SavedStorage, SavedTensors, addresses_of, nbytes_of, profiled
 from fusedckpt.trial import tensors_of, trial
 
 __all__ = ["FusedModule", "MemoryReport", "report"]
@@ -28,9 +28,12 @@ class MemoryReport:
     """What `report` found. Sizes are in bytes, of distinct storages.
 
     `saved` are the storages that autograd keeps between forward and backward, under the names of
-    modules that they were kept in: "(model)" is the model's own code, "(loss)" the loss. `timeline`
-    holds live bytes after every allocation and free; the first of its highest is the peak. `fused`
-    tells of every module that `fuse` swapped whether it ran fused, or why not and what that cost.
+    modules that they were kept in: "(model)" is the model's own code, "(loss)" the loss. `held` are
+    the bytes that live on from a module's forward by other means, the largest first: attributes of
+    an autograd function, as a chunked `F.linear_cross_entropy` has gradients in, random states of
+    checkpoints, caches. `timeline` holds live bytes after every allocation and free; the
+    first of its highest is the peak. `fused` tells of every module that `fuse` swapped whether it
+    ran fused, or why not and what that cost.
     """
 
     model: str
@@ -46,10 +49,11 @@ class MemoryReport:
     saved: tuple[SavedStorage, ...]
     timeline: tuple[Moment, ...]
     fused: tuple[FusedModule, ...] = ()
+    held: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps between forward and backward."""
+        """Bytes that autograd's saved tensors keep between forward and backward."""
         return sum(storage.nbytes for storage in self.saved)
 
     @property
@@ -188,6 +192,8 @@ def measure(step: Step) -> MemoryReport:
     resident = step.resident(held)
     watch, calls, saved = Watch(step.model), FusedCalls(step.model), list[SavedTensors]()
     events = profiled(lambda: saved.append(step.take(watch, held, calls)), device)
+    gradients = [x.grad for x in [*parameters, *inputs] if x.grad is not None]
+    found = read(events, device, resident, addresses_of(gradients))
     return MemoryReport(
         model=type(step.model).__name__,
         device=str(device),
@@ -195,9 +201,17 @@ def measure(step: Step) -> MemoryReport:
         buffer_bytes=nbytes_of(buffers),
         input_bytes=nbytes_of(inputs),
         optimizer_bytes=None if step.optimizer is None else nbytes_of(step.state()),
-        gradient_bytes=nbytes_of(x.grad for x in [*parameters, *inputs] if x.grad is not None),
+        gradient_bytes=nbytes_of(gradients),
         resident_bytes=resident,
         saved=saved[0].storages,
-        timeline=tuple(timeline(events, device, resident)),
+        timeline=tuple(found.moments),
         fused=calls.found(saved[0].storages),
+        held=_by_module(block for block in found.held if block.address not in saved[0].known),
     )
+
+
+def _by_module(blocks: Iterable[Block]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        counts[block.module] += block.nbytes
+    return dict(counts.most_common())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -114,19 +114,37 @@ class PutsBackBuffers:
             _put_back(entered)
 
 
+Watcher = Callable[[nn.Module | None], AbstractContextManager[None]]
+_watchers: list[Watcher] = []
+
+
 @contextmanager
-def _putting_back(module: nn.Module) -> Iterator[None]:
-    puts_back = PutsBackBuffers()
-    entered = puts_back.enter(module)
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Let `watcher` be around the calls of recomputes: of a module's forward, without its hooks."""
+    _watchers.append(watcher)
     try:
         yield
+    finally:
+        _watchers.remove(watcher)
+
+
+@contextmanager
+def _putting_back(module: nn.Module | None) -> Iterator[None]:
+    puts_back = PutsBackBuffers()
+    entered = None if module is None else puts_back.enter(module)
+    try:
+        with ExitStack() as around:
+            for watcher in _watchers:
+                around.enter_context(watcher(module))
+            yield
     finally:
         puts_back.leave(entered)
 
 
 def putting_back(module: Any) -> AbstractContextManager[None]:
     """Do so for what runs inside, if a module is given: its forward, called without its hooks."""
-    return _putting_back(module) if isinstance(module, nn.Module) else nullcontext()
+    found = module if isinstance(module, nn.Module) else None
+    return nullcontext() if found is None and not _watchers else _putting_back(found)
 
 
 @uncompiled

@@ -78,8 +78,9 @@ class Recompute(Phase):
             self._level = call.level
             with (
                 call.surroundings.restored(),
-                nullcontext() if contexts is None else contexts[1],
+                # outside of the context, which may count operations
                 putting_back(getattr(call.fn, "__self__", None)),
+                nullcontext() if contexts is None else contexts[1],
             ):
                 result = call.again(made)
             if run is not None:
