@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +23,8 @@ class Step(NamedTuple):
     """One training step.
 
     gradients: those that are there when it begins, by parameter. beside: bytes that live through it
-    unseen, such as a reducer's buckets. is_last: whether the optimizer steps after it.
+    unseen, such as a reducer's buckets. last: bytes of the output of the step before, which lives
+    until the model returns the next one. is_last: whether the optimizer steps after it.
     """
 
     model: nn.Module
@@ -32,6 +34,7 @@ class Step(NamedTuple):
     optimizer: Optimizer | None
     gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
     beside: int = 0
+    last: int = 0
     is_last: bool = True
 
     def take(
@@ -44,7 +47,9 @@ class Step(NamedTuple):
             # outermost, and not in backward: what a recompute saves was not kept since the forward
             seen = nullcontext() if calls is None else calls.hooked()
             with saved_tensors(held, watch.current) as saved, seen:
+                last = held[0].new_empty(self.last, dtype=torch.uint8)
                 output = self.model(*self.args, **self.kwargs)
+                del last
                 loss = _checked(self.loss(output))
             # beside these, what lives on from the forward was kept by other means
             saved.known = saved.addresses | addresses_of([*tensors_of([output]), loss])

@@ -65,7 +65,8 @@ def plan(
     Afterwards everything is as before (see `trial`).
 
     Gradients that exist when this is called are there when the planned step begins, as after
-    `zero_grad(set_to_none=False)`; others are made in it. With `accumulate` all are there.
+    `zero_grad(set_to_none=False)`; others are made in it. With `accumulate` all are there. What the
+    model returned in the step before lives until it returns again, as in `output = model(x)`.
 
     A unit that writes into its arguments is kept as it is. Of DistributedDataParallel the module
     inside is planned, its buckets counted. Shard a model after planning it, and compile it after
@@ -171,7 +172,8 @@ def _planned(
     with trial(parts, step.optimizer, given), torch.enable_grad():
         stepping = _stepping(step)
         step.fresh()
-        survey = _survey(step, names, progress, selective=policy == "speed")
+        survey, last = _survey(step, names, progress, selective=policy == "speed")
+        step = step._replace(last=last)
         chain, left_out = chain_of(step, survey.units(), stepping), survey.left_out(names)
         if limit is None:
             found = _by_policy(policy, step, chain, names)
@@ -203,8 +205,10 @@ def _stepping(step: Step) -> int:
     return peak_bytes(optimizer.step, step.parameters()[0].device) if step.is_last else 0
 
 
-def _survey(step: Step, names: Sequence[str], progress: bool, selective: bool) -> Survey:
-    """Measure the units, one after the other, where they are called."""
+def _survey(
+    step: Step, names: Sequence[str], progress: bool, selective: bool
+) -> tuple[Survey, int]:
+    """Measure the units, one after the other, where they are called; return the output's bytes, too."""
     modules = {name: step.model.get_submodule(name) for name in names}
     scout = Scout()
     with _ticking(len(modules), progress) as tick:
@@ -212,14 +216,16 @@ def _survey(step: Step, names: Sequence[str], progress: bool, selective: bool) -
         for role in (scout.role, survey.probe):
             with _roles.assigned({m: role(name, m) for name, m in modules.items()}):
                 args, kwargs = aliased((step.args, step.kwargs))
-                step.model(*args, **kwargs)
+                output = step.model(*args, **kwargs)
     if not survey.units():
         reasons = "; ".join(f"{name} {why}" for name, why in survey.left_out(names).items())
         raise ValueError(
             f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, "
             f"name some with units=: {reasons or 'it has no parts'}"
         )
-    return survey
+    given = [*step.parameters(), *step.model.buffers(), *step.inputs()]
+    made = [*tensors_of([output]), *given]
+    return survey, nbytes_of(made) - nbytes_of(given)
 
 
 @contextmanager

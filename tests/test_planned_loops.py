@@ -141,3 +141,32 @@ def test_one_micro_batch_adds_to_nothing():
 def test_what_accumulate_is_not(wrong):
     with pytest.raises(ValueError, match="plan: accumulate is"):
         planned(transformer(2), tokens(), policy="none", accumulate=wrong)
+
+
+class Hidden(nn.Module):
+    """Returns what every layer did, as a model of transformers can."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(LAYERS))
+
+    def forward(self, x):
+        hidden = [x]
+        for layer in self.layers:
+            hidden.append(layer(hidden[-1]).relu())
+        return {"loss": hidden[-1].mean(), "hidden": hidden}
+
+
+def test_the_last_output_lives_until_the_next():
+    model, x = Hidden(), torch.randn(512, 64)
+    names = [f"layers.{i}" for i in range(LAYERS)]
+    found = planned(model, x, policy="none", units=names, loss=lambda output: output["loss"])
+
+    def loop():
+        for _ in range(3):
+            zero(model, to_none=True)
+            output = model(x)
+            output["loss"].backward()
+
+    peak = nbytes_of([*model.parameters(), x]) + peak_bytes(loop)
+    assert peak <= found.measured_bytes <= found.predicted_bytes <= 1.02 * peak
