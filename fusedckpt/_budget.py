@@ -26,12 +26,12 @@ def bytes_of(name: str, budget: Any, device: torch.device) -> int:
         return int(budget * _memory(device))
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", budget, re.IGNORECASE)
-        if match and float(match[1]) > 0:
-            step = 1024 if match[3] else 1000
-            return int(float(match[1]) * step ** _UNITS[match[2].upper()])
+        step = 1024 if match and match[3] else 1000
+        if match and (found := int(float(match[1]) * step ** _UNITS[match[2].upper()])):
+            return found
     raise ValueError(
-        f"{name}: a budget is bytes, a size such as '20GiB', or a share of the device's memory "
-        f"above 0.0, up to 1.0, got {budget!r} of type {type(budget).__name__}"
+        f"{name}: a budget is bytes, at least 1, a size such as '20GiB', or a share of the "
+        f"device's memory above 0.0, up to 1.0, got {budget!r} of type {type(budget).__name__}"
     )
 
 

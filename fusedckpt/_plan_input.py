@@ -87,10 +87,16 @@ def limit_of(budget: Any, activation_budget: Any, policy: Any, device: torch.dev
     given = [x for x in (budget, activation_budget) if x is not None]
     if len(given) != (is_name and policy == "budget"):
         raise ValueError(
-            "plan: expected one of budget and activation_budget, or neither and another policy, "
-            f"got {len(given)} and policy {policy!r}"
+            "plan: pass budget=, such as '20GiB', or activation_budget=, by name, or neither and "
+            f"another policy=, such as 'memory'; got {_listed(budget, activation_budget)} and "
+            f"policy {policy!r}"
         )
     return bytes_of("plan", given[0], device) if given else None
+
+
+def _listed(budget: Any, activation_budget: Any) -> str:
+    given = {"budget": budget, "activation_budget": activation_budget}
+    return " and ".join(f"{k}={v!r}" for k, v in given.items() if v is not None) or "no budget"
 
 
 def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:

@@ -48,22 +48,24 @@ def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
         TypeError: `group` is no group.
         ValueError: it is a mesh of several dimensions, or this rank is not in it.
     """
-    if group is False or not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_available():
         return None
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("plan: expected a group that this rank is in")
-    if group is None:
-        group = default or dist.group.WORLD
-    elif hasattr(group, "get_group") and hasattr(group, "ndim"):
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
             raise ValueError(f"plan: expected a mesh of one dimension, got {group}: slice it")
         group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("plan: expected a group that this rank is in")
+    if not (group is None or group is False or isinstance(group, dist.ProcessGroup)):
         came = type(group).__name__
         raise TypeError(
             f"plan: group must be a ProcessGroup, a DeviceMesh, None or False, got {came}"
         )
-    return group if group.size() > 1 else None
+    if group is False or not dist.is_initialized():
+        return None
+    found = group or default or dist.group.WORLD
+    assert found is not None
+    return found if found.size() > 1 else None
 
 
 def facts_of(

@@ -1,7 +1,10 @@
-"""A memory report as one figure: what every module keeps, and live bytes through the step."""
+"""A memory report as one figure: what every layer keeps, and live bytes by kind."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,12 @@ __all__ = ["draw"]
 # modules drawn; the rest is one bar
 _MOST = 14
 _MIB = 2**20
-_PHASES = {"forward": "#dceaf4", "backward": "#fbe6d4", "optimizer": "#d9eedd"}
+_KINDS = {
+    "parameters": "#b8bfc9",
+    "optimizer": "#9ccaa5",
+    "gradients": "#f0b98d",
+    "activations": "#7fb2d9",
+}
 
 
 def draw(report: MemoryReport, path: Path) -> None:
@@ -47,14 +55,14 @@ def _subtitle(report: MemoryReport) -> str:
     ]
     if report.optimizer_bytes is not None:
         parts.insert(2, f"optimizer state {size(report.optimizer_bytes)}")
-    parts.append(f"live before the step (dotted) {size(report.resident_bytes)}")
+    parts.append(f"live before the step {size(report.resident_bytes)}")
     return ", ".join(parts)
 
 
 def _draw_modules(axes: Axes, report: MemoryReport) -> None:
-    modules = report.saved_by_module
-    rows = list(modules.items())[:_MOST]
-    rest = list(modules.values())[_MOST:]
+    layers = by_layer(report.saved_by_module)
+    rows = list(layers.items())[:_MOST]
+    rest = list(layers.values())[_MOST:]
     colours = [BLUE] * len(rows)
     if rest:
         rows.append((f"{len(rest)} more", sum(rest)))
@@ -68,7 +76,19 @@ def _draw_modules(axes: Axes, report: MemoryReport) -> None:
     axes.xaxis.set_visible(False)
     axes.spines["bottom"].set_visible(False)
     axes.margins(x=0.18)
-    axes.set_title("Saved for backward, by module")
+    axes.set_title("Saved for backward, by layer")
+
+
+def by_layer(modules: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by layer, the largest first: what is in `blocks.0` counts for that.
+
+    A layer is what the first number in a name ends.
+    """
+    counts: Counter[str] = Counter()
+    for name, nbytes in modules.items():
+        found = re.match(r"(.*?\b\d+)\.", name)
+        counts[found[1] if found else name] += nbytes
+    return dict(counts.most_common())
 
 
 def _shortened(name: str) -> str:
@@ -77,12 +97,13 @@ def _shortened(name: str) -> str:
 
 def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     times = [moment.time_ns / 1e6 for moment in report.timeline]
-    lives = [moment.live_bytes / _MIB for moment in report.timeline]
     peak = report.peak
     top = peak.live_bytes / _MIB
-    axes.step(times, lives, where="post", color=BLUE, linewidth=1.3)
-    axes.axhline(report.resident_bytes / _MIB, color=FAINT, linewidth=0.9, linestyle=":")
-    _shade(axes, report)
+    kinds = by_kind(report)
+    heights = [[nbytes / _MIB for nbytes in column] for column in kinds.values()]
+    colours = [_KINDS[kind] for kind in kinds]
+    axes.stackplot(times, *heights, labels=[*kinds], colors=colours, step="post", linewidth=0)
+    _mark(axes, report)
     axes.plot(peak.time_ns / 1e6, top, "o", color=RED, markersize=6)
     # towards the side that has room
     late = peak.time_ns / 1e6 > times[-1] / 2
@@ -94,18 +115,33 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     axes.set_ylim(0, top * 1.22 or 1)
     axes.set_xlabel("ms into the step, under the profiler")
     axes.set_title("Live memory (MiB)")
-
-
-def _shade(axes: Axes, report: MemoryReport) -> None:
-    """Lay a colour and a name under every phase."""
-    phases = [
-        (name, next(moments).time_ns / 1e6)
-        for name, moments in groupby(report.timeline, key=lambda moment: moment.phase)
-    ]
-    ends = [start for _, start in phases[1:]] + [report.timeline[-1].time_ns / 1e6]
-    for (name, start), end in zip(phases, ends, strict=True):
-        axes.axvspan(start, end, color=_PHASES[name], linewidth=0, zorder=0, label=name)
-    # beside the title, as a band can be narrower than its name
+    # beside the title
     place: Any = {"loc": "lower right", "bbox_to_anchor": (1.01, 0.99), "borderaxespad": 0.2}
     look: Any = {"frameon": False, "fontsize": 9, "handlelength": 1, "columnspacing": 1.2}
-    axes.legend(ncols=len(phases), **place, **look)
+    axes.legend(ncols=len(kinds), **place, **look)
+
+
+def by_kind(report: MemoryReport) -> dict[str, list[int]]:
+    """Return live bytes by kind, moment by moment, which add up to all; the constant ones first."""
+    there = report.optimizer_bytes or 0
+    base = max(0, report.resident_bytes - there)
+    kinds = {
+        "parameters": [min(base, moment.live_bytes) for moment in report.timeline],
+        "optimizer": [there + moment.optimizer_bytes for moment in report.timeline],
+        "gradients": [moment.gradient_bytes for moment in report.timeline],
+    }
+    if report.optimizer_bytes is None:
+        del kinds["optimizer"]
+    named = map(sum, zip(*kinds.values(), strict=True))
+    rest = [max(0, m.live_bytes - own) for m, own in zip(report.timeline, named, strict=True)]
+    return {**kinds, "activations": rest}
+
+
+def _mark(axes: Axes, report: MemoryReport) -> None:
+    """Name every phase where it begins, and draw a line there."""
+    for name, moments in groupby(report.timeline, key=lambda moment: moment.phase):
+        start = next(moments).time_ns / 1e6
+        axes.axvline(start, color=FAINT, linewidth=0.9, linestyle=":")
+        at: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        text: Any = {"fontsize": 8, "color": INK, "va": "bottom", "rotation": 90}
+        axes.annotate(name, (start, 0.015), (2, 0), **at, **text)

@@ -24,7 +24,8 @@ class Step(NamedTuple):
 
     gradients: those that are there when it begins, by parameter. beside: bytes that live through it
     unseen, such as a reducer's buckets. last: bytes of the output of the step before, which lives
-    until the model returns the next one. is_last: whether the optimizer steps after it.
+    until the model returns the next one. is_last: whether the optimizer steps after it. caller: the
+    public function that takes it.
     """
 
     model: nn.Module
@@ -36,6 +37,7 @@ class Step(NamedTuple):
     beside: int = 0
     last: int = 0
     is_last: bool = True
+    caller: str = "report"
 
     def take(
         self, watch: Watch, held: list[Tensor], calls: FusedCalls | None = None
@@ -50,7 +52,7 @@ class Step(NamedTuple):
                 last = held[0].new_empty(self.last, dtype=torch.uint8)
                 output = self.model(*self.args, **self.kwargs)
                 del last
-                loss = _checked(self.loss(output))
+                loss = _checked(self.caller, self.loss(output))
             # beside these, what lives on from the forward was kept by other means
             saved.known = saved.addresses | addresses_of([*tensors_of([output]), loss])
             watch.phase("backward")
@@ -116,10 +118,10 @@ def default_loss(output: Any) -> Any:
     return sum(x.float().square().mean() for x in found)
 
 
-def _checked(loss: Any) -> Tensor:
+def _checked(caller: str, loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     came = type(loss).__name__
     if isinstance(loss, Tensor):
         came = f"shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
-    raise ValueError(f"report: the loss must be a scalar tensor that requires grad, got {came}")
+    raise ValueError(f"{caller}: the loss must be a scalar tensor that requires grad, got {came}")

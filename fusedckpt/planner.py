@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ from fusedckpt._plan_input import Policy, check_model, limit_of, names_of
 from fusedckpt._ranks import Group, facts_of, group_of, together
 from fusedckpt._step import Step, default_loss
 from fusedckpt._surroundings import chain_of
-from fusedckpt._text import size
+from fusedckpt._text import enough
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, simulate
 from fusedckpt.costs import Scout, Survey
@@ -122,7 +123,7 @@ def plan(
         is_rest = activation_budget is not None
         is_there = _accumulates(accumulate) or is_rest
         step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
-        step = _in_state(step, parallel, is_there)
+        step = _in_state(step._replace(caller="plan"), parallel, is_there)
         given = names, policy, limit, is_rest
         return facts_of(step, *given), lambda: _planned(step, *given, progress)
 
@@ -130,8 +131,8 @@ def plan(
 
 
 def _accumulates(accumulate: Any) -> bool:
-    if isinstance(accumulate, int) and accumulate >= 0:
-        return accumulate > 1 or accumulate is True
+    if isinstance(accumulate, (int, np.integer)) and accumulate >= 0:
+        return bool(accumulate > 1) or accumulate is True
     raise ValueError(
         f"plan: accumulate is True, False or a number of micro-batches, got {accumulate!r}"
     )
@@ -208,7 +209,7 @@ def _stepping(step: Step) -> int:
 def _survey(
     step: Step, names: Sequence[str], progress: bool, selective: bool
 ) -> tuple[Survey, int]:
-    """Measure the units, one after the other, where they are called; return the output's bytes, too."""
+    """Measure the units where they are called, and how many bytes the model's output has."""
     modules = {name: step.model.get_submodule(name) for name in names}
     scout = Scout()
     with _ticking(len(modules), progress) as tick:
@@ -268,7 +269,7 @@ def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
     needed = least.peak if found is None else _measured(found)
     needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
     raise ValueError(
-        f"plan: the least feasible {kind} is {needed} bytes ({size(needed)}), "
+        f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
         f"got {limit - rest} bytes"
     )
 

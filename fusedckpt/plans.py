@@ -101,7 +101,10 @@ class Plan:
         try:
             return model.get_submodule(name)
         except AttributeError as error:
-            raise ValueError(f"Plan.apply: {type(model).__name__} has no unit {name!r}") from error
+            raise ValueError(
+                f"Plan.apply: {type(model).__name__} has no unit {name!r}: call fusedckpt.plan for "
+                "this model"
+            ) from error
 
     def _check_structure(self, model: nn.Module) -> None:
         for name, expected in self.structure.items():

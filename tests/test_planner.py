@@ -282,6 +282,8 @@ WRONG = {
     "both": ({"policy": ["blocks.0"], "units": ["blocks.1"]}, ValueError),
     "loss": ({"policy": "all", "loss": 3}, TypeError),
     "optimizer": ({"policy": "all", "optimizer": 3}, TypeError),
+    "group": ({"policy": "all", "group": "dp"}, TypeError),
+    "no unit": ({"budget": "0.8"}, ValueError),
 }
 
 

@@ -230,3 +230,20 @@ def test_live_bytes_by_kind():
     # what it takes for a moment
     assert max(m.optimizer_bytes for m in found.timeline) > 0 == last.optimizer_bytes
     assert {m.optimizer_bytes for m in found.timeline if m.phase != "optimizer"} == {0}
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_the_figures_kinds_add_up(adam):
+    drawing = pytest.importorskip("fusedckpt._report_plot", exc_type=ImportError)
+    model, x = nn.Sequential(mlp(), nn.Sequential(mlp(), nn.Tanh())), torch.randn(R, D)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True) if adam else None
+    found = report(model, x, optimizer=optimizer)
+    kinds = drawing.by_kind(found)
+    expected = ["parameters", *["optimizer"] * adam, "gradients", "activations"]
+    assert [*kinds] == expected
+    lives = [moment.live_bytes for moment in found.timeline]
+    assert [sum(column) for column in zip(*kinds.values(), strict=True)] == lives
+    assert kinds["activations"][0] == 0 < max(kinds["activations"])
+    layers = drawing.by_layer(found.saved_by_module)
+    assert set(layers) == {"0", "1"}
+    assert sum(layers.values()) == found.saved_bytes
