@@ -13,17 +13,18 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fusedckpt import parity
 from fusedckpt._wanted import Names, Wanted, patterns
 from fusedckpt.autograd import levels
 from fusedckpt.autograd.levels import LEVELS
+from fusedckpt.checks import Checks
 from fusedckpt.fuse_report import FuseReport
+from fusedckpt.held import child_at
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.match_mlps import mlp_swap
 from fusedckpt.match_norms import norm_swap
 from fusedckpt.match_sequentials import apart, blocks_of
-from fusedckpt.swapped import MARK, Swap, is_made, unfit_layer, within
+from fusedckpt.swapped import MARK, Swap, is_made, subclass, unfit_layer, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
 
@@ -80,31 +81,40 @@ def fuse(
     wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear)
     report = FuseReport()
     # all are planned before anything is touched
-    planned = [
-        (module, swap)
-        for name, module in model.named_modules()
-        for swap in _planned(name, module, save, wanted, verify, report)
-    ]
+    planned: list[tuple[nn.Module, Swap]] = []
+    inside: set[nn.Module] = set()
+    checks = Checks(verify)
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        for swap in _planned(name, module, save, wanted, checks, report):
+            planned.append((module, swap))
+            if not _drops_inside(module, swap):
+                # what it computes, its children are not asked for
+                inside.update(() if issubclass(swap.to, Sequential) else module.modules())
     for module, swap in planned:
         swap.apply(module)
     return report
 
 
 def _planned(
-    name: str, module: nn.Module, save: str, wanted: Wanted, verify: bool, report: FuseReport
+    name: str, module: nn.Module, save: str, wanted: Wanted, checks: Checks, report: FuseReport
 ) -> Iterator[Swap]:
     """Yield how a module is swapped, if at all; add to the report what will be and what not."""
     if MARK in module.__dict__ or type(module).__module__.startswith("fusedckpt."):
         return
+    matchers: dict[str, Callable[[nn.Module], Swap | str | None]] = {
+        "norm": partial(norm_swap, found=checks.norms),
+        "mlp": partial(mlp_swap, save=save, confirmed=checks.confirmed),
+    }
     if isinstance(module, nn.Sequential):
-        yield from _sequential(name, module, save, wanted, verify, report)
-        return
+        whole = _whole(module, save, checks) if wanted.mlp or wanted.linear else None
+        if whole is None:
+            yield from _sequential(name, module, save, wanted, checks, report)
+            return
+        matchers = {"mlp": lambda _: whole}
     if any(_is_lazy(layer) for layer in (module, *module.children())):
         return
-    matchers: dict[str, Callable[[nn.Module], Swap | str | None]] = {
-        "norm": norm_swap,
-        "mlp": partial(mlp_swap, save=save),
-    }
     for kind, match in matchers.items():
         if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
             continue
@@ -112,14 +122,24 @@ def _planned(
         if isinstance(swap, str):
             report.leave(name, kind, swap)
         elif swap is not None and wanted.has(name, swap.kind):
-            obstacle = _unfit(module, swap.attributes, *module.children())
-            obstacle = obstacle or (parity.difference(module, swap) if verify else None)
+            obstacle, saved = _unfit(module, swap.attributes, *module.modules()), None
+            if obstacle is None:
+                obstacle, saved = checks.of(module, swap)
             if obstacle is not None:
                 report.leave(name, swap.kind, obstacle)
                 continue
-            report.swap(name, swap.kind, swap.change, parity.saved_per_token(module, swap))
+            report.swap(name, swap.kind, swap.change, saved)
             yield swap
             return
+
+
+def _whole(parent: nn.Sequential, save: str, checks: Checks) -> Swap | None:
+    """Return how a Sequential is swapped that is one block which no run of its layers is."""
+    kinds = [block.swap.kind for block in blocks_of(parent, save)]
+    found = None if "mlp" in kinds else mlp_swap(parent, save, checks.confirmed)
+    if not isinstance(found, Swap) or (kinds and found.kind == "linear"):
+        return None
+    return found
 
 
 def _sequential(
@@ -127,7 +147,7 @@ def _sequential(
     parent: nn.Sequential,
     save: str,
     wanted: Wanted,
-    verify: bool,
+    checks: Checks,
     report: FuseReport,
 ) -> Iterator[Swap]:
     save = within(save, ("inputs", "preact"))
@@ -141,7 +161,7 @@ def _sequential(
         return
     # one layer that no kernel takes, or a block that is not meant, keeps the Sequential as it is
     obstacle = (
-        _subclass(parent)
+        _own_forward(parent)
         or _unfit(parent, attributes)
         or next(
             filter(None, (unfit_layer(layer) for b in blocks.values() for layer in b.layers)), None
@@ -150,17 +170,24 @@ def _sequential(
     if obstacle is None and len(meant) < len(blocks):
         obstacle = "another block of its Sequential is not to be fused"
     for name, block in meant.items():
-        alone = nn.Sequential(*block.layers)
-        if obstacle is None and verify:
-            obstacle = parity.difference(alone, block.swap)
+        saved = None
         if obstacle is None:
-            saved = parity.saved_per_token(alone, block.swap)
+            obstacle, saved = checks.of(nn.Sequential(*block.layers), block.swap)
+        if obstacle is None:
             report.swap(name, block.swap.kind, block.swap.change, saved)
     if obstacle is None:
-        yield Swap("mlp", "", Sequential, attributes, ())
+        is_plain = type(parent) is nn.Sequential
+        to = Sequential if is_plain else subclass(Sequential, type(parent))
+        yield Swap("mlp", "", to, attributes, ())
         return
     for name, block in meant.items():
         report.leave(name, block.swap.kind, obstacle)
+
+
+def _drops_inside(module: nn.Module, swap: Swap) -> bool:
+    """Whether a block drops as it is, so that its children run while training."""
+    rates = getattr(swap.attributes.get("_fusedckpt_plan"), "rates", ())
+    return any(getattr(child_at(module, path), name) > 0 for path, name in rates)
 
 
 def unfuse(model: nn.Module) -> nn.Module:
@@ -202,10 +229,11 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _subclass(parent: nn.Sequential) -> str | None:
-    if type(parent) is nn.Sequential:
+def _own_forward(parent: nn.Sequential) -> str | None:
+    kind = type(parent)
+    if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
         return None
-    return f"{type(parent).__name__} is a subclass of nn.Sequential"
+    return f"{kind.__name__} is a subclass of nn.Sequential with a forward of its own"
 
 
 def _unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) -> str | None:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
-from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.held import MARK, Held, Path, Weight, broken, child_at
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
-from fusedckpt.layers.norm import rms_norm
+from fusedckpt.layers.norm import layer_norm, rms_norm
 from fusedckpt.layers.norm_spec import NormSpec
 
-# where a swapped module remembers its original class and the attributes to delete
-MARK = "_fusedckpt_original"
+# where a parameter was
+_GONE = "no parameter"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Swap:
 
     kind: "norm", "mlp" or "linear", as `fuse` switches them; change: what the report says of it;
     features: the trailing shape of what the module reads; small, sizes: a smaller such shape, and
-    shapes of parameters by their ids, in which parity is checked; empty for the real ones.
+    shapes of parameters by their ids, in which parity is checked, and numbers that are sizes, by
+    path and name; empty for the real ones.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Swap:
     features: tuple[int, ...]
     small: tuple[int, ...] = ()
     sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    numbers: dict[tuple[Path, str], Any] = field(default_factory=dict)
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""
@@ -93,21 +95,27 @@ def unfit_layer(module: nn.Module) -> str | None:
 
 
 class NormPlan(NamedTuple):
-    """What an RMSNorm of some class computes: see `functional.rms_norm`.
+    """What a norm of some class computes: see `functional.rms_norm` and `layer_norm`.
 
-    weight, eps: attribute names (weight None for a norm without one); dtypes: the pairs of x's and
-    the weight's dtype for which that was seen to hold, x's twice where there is no weight.
+    weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: the
+    pairs of x's and the weight's dtype for which that was seen to hold, x's twice where there is no
+    weight; kind: "rms" or "layer"; bias: an attribute's name; casts_back: whether the result has
+    x's dtype whatever autocast does; held: what must still hold.
     """
 
     weight: str | None
-    eps: str
+    eps: str | float
     offset: float
     cast: str
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
+    kind: str = "rms"
+    bias: str | None = None
+    casts_back: bool = False
+    held: tuple[Held, ...] = ()
 
 
 class FusedRMSNorm(nn.Module):
-    """Forward of an RMSNorm of any class, keeping x alone where its rule is known to hold."""
+    """Forward of a norm of any class, keeping x alone where its rule is known to hold."""
 
     _fusedckpt_plan: NormPlan
 
@@ -115,39 +123,53 @@ class FusedRMSNorm(nn.Module):
         """Normalise as `functional.rms_norm` does, or as the original class does."""
         plan = self._fusedckpt_plan
         if len(args) == 1 and not kwargs and _is_computed(args[0]):
-            x = args[0]
-            weight = None if plan.weight is None else getattr(self, plan.weight)
-            if not dispatch.are_plain(x, weight):
+            x, given = args[0], self._parameters
+            weight = None if plan.weight is None else given.get(plan.weight)
+            bias = None if plan.bias is None else given.get(plan.bias)
+            if not dispatch.are_plain(x, weight, bias) or broken(self, plan.held) is not None:
+                return super().forward(x)
+            if any((name is None) != (t is None) for name, t in _named(plan, weight, bias)):
                 return super().forward(x)
             if (x.dtype, x.dtype if weight is None else weight.dtype) in plan.dtypes:
-                shape = x.shape[-1:] if weight is None else weight.shape
-                eps = getattr(self, plan.eps)
-                y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
-                spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
-                return norm_sharing.remember(self, y, spec)
+                return self._normalised(plan, x, weight, bias)
         return super().forward(*args, **kwargs)
+
+    def _normalised(
+        self, plan: NormPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        shape = x.shape[-1:] if weight is None else weight.shape
+        eps = getattr(self, plan.eps) if isinstance(plan.eps, str) else plan.eps
+        if plan.kind == "layer":
+            y = layer_norm(x, shape, weight, bias, eps)
+            spec = NormSpec("layer", weight, bias, eps)
+        else:
+            y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
+            spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
+        if plan.casts_back and y.dtype != x.dtype:
+            return y.to(x.dtype)
+        return norm_sharing.remember(self, y, spec)
+
+
+def _named(plan: NormPlan, weight: Any, bias: Any) -> tuple[tuple[str | None, Any], ...]:
+    return (plan.weight, weight), (plan.bias, bias)
 
 
 class MLPPlan(NamedTuple):
     """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
 
-    kind: "mlp", "gated_mlp" or "linear_act"; linears, classes, transposed: child names, their
-    classes, and whether the weight lies as [in, out], in the order of the function's arguments;
-    packed: which half of the first weight comes first, "gate" or "up", "" where it has no halves;
-    same: attributes that must still hold these objects; dropouts, rates: children and numbers that
-    drop something inside while training; last: a child that drops from the result.
+    kind, linears, activation, packed: as `structure.Block` has them; held: what must still hold;
+    rates: paths and names of numbers that drop something inside while training; last: the path of a
+    child that drops from the result; dtypes: of the weights, for which all that was proven.
     """
 
     kind: str
-    linears: tuple[str, ...]
-    classes: tuple[type[nn.Module], ...]
-    transposed: tuple[bool, ...]
+    linears: tuple[Weight, ...]
     activation: str
-    packed: str = ""
-    same: tuple[tuple[str, Any], ...] = ()
-    dropouts: tuple[str, ...] = ()
-    rates: tuple[str, ...] = ()
-    last: str | None = None
+    packed: str
+    held: tuple[Held, ...]
+    rates: tuple[tuple[Path, str], ...]
+    last: Path | None
+    dtypes: tuple[torch.dtype, ...]
 
 
 class FusedMLP(nn.Module):
@@ -162,33 +184,37 @@ class FusedMLP(nn.Module):
         if len(args) != 1 or kwargs or not _holds(self, plan, args[0]):
             return super().forward(*args, **kwargs)
         y = _COMPUTE[plan.kind](args[0], self, plan)
-        return y if plan.last is None else self._modules[plan.last](y)  # type: ignore[misc]  # a child
+        return y if plan.last is None else child_at(self, plan.last)(y)  # type: ignore[misc]  # held
 
 
 def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
     """Whether a call computes what the plan says: nothing replaced, watched, dropped or mixed."""
-    children = module._modules
-    dtypes = []
-    for name, kind in zip(plan.linears, plan.classes, strict=True):
-        linear = children.get(name)
-        if linear is None or type(linear) is not kind or has_hooks(linear):
-            return False
-        if not dispatch.are_plain(*linear._parameters.values()):
-            return False
-        dtypes.append(linear.weight.dtype)  # type: ignore[union-attr]  # a linear's weight
-    for name, seen in plan.same:
-        found = getattr(module, name, None)
-        if found is not seen or (isinstance(found, nn.Module) and has_hooks(found)):
-            return False
-    for name in plan.dropouts:
-        dropout: Any = children.get(name)
-        if dropout is not None and dropout.training and dropout.p > 0:
-            return False
-    if module.training and any(getattr(module, name) > 0 for name in plan.rates):
+    if not _is_computed(x) or broken(module, plan.held) is not None:
         return False
-    if not _is_computed(x) or not dispatch.are_plain(x):
+    for path, name in plan.rates:
+        part: Any = child_at(module, path)
+        if part.training and getattr(part, name) > 0:
+            return False
+    weights = [t for pair in _given(module, plan) for t in pair if t is not None]
+    # as a parametrization or sharding leaves them, too
+    if not all(isinstance(weight, Tensor) for weight in weights):
         return False
-    return all(d == x.dtype for d in dtypes) or dispatch.autocasts(x.device)
+    if not dispatch.are_plain(x, *weights) or any(w.dtype not in plan.dtypes for w in weights):
+        return False
+    return all(w.dtype == x.dtype for w in weights) or dispatch.autocasts(x.device)
+
+
+def _given(module: nn.Module, plan: MLPPlan) -> list[tuple[Any, Any]]:
+    """Return the (weight, bias) of the plan's linears, as they are."""
+    return [
+        (_parameter(module, weight), None if bias is None else _parameter(module, bias))
+        for weight, bias, _ in plan.linears
+    ]
+
+
+def _parameter(module: nn.Module, path: Path) -> Any:
+    owner: Any = child_at(module, path[:-1])
+    return owner._parameters.get(path[-1], _GONE)
 
 
 def _is_computed(x: Any) -> bool:
@@ -198,11 +224,8 @@ def _is_computed(x: Any) -> bool:
 
 def _tensors(module: nn.Module, plan: MLPPlan) -> list[tuple[Tensor, Tensor | None]]:
     """Return the (weight, bias) of the plan's linears, weights as [out, in] views."""
-    pairs: list[tuple[Tensor, Tensor | None]] = []
-    for name, is_transposed in zip(plan.linears, plan.transposed, strict=True):
-        linear: Any = module._modules[name]
-        pairs.append((linear.weight.t() if is_transposed else linear.weight, linear.bias))
-    return pairs
+    pairs = zip(_given(module, plan), plan.linears, strict=True)
+    return [(weight.t() if one.transposed else weight, bias) for (weight, bias), one in pairs]
 
 
 def _run_mlp(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
