@@ -9,7 +9,8 @@ from torch.nn.utils import parametrize
 
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.parity import is_transposed
-from fusedckpt.structure import activation_of
+from fusedckpt.recording import record
+from fusedckpt.structure import activation_by, activation_of
 
 _DROPOUTS = nn.modules.dropout._DropoutNd
 
@@ -19,7 +20,8 @@ def activations_of(module: nn.Module) -> dict[str, str | None]:
 
     Children without parameters, buffers and children, and functions of torch.
     """
-    found = {name: activation_of(child) for name, child in _leaves(module).items()}
+    leaves = _leaves(module).items()
+    found = {name: activation_by(record(child, (2, 3, 8))) for name, child in leaves}
     functions = {
         name: activation_of(value)
         for name, value in vars(module).items()
@@ -64,7 +66,7 @@ def beside(module: nn.Module, named: dict[str, str | None]) -> str | None:
     counts = [tensor.shape[0] for tensor in own.values() if tensor.dim() == 3]
     if len(counts) > 1 and len({*counts}) == 1 < counts[0]:
         return "its weights are 3-dimensional: a mixture of experts is not fused"
-    if not any(named.values()):
+    if not any(known not in (None, "identity") for known in named.values()):
         return None
     linears = _linears(module)
     known = {*linears, *_leaves(module)}
@@ -76,14 +78,15 @@ def beside(module: nn.Module, named: dict[str, str | None]) -> str | None:
     if others and all(map(_wraps_linear, others.values())):
         name, child = next(iter(others.items()))
         return f"{name} is a {type(child).__name__} around a linear: adapters are not fused"
-    if not _fit(linears):
+    if not linears_fit(module) or not (own or others):
         return None
-    beside = ", ".join([*own, *others]) or "more of them"
-    return f"its linears and activation stand beside {beside}: no module computes them alone"
+    names = ", ".join([*own, *others])
+    return f"its linears and activation stand beside {names}: no module computes them alone"
 
 
-def _fit(linears: dict[str, Any]) -> bool:
-    """Whether one linear may read what another one's activation makes."""
+def linears_fit(module: nn.Module) -> bool:
+    """Whether one of a module's linears may read what the activation of another one makes."""
+    linears = _linears(module)
     shapes = [tuple(linear.weight.shape) for linear in linears.values()]
     shapes = [
         s[::-1] if is_transposed(c) else s for s, c in zip(shapes, linears.values(), strict=True)

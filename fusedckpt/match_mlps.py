@@ -1,6 +1,6 @@
 """Which module is an MLP, gated MLP or linear with its activation, and what it computes exactly.
 
-Any module with one to three matrices may be one. Its forward is recorded, in several shapes and
+Any module with one to four matrices may be one. Its forward is recorded, in several shapes and
 dtypes, in training and not; the recording says which linears there are, what stands between them
 and what else is read. No class and no attribute is known by its name. What was found is then held
 against the module's own results, on random numbers of several scales.
@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fusedckpt import parity
 from fusedckpt.held import Held, Path, child_at
-from fusedckpt.inlined import activations_of, beside, unfit_children
+from fusedckpt.inlined import activations_of, beside, linears_fit, unfit_children
 from fusedckpt.recording import Recording, record
 from fusedckpt.spying import rates_of
 from fusedckpt.structure import NONE, Block, block_of, features_of, is_like_one, sizes_of
@@ -46,19 +46,20 @@ def mlp_swap(module: nn.Module, save: str, confirmed: Confirmed | None = None) -
     if type(module).forward is nn.Linear.forward or any(map(_is_lazy, module.parameters())):
         return None
     named = activations_of(module)
+    acts = any(known not in (None, "identity") for known in named.values())
     if not _may_be_block(module):
         return beside(module, named)
     obstacle = unfit_children(module, named)
     if obstacle is not None:
         return obstacle
     if not parity.takes_one(module):
-        return f"the forward of {type(module).__name__} takes more than an input" if named else None
-    proof = _proof(module, bool(named))
+        return f"the forward of {type(module).__name__} takes more than an input" if acts else None
+    proof = _proof(module, acts or (bool(named) and linears_fit(module)))
     if isinstance(proof, str):
         strange = [name for name, known in named.items() if known in (None, "identity")]
         if proof.endswith(NONE) and strange:
             return f"{strange[0]}: {getattr(module, strange[0])} {NONE}"
-        return proof
+        return beside(module, named) or proof
     if proof is None or any(_is_alone(child, module) for child in module.children()):
         return None
     swap = _swap(module, proof, save)
@@ -94,8 +95,8 @@ def _may_be_block(module: nn.Module) -> bool:
     dims = [p.dim() for p in slots]
     return (
         len(layers) <= _MODULES
-        and 1 <= dims.count(2) <= 3
-        and dims.count(1) <= 3
+        and 1 <= dims.count(2) <= 4
+        and dims.count(1) <= 4
         and len(dims) == dims.count(1) + dims.count(2)
         and all(0 not in p.shape for p in slots)
     )
@@ -138,8 +139,8 @@ def _proof(module: nn.Module, named: bool) -> _Proof | str | None:
     training = [record(module, (*shape, *width), training=True) for shape in _SHAPES[::2]]
     for found, when in ((others, "for other shapes"), (training, "while training")):
         for recording in found:
-            if recording.reason is not None and recording.log.stop is not None:
-                return recording.reason
+            if recording.log.stop is not None:
+                return f"{recording.log.stop} {when}"
             if block_of(recording) != block:
                 return f"{type(module).__name__} computes something else {when}"
     own = next(module.parameters()).dtype

@@ -25,6 +25,8 @@ from fusedckpt.spying import Log, spied
 aten = torch.ops.aten
 
 _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero")
+# nodes that hold a number for every element of rows
+_ROWS = ("x", "product", "part", "point")
 _COPIES = ("_unsafe_view", "clone")
 
 
@@ -224,7 +226,7 @@ class _Recorder(TorchDispatchMode):
         for tensor, node in zip(given, nodes, strict=True):
             if node.kind == "number":
                 continue
-            if tensor.shape != made.shape or node.kind not in ("product", "part", "point"):
+            if tensor.shape != made.shape or node.kind not in _ROWS:
                 return None
         if all(node.kind == "number" for node in nodes):
             return None

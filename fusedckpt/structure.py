@@ -54,6 +54,12 @@ def block_of(recording: Recording) -> Block | str:
         found = leaves(y)
         if y.kind == "point" and len(found) == 1 and _reads_x(found[0]):
             return _with_activation("linear_act", [], y, found[0])
+        if (
+            y.kind == "point"
+            and len(found) == 2
+            and all(one.kind in ("product", "part") for one in found)
+        ):
+            return "it ends with its gate: no linear comes after"
         return _strange(y) or f"after its last linear it computes {_ops(y)}"
     rows = y.of[0]
     found = leaves(rows)
@@ -98,6 +104,14 @@ def _gated(y: Node, h: Node, found: list[Node], products: list[Node]) -> Block |
 
 # of functions already evaluated, by all their ops and arguments
 _known: dict[tuple[Any, ...], str | None] = {}
+
+
+def activation_by(recording: Recording) -> str | None:
+    """Return the activation that a recorded forward is, None for any other."""
+    y = recording.y
+    if y is None or y.kind not in ("x", "point") or any(one.kind != "x" for one in leaves(y)):
+        return None
+    return _looked_up(y, *leaves(y))
 
 
 def _looked_up(h: Node, *inputs: Node) -> str | None:
@@ -148,16 +162,12 @@ def _ops(node: Node) -> str:
 
 def _strange(y: Node) -> str | None:
     """Return what a forward computes that no block has, None where all of it is known."""
-    seen: dict[Node, None] = {}
-    todo = [y]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen[node] = None
-            todo += node.of
+    seen = _before(y)
     others = [node for node in seen if node.kind == "other"]
     if others:
-        names = dict.fromkeys(_described(node) for node in reversed(others))
+        # the first ones: what they make is strange, too
+        sources = [node for node in others if all(one.kind != "other" for one in node.of)]
+        names = dict.fromkeys(_described(node) for node in reversed(sources))
         return f"its forward computes {', '.join(names)}"
     for node in seen:
         used = [one for one in node.of if one.kind in ("x", "part") and node.kind != "product"]
@@ -166,14 +176,39 @@ def _strange(y: Node) -> str | None:
     return None
 
 
+def _is_linear(node: Node) -> bool:
+    """Whether a node is no op on single elements, or one as adapters have them: a scaled sum."""
+    if node.kind != "point":
+        return True
+    name = node.op.overloadpacket.__name__.rstrip("_")
+    return name in ("add", "sub") or (name in ("mul", "div") and len(node.of) == 1)
+
+
+def _before(y: Node) -> dict[Node, None]:
+    """Return a node and all that it was made from."""
+    seen: dict[Node, None] = {}
+    todo = [y]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen[node] = None
+            todo += node.of
+    return seen
+
+
 def _described(node: Node) -> str:
     paths = [".".join(one.path) for one in node.of if one.kind == "weight"]
     return f"{node.name} of {', '.join(paths)}" if paths else node.name
 
 
 def is_like_one(recording: Recording) -> bool:
-    """Whether a forward is made of linears and ops on single elements alone."""
+    """Whether a forward is made of linears and ops on single elements alone, and of both."""
     if recording.y is None or recording.y.kind not in ("product", "point"):
+        return False
+    if recording.shapes[0][:-1] != recording.shapes[1][:-1]:
+        return False
+    nodes = _before(recording.y)
+    if not any(node.kind == "product" for node in nodes) or all(map(_is_linear, nodes)):
         return False
     strange = _strange(recording.y)
     return strange is None or not strange.startswith("its forward computes")
