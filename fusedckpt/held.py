@@ -74,23 +74,25 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
     return found
 
 
-def broken(module: nn.Module, held: tuple[Held, ...]) -> str | None:
-    """Return what no longer holds of a module, None if all does."""
+def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
+    """Return what no longer holds of a module, None if all does.
+
+    "child", "hook" or "changed", and the name of what was replaced, is watched or has changed.
+    """
     for path, kind, children, reads in held:
         part = child_at(module, path)
-        where = ".".join(path)
         if part is None or (kind is not None and _kind(part) is not kind):
-            return f"{where} was replaced"
+            return "child", ".".join(path)
         if kind is not None and has_hooks(part):
-            return f"{where}: a hook watches it, or its forward was replaced"
+            return "hook", ".".join(path)
         if len(part._modules) != children:
-            return f"{where or 'it'} has other children"
+            return "child", ".".join(path)
         for names, value in reads:
             found: Any = part
             for name in names:
                 found = getattr(found, name, _MISSING)
             if found is not value and not (type(found) is type(value) and found == value):
-                return f"{'.'.join(path + names)} has changed"
+                return "changed", ".".join(path + names)
     return None
 
 

@@ -59,7 +59,7 @@ def mlp_swap(module: nn.Module, save: str, confirmed: Confirmed | None = None) -
         strange = [name for name, known in named.items() if known in (None, "identity")]
         if proof.endswith(NONE) and strange:
             return f"{strange[0]}: {getattr(module, strange[0])} {NONE}"
-        return beside(module, named) or proof
+        return proof if isinstance(proof, _Refused) else beside(module, named) or proof
     if proof is None or any(_is_alone(child, module) for child in module.children()):
         return None
     swap = _swap(module, proof, save)
@@ -110,6 +110,12 @@ def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
     return parity.takes_one(child) and isinstance(_proof(child, False), _Proof)
 
 
+class _Refused(str):
+    """What a forward does that no recording covers."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class _Proof:
     """What recordings of a module say.
@@ -132,6 +138,8 @@ def _proof(module: nn.Module, named: bool) -> _Proof | str | None:
     if first is None:
         return None
     block = block_of(first)
+    if first.log.stop is not None and named:
+        return _Refused(first.log.stop)
     if isinstance(block, str):
         return block if named or is_like_one(first) else None
     width = first.shapes[0][-1:]
@@ -140,7 +148,7 @@ def _proof(module: nn.Module, named: bool) -> _Proof | str | None:
     for found, when in ((others, "for other shapes"), (training, "while training")):
         for recording in found:
             if recording.log.stop is not None:
-                return f"{recording.log.stop} {when}"
+                return _Refused(f"{recording.log.stop} {when}")
             if block_of(recording) != block:
                 return f"{type(module).__name__} computes something else {when}"
     own = next(module.parameters()).dtype

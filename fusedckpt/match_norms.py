@@ -71,13 +71,15 @@ def _of_torch(
 
 
 def _of_any_class(module: nn.Module, found: Found) -> Swap | str | None:
-    names = [n for n, p in module._parameters.items() if p is not None]
-    weights = [module._parameters[name] for name in names]
+    given = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    names, weights = [*given], [*given.values()]
     if module._modules or [*module.buffers(recurse=False)] or len(weights) > 2:
         return None
-    if any(w.dim() != 1 or w.shape[0] == 0 for w in weights) or not parity.takes_one(module):  # type: ignore[union-attr]  # none is None
+    if any(w.dim() != 1 or w.shape[0] == 0 for w in weights) or not parity.takes_one(module):
         return None
-    width = weights[0].shape[0] if weights else 64  # type: ignore[union-attr]
+    shape = getattr(module, "normalized_shape", None)
+    is_one = isinstance(shape, (tuple, list)) and len(shape) == 1
+    width = weights[0].shape[0] if weights else int(shape[0]) if is_one else 64  # type: ignore[index]  # a tuple
     eps = next((n for n in _EPSILONS if isinstance(getattr(module, n, None), float)), None)
     if not weights and eps is None:
         return None
@@ -99,7 +101,7 @@ def _of_any_class(module: nn.Module, found: Found) -> Swap | str | None:
             _proven(module, layer, names, width) if layer else _plan(module, names, eps, width)
         )
     plan = found[key]
-    own = weights[0].dtype if weights else torch.float32  # type: ignore[union-attr]
+    own = weights[0].dtype if weights else torch.float32
     if plan is None:
         # without weights it need not be a norm at all
         return f"{kind} is no RMSNorm of a known rule" if weights and eps is not None else None

@@ -153,7 +153,8 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     """Return how swapping would change outputs or gradients, None if it does not.
 
     Root mean square errors against float64, over draws of 256 elements or 16 draws, in the
-    module's own dtype: err(swapped) <= 2 err(as it is) + 8 eps max(1, rms(truth)).
+    module's own dtype, at inputs of several scales: err(swapped) <= 2 err(as it is) + 8 eps
+    max(scale, rms(truth)).
     """
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device
@@ -181,7 +182,7 @@ def _verdict(sums: Tensor, dtype: torch.dtype, scale: float) -> str | None:
         ours, theirs, size = (math.sqrt(value / max(1, count)) for value in (mine, eagers, truth))
         wide = torch.promote_types(dtype, torch.float32)
         strays = strays and is_judged
-        if strays or ours > 2 * theirs + 8 * torch.finfo(wide).eps * max(1.0, size):
+        if strays or ours > 2 * theirs + 8 * torch.finfo(wide).eps * max(scale, size):
             what = ("output", "gradient of x")[index] if index < 2 else "gradient of a parameter"
             what += at
             return f"{what}: error {ours:.3g} where the original's is {theirs:.3g}"

@@ -214,7 +214,7 @@ class _Recorder(TorchDispatchMode):
             return node if is_in_order or name == "clone" or made.stride() == a.stride() else None
         if made.shape[:-1] != a.shape[:-1] or made.stride() != a.stride():
             return None
-        start = made.storage_offset() - a.storage_offset()
+        start = int(made.storage_offset()) - int(a.storage_offset())
         return Node("part", (node,), span=(start, start + made.shape[-1]))
 
     def _point(self, func: Any, args: Any, kwargs: Any, made: Tensor) -> Node | None:

@@ -25,6 +25,7 @@ from fusedckpt.recording import Node, Recording, function, leaves
 _TOL = 1e-8
 # a block is probed on slices of its weights: what it computes does not depend on its size
 _D, _F = 24, 40
+_BESIDE = "its forward uses its input beside its linears"
 NONE = "is no activation that can be fused"
 
 
@@ -172,8 +173,12 @@ def _strange(y: Node) -> str | None:
     for node in seen:
         used = [one for one in node.of if one.kind in ("x", "part") and node.kind != "product"]
         if any(one.kind == "x" for one in used):
-            return "its forward uses its input beside its linears"
+            return _BESIDE
     return None
+
+
+def _is_of_x(node: Node) -> bool:
+    return all(leaf.kind == "x" for leaf in leaves(node))
 
 
 def _is_linear(node: Node) -> bool:
@@ -209,6 +214,9 @@ def is_like_one(recording: Recording) -> bool:
         return False
     nodes = _before(recording.y)
     if not any(node.kind == "product" for node in nodes) or all(map(_is_linear, nodes)):
+        return False
+    # as layers that modulate others have it: an activation of the input, then a linear
+    if all(_is_linear(node) or _is_of_x(node) for node in nodes):
         return False
     strange = _strange(recording.y)
     return strange is None or not strange.startswith("its forward computes")

@@ -181,27 +181,35 @@ class FusedMLP(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block at once, or as the original class does."""
         plan = self._fusedckpt_plan
-        if len(args) != 1 or kwargs or not _holds(self, plan, args[0]):
+        if len(args) != 1 or kwargs or not _is_computed(args[0]):
+            return super().forward(*args, **kwargs)
+        if _obstacle(self, plan, args[0]) is not None:
             return super().forward(*args, **kwargs)
         y = _COMPUTE[plan.kind](args[0], self, plan)
         return y if plan.last is None else child_at(self, plan.last)(y)  # type: ignore[misc]  # held
 
 
-def _holds(module: nn.Module, plan: MLPPlan, x: Any) -> bool:
-    """Whether a call computes what the plan says: nothing replaced, watched, dropped or mixed."""
-    if not _is_computed(x) or broken(module, plan.held) is not None:
-        return False
+def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> tuple[str, Any] | None:
+    """Return what makes a call compute other than the plan says: replaced, watched, dropped."""
+    found = broken(module, plan.held)
+    if found is not None:
+        return found
     for path, name in plan.rates:
         part: Any = child_at(module, path)
         if part.training and getattr(part, name) > 0:
-            return False
-    weights = [t for pair in _given(module, plan) for t in pair if t is not None]
-    # as a parametrization or sharding leaves them, too
-    if not all(isinstance(weight, Tensor) for weight in weights):
-        return False
-    if not dispatch.are_plain(x, *weights) or any(w.dtype not in plan.dtypes for w in weights):
-        return False
-    return all(w.dtype == x.dtype for w in weights) or dispatch.autocasts(x.device)
+            return "dropout", ".".join((*path, name))
+    if not dispatch.are_plain(x):
+        return "input", type(x)
+    for (weight, bias), linear in zip(_given(module, plan), plan.linears, strict=True):
+        for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
+            # gone as a parametrization or sharding leaves it, or of another class
+            if path is not None and not (isinstance(tensor, Tensor) and dispatch.are_plain(tensor)):
+                return "weight", ".".join(path)
+        if weight.dtype not in plan.dtypes:
+            return "dtype", weight.dtype
+        if weight.dtype != x.dtype and not dispatch.autocasts(x.device):
+            return "dtype", x.dtype
+    return None
 
 
 def _given(module: nn.Module, plan: MLPPlan) -> list[tuple[Any, Any]]:
