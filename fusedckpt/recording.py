@@ -65,6 +65,7 @@ class Recording:
     reason: str | None
     # of the input and of the result
     shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 def record(
@@ -98,7 +99,7 @@ def record(
         log.stopped(f"its forward returns a {type(y).__name__}")
     if log.stop is not None:
         return Recording(None, log, log.stop)
-    return Recording(recorder.node(y), log, None, (shape, tuple(y.shape)))
+    return Recording(recorder.node(y), log, None, (shape, tuple(y.shape)), (x.dtype, y.dtype))
 
 
 def _differ(before: Any, after: Any) -> bool:

@@ -51,6 +51,8 @@ def block_of(recording: Recording) -> Block | str:
     shape, result = recording.shapes
     if len(shape) != len(result) or shape[:-1] != result[:-1]:
         return f"its result has the shape {[*result]} for an input of {[*shape]}"
+    if len({*recording.dtypes}) > 1:
+        return f"its result is {recording.dtypes[1]} for an input of {recording.dtypes[0]}"
     if y.kind != "product":
         found = leaves(y)
         if y.kind == "point" and len(found) == 1 and _reads_x(found[0]):
@@ -82,15 +84,15 @@ def _reads_x(node: Node) -> bool:
 
 def _with_activation(kind: str, last: list[Node], h: Node, z: Node) -> Block | str:
     name = _looked_up(h, z)
-    if name is None:
+    if name in (None, "identity"):
         return f"{_ops(h)} {NONE}"
-    return Block(kind, tuple(map(_weight, [z, *last])), name)
+    return Block(kind, tuple(map(_weight, [z, *last])), str(name))
 
 
 def _gated(y: Node, h: Node, found: list[Node], products: list[Node]) -> Block | str:
     for gate, up in (found, found[::-1]):
         name = _looked_up(h, gate, up)
-        if name is None:
+        if name in (None, "identity"):
             continue
         if found == products:
             return Block("gated_mlp", tuple(map(_weight, [gate, up, y])), name)

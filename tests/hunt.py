@@ -265,44 +265,50 @@ def _configs(kind: type[nn.Module]) -> Iterator[Any]:
     kinds += [v for n in names if isinstance(v := getattr(package, n), type)]
     own = getattr(kind, "Config", None)
     for each in [own, *kinds] if isinstance(own, type) else kinds:
+        made = None
         with contextlib.suppress(BaseException):
-            yield _small(_made(each))
+            made = _small(_made(each))
+        if made is not None:
+            yield made
 
 
 def _made(kind: Any) -> Any:
     """Make a configuration, and those that it cannot do without."""
-    if not dataclasses.is_dataclass(kind):
-        return kind()
-    hints = typing.get_type_hints(kind)
-    missing = dataclasses.MISSING
-    given = {}
-    for each in dataclasses.fields(kind):
-        if each.init and each.default is missing and each.default_factory is missing:
-            hint = hints.get(each.name)
-            inner = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-            given[each.name] = _made(hint) if inner else _guess(each.name, hint)
-    return kind(**given)
+    given: dict[str, Any] = {}
+    if dataclasses.is_dataclass(kind):
+        hints: dict[str, Any] = {}
+        with contextlib.suppress(Exception):
+            hints = typing.get_type_hints(kind)
+        for each in dataclasses.fields(kind):
+            if each.init and {each.default, each.default_factory} == {dataclasses.MISSING}:
+                hint: Any = hints.get(each.name)
+                is_inner = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+                given[each.name] = _made(hint) if is_inner else _guess(each.name, hint)
+    make: Any = kind
+    return make(**given)
 
 
-def _small(config: Any) -> Any:
+def _small(config: Any, depth: int = 0) -> Any:
     """Make the numbers of a configuration small, as its own name for each allows."""
     names = vars(config) if hasattr(config, "__dict__") else getattr(config, "__slots__", ())
     for name in list(names):
         value = getattr(config, name, None)
+        small: Any = value
         if type(value) is int and value > 2 and not name.startswith("_"):
-            for parts, small in SMALL:
-                if any(part in name for part in parts.split()):
-                    with contextlib.suppress(BaseException):
-                        setattr(config, name, min(small, value))
-                    break
-        elif (hasattr(value, "to_dict") or dataclasses.is_dataclass(value)) and not isinstance(
-            value, enum.Enum
-        ):
-            _small(value)
-        elif isinstance(value, float) and "drop" in name:
+            fits = (to for parts, to in SMALL if any(part in name for part in parts.split()))
+            small = min(next(fits, value), value)
+        elif type(value) is float and "drop" in name:
+            small = 0.0
+        elif depth < 3 and not isinstance(value, (type, enum.Enum)) and _is_config(value):
+            _small(value, depth + 1)
+        if small is not value:
             with contextlib.suppress(BaseException):
-                setattr(config, name, 0.0)
+                setattr(config, name, small)
     return config
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "to_dict") or dataclasses.is_dataclass(value)
 
 
 def try_one(kind: type[nn.Module], module: nn.Module, found: Count) -> None:

@@ -157,16 +157,16 @@ class OwnNorm(nn.Module):
 class Casting(nn.LayerNorm):
     """It leaves x's dtype, whatever autocast does."""
 
-    def forward(self, x):
-        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-        return y.to(x.dtype)
+    def forward(self, input):
+        y = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return y.to(input.dtype)
 
 
 class Switched(nn.LayerNorm):
     is_fast = False
 
-    def forward(self, x):
-        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    def forward(self, input):
+        y = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return y * 2 if self.is_fast else y
 
 
