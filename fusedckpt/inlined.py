@@ -55,10 +55,10 @@ def _wraps_linear(child: nn.Module) -> bool:
     return bool(inner) and isinstance(getattr(child, "weight", None), Tensor)
 
 
-def beside(module: nn.Module, named: dict[str, str | None]) -> str | None:
+def beside(module: nn.Module, named: dict[str, str | None], is_small: bool) -> str | None:
     """Return why linears and an activation beside other layers are no block, None for none.
 
-    named: the module's activations.
+    named: the module's activations; is_small: whether it has no more linears than a block.
     """
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     counts = [tensor.shape[0] for tensor in own.values() if tensor.dim() == 3]
@@ -76,7 +76,7 @@ def beside(module: nn.Module, named: dict[str, str | None]) -> str | None:
     if others and all(map(_wraps_linear, others.values())):
         name, child = next(iter(others.items()))
         return f"{name} is a {type(child).__name__} around a linear: adapters are not fused"
-    if not linears_fit(module) or not (own or others):
+    if not ((linears and is_small) or linears_fit(module)) or not (own or others):
         return None
     names = ", ".join([*own, *others])
     return f"its linears and activation stand beside {names}: no module computes them alone"

@@ -48,7 +48,7 @@ def mlp_swap(module: nn.Module, save: str, confirmed: Confirmed | None = None) -
     named = activations_of(module)
     acts = any(known not in (None, "identity") for known in named.values())
     if not _may_be_block(module):
-        return beside(module, named)
+        return beside(module, named, is_small=False)
     obstacle = unfit_children(module, named)
     if obstacle is not None:
         return obstacle
@@ -59,7 +59,8 @@ def mlp_swap(module: nn.Module, save: str, confirmed: Confirmed | None = None) -
         strange = [name for name, known in named.items() if known in (None, "identity")]
         if proof.endswith(NONE) and strange:
             return f"{strange[0]}: {getattr(module, strange[0])} {NONE}"
-        return proof if isinstance(proof, _Refused) else beside(module, named) or proof
+        is_named = isinstance(proof, _Refused)
+        return proof if is_named else beside(module, named, is_small=True) or proof
     if proof is None or any(_is_alone(child, module) for child in module.children()):
         return None
     swap = _swap(module, proof, save)

@@ -227,3 +227,10 @@ def test_what_runs_once_for_all_is_the_same_for_all(monkeypatch):
     model = nn.ModuleList([FeedForward(), FeedForward(), Split(), Split(), Split(96, 128)])
     assert len(fuse(model.to(DEVICE)).swapped) == 5
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("make", "expected"), [(lambda: Casting(D), True), (OwnNorm, False)])
+def test_a_norm_casts_back_what_autocast_widens_if_it_did(make, expected):
+    module = make().to(DEVICE)
+    fuse(module)
+    assert module._fusedckpt_plan.casts_back is expected
