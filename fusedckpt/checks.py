@@ -53,7 +53,7 @@ def _key(module: nn.Module, swap: Swap) -> Any:
         state = tuple((n, type(v), v) for n, v in own.items() if is_simple(v))
         parts.append((name, type(part), shapes, state))
     tied = tuple(len({*ids}) for ids in [[id(p) for p in module.parameters()]])
-    key = (tuple(parts), tied, swap.to, swap.change, tuple(swap.attributes.items()))
+    key = (tuple(parts), tied, swap.to, swap.change, tuple(swap.attributes.items()), repr(plan))
     try:
         hash(key)
     except TypeError:

@@ -23,7 +23,8 @@ _SIMPLE = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
-_MISSING = "no value"
+# the value of an attribute that is not there
+MISSING = "no value"
 
 # where a swapped module remembers its original class and the attributes to delete
 MARK = "_fusedckpt_original"
@@ -90,7 +91,7 @@ def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
         for names, value in reads:
             found: Any = part
             for name in names:
-                found = getattr(found, name, _MISSING)
+                found = getattr(found, name, MISSING)
             if found is not value and not (type(found) is type(value) and found == value):
                 return "changed", ".".join(path + names)
     return None

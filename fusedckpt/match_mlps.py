@@ -75,7 +75,8 @@ def _recalled(module: nn.Module, swap: Swap, confirmed: Confirmed) -> MLPPlan | 
     shapes = tuple((path, p.shape, p.dtype) for path, p in _parameters(module))
     tied = len({id(p) for p in module.parameters()})
     rates = tuple(getattr(child_at(module, path), name) for path, name in plan.rates)
-    key = (type(module), plan, shapes, tied, rates)
+    # 1 and True are equal, but not in writing
+    key = (type(module), plan, repr(plan.held), shapes, tied, rates)
     try:
         hash(key)
     except TypeError:

@@ -93,7 +93,7 @@ def _of_any_class(module: nn.Module, found: Found) -> Swap | str | None:
         return None
     held = _held(recordings)
     shapes = tuple((name, w.shape, w.dtype) for name, w in zip(names, weights, strict=True))
-    key: Any = (type(module), layer, eps, shapes, held)
+    key: Any = (type(module), layer, eps, shapes, held, repr(held))
     if not _is_hashable(key):
         key = object()
     if key not in found:

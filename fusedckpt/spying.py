@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.held import Held, Path, is_function, is_simple
+from fusedckpt.held import MISSING, Held, Path, is_function, is_simple
 
 # what every module has, and how modules call each other
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
@@ -65,7 +65,13 @@ class _Spy:
     """Comes before a class, and tells what its methods read and write of an object."""
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+        try:
+            found = super().__getattribute__(name)
+        except AttributeError:
+            # some look elsewhere for it then, as modules do among their parameters
+            if not hasattr(type(self), "__getattr__"):
+                _note(self, name, MISSING)
+            raise
         if name in _OF_MODULES or name.startswith("__") or name == _LOG:
             return found
         attributes = object.__getattribute__(self, "__dict__")
@@ -85,7 +91,24 @@ class _Spy:
         self.__setattr__(name, None)
 
 
+def _note(spy: Any, name: str, value: Any) -> None:
+    if not name.startswith("__"):
+        log, path, before = object.__getattribute__(spy, "__dict__")[_LOG]
+        log.reads.setdefault(path, {})[(*before, name)] = value
+
+
 class _SpyModule(_Spy):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            found = super().__getattr__(name)  # type: ignore[misc]  # nn.Module's
+        except AttributeError:
+            _note(self, name, MISSING)
+            raise
+        if found is None:
+            # a bias that is not there may come
+            _note(self, name, None)
+        return found
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # past the hooks on all modules
         return self.forward(*args, **kwargs)  # type: ignore[attr-defined]  # of the module's class

@@ -189,7 +189,8 @@ class Tuned(Gated):
 
     def hidden(self, x):
         h = self.act(self.w1(x)) * self.w3(x)
-        h = h * 2 if self.config.is_double else h
+        h = h * 2 if self.config.is_double or hasattr(self, "late") else h
+        h = h * 2 if getattr(self.config, "late", False) else h
         return h if self.scale == 1.0 and self.factor == 1.0 else h * self.scale * self.factor
 
     def forward(self, x):
@@ -208,8 +209,14 @@ class Config:
         lambda m: setattr(m, "bypass", True),
         lambda m: setattr(m, "act", F.gelu),
         lambda m: setattr(m.config, "is_double", True),
+        lambda m: setattr(m, "late", 1),
+        lambda m: setattr(m.config, "late", True),
+        lambda m: setattr(m.w1, "bias", nn.Parameter(torch.ones_like(m.w1.weight[:, 0]))),
     ],
-    ids=["number", "number of the class", "flag", "function", "configuration"],
+    ids=[
+        *("number", "number of the class", "flag", "function", "configuration"),
+        *("was not there", "was not in the configuration", "bias"),
+    ],
 )
 def test_what_its_forward_reads_must_still_hold(change):
     module, x = Tuned().to(DEVICE), randn(2, 3, D)
