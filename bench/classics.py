@@ -7,6 +7,7 @@ arXiv 1604.06174; the gradient-checkpointing package of OpenAI's Salimans and Bu
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from bench.defaults import CLASSICS_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.model import HEAD_DIM
 from bench.results import MIB
+from bench.text import console as wide_console
 from fusedckpt._budget import bytes_of
 from fusedckpt.memory import nbytes_of
 
@@ -34,6 +36,8 @@ __all__ = ["Settings", "run", "settings"]
 
 SEGMENTS = (1, 2, 4, 8, 16, 32)
 MLP_SEGMENTS = (2, 3, 5, 10)
+# besides a number of segments
+RULES = ("sqrt", "recursive")
 # of the way from the least peak that a plan reaches to that of keeping everything
 BUDGETS = (0.25, 0.5, 0.75)
 # between losses of order one; fused kernels round otherwise, checkpoints do not
@@ -109,7 +113,8 @@ def _conv(chosen: Settings, tick: Callable[[str], None]) -> Part:
     work = _workload(chosen, model, pictures, chosen.batch, partial(torch.optim.SGD, lr=1e-3))
     tick("planning")
     segments = [k for k in SEGMENTS if k <= chosen.layers]
-    ways = [Way("plain"), *map(Way.torch, segments), *map(Way.ours, segments), *_budgets(work)]
+    ours = map(Way.ours, [*segments, *RULES])
+    ways = [Way("plain"), *map(Way.torch, segments), *ours, *_budgets(work)]
     side = final_side(chosen.layers)
     title = (
         f"Convolutional net: 1 -> {chosen.width}, {chosen.layers} x [conv {chosen.width}, ReLU,"
@@ -128,7 +133,7 @@ def _mlp(chosen: Settings, tick: Callable[[str], None]) -> Part:
     tick("planning")
     segments = [k for k in MLP_SEGMENTS if k <= chosen.mlp_layers]
     planned = [Way("plan sqrt", plan=work.plan(policy="sqrt")), *_budgets(work)]
-    ours = [*map(Way.ours, segments), Way.ours("sqrt")]
+    ours = map(Way.ours, [*segments, *RULES])
     ways = [Way("plain"), *map(Way.torch, segments), *ours, *planned]
     title = (
         f"MLP: {chosen.mlp_layers} layers of {chosen.mlp_width}, 10 outputs, ReLU; batch"
@@ -186,7 +191,9 @@ def _parts(chosen: Settings, console: Console) -> Iterator[Any]:
             yield None
             continue
         with console.status(name) as status:
-            part = measured(chosen, lambda what, name=name: status.update(f"{name}: {what}"))
+            # without a terminal, where a status is not seen, a line for each step
+            show = status.update if console.is_terminal else partial(print, file=sys.stderr)
+            part = measured(chosen, lambda what, name=name, show=show: show(f"{name}: {what}"))
         console.print(table(part))
         console.print("\n".join(part.notes), "", sep="\n", markup=False, highlight=False)
         yield part
@@ -197,7 +204,7 @@ def run(chosen: Settings) -> int:
 
     Returns 1 where losses disagree, else 0.
     """
-    console = Console()
+    console = wide_console()
     facts = environment(torch.device(chosen.device), torch.float32)
     subtitle = f"{summary(facts)}; float32, medians of {chosen.repeat} x {chosen.steps} steps"
     console.print(subtitle, markup=False, highlight=False)

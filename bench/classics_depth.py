@@ -83,6 +83,7 @@ RECIPES: dict[str, Recipe] = {
     "plain": _as_is(Way("plain")),
     "torch sqrt(n)": _sqrt,
     "torch, every block": _as_is(Way("torch", _every_block)),
+    "fusedckpt recursive": _as_is(Way.ours("recursive")),
     "plan memory": _planned,
     "fused, plan memory": partial(_planned, fused=True),
 }
@@ -178,7 +179,7 @@ def measure_depths(sizes: Stack, budget: int, repeat: int, tick: Callable[[str],
 
 _NOTES = (
     "peak: of forward and backward, with parameters and gradients; ms: of both",
-    "torch sqrt(n): checkpoint_sequential; plan memory: the least peak of all plans",
+    "torch sqrt(n), fusedckpt recursive: checkpoint_sequential; plan memory: of least peak",
     "plan, same depth: the fastest plan within the budget, at torch's every block's",
     "last loss, diff.: at plain's depth, and the largest difference to plain's",
 )

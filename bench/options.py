@@ -217,7 +217,8 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
 
 def add_plot_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plot`."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="what bench run wrote")
+    text = "what bench run, capacity, demo or classics wrote"
+    parser.add_argument("file", type=Path, metavar="FILE", help=text)
     text = "folder for the figures; default: the file's"
     parser.add_argument("--out", type=Path, metavar="DIR", help=text)
 

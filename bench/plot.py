@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import capacity_report
+from bench import capacity_report, classics_plot, classics_results, report
 from bench.capacity_report import Capacity, capacities
 from bench.figures import draw_bars, draw_pareto, draw_roofline, timed
-from bench.records import lines
+from bench.records import build, lines
 from bench.results import Group, groups
 
 __all__ = ["Settings", "run", "settings"]
@@ -23,18 +25,44 @@ class Settings:
     groups: tuple[Group, ...]
     out: Path
     capacities: tuple[Capacity, ...] = ()
+    # of a file that is one record: the figure's name, and what draws it
+    picture: tuple[str, Callable[[Path], None]] | None = None
 
 
 def settings(file: Path, out: Path | None) -> Settings:
     """Read the file. Raises ValueError where it has nothing to draw, OSError as read does."""
+    if (drawing := _of_one_record(file)) is not None:
+        return Settings((), _folder(file, out), picture=(f"{file.stem}.png", drawing))
     found = lines(file)
     shown = tuple(group for group in groups(found) if timed(group))
     fits = tuple(one for one in capacities(found) if any(row.both_ms for row in one.rows))
     if not shown and not fits:
         raise ValueError(f"{file}: nothing was measured")
+    return Settings(shown, _folder(file, out), fits)
+
+
+def _folder(file: Path, out: Path | None) -> Path:
     out = out or file.parent
     out.mkdir(parents=True, exist_ok=True)
-    return Settings(shown, out, fits)
+    return out
+
+
+def _of_one_record(file: Path) -> Callable[[Path], None] | None:
+    """Return what draws a result of `demo` or `classics`; None where the file is none."""
+    try:
+        record = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    for key, kind, draw in (
+        ("runs", report.Result, report.draw),
+        ("depth", classics_results.Result, classics_plot.draw),
+    ):
+        if isinstance(record, dict) and key in record:
+            try:
+                return partial(draw, build(kind, record))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{file}: not a result of demo or classics ({error})") from error
+    return None
 
 
 def _sets(shown: tuple[Group, ...]) -> Iterator[tuple[str, list[Group]]]:
@@ -53,8 +81,12 @@ def _sets(shown: tuple[Group, ...]) -> Iterator[tuple[str, list[Group]]]:
 def run(chosen: Settings) -> int:
     """Draw bars for each case, and for each size the front of time and memory and a roofline.
 
-    Of capacities, bars for each.
+    Of capacities, bars for each; of the demo and the classics the figure that they drew.
     """
+    if chosen.picture is not None:
+        name, draw = chosen.picture
+        draw(chosen.out / name)
+        print(f"drew {name} in {chosen.out}")
     for name, members in _sets(chosen.groups):
         for group in members:
             draw_bars(group, chosen.out / f"{group.case}-{name}.png")

@@ -6,20 +6,23 @@ import os
 import re
 from typing import Any
 
+import numpy as np
 import torch
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def bytes_of(name: str, budget: Any, device: torch.device) -> int:
-    """Return a budget in bytes: an int of bytes, "20GiB", "512 MB", or a share of the device.
+    """Return a budget in bytes: an integer of bytes, "20GiB", "512 MB", or a share of the device.
+
+    numpy's numbers count as Python's.
 
     Raises:
         ValueError: it is none of these, or not positive.
     """
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-        return budget
-    if isinstance(budget, float) and 0 < budget <= 1:
+    if isinstance(budget, (int, np.integer)) and not isinstance(budget, bool) and budget > 0:
+        return int(budget)
+    if isinstance(budget, (float, np.floating)) and 0 < budget <= 1:
         return int(budget * _memory(device))
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", budget, re.IGNORECASE)
@@ -28,7 +31,7 @@ def bytes_of(name: str, budget: Any, device: torch.device) -> int:
             return int(float(match[1]) * step ** _UNITS[match[2].upper()])
     raise ValueError(
         f"{name}: a budget is bytes, a size such as '20GiB', or a share of the device's memory "
-        f"between 0.0 and 1.0, got {budget!r}"
+        f"above 0.0, up to 1.0, got {budget!r} of type {type(budget).__name__}"
     )
 
 

@@ -79,6 +79,8 @@ class Call:
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any, flows: Sequence[bool]):
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        # to others it adds
+        self._made = [p for p in self._parameters if p.grad is None]
         self._given = aliased(([*args], {**kwargs}))
         tensors = list(tensors_of(self._given))
         self._flows = flows
@@ -161,7 +163,7 @@ class Call:
     @property
     def left_bytes(self) -> int:
         """Bytes of the gradients that the backward leaves."""
-        return sum(map(_size, self._parameters))
+        return sum(map(_size, self._made))
 
     def _timed(self, run: Run) -> tuple[float, float]:
         args, kwargs = self._arguments()
@@ -197,7 +199,7 @@ class Call:
         return time.perf_counter()
 
     def _clear(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._made:
             parameter.grad = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import nn
 
 from fusedckpt import _roles
 from fusedckpt._budget import bytes_of
+from fusedckpt.autograd.phases import current
+from fusedckpt.trial import tensors_of
 from fusedckpt.units import candidates, named
 
-__all__ = ["Policy", "check_model", "limit_of", "names_of"]
+__all__ = ["Policy", "check_model", "check_unit", "limit_of", "names_of", "unseen_in"]
 
 Policy = str | Sequence[str | nn.Module]
 _POLICY = re.compile(r"budget|none|all|sqrt|uniform:[1-9]\d*|memory|speed")
@@ -23,18 +26,45 @@ def check_model(model: nn.Module) -> None:
     """Refuse a model whose units cannot be given roles."""
     if any(_roles.is_assigned(module) for module in model.modules()):
         raise ValueError("plan: a plan is applied to this model: undo it first")
-    for module in model.modules():
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+    for name, module in model.named_modules():
+        # torch.compile(module), and module.compile()
+        wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+        if wrapped or vars(module).get("_compiled_call_impl") is not None:
             raise ValueError(
-                "plan: expected a model that is not compiled yet: plan it, then compile"
+                f"plan: expected a model that is not compiled yet, got {name or 'one that is'} "
+                "compiled: plan a model that is made anew, apply the plan, then compile"
             )
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ValueError("plan: expected a model that is not sharded yet: plan it, then shard it")
 
 
+def check_unit(name: str) -> None:
+    """Refuse a unit that is called inside a checkpoint, which would run it once more."""
+    if current() is not None:
+        raise ValueError(
+            f"plan: unit {name} runs inside a checkpoint: a plan says itself what runs again; take "
+            "the checkpoint away (of transformers' models, gradient_checkpointing_disable()), or "
+            "name the module that it is around in units="
+        )
+
+
+def unseen_in(output: Any) -> str | None:
+    """Return the type of a dataclass whose tensors are not seen, as those of dicts are."""
+    parts = [output] if not isinstance(output, (tuple, list)) else output
+    for part in parts:
+        if is_dataclass(part) and next(tensors_of(part), None) is None:
+            return type(part).__name__
+    return None
+
+
 def limit_of(budget: Any, activation_budget: Any, policy: Any, device: torch.device) -> int | None:
     """Return the budget in bytes, None for a policy without one; check the policy's form."""
     is_name = isinstance(policy, str)
+    if is_name and policy == "recursive":
+        raise ValueError(
+            "plan: segments of a plan are not nested: for recursive halves call "
+            "fusedckpt.checkpoint_sequential(functions, 'recursive', input) in the model's forward"
+        )
     if not (_POLICY.fullmatch(policy) if is_name else isinstance(policy, Iterable)):
         raise ValueError(
             "plan: policy must be budget, none, all, sqrt, uniform:k, memory, speed or a list of "

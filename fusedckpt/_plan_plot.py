@@ -1,4 +1,4 @@
-"""The trade-off of a model as one figure: extra time against peak, for every budget."""
+"""A plan as a figure: extra time against peak for every budget, and memory through a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fusedckpt._figure import BLUE, FAINT, GREY, INK, RED, STYLE
-from fusedckpt.chain import Chain, simulate
+from fusedckpt.chain import Chain, moments, simulate
 from fusedckpt.policies import policy
 from fusedckpt.solver import Solution, least_peak, solve
 
@@ -27,8 +27,10 @@ _RULES = {"none": "keep everything", "sqrt": "sqrt(n) segments", "all": "every u
 def draw(plan: Plan, path: Path) -> None:
     """Write the figure in the format that the path's ending names."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
-        _draw(figure.subplots(), plan)
+        figure = Figure(figsize=(13, 5), dpi=160, layout="constrained")
+        trade, step = figure.subplots(1, 2)
+        _draw(trade, plan)
+        _draw_step(step, plan)
         figure.savefig(path)
 
 
@@ -59,6 +61,25 @@ def _draw(axes: Axes, plan: Plan) -> None:
     axes.set_ylabel("extra time, % of the forward")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.legend(frameon=False)
+
+
+def _draw_step(axes: Axes, plan: Plan) -> None:
+    """Draw live bytes through a step as predicted, under this plan and where everything is kept."""
+    ways = {
+        "keep everything": (policy(plan.chain, "none"), GREY),
+        f"this plan ({plan.policy})": (plan.items, RED),
+    }
+    for label, (items, colour) in ways.items():
+        live = [nbytes / _MIB for nbytes, _ in moments(plan.chain, items)]
+        axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {max(live):,.1f}")
+    # a forward is a moment for each unit
+    axes.axvline(len(plan.chain.units) + 0.5, color=FAINT, linewidth=1, linestyle=":")
+    if plan.budget_bytes is not None:
+        axes.axhline(plan.budget_bytes / _MIB, color=FAINT, linewidth=1, linestyle=":")
+    axes.set_title("One step, as predicted: live bytes and their peak (MiB)")
+    axes.set_xlabel("unit by unit: forward, then backward with what runs again")
+    axes.set_ylim(bottom=0)
+    axes.legend(facecolor="white", edgecolor="none", framealpha=1.0, loc="lower center")
 
 
 def frontier(chain: Chain) -> list[Solution]:

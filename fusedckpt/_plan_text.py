@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fusedckpt._text import Row, size, table
-from fusedckpt.chain import Segment
+from fusedckpt._text import Row, enough, size, table
+from fusedckpt.chain import Item, Segment, Unit, simulate
+from fusedckpt.policies import policy
+from fusedckpt.solver import least_bytes
 
 if TYPE_CHECKING:
     from fusedckpt.plans import Plan
@@ -16,35 +20,57 @@ _HEAD = ("unit", "runs", "keeps", "extra ms", "forward ms")
 
 
 def text(plan: Plan) -> str:
-    """Return a table with a row per unit between a title and what the plan costs."""
+    """Return a table, units that are alike in one row, between a title and what the plan costs."""
     title = f"Plan for {plan.model}, policy {plan.policy!r}"
     return "\n".join([title, table(_HEAD, rows(plan), numbers=(2, 3, 4)), *summary(plan)])
 
 
 def rows(plan: Plan) -> list[Row]:
-    """Return a row of `_HEAD` for every unit."""
+    """Return a row of `_HEAD` for every item, or for several alike in a row."""
     found: list[Row] = []
-    number = 0
-    for item in plan.items:
-        units = plan.chain.units[item.start : item.stop]
-        if isinstance(item, Segment):
-            number += 1
-            for unit, name in zip(units, item.levels, strict=True):
-                keeps = size(unit.input) if unit is units[0] else "-"
-                again = unit.forward - (unit.tail if unit is units[-1] else 0.0)
-                extra = again + unit.level(name).extra
-                runs = f"again, in segment {number}"
-                found.append((unit.name, runs, keeps, f"{extra:.2f}", f"{unit.forward:.2f}"))
-        else:
-            level = units[0].level(item.level)
-            unit = units[0]
-            timed = not unit.fixed or unit.forward
-            times = (f"{level.extra:.2f}", f"{unit.forward:.2f}") if timed else ("", "")
-            runs = "as it is" if level.name == "plain" else f"keeping {level.name}"
-            if unit.fixed and timed:
-                runs += ", writes into its input"
-            found.append((unit.name, runs, size(level.kept), *times))
+    number, between = 0, {unit.name for unit in _between(plan)}
+    shown = [item for item in plan.items if plan.chain.units[item.start].name not in between]
+    for cells, group in groupby(shown, partial(_cells, plan)):
+        items = list(group)
+        first, last = items[0].start, items[-1].stop - 1
+        names = [plan.chain.units[i].name for i in (first, last)]
+        runs, *figures = cells
+        if isinstance(items[0], Segment):
+            runs = f"again, in segment{_numbers(number, len(items))}{runs}"
+            number += len(items)
+        if len(items) > 1:
+            figures = [f"{len(items)} x {figure}" for figure in figures]
+        name = names[0] if first == last else " to ".join(names)
+        found.append((name, runs, *figures))
     return found
+
+
+def _numbers(before: int, count: int) -> str:
+    first, last = before + 1, before + count
+    return f" {first}" if first == last else f"s {first} to {last}"
+
+
+def _cells(plan: Plan, item: Item) -> Row:
+    """Return what the row of an item says, but for its name and number."""
+    units = plan.chain.units[item.start : item.stop]
+    unit, forward = units[0], sum(unit.forward for unit in units)
+    if isinstance(item, Segment):
+        levels = sum(u.level(name).extra for u, name in zip(units, item.levels, strict=True))
+        extra = forward - units[-1].tail + levels
+        of = f" of {len(units)} units" if len(units) > 1 else ""
+        return of, size(unit.input), f"{extra:.2f}", f"{forward:.2f}"
+    level = unit.level(item.level)
+    timed = not unit.fixed or unit.forward
+    times = (f"{level.extra:.2f}", f"{forward:.2f}") if timed else ("", "")
+    runs = "as it is" if level.name == "plain" else f"keeping {level.name}"
+    if unit.fixed and timed:
+        runs += ", writes into its input"
+    return runs, size(level.kept), *times
+
+
+def _between(plan: Plan) -> list[Unit]:
+    """Return the code between units that cannot be joined."""
+    return [unit for unit in plan.chain.units[1:-1] if unit.code]
 
 
 def summary(plan: Plan) -> list[str]:
@@ -52,12 +78,25 @@ def summary(plan: Plan) -> list[str]:
     extra = f"{plan.extra_ms:.2f} ms"
     if plan.chain.forward:
         extra += f", {plan.extra_ms / plan.chain.forward:.1%} of the forward"
+    begins = "without gradients; with accumulate=True it holds for steps that add to them"
+    if plan.gradient_bytes:
+        begins = f"with {size(plan.gradient_bytes)} of gradients"
     figures = {
-        "budget": None if plan.budget_bytes is None else size(plan.budget_bytes),
-        "predicted peak": size(plan.predicted_bytes),
-        "measured peak": None if plan.measured_bytes is None else size(plan.measured_bytes),
+        "the step begins": begins,
+        "budget": None if plan.budget_bytes is None else enough(plan.budget_bytes),
+        "keep everything": enough(simulate(plan.chain, policy(plan.chain, "none")).peak),
+        "least feasible": enough(least_bytes(plan.chain)),
+        "predicted peak": enough(plan.predicted_bytes),
+        "measured peak": None if plan.measured_bytes is None else enough(plan.measured_bytes),
         "extra time": extra,
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
     }
+    if parts := _between(plan):
+        kept = size(sum(part.levels[0].kept for part in parts))
+        names = ", ".join(part.name.strip("()") for part in parts[:2]) + ", ..." * (len(parts) > 2)
+        figures["limited by"] = (
+            f"code between units at {len(parts)} places ({names}), which keeps {kept}: "
+            "what it separates cannot be one segment"
+        )
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]

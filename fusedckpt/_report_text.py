@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from fusedckpt._text import Row, size, table
 
 if TYPE_CHECKING:
-    from fusedckpt.reporting import MemoryReport
+    from fusedckpt.reporting import FusedModule, MemoryReport
 
 __all__ = ["text"]
 
 # modules shown; the rest is summed
 _MOST = 24
+_FUSED = ("fused modules", "ran", "modules", "saves more, up to", "first")
 _HEAD = ("module", "saved", "share", "storages", "largest", "shared with")
 
 
@@ -20,7 +21,10 @@ def text(report: MemoryReport) -> str:
     """Return what holds memory, when it peaks, and what every module keeps for backward."""
     title = f"Memory of one training step of {report.model} on {report.device}"
     rows = module_rows(report)
-    return "\n".join([title, *summary(report), "", table(_HEAD, rows, numbers=(1, 2, 3))])
+    lines = [title, *summary(report), "", table(_HEAD, rows, numbers=(1, 2, 3))]
+    if report.fused:
+        lines += ["", table(_FUSED, fused_rows(report), numbers=(2, 3))]
+    return "\n".join(lines)
 
 
 def summary(report: MemoryReport) -> list[str]:
@@ -59,3 +63,19 @@ def module_rows(report: MemoryReport) -> list[Row]:
         share = f"{nbytes / total:.1%}"
         rows.append((f"{len(rest)} more", size(nbytes), share, str(count), "", ""))
     return rows
+
+
+def fused_rows(report: MemoryReport) -> list[Row]:
+    """Return a row of `_FUSED` for all fused modules that ran alike, what costs most first."""
+    groups: dict[tuple[str, str], list[FusedModule]] = {}
+    for module in report.fused:
+        ran = module.reason or ("fused" if module.calls else "not called, or in compiled code")
+        groups.setdefault((module.change, ran), []).append(module)
+    rows = []
+    for (change, ran), modules in groups.items():
+        known = [module.extra_bytes for module in modules if module.extra_bytes is not None]
+        unknown = modules[0].reason is not None and not known
+        cost = "?" if unknown else size(sum(known)) if sum(known) else ""
+        row = (change, ran, str(len(modules)), cost, modules[0].name or "(model)")
+        rows.append((sum(known), row))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

@@ -2,53 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedckpt._fused_calls import FusedCalls
 from fusedckpt._timeline import Watch
-from fusedckpt.memory import SavedTensors, saved_tensors
+from fusedckpt.memory import SavedTensors, nbytes_of, saved_tensors
 from fusedckpt.trial import aliased, tensors_of
 
 __all__ = ["Step", "default_loss"]
 
 
 class Step(NamedTuple):
-    """One training step."""
+    """One training step.
+
+    gradients: those that are there when it begins, by parameter. beside: bytes that live through it
+    unseen, such as a reducer's buckets. is_last: whether the optimizer steps after it.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], Any]
     optimizer: Optimizer | None
+    gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
+    beside: int = 0
+    is_last: bool = True
 
-    def take(self, watch: Watch, held: list[Tensor]) -> SavedTensors:
+    def take(
+        self, watch: Watch, held: list[Tensor], calls: FusedCalls | None = None
+    ) -> SavedTensors:
         """Run it as a training loop does, where output and loss live on until the next step."""
         # in backward too: a recompute calls modules
         with watch.hooked():
             watch.phase("forward")
             # outermost, and not in backward: what a recompute saves was not kept since the forward
-            with saved_tensors(held, watch.current) as saved:
+            seen = nullcontext() if calls is None else calls.hooked()
+            with saved_tensors(held, watch.current) as saved, seen:
                 output = self.model(*self.args, **self.kwargs)
                 loss = _checked(self.loss(output))
             watch.phase("backward")
             loss.backward()
-            if self.optimizer is not None:
+            if self.optimizer is not None and self.is_last:
                 watch.phase("optimizer")
                 self.optimizer.step()
             watch.phase("end")
         return saved
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
-        """Clear gradients; return the step on aliases of its inputs, and the tensors there are."""
+        """Return the step from `gradients` alone, on aliases of its inputs, and what is held."""
         for parameter in self.parameters():
-            parameter.grad = None
+            parameter.grad = self.gradients.get(parameter)
         args, kwargs = aliased((self.args, self.kwargs))
         step = self._replace(args=args, kwargs=kwargs)
         buffers = list(self.model.buffers())
-        return step, [*self.parameters(), *buffers, *step.inputs(), *self.state()]
+        held = [*self.parameters(), *buffers, *step.inputs(), *self.state()]
+        return step, [*held, *self.gradients.values()]
+
+    def resident(self, held: list[Tensor]) -> int:
+        """Return the bytes there are on the first parameter's device when the step begins."""
+        device = held[0].device
+        return nbytes_of(x for x in held if x.device == device) + self.beside
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors that the model gets."""

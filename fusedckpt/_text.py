@@ -6,7 +6,7 @@ import importlib
 import io
 from collections.abc import Sequence
 
-__all__ = ["Row", "size", "table"]
+__all__ = ["Row", "enough", "size", "table"]
 
 Row = tuple[str, ...]
 
@@ -18,6 +18,12 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:,.1f} GiB"
+
+
+def enough(nbytes: int) -> str:
+    """Write bytes in MiB, KiB below one, so that a budget of that text is no less."""
+    unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
+    return f"{-(-10 * nbytes // unit) / 10:.1f} {name}"
 
 
 def table(head: Row, rows: Sequence[Row], numbers: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ class Costs(NamedTuple):
     """What units that are alike cost, by the name of the level.
 
     again: what a segment of this unit alone holds. extra: ms that a step takes more than at the
-    level that keeps most. writes: whether the unit writes into what it is given.
+    level that keeps most. writes: whether the unit writes into what it is given. flows: see Call.
     """
 
     levels: dict[str, Bytes]
@@ -38,6 +38,7 @@ class Costs(NamedTuple):
     output: int
     left: int
     writes: bool
+    flows: tuple[bool, ...]
 
     @property
     def replay(self) -> int:
@@ -53,10 +54,11 @@ class Costs(NamedTuple):
             if (name == PRODUCTS) == (level == PRODUCTS) or len(self.levels) == 1
         )
 
-    def unit(self, name: str, handed_on: Callable[[str], bool]) -> Unit:
+    def unit(self, name: str, handed_on: Callable[[str], bool], held: int) -> Unit:
         """Return a unit that costs this.
 
         handed_on: whether, at a level, whoever comes next keeps the output, and so counts it.
+        held: bytes of the input that the code before keeps, and so counts.
         """
         shared = {
             level: self.output if found.keeps_output and handed_on(level) else 0
@@ -64,29 +66,35 @@ class Costs(NamedTuple):
         }
         return Unit(
             name,
-            tuple(self._level(level, shared[level]) for level in self.levels),
+            tuple(self._level(level, shared[level], held) for level in self.levels),
             forward=self.forward,
-            input=self.input,
+            input=self.input - held,
             output=self.output,
             tail=self.tail,
-            forward_transient=max(self.levels[name].forward + shared[name] for name in shared),
+            forward_transient=max(
+                found.forward + shared[level] - (0 if found.keeps_input else held)
+                for level, found in self.levels.items()
+            ),
             left=self.left,
             fixed=self.writes,
         )
 
-    def _level(self, name: str, shared: int) -> Level:
+    def _level(self, name: str, shared: int, held: int) -> Level:
         found, again, ending = self.levels[name], self.again.get(name), None
-        kept = found.kept - shared
+        kept, given = found.kept - shared - (held if found.keeps_input else 0), self.input - held
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
         if again is not None and found.input == self.input:
             # the segment's input is the unit's
-            ending = max(0, self.input + again.backward - max(kept, self.input))
+            ending = max(0, given + again.backward - max(kept, given))
         return Level(name, kept, self.extra[name], found.backward + shared, ending)
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return what units that cost the same have in common."""
-    shapes = [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()]
+    shapes = [
+        (name, tuple(p.shape), p.dtype, p.requires_grad, p.grad is None)
+        for name, p in module.named_parameters()
+    ]
     modes = [(type(child), child.training) for child in module.modules()]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = [
@@ -148,6 +156,7 @@ def measured(
     return Costs(
         levels, again, extra, forward_ms, tail,
         call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
+        tuple(flows),
     )  # fmt: skip
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
+
+from torch import nn
 
 Names = str | Sequence[str] | None
 
@@ -25,6 +28,34 @@ class Wanted:
         if self.only is not None and not any(fnmatchcase(name, p) for p in self.only):
             return False
         return getattr(self, kind) and not any(fnmatchcase(name, p) for p in self.skip or ())
+
+    def check(self, modules: Mapping[str, nn.Module], named: Iterable[str]) -> None:
+        """Refuse a pattern of `only` that matches none of what the report has named."""
+        if not (self.norm and self.mlp and self.linear):
+            return
+        for pattern in self.only or ():
+            if any(fnmatchcase(name, pattern) for name in named):
+                continue
+            found = [name for name in modules if fnmatchcase(name, pattern)]
+            left = [
+                name for name in found if not any(fnmatchcase(name, p) for p in self.skip or ())
+            ]
+            if found and not left:
+                continue
+            raise ValueError(f"fuse: only={pattern!r} matches {_what(pattern, left, modules)}")
+
+
+def _what(pattern: str, found: list[str], modules: Mapping[str, nn.Module]) -> str:
+    if not found:
+        near = get_close_matches(pattern, [name for name in modules if name], 1, 0.0)
+        names = f": names are those of named_modules(), such as {near[0]!r}" if near else ""
+        return f"no module{names}"
+    name = found[0]
+    inside = f"; {name + '.*'!r} means what is in it" if any(modules[name].children()) else ""
+    return (
+        f"{name or 'the model'}, a {type(modules[name]).__name__}, and no norm, MLP or linear with "
+        f"an activation{inside}"
+    )
 
 
 def patterns(name: str, given: Any) -> Sequence[str] | None:

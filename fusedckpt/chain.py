@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
-__all__ = ["Chain", "Item", "Keep", "Level", "Outcome", "Segment", "Unit", "simulate"]
+__all__ = ["Chain", "Item", "Keep", "Level", "Outcome", "Segment", "Unit", "moments", "simulate"]
 
 
 _AMOUNTS: dict[str, tuple[type, ...]] = {
@@ -88,6 +88,7 @@ class Unit:
         output included, and its input where no level keeps that.
     left: bytes that stay after its backward, such as gradients of parameters.
     fixed: it cannot be run again, so that no segment may hold it.
+    code: it is no module, but what the model's own code does around units.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Unit:
     forward_transient: int = 0
     left: int = 0
     fixed: bool = False
+    code: bool = False
 
     def __post_init__(self):
         _check_amounts(self)
@@ -190,7 +192,7 @@ class Outcome:
 def simulate(chain: Chain, items: Sequence[Item]) -> Outcome:
     """Walk through one step under a plan; raise ValueError if that does not cover the chain."""
     _check_cover(chain, items)
-    peak, where = max(_moments(chain, items), key=lambda moment: moment[0])
+    peak, where = max(moments(chain, items), key=lambda moment: moment[0])
     return Outcome(peak, sum(_extra(chain, item) for item in items), where)
 
 
@@ -207,7 +209,7 @@ def _check_cover(chain: Chain, items: Sequence[Item]) -> None:
         raise ValueError(f"simulate: the plan covers {at} of {len(chain.units)} units")
 
 
-def _moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
+def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     """Yield live bytes and what is going on, from the first forward to the last backward."""
     units, live = chain.units, chain.base
     for item in items:

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from fusedckpt._calls import NoGraph
+from fusedckpt._plan_input import check_unit, unseen_in
 from fusedckpt._unit_costs import Costs, kind_of, measured
 from fusedckpt.trial import tensors_of
 
@@ -23,29 +24,38 @@ class _Skip(torch.autograd.Function):
     """Hands on what a unit returned, and as large gradients to what it was given as it would."""
 
     @staticmethod
-    def forward(ctx: Any, entered: Callable[[], None], output: Tensor, *given: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        entered: Callable[[], None],
+        outputs: list[Tensor],
+        held: list[Tensor],
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.entered = entered
+        ctx.save_for_backward(*held)
+        ctx.set_materialize_grads(False)
         ctx.likes = [(x.shape, x.dtype, x.device) for x in given]
         ctx.stays = [isinstance(x, nn.Parameter) for x in given]
         # not a view, which nobody could write into; of the same memory, so that it costs none
-        return output.detach()
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         ctx.entered()
         grads = (
             None if stays else torch.zeros(s, dtype=d, device=on)
             for (s, d, on), stays in zip(ctx.likes, ctx.stays, strict=True)
         )
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 class Skipping(NamedTuple):
     """A role: run the module, but keep nothing for its backward."""
 
     module: nn.Module
-    # called where its forward begins and ends, and where its backward begins
-    enter: Callable[[list[Tensor]], None]
+    # called where its forward begins and ends, and where its backward begins; the first returns
+    # which of what requires grad the unit counts as its own, None for everything
+    enter: Callable[[list[Tensor]], list[Tensor] | None]
     left: Callable[[list[Tensor]], None]
     entered: Callable[[], None]
 
@@ -53,17 +63,22 @@ class Skipping(NamedTuple):
         """Run it without a graph, and put one node in its place."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given = [x for x in tensors_of([args, kwargs]) if x.requires_grad]
-        self.enter(given)
+        tensors = list(tensors_of([args, kwargs]))
+        given = [x for x in tensors if x.requires_grad]
+        own = self.enter(given)
+        # such as masks, and what other units get, too
+        held = [x for x in tensors if own is not None and all(x is not y for y in own)]
         with torch.no_grad():
             output = forward(*args, **kwargs)
-        self.left([x for x in tensors_of([output]) if _flows(x)])
         given += [p for p in self.module.parameters() if p.requires_grad][:1]
-        if not given:
-            return output
-        return pytree.tree_map_only(
-            Tensor, lambda x: _Skip.apply(self.entered, x, *given) if _flows(x) else x, output
-        )
+        leaves, spec = pytree.tree_flatten(output)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _flows(x)]
+        if given and places:
+            made = _Skip.apply(self.entered, [leaves[i] for i in places], held, *given)
+            for i, x in zip(places, made, strict=True):
+                leaves[i] = x
+        self.left([leaves[i] for i in places])
+        return pytree.tree_unflatten(leaves, spec)
 
 
 class Scout:
@@ -79,6 +94,7 @@ class Scout:
         return Skipping(module, partial(self._see, name), _nothing, lambda: None)
 
     def _see(self, name: str, given: list[Tensor]) -> None:
+        check_unit(name)
         self._calls[name] += 1
         self._given[name] = [StorageWeakRef(x.untyped_storage()) for x in given]
         self._counts.update({storage.cdata for storage in self._given[name]})
@@ -102,6 +118,8 @@ class Survey:
         # what was measured, by what units that are alike have in common
         self._kinds: dict[Any, Costs | None] = {}
         self._found: list[tuple[str, Costs | None]] = []
+        # by unit the dataclass that it returns, where that hides tensors
+        self.hidden: dict[str, str | None] = {}
 
     def probe(self, name: str, module: nn.Module) -> Probe:
         """Return the role in which a module is measured."""
@@ -130,13 +148,22 @@ class Survey:
     def left_out(self, names: Sequence[str]) -> dict[str, str]:
         """Return why others of `names` are no units."""
         calls, units = self._calls(), self.units()
-        return {name: _why_not(calls[name]) for name in names if name not in units}
+        return {
+            name: _why_not(calls[name], self.hidden.get(name))
+            for name in names
+            if name not in units
+        }
 
     def _calls(self) -> Counter[str]:
         return Counter(name for name, _ in self._found)
 
 
-def _why_not(calls: int) -> str:
+def _why_not(calls: int, hidden: str | None) -> str:
+    if calls == 1 and hidden:
+        return (
+            f"returns a dataclass, {hidden}, whose tensors are not seen: let it return a tensor, "
+            "tuple or dict"
+        )
     if calls == 1:
         return "returns nothing that requires a gradient"
     return (
@@ -155,11 +182,14 @@ class Probe(NamedTuple):
         """Measure it."""
         if torch.is_grad_enabled():
             self.survey.see(self.name, self.module, forward, args, kwargs)
-        return Skipping(self.module, _nothing, _nothing, lambda: None).call(forward, args, kwargs)
+        skipping = Skipping(self.module, _nothing, _nothing, lambda: None)
+        output = skipping.call(forward, args, kwargs)
+        self.survey.hidden[self.name] = unseen_in(output)
+        return output
 
 
 def _nothing(_: list[Tensor]) -> None:
-    pass
+    return None
 
 
 def _flows(x: Tensor) -> bool:

@@ -26,8 +26,30 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
 # the value of an attribute that is not there
 MISSING = "no value"
 
-# where a swapped module remembers its original class and the attributes to delete
+# where a swapped module remembers what it was, as an `Original`
 MARK = "_fusedckpt_original"
+
+
+class Part(NamedTuple):
+    """What reports say of a swapped module, or of one block of a swapped Sequential.
+
+    saved: the bytes that one token of training kept before and keeps now, None if unknown.
+    """
+
+    kind: str
+    change: str
+    saved: tuple[float, float] | None
+
+
+class Original(NamedTuple):
+    """The class that a swapped module had, the attributes to delete, and its parts.
+
+    parts: by their names below the module, "" for the module itself.
+    """
+
+    kind: type[nn.Module]
+    attributes: tuple[str, ...]
+    parts: dict[str, Part]
 
 
 class Weight(NamedTuple):
@@ -99,4 +121,4 @@ def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, before it was swapped if it was."""
-    return module.__dict__[MARK][0] if MARK in module.__dict__ else type(module)
+    return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)

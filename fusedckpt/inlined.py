@@ -75,7 +75,7 @@ def beside(module: nn.Module, named: dict[str, str | None], is_small: bool) -> s
     }
     if others and all(map(_wraps_linear, others.values())):
         name, child = next(iter(others.items()))
-        return f"{name} is a {type(child).__name__} around a linear: adapters are not fused"
+        return f"{name} is a {type(child).__name__}: adapters are not fused"
     if not ((linears and is_small) or linears_fit(module)) or not (own or others):
         return None
     names = ", ".join([*own, *others])
@@ -105,7 +105,7 @@ def unfit_children(module: nn.Module, named: dict[str, str | None]) -> str | Non
         for name, child in module.named_children():
             if name not in linears and child._modules and _wraps_linear(child):
                 kind = type(child).__name__
-                return f"{name} is a {kind} around a linear: adapters are not fused"
+                return f"{name} is a {kind}: adapters are not fused"
     for name, child in module.named_children():
         if name in linears and parametrize.is_parametrized(child):
             return f"{name}: a parametrization makes its weights"

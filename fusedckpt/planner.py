@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from fusedckpt import _roles
 from fusedckpt._plan_input import Policy, check_model, limit_of, names_of
 from fusedckpt._step import Step, default_loss
-from fusedckpt._surroundings import AFTER, chain_of
+from fusedckpt._surroundings import chain_of
 from fusedckpt._text import size
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, simulate
 from fusedckpt.costs import Scout, Survey
-from fusedckpt.memory import peak_bytes
-from fusedckpt.plans import Plan
+from fusedckpt.memory import nbytes_of, peak_bytes
+from fusedckpt.plans import Plan, structure_of
 from fusedckpt.policies import policy as by_rule
 from fusedckpt.reporting import check_step, measure
 from fusedckpt.solver import Solution, least_peak, solve
@@ -47,6 +47,7 @@ def plan(
     units: Iterable[str | nn.Module] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Optimizer | None = None,
+    accumulate: bool | int = False,
     progress: bool = True,
     **kwargs: Any,
 ) -> Plan:
@@ -62,16 +63,20 @@ def plan(
     budget at the least extra time. At last one step is run under the plan, and its peak measured.
     Afterwards everything is as before (see `trial`).
 
+    Gradients that exist when this is called are there when the planned step begins, as after
+    `zero_grad(set_to_none=False)`; others are made in it. With `accumulate` all are there.
+
     A unit that writes into its arguments is kept as it is. Of DistributedDataParallel the module
-    inside is planned, and every rank gets the plan of rank 0. Shard a model after planning it, and
-    compile it after that.
+    inside is planned, its buckets counted, and every rank gets the plan of rank 0. Shard a model
+    after planning it, and compile it after that.
 
     Args:
         model: any module; it must fit while one unit at a time keeps what it keeps.
         args, kwargs: what the model gets; a cache of keys and values is not to be among it.
         budget: of the peak of a whole step: parameters, gradients, optimizer state, activations.
             Bytes, a size such as "20GiB", or a share of the device's memory, 0.0 to 1.0.
-        activation_budget: the same without parameters, gradients and optimizer state.
+        activation_budget: the same without parameters, gradients and optimizer state, for a step
+            that finds all gradients there; without the optimizer's step.
         policy: "budget"; or, without a budget, "none" (keep everything), "all" (every unit runs
             again on its own), "sqrt", "uniform:k" (k segments), "memory" (the least peak that any
             plan reaches), "speed" (keep the outputs of matrix products and convolutions), or the
@@ -79,6 +84,8 @@ def plan(
         units: the modules to plan, or their names, if not the children of every nn.Sequential and
             nn.ModuleList; where there are none, fused layers; else the model's own children.
         loss, optimizer: as in `report`.
+        accumulate: whether gradients add up over several micro-batches, or over how many: the
+            budget is then one of every micro-batch.
         progress: show on stderr how many units are measured, where rich is installed.
 
     Returns:
@@ -90,15 +97,45 @@ def plan(
             runs exactly once, a unit changes an object that it is given, a plan is applied to the
             model, it is sharded or compiled, or an argument is none of the above.
     """
-    model = model.module if isinstance(model, DistributedDataParallel) else model
+    parallel = model if isinstance(model, DistributedDataParallel) else None
+    model = model if parallel is None else parallel.module
     check_step("plan", model, loss, optimizer, (args, kwargs))
     check_model(model)
     device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
     limit = limit_of(budget, activation_budget, policy, device)
     names = names_of(model, policy, units)
-    step = Step(model, args, kwargs, loss or default_loss, optimizer)
     is_rest = activation_budget is not None
+    is_there = _accumulates(accumulate) or is_rest
+    step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
+    step = _in_state(step, parallel, is_there)
     return _agreed(lambda: _planned(step, names, policy, limit, is_rest, progress))
+
+
+def _accumulates(accumulate: Any) -> bool:
+    if isinstance(accumulate, int) and accumulate >= 0:
+        return accumulate > 1 or accumulate is True
+    raise ValueError(
+        f"plan: accumulate is True, False or a number of micro-batches, got {accumulate!r}"
+    )
+
+
+def _in_state(step: Step, parallel: DistributedDataParallel | None, is_there: bool) -> Step:
+    """Return the step with the gradients, and the buckets, that are there when it begins.
+
+    is_there: all gradients are.
+    """
+    trained = [p for p in step.parameters() if p.requires_grad]
+    beside = 0
+    if parallel is not None and parallel.gradient_as_bucket_view:
+        # gradients live in buckets, which outlive them
+        is_there = True
+    elif parallel is not None:
+        ignored = getattr(parallel, "parameters_to_ignore", ())
+        reduced = dict(parallel.module.named_parameters())
+        beside = nbytes_of(p for n, p in reduced.items() if p.requires_grad and n not in ignored)
+    found = {p: p.grad for p in step.parameters() if p.grad is not None}
+    made = {p: torch.zeros_like(p) for p in trained if p not in found} if is_there else {}
+    return step._replace(gradients={**found, **made}, beside=beside)
 
 
 def _planned(
@@ -113,31 +150,40 @@ def _planned(
     parts = (
         nn.ModuleList([step.model, step.loss]) if isinstance(step.loss, nn.Module) else step.model
     )
-    with trial(parts, step.optimizer, (step.args, step.kwargs)), torch.enable_grad():
-        device = next(iter(step.parameters() + step.inputs())).device
-        stepping = _stepping(step.optimizer, device)
+    given = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
+    with trial(parts, step.optimizer, given), torch.enable_grad():
+        stepping = _stepping(step)
+        step.fresh()
         survey = _survey(step, names, progress, selective=policy == "speed")
         chain, left_out = chain_of(step, survey.units(), stepping), survey.left_out(names)
         if limit is None:
             found = _by_policy(policy, step, chain, names)
         else:
-            limit += chain.base + sum(unit.left for unit in chain.units) if is_rest else 0
-            found = _within(limit, step, chain)
-    return replace(found, left_out=left_out)
+            rest = _rest(step) if is_rest else 0
+            found = _within(limit + rest, step, chain, rest)
+    gradients = nbytes_of(step.gradients.values())
+    return replace(found, left_out=left_out, gradient_bytes=gradients)
 
 
-def _stepping(optimizer: Optimizer | None, device: torch.device) -> int:
+def _rest(step: Step) -> int:
+    """Return the bytes of parameters, gradients and optimizer state."""
+    held = [*step.parameters(), *step.gradients.values(), *step.state()]
+    return step.resident(held)
+
+
+def _stepping(step: Step) -> int:
     """Return the bytes that the optimizer's step takes for a moment, once it has made its state."""
+    optimizer = step.optimizer
     if optimizer is None:
         return 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for parameter in step.parameters():
+        found = step.gradients.get(parameter)
+        if found is None and parameter.requires_grad:
+            found = torch.zeros_like(parameter)
+        parameter.grad = found
     if not optimizer.state:
         optimizer.step()
-    found = peak_bytes(optimizer.step, device)
-    optimizer.zero_grad()
-    return found
+    return peak_bytes(optimizer.step, step.parameters()[0].device) if step.is_last else 0
 
 
 def _survey(step: Step, names: Sequence[str], progress: bool, selective: bool) -> Survey:
@@ -171,8 +217,11 @@ def _ticking(total: int, progress: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def _within(limit: int, step: Step, chain: Chain) -> Plan:
-    """Return the fastest plan whose step, when run, stays within the limit."""
+def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
+    """Return the fastest plan whose step, when run, stays within the limit.
+
+    rest: what of the limit the caller did not ask for.
+    """
     least, target = least_peak(chain), limit
     for _ in range(_TRIES):
         if target < least.peak:
@@ -196,8 +245,10 @@ def _within(limit: int, step: Step, chain: Chain) -> Plan:
     if found is not None and _measured(found) <= limit:
         return found
     needed = least.peak if found is None else _measured(found)
+    needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
     raise ValueError(
-        f"plan: the least feasible budget is {needed} bytes ({size(needed)}), got {limit} bytes"
+        f"plan: the least feasible {kind} is {needed} bytes ({size(needed)}), "
+        f"got {limit - rest} bytes"
     )
 
 
@@ -225,7 +276,10 @@ def _plan(
     step: Step, policy: str, chain: Chain, solution: Solution, limit: int | None = None
 ) -> Plan:
     costs = solution.peak, solution.extra, solution.lower_bound
-    return Plan(type(step.model).__name__, policy, limit, chain, solution.items, *costs)
+    names = ["", *(unit.name for unit in chain.units[1:-1] if not unit.code)]
+    structure = {name: structure_of(step.model.get_submodule(name)) for name in names}
+    title = type(step.model).__name__
+    return Plan(title, policy, limit, chain, solution.items, *costs, structure=structure)
 
 
 def _tried(step: Step, found: Plan) -> Plan:
@@ -239,7 +293,7 @@ def _tried(step: Step, found: Plan) -> Plan:
 
 def _selective(chain: Chain) -> tuple[Item, ...]:
     """Keep the outputs of products, but where the next unit writes into what it is given."""
-    overwritten = [unit.fixed and unit.name != AFTER for unit in chain.units[1:]]
+    overwritten = [unit.fixed and not unit.code for unit in chain.units[1:]]
     return tuple(
         Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
         for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))

@@ -19,6 +19,7 @@ from fusedckpt import _roles
 from fusedckpt._unit_costs import PLAIN, PRODUCTS
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
+from fusedckpt.units import has_levels
 
 __all__ = ["Plan"]
 
@@ -32,7 +33,9 @@ class Plan:
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
     latter is None where no step was run under the plan. Times are in ms per step: `extra_ms` is
     what the plan adds to the fastest way, and `lower_bound_ms` what no plan within the budget is
-    below. `left_out` says why modules that might have been units are none.
+    below. `left_out` says why modules that might have been units are none, `structure` what the
+    model and its units are. `gradient_bytes` is of the gradients that are there when the planned
+    step begins.
     """
 
     model: str
@@ -45,6 +48,8 @@ class Plan:
     lower_bound_ms: float
     measured_bytes: int | None = None
     left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
+    structure: Mapping[str, str] = field(default_factory=dict, hash=False)
+    gradient_bytes: int = 0
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -56,12 +61,18 @@ class Plan:
 
         Raises:
             TypeError: `model` is no nn.Module.
-            ValueError: it lacks a unit of the plan, or a plan is applied to it. Nothing is changed.
+            ValueError: it lacks a unit of the plan, has another structure, or a plan is applied
+                to it. Nothing is changed.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        units = {unit.name: self._unit(inner, unit.name) for unit in self.chain.units[1:-1]}
+        units = {
+            unit.name: self._unit(inner, unit.name)
+            for unit in self.chain.units[1:-1]
+            if not unit.code
+        }
+        self._check_structure(inner)
         if any(_roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
         for name, role in self._roles():
@@ -89,6 +100,15 @@ class Plan:
             return model.get_submodule(name)
         except AttributeError as error:
             raise ValueError(f"Plan.apply: {type(model).__name__} has no unit {name!r}") from error
+
+    def _check_structure(self, model: nn.Module) -> None:
+        for name, expected in self.structure.items():
+            found = structure_of(self._unit(model, name))
+            if found != expected:
+                raise ValueError(
+                    f"Plan.apply: {name or 'the model'} is a {found}, the plan was made for a "
+                    f"{expected}: call fusedckpt.plan for this model"
+                )
 
     def _roles(self) -> list[tuple[str, _roles.Role]]:
         roles: list[tuple[str, _roles.Role]] = []
@@ -155,6 +175,8 @@ class Plan:
     def plot(self, path: str | Path) -> None:
         """Draw time against peak for all budgets, with this plan and those made by rule.
 
+        Beside it, memory through a step of this plan and of one that keeps everything.
+
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
         try:
@@ -165,6 +187,13 @@ class Plan:
                 f"pip install 'fusedckpt[bench]' does: {error}"
             ) from error
         drawing.draw(self, Path(path))
+
+
+def structure_of(module: nn.Module) -> str:
+    """Return a module's class, size, and whether a level tells layers in it what to keep."""
+    fused = " with fused layers" if has_levels(module) else ""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{type(module).__name__} of {count:,} parameters{fused}"
 
 
 def read(found: Any) -> Plan:
@@ -192,10 +221,13 @@ def _check_plan(plan: Plan) -> None:
         raise ValueError("expected units of distinct names between what is before and after them")
     known = {PLAIN, PRODUCTS, *LEVELS}
     texts = [plan.model, plan.policy, *names, *plan.left_out, *plan.left_out.values()]
+    texts += [*plan.structure, *plan.structure.values()]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("expected names as text")
     if any(level.name not in known for unit in units for level in unit.levels):
         raise ValueError(f"expected levels among {sorted(known)}")
+    if type(plan.gradient_bytes) is not int or plan.gradient_bytes < 0:
+        raise ValueError("expected the gradients that are there in bytes")
     if not all(type(x) is int and x > 0 for x in (plan.budget_bytes, measured) if x is not None):
         raise ValueError("expected budget and measured peak in bytes, or null")
     outcome = simulate(plan.chain, plan.items)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedckpt._fused_calls import FusedCalls, FusedModule
 from fusedckpt._step import Step, default_loss
 from fusedckpt._timeline import Moment, Watch, timeline
 from fusedckpt.memory import SavedStorage, SavedTensors, nbytes_of, profiled
 from fusedckpt.trial import tensors_of, trial
 
-__all__ = ["MemoryReport", "report"]
+__all__ = ["FusedModule", "MemoryReport", "report"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class MemoryReport:
 
     `saved` are the storages that autograd keeps between forward and backward, under the names of
     modules that they were kept in: "(model)" is the model's own code, "(loss)" the loss. `timeline`
-    holds live bytes after every allocation and free; the first of its highest is the peak.
+    holds live bytes after every allocation and free; the first of its highest is the peak. `fused`
+    tells of every module that `fuse` swapped whether it ran fused, or why not and what that cost.
     """
 
     model: str
@@ -43,6 +45,7 @@ class MemoryReport:
     resident_bytes: int
     saved: tuple[SavedStorage, ...]
     timeline: tuple[Moment, ...]
+    fused: tuple[FusedModule, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -177,14 +180,14 @@ def check_step(name: str, model: Any, loss: Any, optimizer: Any, inputs: Any) ->
 
 
 def measure(step: Step) -> MemoryReport:
-    """Take the step from gradients of None."""
+    """Take the step from the gradients that it begins with."""
     step, held = step.fresh()
     parameters, buffers = step.parameters(), list(step.model.buffers())
     inputs = step.inputs()
     device = held[0].device
-    resident = nbytes_of(tensor for tensor in held if tensor.device == device)
-    watch, saved = Watch(step.model), list[SavedTensors]()
-    events = profiled(lambda: saved.append(step.take(watch, held)), device)
+    resident = step.resident(held)
+    watch, calls, saved = Watch(step.model), FusedCalls(step.model), list[SavedTensors]()
+    events = profiled(lambda: saved.append(step.take(watch, held, calls)), device)
     return MemoryReport(
         model=type(step.model).__name__,
         device=str(device),
@@ -196,4 +199,5 @@ def measure(step: Step) -> MemoryReport:
         resident_bytes=resident,
         saved=saved[0].storages,
         timeline=tuple(timeline(events, device, resident)),
+        fused=calls.found(saved[0].storages),
     )

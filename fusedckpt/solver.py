@@ -24,7 +24,7 @@ from fusedckpt._staircase import NEVER, kept_needs, left_from, segment_levels, s
 from fusedckpt.chain import Chain, Item, Keep, Segment, simulate
 from fusedckpt.policies import policy
 
-__all__ = ["Solution", "least_peak", "solve"]
+__all__ = ["Solution", "least_bytes", "least_peak", "solve"]
 
 # chains of up to so many units may be cut into segments of any length; longer chains into
 # segments of at most so many units or twice the square root of their number
@@ -73,6 +73,12 @@ def least_peak(chain: Chain) -> Solution:
     _check_size(chain)
     least = _simulated(chain, _least_items(chain))
     return _improved(chain, least.peak, [least, *_by_rule(chain)])
+
+
+def least_bytes(chain: Chain) -> int:
+    """Return the least peak that any plan reaches."""
+    _check_size(chain)
+    return _simulated(chain, _least_items(chain)).peak
 
 
 def _check_size(chain: Chain) -> None:

@@ -7,24 +7,26 @@ children and state_dict stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
+from fusedckpt import left, reasons, running
 from fusedckpt._wanted import Names, Wanted, patterns
-from fusedckpt.autograd import levels
+from fusedckpt.autograd import fallbacks, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.checks import Checks
 from fusedckpt.fuse_report import FuseReport
-from fusedckpt.held import child_at
+from fusedckpt.held import MARK, Original, Part, child_at
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.match_mlps import mlp_swap
 from fusedckpt.match_norms import norm_swap
 from fusedckpt.match_sequentials import apart, blocks_of
-from fusedckpt.swapped import MARK, Swap, is_made, subclass, unfit_layer, within
+from fusedckpt.running import join
+from fusedckpt.swapped import Swap, is_made, subclass, unfit_layer, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
 
@@ -69,29 +71,34 @@ def fuse(
             its gradients, its buffers nor the random state change.
 
     Returns:
-        What was swapped, what was left as it is and why, and what one token of training keeps.
+        What was swapped, what was fused before, what was left as it is and why, and what one token
+        of training keeps. Printed after a step it tells, too, what did not run fused, and why.
 
     Raises:
         TypeError: `model` is no nn.Module, or names or `save` are no strings.
-        ValueError: `save` is no level.
+        ValueError: `save` is no level, or a pattern of `only` matches nothing.
         An error leaves the model as it was.
     """
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
     wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear)
     report = FuseReport()
+    report.watch(model)
+    modules = dict(model.named_modules())
     # all are planned before anything is touched
     planned: list[tuple[nn.Module, Swap]] = []
     inside: set[nn.Module] = set()
     checks = Checks(verify)
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if module in inside:
             continue
-        for swap in _planned(name, module, save, wanted, checks, report):
-            planned.append((module, swap))
-            if not _drops_inside(module, swap):
-                # what it computes, its children are not asked for
-                inside.update(() if issubclass(swap.to, Sequential) else module.modules())
+        swaps = [*_planned(name, module, save, wanted, checks, report)]
+        planned += [(module, swap) for swap in swaps]
+        made = [module.__dict__, *(swap.attributes for swap in swaps)]
+        if any(_computes_inside(module, attributes.get("_fusedckpt_plan")) for attributes in made):
+            inside.update(module.modules())
+    wanted.check(modules, report.kinds)
+    running.forget(model)
     for module, swap in planned:
         swap.apply(module)
     return report
@@ -101,36 +108,50 @@ def _planned(
     name: str, module: nn.Module, save: str, wanted: Wanted, checks: Checks, report: FuseReport
 ) -> Iterator[Swap]:
     """Yield how a module is swapped, if at all; add to the report what will be and what not."""
-    if MARK in module.__dict__ or type(module).__module__.startswith("fusedckpt."):
+    if (original := module.__dict__.get(MARK)) is not None:
+        for inner, part in original.parts.items():
+            if wanted.has(join(name, inner), part.kind):
+                report.keep(join(name, inner), part)
         return
-    matchers: dict[str, Callable[[nn.Module], Swap | str | None]] = {
-        "norm": partial(norm_swap, found=checks.norms),
-        "mlp": partial(mlp_swap, save=save, confirmed=checks.confirmed),
-    }
+    if type(module).__module__.startswith("fusedckpt."):
+        return
+    matchers = _matchers(module, save, checks)
     if isinstance(module, nn.Sequential):
-        whole = _whole(module, save, checks) if wanted.mlp or wanted.linear else None
+        whole = _whole(module, save, checks) if matchers and (wanted.mlp or wanted.linear) else None
         if whole is None:
             yield from _sequential(name, module, save, wanted, checks, report)
             return
         matchers = {"mlp": lambda _: whole}
-    if any(_is_lazy(layer) for layer in (module, *module.children())):
-        return
+    found: dict[str, str] = {}
     for kind, match in matchers.items():
         if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
             continue
         swap = match(module)
         if isinstance(swap, str):
-            report.leave(name, kind, swap)
+            found[kind] = swap
         elif swap is not None and wanted.has(name, swap.kind):
             obstacle, saved = _unfit(module, swap.attributes, *module.modules()), None
             if obstacle is None:
                 obstacle, saved = checks.of(module, swap)
-            if obstacle is not None:
-                report.leave(name, swap.kind, obstacle)
-                continue
-            report.swap(name, swap.kind, swap.change, saved)
-            yield swap
-            return
+            if obstacle is None:
+                part = Part(swap.kind, swap.change, saved)
+                report.swap(name, part)
+                yield replace(swap, parts={"": part})
+                return
+            found[swap.kind] = obstacle
+    _leave(name, module, found, wanted, report)
+
+
+def _matchers(
+    module: nn.Module, save: str, checks: Checks
+) -> dict[str, Callable[[nn.Module], Swap | str | None]]:
+    """Return what finds a swap, by kinds; nothing for a module that must not be run."""
+    if any(reasons.of_storage(layer) is not None for layer in module.modules()):
+        return {}
+    return {
+        "norm": partial(norm_swap, found=checks.norms),
+        "mlp": partial(mlp_swap, save=save, confirmed=checks.confirmed),
+    }
 
 
 def _whole(parent: nn.Sequential, save: str, checks: Checks) -> Swap | None:
@@ -142,6 +163,29 @@ def _whole(parent: nn.Sequential, save: str, checks: Checks) -> Swap | None:
     return found
 
 
+def _computes_inside(module: nn.Module, plan: Any) -> bool:
+    """Whether a plan computes what a module's children would, so that they are not asked for.
+
+    Those of a block that drops as it is run while training.
+    """
+    if plan is None:
+        return False
+    rates = getattr(plan, "rates", ())
+    return not any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
+
+
+def _leave(
+    name: str, module: nn.Module, found: dict[str, str], wanted: Wanted, report: FuseReport
+) -> None:
+    """Name a module that was not swapped, if it is one that could have been."""
+    if not left.has_weights(module) or left.is_convolutional(module):
+        found.pop("mlp", None)
+    kind = left.holds(module) or next(iter(found), None)
+    if kind is not None and (found or wanted.has(name, kind)):
+        kind, reason = next(iter(found.items()), (kind, None))
+        report.leave(name, kind, left.reason_of(module, reason), type(module).__name__)
+
+
 def _sequential(
     prefix: str,
     parent: nn.Sequential,
@@ -150,44 +194,39 @@ def _sequential(
     checks: Checks,
     report: FuseReport,
 ) -> Iterator[Swap]:
-    save = within(save, ("inputs", "preact"))
+    save, kind = within(save, ("inputs", "preact")), type(parent).__name__
     attributes = {"save": save}
-    blocks = {_join(prefix, block.name): block for block in blocks_of(parent, save)}
-    for name, reason in apart(parent).items():
-        if wanted.has(_join(prefix, name), "linear"):
-            report.leave(_join(prefix, name), "linear", reason)
-    meant = {n: b for n, b in blocks.items() if wanted.has(n, b.swap.kind)}
+    blocks = {block.name: block for block in blocks_of(parent, save)}
+    for name, reason in {**dict(left.apart(parent)), **apart(parent)}.items():
+        if name not in blocks and wanted.has(join(prefix, name), "linear"):
+            own = reasons.of_class(name, parent.get_submodule(name))
+            reason = reasons.of_storage(parent) or own or reason
+            report.leave(join(prefix, name), "linear", reason, kind)
+    meant = {n: b for n, b in blocks.items() if wanted.has(join(prefix, n), b.swap.kind)}
     if not meant:
         return
     # one layer that no kernel takes, or a block that is not meant, keeps the Sequential as it is
+    layers = [layer for block in blocks.values() for layer in block.layers]
     obstacle = (
-        _own_forward(parent)
-        or _unfit(parent, attributes)
-        or next(
-            filter(None, (unfit_layer(layer) for b in blocks.values() for layer in b.layers)), None
-        )
+        reasons.of_storage(parent) or _own_forward(parent) or _unfit(parent, attributes, *layers)
     )
     if obstacle is None and len(meant) < len(blocks):
         obstacle = "another block of its Sequential is not to be fused"
+    parts: dict[str, Part] = {}
     for name, block in meant.items():
-        saved = None
+        swap, saved = block.swap, None
         if obstacle is None:
-            obstacle, saved = checks.of(nn.Sequential(*block.layers), block.swap)
+            obstacle, saved = checks.of(nn.Sequential(*block.layers), swap)
         if obstacle is None:
-            report.swap(name, block.swap.kind, block.swap.change, saved)
+            parts[name] = Part(swap.kind, swap.change, saved)
+            report.swap(join(prefix, name), parts[name])
     if obstacle is None:
         is_plain = type(parent) is nn.Sequential
         to = Sequential if is_plain else subclass(Sequential, type(parent))
-        yield Swap("mlp", "", to, attributes, ())
+        yield Swap("mlp", "", to, attributes, (), parts=parts)
         return
     for name, block in meant.items():
-        report.leave(name, block.swap.kind, obstacle)
-
-
-def _drops_inside(module: nn.Module, swap: Swap) -> bool:
-    """Whether a block drops as it is, so that its children run while training."""
-    rates = getattr(swap.attributes.get("_fusedckpt_plan"), "rates", ())
-    return any(getattr(child_at(module, path), name) > 0 for path, name in rates)
+        report.leave(join(prefix, name), block.swap.kind, obstacle, kind)
 
 
 def unfuse(model: nn.Module) -> nn.Module:
@@ -208,25 +247,17 @@ def unfuse(model: nn.Module) -> nn.Module:
             where = name or "the model"
             raise ValueError(f"unfuse: {where} became a {kind.__name__}: undo that first")
     for _, module in swapped:
-        original, attributes = module.__dict__.pop(MARK)
-        for attribute in attributes:
+        original: Original = module.__dict__.pop(MARK)
+        fallbacks.taken(module)
+        for attribute in original.attributes:
             del module.__dict__[attribute]
-        module.__class__ = original
+        module.__class__ = original.kind
     return model
 
 
 def _check_module(name: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    """Whether a module's parameters have no shape yet."""
-    return any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False))
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _own_forward(parent: nn.Sequential) -> str | None:
@@ -244,4 +275,5 @@ def _unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) ->
     for attribute in attributes:
         if hasattr(module, attribute):
             return f"the {kind} has an attribute {attribute} already"
-    return next(filter(None, map(unfit_layer, (module, *layers))), None)
+    each = (reasons.of_layer(layer) or unfit_layer(layer) for layer in (module, *layers))
+    return next(filter(None, each), None)

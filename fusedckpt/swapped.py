@@ -8,15 +8,18 @@ from, so that copies and pickles need no name for it.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels
-from fusedckpt.held import MARK, Held, Path, Weight, broken, child_at
+from fusedckpt.autograd import dispatch, fallbacks, levels
+from fusedckpt.autograd.fallbacks import Fallback
+from fusedckpt.held import MARK, Held, Original, Part, Path, Weight, broken, child_at
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
@@ -35,7 +38,7 @@ class Swap:
     kind: "norm", "mlp" or "linear", as `fuse` switches them; change: what the report says of it;
     features: the trailing shape of what the module reads; small, sizes: a smaller such shape, and
     shapes of parameters by their ids, in which parity is checked, and numbers that are sizes, by
-    path and name; empty for the real ones.
+    path and name; empty for the real ones; parts: what the swapped module remembers for reports.
     """
 
     kind: str
@@ -46,11 +49,12 @@ class Swap:
     small: tuple[int, ...] = ()
     sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     numbers: dict[tuple[Path, str], Any] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""
         module.__dict__.update(self.attributes)
-        module.__dict__[MARK] = type(module), tuple(self.attributes)
+        module.__dict__[MARK] = Original(type(module), tuple(self.attributes), self.parts)
         module.__class__ = self.to
 
 
@@ -58,6 +62,9 @@ class Made(nn.Module):
     """What all made classes begin with: they are copied and pickled by what they were made from."""
 
     _fusedckpt_bases: tuple[type[nn.Module], type[nn.Module]]
+
+    def _get_name(self) -> str:
+        return type(self).__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -72,11 +79,32 @@ def _new(ours: type[nn.Module], original: type[nn.Module]) -> nn.Module:
     return made.__new__(made)
 
 
+# what a function is made of
+_FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__")
+
+
 @cache
 def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `original` with the forward of `ours`, one and the same each time."""
-    names = {"__module__": original.__module__, "_fusedckpt_bases": (ours, original)}
+    names: dict[str, Any] = {
+        "__module__": original.__module__,
+        "_fusedckpt_bases": (ours, original),
+    }
+    if issubclass(ours, Swapped):
+        # with the original's signature, by which torch.fx names what it traces
+        call = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
+        names["forward"] = wraps(original.forward)(call)
+        names["_fusedckpt_argument"] = _first_argument(original)
     return type(f"Fused{original.__name__}", (Made, ours, original), names)
+
+
+def _first_argument(original: type[nn.Module]) -> str | None:
+    """Return the name by which a forward's first argument can be given, None if it has none."""
+    try:
+        _, first, *_ = inspect.signature(original.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return first.name if first.kind is first.POSITIONAL_OR_KEYWORD else None
 
 
 def is_made(kind: type[nn.Module]) -> bool:
@@ -114,25 +142,56 @@ class NormPlan(NamedTuple):
     held: tuple[Held, ...] = ()
 
 
-class FusedRMSNorm(nn.Module):
+class Swapped(nn.Module):
+    """Forward of a swapped module: ours where it computes the same, else that of its class.
+
+    Here alone it is decided; why ours does not run is noted for `FuseReport` and `report`.
+    """
+
+    _fusedckpt_argument: str | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as ours does, or as the original class does."""
+        x = args[0] if len(args) == 1 and not kwargs else self._by_keyword(args, kwargs)
+        if not dispatch.is_recorded(x):
+            y = self._fused(x) if isinstance(x, Tensor) else ("arguments", "")
+            if type(y) is not tuple:
+                return y
+            fallbacks.note(self, y)
+        return super().forward(*args, **kwargs)
+
+    def _by_keyword(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the input where it alone is given, by its name; None for any other call."""
+        alone = not args and len(kwargs) == 1
+        name = self._fusedckpt_argument
+        return kwargs.get(name) if alone and name is not None else None
+
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
+        """Return the result, or what is in the way of computing it so."""
+        raise NotImplementedError
+
+
+class FusedRMSNorm(Swapped):
     """Forward of a norm of any class, keeping x alone where its rule is known to hold."""
 
     _fusedckpt_plan: NormPlan
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Normalise as `functional.rms_norm` does, or as the original class does."""
-        plan = self._fusedckpt_plan
-        if len(args) == 1 and not kwargs and _is_computed(args[0]):
-            x, given = args[0], self._parameters
-            weight = None if plan.weight is None else given.get(plan.weight)
-            bias = None if plan.bias is None else given.get(plan.bias)
-            if not dispatch.are_plain(x, weight, bias) or broken(self, plan.held) is not None:
-                return super().forward(x)
-            if any((name is None) != (t is None) for name, t in _named(plan, weight, bias)):
-                return super().forward(x)
-            if (x.dtype, x.dtype if weight is None else weight.dtype) in plan.dtypes:
-                return self._normalised(plan, x, weight, bias)
-        return super().forward(*args, **kwargs)
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
+        plan, given = self._fusedckpt_plan, self._parameters
+        weight = None if plan.weight is None else given.get(plan.weight)
+        bias = None if plan.bias is None else given.get(plan.bias)
+        if not dispatch.are_plain(x, weight, bias):
+            return fallbacks.unplain(
+                x, **{plan.weight or "weight": weight, plan.bias or "bias": bias}
+            )
+        if (changed := broken(self, plan.held)) is not None:
+            return changed
+        for name, tensor in ((plan.weight, weight), (plan.bias, bias)):
+            if name is not None and tensor is None:
+                return "changed", name
+        if (x.dtype, x.dtype if weight is None else weight.dtype) not in plan.dtypes:
+            return "dtype", x.dtype
+        return self._normalised(plan, x, weight, bias)
 
     def _normalised(
         self, plan: NormPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -149,9 +208,11 @@ class FusedRMSNorm(nn.Module):
             return y.to(x.dtype)
         return norm_sharing.remember(self, y, spec)
 
-
-def _named(plan: NormPlan, weight: Any, bias: Any) -> tuple[tuple[str | None, Any], ...]:
-    return (plan.weight, weight), (plan.bias, bias)
+    def extra_repr(self) -> str:
+        """Describe the module as its class does, and what it computes now."""
+        plan = self._fusedckpt_plan
+        ours = ["layer_norm"] if plan.kind == "layer" else ["rms_norm", f"cast={plan.cast}"]
+        return _described(super().extra_repr(), *ours)
 
 
 class MLPPlan(NamedTuple):
@@ -172,24 +233,32 @@ class MLPPlan(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(Swapped):
     """Forward of an MLP of any class, keeping what its save level names."""
 
     _fusedckpt_plan: MLPPlan
     save: str
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the block at once, or as the original class does."""
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
         plan = self._fusedckpt_plan
-        if len(args) != 1 or kwargs or not _is_computed(args[0]):
-            return super().forward(*args, **kwargs)
-        if _obstacle(self, plan, args[0]) is not None:
-            return super().forward(*args, **kwargs)
-        y = _COMPUTE[plan.kind](args[0], self, plan)
+        obstacle = _obstacle(self, plan, x)
+        if obstacle is not None:
+            return obstacle
+        y = _COMPUTE[plan.kind](x, self, plan)
         return y if plan.last is None else child_at(self, plan.last)(y)  # type: ignore[misc]  # held
 
+    def extra_repr(self) -> str:
+        """Describe the module as its class does, and what it computes now."""
+        plan = self._fusedckpt_plan
+        now = f"{plan.kind}, activation={plan.activation}"
+        return _described(super().extra_repr(), now, f"save={self.save}")
 
-def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> tuple[str, Any] | None:
+
+def _described(original: str, *ours: str) -> str:
+    return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
+
+
+def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> Fallback | None:
     """Return what makes a call compute other than the plan says: replaced, watched, dropped."""
     found = broken(module, plan.held)
     if found is not None:
@@ -197,9 +266,9 @@ def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> tuple[str, Any] | 
     for path, name in plan.rates:
         part: Any = child_at(module, path)
         if part.training and getattr(part, name) > 0:
-            return "dropout", ".".join((*path, name))
+            return "dropout", ".".join(path) or name
     if not dispatch.are_plain(x):
-        return "input", type(x)
+        return fallbacks.unplain(x)
     for (weight, bias), linear in zip(_given(module, plan), plan.linears, strict=True):
         for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
             # gone as a parametrization or sharding leaves it, or of another class
@@ -223,11 +292,6 @@ def _given(module: nn.Module, plan: MLPPlan) -> list[tuple[Any, Any]]:
 def _parameter(module: nn.Module, path: Path) -> Any:
     owner: Any = child_at(module, path[:-1])
     return owner._parameters.get(path[-1], _GONE)
-
-
-def _is_computed(x: Any) -> bool:
-    """Whether x is a tensor of a call that runs, rather than one that is recorded."""
-    return isinstance(x, Tensor) and not dispatch.is_recorded(x)
 
 
 def _tensors(module: nn.Module, plan: MLPPlan) -> list[tuple[Tensor, Tensor | None]]:

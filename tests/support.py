@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +184,26 @@ def launches() -> Iterator[Counter[str]]:
         yield counts
     finally:
         kind.run = run  # type: ignore[method-assign]
+
+
+def run_ranks(script: Path, store: Path) -> None:
+    """Run a script as `script STORE RANK` for each of two ranks, and assert that both succeed."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("needs gloo")
+    command = [sys.executable, "-W", "ignore", script, str(store)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=HANGS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs

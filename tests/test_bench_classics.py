@@ -85,10 +85,10 @@ def test_every_way_is_weighed_and_timed(result):
     names = list(by_name(result["conv"]))
     expected = ["plain", *(f"{way} {k}" for way in ("torch", "fusedckpt") for k in segments)]
     assert names[: len(expected)] == expected
-    assert names[len(expected)] == "plan memory"
-    assert {"plain", "torch 3", "fusedckpt 3", "fusedckpt sqrt", "plan sqrt"} <= by_name(
-        result["mlp"]
-    ).keys()
+    rules = ["fusedckpt sqrt", "fusedckpt recursive"]
+    assert names[len(expected) :][:3] == [*rules, "plan memory"]
+    expected = {"plain", "torch 3", "fusedckpt 3", *rules, "plan sqrt"}
+    assert expected <= by_name(result["mlp"]).keys()
     for part in (result["conv"], result["mlp"]):
         for row in part["rows"]:
             assert len(row["ms"]["samples"]) == SIZES["steps"] * SIZES["repeat"]
@@ -237,6 +237,14 @@ def test_depths_fit_and_one_more_layer_does_not(result):
         trial = RECIPES[name](sizes, rows[name]["layers"] + 1)
         with trial.way.on(trial.work.model) as forward:
             assert trial.work.peak_bytes(forward) > budget
+
+
+def test_without_a_terminal_steps_are_lines(tmp_path, capsys):
+    bench(tmp_path, "--part=mlp")
+    steps = capsys.readouterr().err.splitlines()
+    assert "mlp: planning" in steps
+    # weighed once, then trained in turns
+    assert steps.count("mlp: fusedckpt recursive") == 1 + SIZES["repeat"]
 
 
 def test_losses_that_disagree_end_in_an_error(tmp_path, monkeypatch, capsys):

@@ -370,3 +370,16 @@ def test_files_of_nothing_in_common_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(["compare", str(a), str(b)])
     assert "have no case in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["demo", "classics"])
+def test_plot_redraws_the_pictures_of_demo_and_classics(name, tmp_path, capsys):
+    record = Path(__file__).parent.parent / "bench" / "results" / f"{name}-cpu.json"
+    assert command.main(["plot", str(record), f"--out={tmp_path}"]) == 0
+    assert f"drew {name}-cpu.png" in capsys.readouterr().out
+    assert (tmp_path / f"{name}-cpu.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    broken = json.loads(record.read_text()) | {"title": 3, "subtitle": 3}
+    (tmp_path / "broken.json").write_text(json.dumps(broken))
+    with pytest.raises(SystemExit):
+        command.main(["plot", str(tmp_path / "broken.json")])
+    assert "not a result of demo or classics" in capsys.readouterr().err

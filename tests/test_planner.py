@@ -3,6 +3,7 @@
 import copy
 import multiprocessing
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from support import HANGS
 from torch import nn
 
 import fusedckpt
-from fusedckpt import plan, planner, report
+from fusedckpt import Checkpoint, checkpoint_sequential, plan, planner, report
+from fusedckpt._budget import bytes_of
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.chain import simulate
 from fusedckpt.policies import policy as by_rule
@@ -55,6 +57,10 @@ def made(name):
 
 def planned(model, *args, **options):
     return plan(model, *args, progress=False, **options)
+
+
+def units_of(found):
+    return [unit.name for unit in found.chain.units if not unit.code]
 
 
 def step(model, *args, seed=1, **kwargs):
@@ -263,6 +269,7 @@ WRONG = {
     "negative": ({"budget": -1}, ValueError),
     "unit": ({"budget": "20 parsecs"}, ValueError),
     "share": ({"budget": 1.5}, ValueError),
+    "bool": ({"budget": np.True_}, ValueError),
     "policy": ({"policy": "best"}, ValueError),
     "uniform": ({"policy": "uniform:0"}, ValueError),
     "too uniform": ({"policy": "uniform:99"}, ValueError),
@@ -280,6 +287,24 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(
+    ("budget", "nbytes"),
+    [(np.int64(3), 3), (np.uint8(3), 3), ("1.5 KiB", 1536), ("2kB", 2000), ("0.1MiB", 104857)],
+)
+def test_budgets_in_bytes(budget, nbytes):
+    found = bytes_of("plan", budget, torch.device("cpu"))
+    assert type(found) is int
+    assert found == nbytes
+    share = bytes_of("plan", np.float64(0.5), torch.device("cpu"))
+    assert share == bytes_of("plan", 0.5, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("budget", [True, 0, np.int64(-1), 1.5, "20 parsecs", [1]])
+def test_a_wrong_budget_is_named_with_its_type(budget):
+    with pytest.raises(ValueError, match=rf"^plan: a budget is .* of type {type(budget).__name__}"):
+        bytes_of("plan", budget, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said_before_any_work(name):
     options, error = WRONG[name]
@@ -291,6 +316,8 @@ def test_what_is_wrong_is_said_before_any_work(name):
 
 def test_models_that_cannot_be_planned():
     model, x = transformer(2), tokens()
+    with pytest.raises(ValueError, match=r"^plan: .*call fusedckpt.checkpoint_sequential"):
+        planned(model, x, policy="recursive")
     with pytest.raises(TypeError, match=r"^plan: "):
         planned(lambda: None, x, policy="all")
     found = planned(model, x, policy="all")
@@ -298,19 +325,63 @@ def test_models_that_cannot_be_planned():
     with pytest.raises(ValueError, match=r"^plan: a plan is applied"):
         planned(model, x, policy="all")
     found.undo()
+    model.blocks[0].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"^plan: .*got blocks.0 compiled.*apply the plan, then"):
+        planned(model, x, policy="all")
+    model = transformer(2)
     model.blocks[1] = torch.compile(model.blocks[1])
     with pytest.raises(ValueError, match=r"^plan: .*compiled"):
         planned(model, x, policy="all")
 
 
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+class Stateful(nn.Linear):
+    def forward(self, state):
+        return State(super().forward(state.x))
+
+
+class InCheckpoints(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.units, self.run = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), run
+
+    def forward(self, x):
+        return self.run(self.units, x)
+
+
+def _stock(units, x):
+    for unit in units:
+        x = torch.utils.checkpoint.checkpoint(unit, x, use_reentrant=False)
+    return x
+
+
+@pytest.mark.parametrize("run", [_stock, lambda units, x: checkpoint_sequential(units, 2, x)])
+def test_checkpoints_around_units_are_named(run):
+    x = torch.randn(8, 16)
+    with pytest.raises(ValueError, match=r"^plan: unit units.0 runs inside a checkpoint: .*take"):
+        planned(InCheckpoints(run), x, policy="all", loss=torch.sum)
+    model = nn.Sequential(Checkpoint(nn.Sequential(nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 1))
+    planned(model, x, policy="all", loss=torch.sum)
+
+
+def test_dataclasses_between_units_are_named():
+    model = nn.Sequential(Stateful(16, 16), Stateful(16, 16))
+    with pytest.raises(ValueError, match=r"0 returns a dataclass, State, .*let it return a tensor"):
+        planned(model, State(torch.randn(8, 16)), policy="all", loss=lambda state: state.x.sum())
+
+
 def test_units_by_name_and_as_modules():
     model, x = transformer(4), tokens()
     found = planned(model, x, policy=["blocks.3", model.blocks[1]])
-    assert [unit.name for unit in found.chain.units[1:-1]] == ["blocks.1", "blocks.3"]
+    assert units_of(found) == ["blocks.1", "blocks.3"]
     assert found.policy == "again: blocks.3, blocks.1"
     assert found.measured_bytes <= found.predicted_bytes
     found = planned(model, x, policy="uniform:1", units=[block.mlp for block in model.blocks])
-    assert [unit.name for unit in found.chain.units[1:-1]] == [f"blocks.{i}.mlp" for i in range(4)]
+    assert units_of(found) == [f"blocks.{i}.mlp" for i in range(4)]
 
 
 def test_what_is_no_unit_is_said():
@@ -373,7 +444,7 @@ def test_hugging_face_models(kind):
     plain = copy.deepcopy(model)
     for policy in ("memory", "uniform:2"):
         found = planned(model, policy=policy, **inputs)
-        assert len(found.chain.units) == 2 + (6 if kind == "t5" else 3)
+        assert len(units_of(found)) == (6 if kind == "t5" else 3)
         # where segments meet code of the model's own, up to 0.3 % too low; where the encoder's
         # output outlives its segment, 1 %
         least = 0.99 if kind == "t5" else 0.997
@@ -392,7 +463,11 @@ def test_beside_hugging_faces_own_checkpoints():
     plain = copy.deepcopy(model)
     model.gradient_checkpointing_enable()
     inputs = {"input_ids": x, "labels": x, "use_cache": False}
+    with pytest.raises(ValueError, match=r"^plan: unit model.layers.0 .*_checkpointing_disable"):
+        planned(model, policy="uniform:1", **inputs)
+    model.gradient_checkpointing_disable()
     planned(model, policy="uniform:1", **inputs).apply(model)
+    model.gradient_checkpointing_enable()
     assert_equal(step(model, **inputs), step(plain, **inputs))
 
 
@@ -425,7 +500,7 @@ def test_units_that_are_alike_are_measured_once(monkeypatch):
     measured = fusedckpt.costs.measured
     monkeypatch.setattr("fusedckpt.costs.measured", lambda *a: kinds.append(1) or measured(*a))
     found = planned(model, x, policy="sqrt")
-    assert len(found.chain.units) == 102
+    assert len(units_of(found)) == 100
     # the first one's input requires no gradient
     assert len(kinds) == 2
 

@@ -3,18 +3,22 @@
 import copy
 import json
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import tokens, transformer
+from plan_models import Transformer, tokens, transformer
 from support import DEVICE, randn
 from torch import nn
 
 import fusedckpt
 from fusedckpt import Plan, _roles
+from fusedckpt._budget import bytes_of
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.chain import Keep, Segment, simulate
+from fusedckpt.chain import Chain, Keep, Level, Segment, Unit, simulate
+from fusedckpt.policies import policy as by_rule
+from fusedckpt.solver import solve
 
 
 @pytest.fixture(autouse=True)
@@ -123,14 +127,56 @@ def test_apply_changes_nothing_where_it_cannot(plan):
     assert not any(_roles.is_assigned(module) for module in model.modules())
 
 
+OTHERS = {
+    "more blocks": (lambda: transformer(6, fused=True), "the model is a Transformer of 3"),
+    "not fused": (
+        lambda: transformer(4),
+        "the model is a Transformer of 2.* with fused layers: call",
+    ),
+    "wider": (lambda: Transformer(4, 128), "the model is a Transformer of 8"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_plan_is_refused_by_another_structure(plan, name):
+    made, message = OTHERS[name]
+    model = made()
+    with pytest.raises(ValueError, match=rf"^Plan\.apply: {message}"):
+        plan.apply(model)
+    assert not any(_roles.is_assigned(module) for module in model.modules())
+
+
 def test_plot_and_text(plan, tmp_path):
     pytest.importorskip("matplotlib")
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = str(plan)
-    for unit in plan.chain.units:
-        assert unit.name in text
+    for item in plan.items:
+        assert plan.chain.units[item.start].name in text
     assert "measured peak" in text
+
+
+def test_text_folds_what_is_alike_and_names_budgets_that_hold():
+    # an odd number of bytes, which no text of a tenth of a MiB is
+    level = Level("plain", 400_001, 0.0, 50_003)
+    inner = (Unit(f"blocks.{i}", (level,), 1.0, 100_003, 100_003) for i in range(12))
+    ends = (Unit(name, (level,), 0.0, 0, 0, fixed=True) for name in ("(before)", "(after)"))
+    chain = Chain((next(ends), *inner, next(ends)), 1_000_003)
+    found = {}
+    for name in ("none", "all", "uniform:4"):
+        items = by_rule(chain, name)
+        outcome = simulate(chain, items)
+        found[name] = str(Plan("Net", name, None, chain, items, outcome.peak, outcome.extra, 0.0))
+    assert all(text.count("blocks.0 to blocks.11") == 1 for text in found.values())
+    assert "12 x 390.6 KiB" in found["none"]
+    assert "again, in segments 1 to 12 " in found["all"]
+    assert "again, in segments 1 to 4 of 3 units" in found["uniform:4"]
+    least = re.search("least feasible +(.*)", found["all"])[1]
+    # which raises where it is too little
+    budget = bytes_of("plan", least, torch.device("cpu"))
+    assert solve(chain, budget).peak <= budget
+    everything = re.search("keep everything +(.*)", found["all"])[1]
+    assert solve(chain, bytes_of("plan", everything, torch.device("cpu"))).extra == 0
 
 
 def test_a_plan_in_checkpoint_sequential():

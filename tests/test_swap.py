@@ -66,12 +66,14 @@ def test_report_reads_well():
         "     1 x nn.Linear + gelu + nn.Linear -> mlp\n"
         "     1 x nn.Linear + tanh -> linear_act\n"
         "     1 x nn.RMSNorm + nn.Linear -> norm_linear\n"
-        "  left 1 and 1 more: Softmax(dim=-1) is no activation that can be fused"
+        "  left 2 x Sequential: Softmax(dim=-1) is no activation that can be fused (1 and 1 more)"
     )
     root = nn.Sequential(nn.RMSNorm(D), nn.Linear(D, D))
     root.save = "mine"
-    assert "left 1: the Sequential has an attribute save already" in str(fuse(root))
-    assert "left (root): the forward of the RMSNorm was replaced" in str(fuse(replaced()))
+    assert "left 1 x Sequential: the Sequential has an attribute save already" in str(fuse(root))
+    assert "left 1 x RMSNorm: the forward of the RMSNorm was replaced (root)" in str(
+        fuse(replaced())
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,10 @@ def test_fusing_twice_does_nothing():
     model = net()
     fuse(model)
     before = kinds(model)
-    assert fuse(model, save="preact") == fusedckpt.FuseReport()
+    again = fuse(model, save="preact")
+    assert again.swapped == again.left == {}
+    assert again.already == NET_SWAPS
+    assert str(again).startswith("fused 0 modules, left 0, 5 fused before\n")
     assert kinds(model) == before
     assert model[1].save == "inputs"
     assert kinds(unfuse(model)) == kinds(net())

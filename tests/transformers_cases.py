@@ -184,6 +184,7 @@ MODELS = {
         "RobertaConfig",
         {**TEXT, **SIZES, "intermediate_size": 48},
         {NORM: 6, "RobertaIntermediate -> linear_act (gelu)": 2},
+        {"lm_head": "its linears and activation stand beside layer_norm"},
         generates=False,
     ),
     "vit": Model(

@@ -3,8 +3,9 @@
 A recompute calls modules a second time. What they write into their own buffers, as BatchNorm does,
 is put back right after each call: the forward's own update is the one that stays.
 
-Calls are seen by standing in for `nn.Module._compiled_call_impl`, which every call reads, for as
-long as somebody looks. Hooks would change what other code sees: Dynamo traces them, and fused
+Calls are seen by standing in for `nn.Module._compiled_call_impl`, which every call reads: from the
+first recompute on, for good, as Python forgets what it knows of all modules' classes whenever
+nn.Module changes (20 us). Hooks would change what other code sees: Dynamo traces them, and fused
 layers step aside for them. Setting `nn.Module.__call__` takes 50 us, as all subclasses follow.
 """
 
@@ -48,8 +49,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_lock = threading.Lock()
-_looking = 0
 _NAME = "_compiled_call_impl"
 
 
@@ -67,8 +66,8 @@ class _Seen:
     def __set__(self, module: nn.Module, value: Any) -> None:
         vars(module)[_NAME] = value
 
-
-_SEEN = _Seen()
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)[_NAME]
 
 
 def _observed_call(
@@ -86,20 +85,13 @@ def _observed_call(
 @contextmanager
 def observed(observer: Observer | None) -> Iterator[None]:
     """Let `observer` see the calls of modules in this thread; None lets nobody."""
+    if not isinstance(vars(nn.Module)[_NAME], _Seen):
+        setattr(nn.Module, _NAME, _Seen())
     before, _local.observer = _local.observer, observer
-    _look(1)
     try:
         yield
     finally:
-        _look(-1)
         _local.observer = before
-
-
-def _look(change: int) -> None:
-    global _looking
-    with _lock:
-        _looking += change
-        setattr(nn.Module, _NAME, _SEEN if _looking else None)
 
 
 class PutsBackBuffers:
@@ -151,12 +143,11 @@ def _copied(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any
 @uncompiled
 def _put_back(copied: Iterable[tuple[dict[str, Any], str, Any, Tensor | None]]) -> None:
     with _unseen():
-        kept = [(buffer.data, copy) for _, _, buffer, copy in copied if copy is not None]
-        if kept:
-            # no version counts this, as none counts what BatchNorm's kernels write
-            torch._foreach_copy_(*zip(*kept, strict=True))  # type: ignore[attr-defined]  # in no stub
-        for buffers, name, buffer, _ in copied:
-            if name in buffers and buffers[name] is not buffer:
+        for buffers, name, buffer, copy in copied:
+            if copy is not None:
+                # no version counts this, as none counts what BatchNorm's kernels write
+                buffer.data.copy_(copy)
+            if buffers.get(name, buffer) is not buffer:
                 buffers[name] = buffer
 
 

@@ -31,8 +31,7 @@ _clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", 
 class Surroundings:
     """The state of now, on the CPU and on the devices of the tensors given."""
 
-    def __init__(self, given: Iterable[Any], rng: bool, python_rng: bool):
-        given = list(given)
+    def __init__(self, given: list[Any], rng: bool, python_rng: bool):
         devices = {x.device for x in given if isinstance(x, Tensor)}
         if torch.cuda.is_initialized() and all(device.type == "cpu" for device in devices):
             # the function may move them there
@@ -52,11 +51,10 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """Bring it back, and afterwards what was there before."""
         now = [read() for read, _ in self._generators]
-        changed = self._changed()
         try:
             self._write(self._states)
-            with ExitStack() if changed else nullcontext() as stack:
-                for context in changed:
+            with ExitStack() as stack:
+                for context in self._changed():
                     stack.enter_context(context)
                 yield
         finally:
@@ -76,7 +74,8 @@ class Surroundings:
 
 def _generators(devices: set[torch.device], given: list[Any]) -> list[tuple[Any, Any]]:
     """Return what reads and writes the state of each random number generator."""
-    found: list[tuple[Any, Any]] = [(torch.get_rng_state, torch.set_rng_state)]
+    cpu = torch.default_generator
+    found: list[tuple[Any, Any]] = [(cpu.get_state, cpu.set_state)]
     found += [(x.get_state, x.set_state) for x in given if isinstance(x, torch.Generator)]
     for device in devices:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

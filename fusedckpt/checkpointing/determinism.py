@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fusedckpt.autograd.module_calls import PutsBackBuffers, observed
+from fusedckpt.autograd.phases import is_recomputing
 
 
 class Run(TorchDispatchMode, PutsBackBuffers):
@@ -45,8 +46,8 @@ class Run(TorchDispatchMode, PutsBackBuffers):
         return True
 
     def enter(self, module: nn.Module) -> Any:
-        """Copy the module's buffers in a recompute."""
-        return super().enter(module) if self._forward else ()
+        """Copy the module's buffers in a recompute, that of a checkpoint around too."""
+        return super().enter(module) if is_recomputing() else ()
 
     def returned(self, module: nn.Module, output: Any) -> None:
         """See what a module returned."""

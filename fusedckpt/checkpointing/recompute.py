@@ -15,7 +15,7 @@ from fusedckpt.autograd.saved_tensor import is_plain, storage_of
 from fusedckpt.autograd.surroundings import unbatched
 from fusedckpt.autograd.uncompiled import uncompiled
 from fusedckpt.checkpointing.determinism import Run
-from fusedckpt.checkpointing.saved import meta_of, stale
+from fusedckpt.checkpointing.saved import Leaf, meta_of, stale
 from fusedckpt.checkpointing.tape import Tape
 
 
@@ -40,13 +40,18 @@ class Recompute(Phase):
         self._problems: list[str] = []
         # what was saved last, where no gradient flows into it
         self._before: Tensor | None = None
+        alive = tape.alive()
+        self._leaves = [entry for entry in alive if isinstance(entry, Leaf)]
         # by index, whether the tensor is dropped: what is kept is compared all the same
-        self._wanted = {e.index: e.is_dropped or not self._stops for e in tape.alive()}
+        self._wanted = {e.index: e.is_dropped or not self._stops for e in alive}
         self._last = max(self._wanted, default=-1)
 
     def run(self) -> None:
         """Call what the segment called, up to the last tensor that is wanted."""
         tape = self._tape
+        tape.check()
+        for leaf in self._leaves:
+            leaf.check()
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
         run = None if tape.run is None else Run(tape.calls[0].fn, tape.run)
         try:
@@ -61,10 +66,10 @@ class Recompute(Phase):
                 raise
         finally:
             self._before = None
-            for leaf in tape.leaves():
+            for leaf in self._leaves:
                 leaf.renew()
             # this lives until the end of the backward, the segment's arguments do not
-            del self._tape
+            del self._tape, self._leaves
         self._check(tape, run)
 
     def _run_calls(self, run: Run | None) -> None:

@@ -110,7 +110,6 @@ class Segment(Phase):
         return self._recomputes.get(backward_id())
 
     def _recompute(self, keeps: bool = False) -> Recompute:
-        self.tape.check()
         recompute = Recompute(self.tape, keeps)
         recompute.run()
         backward = backward_id()

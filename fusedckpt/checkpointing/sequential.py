@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fusedckpt import _starts
 from fusedckpt.checkpointing.checkpoint import OPTIONS, checkpoint, is_plain_call
-from fusedckpt.memory import measured_starts
 
 __all__ = ["checkpoint_sequential"]
 
@@ -30,15 +30,17 @@ def checkpoint_sequential(
     Args:
         functions: an nn.Sequential or callables; each is called with what the one before returned.
         segments: how many; or the indices of the functions that start one, but for the first; or
-            "sqrt"; or the Plan of an nn.Sequential of these functions.
+            "sqrt", "recursive"; or the Plan of an nn.Sequential of these functions.
         input: of the first function: a tensor, or any nesting of tensors.
         use_reentrant, options: those of `checkpoint`.
 
     "sqrt" makes what is handed on between segments and what the largest of them keeps in its
-    backward the fewest bytes together: about sqrt(n) segments of n functions that are alike. None
-    starts at a function that writes its input in place. The first call for the same functions in
-    the same training modes runs them once more to measure this, one by one, with their hooks;
-    random states, and modules that have buffers, are then as before.
+    backward the fewest bytes together: about sqrt(n) segments of n functions that are alike.
+    "recursive" checkpoints the first half, the first half of the rest and so on, and the same
+    within each: it keeps log2(n) inputs and runs a function log2(n) / 2 times more. Neither starts
+    at a function that writes its input in place. The first call for the same functions in the same
+    training modes runs them once more to measure this, one by one, with their hooks; random states,
+    and modules that have buffers, are then as before.
 
     Raises:
         ValueError: segments are none of these, an option is none of `checkpoint`'s, or
@@ -53,7 +55,11 @@ def checkpoint_sequential(
     if unknown := options.keys() - OPTIONS:
         names = ", ".join(sorted(unknown))
         raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")
-    for start, stop, context in _spans(functions, segments, input):
+    spans = _spans(functions, segments, input)
+    if isinstance(segments, str) and segments == "recursive":
+        # with nothing after it the last one is checkpointed, too
+        return _halves([*(functions[a:b] for a, b, _ in spans), []], input, options)
+    for start, stop, context in spans:
         if context is None:
             input = checkpoint(_chain, functions[start:stop], input, **options)
         else:
@@ -68,35 +74,30 @@ def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
     return input
 
 
+def _halves(parts: list[list[Any]], input: Any, options: dict[str, Any]) -> Any:
+    while len(parts) > 1:
+        half = len(parts) // 2
+        input = checkpoint(_halves, parts[:half], input, options, **options)
+        parts = parts[half:]
+    return _chain(parts[0], input)
+
+
 def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, int, Any]]:
     """Return stretches of functions as (start, stop, context), context None for a segment."""
     if hasattr(segments, "spans"):
         return segments.spans(len(functions))
-    sqrt = isinstance(segments, str) and segments == "sqrt"
-    starts = sqrt_starts(functions, input) if sqrt else _starts(segments, len(functions))
-    return [(a, b, None) for a, b in pairwise([*starts, len(functions)])]
+    count = len(functions)
+    rule = _starts.RULES.get(segments) if isinstance(segments, str) else None
+    starts = measured(rule, functions, input) if rule else _starts.given_starts(segments, count)
+    return [(a, b, None) for a, b in pairwise([*starts, count])]
 
 
-def _starts(segments: Any, count: int) -> list[int]:
-    """Return the indices of the functions that start a segment."""
-    # integers of any kind, numpy's too
-    if hasattr(segments, "__index__") and 1 <= int(segments) <= count:
-        return [count * i // int(segments) for i in range(int(segments))]
-    if isinstance(segments, Sequence) and not isinstance(segments, str):
-        starts = [0, *(int(x) if hasattr(x, "__index__") else -1 for x in segments)]
-        if all(a < b for a, b in pairwise([*starts, count])):
-            return starts
-    raise ValueError(
-        f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, 'sqrt' "
-        f"or a Plan, got {segments!r}"
-    )
-
-
-def sqrt_starts(functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
+def measured(rule: _starts.Rule, functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
     """Return the indices of the functions that start a segment."""
     count = len(functions)
     if count < 2 or is_plain_call():
         return [0][:count]
     if torch.compiler.is_compiling():
-        return _starts(math.isqrt(count), count)
-    return measured_starts(functions, input)
+        alike = math.isqrt(count) if rule is _starts.least_starts else count
+        return _starts.given_starts(alike, count)
+    return _starts.measured_starts(rule, functions, input)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedckpt.autograd.saved_tensor import version_of
 from fusedckpt.autograd.surroundings import Surroundings, objects_in
 from fusedckpt.checkpointing.determinism import Run
-from fusedckpt.checkpointing.saved import Argument, Dropped, Leaf, stale
+from fusedckpt.checkpointing.saved import Argument, Dropped, stale
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -45,10 +45,11 @@ class Call:
         values = [*args, *kwargs.values()]
         self.fn, self._names = fn, tuple(kwargs)
         self._held = [hold(x) if isinstance(x, Tensor) else x for x in values]
-        self.surroundings = Surroundings(objects_in(values), *options[:2])
-        # of tensors that containers keep; those above are Arguments
-        inner = objects_in([x for x in values if not isinstance(x, Tensor)])
-        self.versions = [(x, version_of(x)) for x in inner if isinstance(x, Tensor)]
+        objects, held = [*objects_in(values)], {id(x) for x in values}
+        self.surroundings = Surroundings(objects, *options[:2])
+        # of tensors that containers keep; the others are Arguments
+        inner = [x for x in objects if isinstance(x, Tensor) and id(x) not in held]
+        self.versions = [(x, version_of(x)) for x in inner]
 
     def again(self, made: dict[Any, Any]) -> Any:
         """Call `fn` again; in `made` the calls of one recompute leave what they like for others."""
@@ -74,19 +75,13 @@ class Tape:
         self.slots: list[tuple[str, weakref.ref[Any]]] = []
         self.is_complete = False
 
-    def alive(self) -> Iterator[Dropped]:
-        """Yield what stands for tensors that autograd still wants."""
-        return (entry for ref in self.saved if (entry := ref()) is not None)
-
-    def leaves(self) -> Iterator[Leaf]:
-        """Yield those that stand for leaves."""
-        return (entry for entry in self.alive() if isinstance(entry, Leaf))
+    def alive(self) -> list[Dropped]:
+        """Return what stands for tensors that autograd still wants."""
+        return [entry for ref in self.saved if (entry := ref()) is not None]
 
     def check(self) -> None:
-        """Raise where an argument, or a parameter that was saved, was written in place since."""
+        """Raise where a tensor in a container among the arguments was written in place since."""
         for call in self.calls:
             for tensor, version in call.versions:
                 if version_of(tensor) != version:
                     raise RuntimeError(stale("an argument", tensor))
-        for leaf in self.leaves():
-            leaf.check()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fusedckpt import reference
 from fusedckpt.autograd import dispatch, levels, phases
+from fusedckpt.autograd.backward import wanted_gradients
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.versioned import Versioned
@@ -58,9 +59,9 @@ class _LinearAct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if dy is None:
+        needs = wanted_gradients(ctx)[:3]
+        if dy is None or not any(needs):
             return (None,) * 7
-        needs = list(ctx.needs_input_grad[:3])
         (x, w, b), (z,) = phases.load(ctx, 3)
         if torch.is_grad_enabled():
             grads = _double_backward(ctx, x, w, b, dy, needs)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusedckpt import reference
 from fusedckpt.autograd import dispatch, levels, phases
+from fusedckpt.autograd.backward import wanted_gradients
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.versioned import Versioned
 from fusedckpt.kernels.mlp import Needs, Weights
@@ -54,7 +55,7 @@ class _MLP(torch.autograd.Function):
         )
         phase.save(ctx, "mlp", given, extras, likes)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.needs = options, needs
+        ctx.options = options
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, *tensors))
         if not torch.compiler.is_compiling():
             # gradients do not read them, only theirs do; of the last bias, not even theirs
@@ -65,12 +66,12 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rest = (None,) * (len(ctx.options) + 2)
-        if dy is None:
+        needs = Needs(*wanted_gradients(ctx)[:9])
+        if dy is None or not any(needs):
             return (None,) * 9 + rest
         (x, *tensors), (gate, up) = phases.load(ctx, 9)
-        needs: Needs = ctx.needs
         if torch.is_grad_enabled():
-            return (*_double_backward(ctx, x, tensors, dy), *rest)
+            return (*_double_backward(ctx, x, tensors, dy, needs), *rest)
         args = (gate, up, x, *tensors, *ctx.options, list(needs))
         found = phases.run_backward(ctx, mlp_backward_ops, (gate, up), dy, *args)
         grads = (
@@ -99,9 +100,9 @@ def _read(
 
 
 def _double_backward(
-    ctx: Any, x: Tensor | None, kept: list[Tensor | None], dy: Tensor
+    ctx: Any, x: Tensor | None, kept: list[Tensor | None], dy: Tensor, needs: Needs
 ) -> list[Tensor | None]:
-    options, needs = ctx.options, ctx.needs
+    options = ctx.options
     unread = (*ctx.unread.read(), None)
     tensors = [t if t is not None else other for t, other in zip(kept, unread, strict=True)]
     if ctx.dtypes[-1] is not None:

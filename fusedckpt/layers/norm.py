@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt import reference
-from fusedckpt.autograd import arguments, dispatch, phases
+from fusedckpt.autograd import arguments, dispatch, fallbacks, phases
+from fusedckpt.autograd.backward import wanted_gradients
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
@@ -60,14 +61,16 @@ class _Norm(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
+        needs = wanted_gradients(ctx)[:4]
+        if not any(needs):
+            return (None,) * 8
         (x, weight), _ = phases.load(ctx, 2)
-        needs = ctx.needs_input_grad[:4]
+        wanted = [needs[0] or needs[1], needs[2], needs[3]]
         if torch.is_grad_enabled():
-            dx, dw, db = _double_backward(ctx, x, weight, dy, dtotal)
+            dx, dw, db = _double_backward(ctx, x, weight, dy, dtotal, wanted)
         elif dy is None:
             dx, dw, db = dtotal, None, None
         else:
-            wanted = [needs[0] or needs[1], needs[2], needs[3]]
             dx, dw, db = norm_backward_op(dy, dtotal, x, weight, ctx.num_dims, *ctx.rule, wanted)
         grads = (
             None if grad is None or not need else grad.to(dtype)
@@ -77,15 +80,16 @@ class _Norm(torch.autograd.Function):
 
 
 def _double_backward(
-    ctx: Any, x: Tensor | None, weight: Tensor | None, dy: Tensor | None, dtotal: Tensor | None
+    ctx: Any,
+    x: Tensor | None,
+    weight: Tensor | None,
+    dy: Tensor | None,
+    dtotal: Tensor | None,
+    needs: list[bool],
 ) -> list[Tensor | None]:
     """Differentiate the twin of norm(x) beside x itself, which stands for the total."""
     num_dims, rule = ctx.num_dims, ctx.rule
     _, _, w_dtype, b_dtype = ctx.dtypes
-    needs_dx, needs_dw, needs_db = (
-        ctx.needs_input_grad[0] or ctx.needs_input_grad[1],
-        *(ctx.needs_input_grad[2:4]),
-    )
     # what was not kept, the gradients do not depend on: zeros have the same ones
     if x is None:
         assert dy is not None
@@ -101,7 +105,7 @@ def _double_backward(
         return _eager(rule, wide, shape, weight, bias).to(out_dtype), x
 
     with torch.autocast(x.device.type, enabled=False):
-        return twin_gradients(twin, (x, weight, bias), (needs_dx, needs_dw, needs_db), (dy, dtotal))
+        return twin_gradients(twin, (x, weight, bias), needs, (dy, dtotal))
 
 
 def _eager(
@@ -232,6 +236,10 @@ def add_layer_norm(
     return _norm("add_layer_norm", x, residual, normalized_shape, spec)  # type: ignore[return-value]
 
 
+# F.rms_norm takes them
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+
+
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm keeping only its input for backward.
 
@@ -268,10 +276,14 @@ class RMSNorm(nn.RMSNorm):
         # once: a parametrization computes it
         weight = self.weight
         spec = NormSpec("rms", weight, None, self.eps, self.offset, self.cast)
-        if not dispatch.are_plain(x, weight):
+        if not dispatch.are_plain(x, weight) or x.dtype in _COMPLEX:
+            fallbacks.note(self, fallbacks.unplain(x, weight=weight))
             return _eager(spec, x, self.normalized_shape, weight, None)
         y = rms_norm(x, self.normalized_shape, weight, self.eps, offset=self.offset, cast=self.cast)
         return norm_sharing.remember(self, y, spec)
+
+    def _get_name(self) -> str:
+        return f"fusedckpt.{super()._get_name()}"
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.RMSNorm does, with what differs from it."""
@@ -305,8 +317,12 @@ class LayerNorm(nn.LayerNorm):
         # once: a parametrization computes them
         weight, bias = self.weight, self.bias
         if not dispatch.are_plain(input, weight, bias):
+            fallbacks.note(self, fallbacks.unplain(input, weight=weight, bias=bias))
             return torch.nn.functional.layer_norm(
                 input, self.normalized_shape, weight, bias, self.eps
             )
         y = layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return norm_sharing.remember(self, y, NormSpec("layer", weight, bias, self.eps))
+
+    def _get_name(self) -> str:
+        return f"fusedckpt.{super()._get_name()}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedckpt import reference
 from fusedckpt.autograd import dispatch, phases
+from fusedckpt.autograd.backward import wanted_gradients
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
@@ -30,6 +31,11 @@ class _Needs(NamedTuple):
     norm: list[bool]
     weights: list[bool]
     biases: list[bool]
+
+    @classmethod
+    def of(cls, flags: Sequence[bool], count: int) -> _Needs:
+        """Sort those of the Function's arguments, `count` being the number of linears."""
+        return cls(list(flags[:3]), list(flags[6 : 6 + count]), list(flags[6 + count :]))
 
     @property
     def dn(self) -> bool:
@@ -53,8 +59,7 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(linears) // 2
         weights, biases = linears[:count], linears[count:]
-        wanted = list(ctx.needs_input_grad)
-        needs = _Needs(wanted[:3], wanted[6 : 6 + count], wanted[6 + count :])
+        needs = _Needs.of(ctx.needs_input_grad, count)
         reads_x = needs.dn or any(needs.weights)
         given = (
             x if reads_x else None,
@@ -77,7 +82,7 @@ class _NormLinear(torch.autograd.Function):
         phase.save(ctx, "norm_linear", given)
         # a linear whose result nobody used gets no gradient
         ctx.set_materialize_grads(False)
-        ctx.rule, ctx.dtype, ctx.needs = rule, dtype, needs
+        ctx.rule, ctx.dtype = rule, dtype
         tensors = (x, norm_weight, norm_bias, *linears)
         ctx.likes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
         if not needs.dn:
@@ -87,14 +92,16 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if all(dy is None for dy in dys):
+        wanted = wanted_gradients(ctx)
+        if all(dy is None for dy in dys) or not any(wanted):
             return (None,) * (len(ctx.likes) + 3)
+        needs = _Needs.of(wanted, len(dys))
         tensors, _ = phases.load(ctx, 3 + len(dys))
         if torch.is_grad_enabled():
-            grads = _double_backward(ctx, tensors, dys)
+            grads = _double_backward(ctx, tensors, dys, needs)
         else:
             with _no_autocast(dys):
-                found = _gradients(ctx, tensors, dys)
+                found = _gradients(ctx, tensors, dys, needs)
             grads = [
                 None if grad is None or like is None else grad.to(like[1])
                 for grad, like in zip(found, ctx.likes, strict=True)
@@ -110,15 +117,14 @@ def _no_autocast(dys: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
 
 
 def _gradients(
-    ctx: Any, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None]
+    ctx: Any, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None], needs: _Needs
 ) -> list[Tensor | None]:
     """Return the wanted gradients of x, the norm's weight and bias, the weights and the biases."""
-    needs: _Needs = ctx.needs
     rows = [None if dy is None else as_matrix(dy) for dy in dys]
     dws = [dy if need else None for dy, need in zip(rows, needs.weights, strict=True)]
     if any(dy is not None for dy in dws):
         dws = _products(ctx, tensors, dws)
-    norm = _norm_gradients(ctx, tensors, rows) if needs.dn else [None] * 3
+    norm = _norm_gradients(ctx, tensors, rows, needs.norm) if needs.dn else [None] * 3
     dbs = (
         column_sums(dy) if dy is not None and need else None
         for dy, need in zip(rows, needs.biases, strict=True)
@@ -137,7 +143,7 @@ def _products(
 
 
 def _norm_gradients(
-    ctx: Any, tensors: Sequence[Tensor | None], dys: list[Tensor | None]
+    ctx: Any, tensors: Sequence[Tensor | None], dys: list[Tensor | None], wanted: list[bool]
 ) -> list[Tensor | None]:
     """Return the wanted gradients of x and of the norm's weight and bias."""
     x, weight, _, *weights = tensors
@@ -147,7 +153,6 @@ def _norm_gradients(
         if dy is not None and w is not None:
             dn = _add_product(dn, dy, w.to(ctx.dtype), wide)
     assert dn is not None
-    wanted = ctx.needs.norm
     grads = norm_backward_op(dn.view(x.shape), None, x, weight, 1, *ctx.rule, wanted)
     return [grad if need else None for grad, need in zip(grads, wanted, strict=True)]
 
@@ -163,7 +168,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype)
 
 
 def _double_backward(
-    ctx: Any, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None]
+    ctx: Any, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None], needs: _Needs
 ) -> list[Tensor | None]:
     rule: NormRule = ctx.rule
     like = next(dy for dy in dys if dy is not None)
@@ -181,9 +186,9 @@ def _double_backward(
         pairs = zip(cast[: len(dys)], cast[len(dys) :], strict=True)
         return tuple(torch.nn.functional.linear(n, w, b) for w, b in pairs)  # type: ignore[arg-type]
 
-    needs = [need for part in ctx.needs for need in part]
+    flags = [need for part in needs for need in part]
     with torch.autocast(like.device.type, enabled=False):
-        return twin_gradients(twin, filled, needs, dys)
+        return twin_gradients(twin, filled, flags, dys)
 
 
 @dispatch.recorded_as(reference.norm_linear)

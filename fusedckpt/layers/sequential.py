@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
 from fusedckpt.layers import constructors, validate
@@ -72,6 +72,16 @@ class Sequential(nn.Sequential):
         super().__init__(*args)
         self.save = save
 
+    def extra_repr(self) -> str:
+        """Say what is computed as one block, as it is now, and what such a block keeps."""
+        found = [run for run in runs(list(self._modules.values())) if run.kind != "layer"]
+        names = list(self._modules)
+        blocks = [f"{names[r.start]}-{names[r.start + r.length - 1]} as {r.kind}" for r in found]
+        return f"save={self.save}, fused: {', '.join(blocks) or 'nothing'}"
+
+    def _get_name(self) -> str:
+        return f"fusedckpt.{super()._get_name()}"
+
     def __getitem__(self, idx: slice | int) -> Any:
         found = super().__getitem__(idx)
         if isinstance(idx, slice):
@@ -85,11 +95,13 @@ class Sequential(nn.Sequential):
         level = levels.resolve("Sequential", None, self.save, MLP_LEVELS)
         layers = list(self._modules.values())
         for run in runs(layers):
-            if run.kind == "layer" or not dispatch.are_plain(input):
-                for layer in run.of(layers):
-                    input = layer(input)
-            else:
-                input = _COMPUTE[run.kind](input, level, *run.of(layers))
+            if run.kind != "layer":
+                if dispatch.are_plain(input):
+                    input = _COMPUTE[run.kind](input, level, *run.of(layers))
+                    continue
+                fallbacks.note(self, fallbacks.unplain(input))
+            for layer in run.of(layers):
+                input = layer(input)
         return input
 
 

@@ -15,8 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fusedckpt import checkpoint_sequential
-from fusedckpt.checkpointing.sequential import sqrt_starts
-from fusedckpt.memory import ChainSizes, chain_sizes, least_starts, saved_tensors
+from fusedckpt._starts import ChainSizes, chain_sizes, least_starts
+from fusedckpt.checkpointing.sequential import measured
+from fusedckpt.memory import peak_bytes, saved_tensors
+
+sqrt_starts = partial(measured, least_starts)
 
 
 def chain(count=7):
@@ -43,10 +46,29 @@ def assert_as_called(model, segments, x, **options):
 
 @pytest.mark.parametrize(
     "segments",
-    [1, 2, 3, 7, "sqrt", [], [2], [1, 2, 6], range(1, 7), (3,), np.int64(3), [np.int32(2), 5]],
+    [
+        1,
+        2,
+        3,
+        7,
+        "sqrt",
+        "recursive",
+        [],
+        [2],
+        [1, 2, 6],
+        range(1, 7),
+        (3,),
+        np.int64(3),
+        [np.int32(2), 5],
+    ],
 )
 def test_sequential(segments):
     assert_as_called(chain(), segments, randn(4, 6))
+
+
+@pytest.mark.parametrize("segments", [3, "sqrt", "recursive"])
+def test_debug(segments):
+    assert_as_called(chain(), segments, randn(4, 6), debug=True)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +81,52 @@ def test_checkpoints_every_segment(segments, lengths):
     assert saved.nbytes == len(lengths) * x.nbytes
 
 
-def test_of_no_function():
+@pytest.mark.parametrize("segments", ["sqrt", "recursive"])
+def test_of_no_function(segments):
     x = randn(3)
-    assert checkpoint_sequential([], "sqrt", x) is x
+    assert checkpoint_sequential([], segments, x) is x
+
+
+class Wide(nn.Module):
+    """It keeps four tensors, none of which is its input."""
+
+    def forward(self, x):
+        return x + x.sin().sin().sin().sin()
+
+
+@pytest.mark.parametrize("exponent", range(1, 9))
+@pytest.mark.parametrize(("function", "width"), [(torch.sin, 0), (Wide(), 3)])
+def test_recursive_peaks_at_a_logarithm(exponent, function, width):
+    """256 layers: 11 tensors, where sqrt takes 33; and 14, where sqrt takes 65."""
+    count, x, calls = 2**exponent, randn(1 << 12), []
+
+    def counted(x):
+        calls.append(1)
+        return function(x)
+
+    def run(segments):
+        x.grad = None
+        y = checkpoint_sequential([counted] * count, segments, x, preserve_rng_state=False)
+        y.backward(dy)
+
+    dy = randn(1 << 12).detach()
+    run(count)
+    expected = x.grad
+    run("recursive")
+    assert torch.equal(x.grad, expected)
+    calls.clear()
+    rise = peak_bytes(lambda: run("recursive"), DEVICE)
+    assert rise == (exponent + 3 + width) * x.nbytes
+    assert len(calls) <= count * (1 + exponent / 2) + 1
+    if count == 256:
+        assert peak_bytes(lambda: run("sqrt"), DEVICE) == (65 if width else 33) * x.nbytes
+
+
+def test_recursive_keeps_a_logarithm_of_inputs():
+    x = randn(64)
+    with saved_tensors() as saved:
+        checkpoint_sequential([torch.sin] * 256, "recursive", x * 1, preserve_rng_state=False)
+    assert saved.nbytes == 9 * x.nbytes
 
 
 def test_options_are_those_of_checkpoint():
@@ -234,6 +299,11 @@ def test_sqrt_starts_before_nothing_that_writes_its_input():
     assert_as_called(model, "sqrt", randn(2, 3, 32, 32).cpu())
 
 
+def test_recursive_halves_before_nothing_that_writes_its_input():
+    """The ReLUs write what BatchNorm saves: no half starts with one, and gradients are exact."""
+    assert_as_called(conv_net(), "recursive", randn(2, 3, 32, 32).cpu())
+
+
 def test_sqrt_starts_before_no_view_that_is_written():
     """A cut before flatten would keep the tensor that ReLU writes through its view."""
     blocks = [[nn.Conv1d(6, 6, 1), nn.Unflatten(1, (2, 3)), nn.Flatten(1, 2)] for _ in range(6)]
@@ -258,7 +328,7 @@ def test_sqrt_inside_selective_checkpointing():
     assert all(map(same, step(call, x), step(lambda x: x.sin().exp().sin().exp(), x)))
 
 
-@pytest.mark.parametrize("segments", [9, 4, "sqrt"])
+@pytest.mark.parametrize("segments", [9, 4, "sqrt", "recursive"])
 def test_compiles(segments):
     torch._dynamo.reset()
     model, x = conv_net()[:9].eval().to(DEVICE), randn(2, 3, 8, 8)
@@ -282,7 +352,7 @@ def test_hands_on_anything():
 
     x = randn(4)
     expected = step(lambda x: merge(split(merge(split(x)))), x)
-    for segments in (4, "sqrt"):
+    for segments in (4, "sqrt", "recursive"):
         assert all(map(same, step(partial(run, segments=segments), x), expected))
 
 
@@ -294,7 +364,7 @@ def test_cut_before_what_writes_its_input():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("segments", [3, "sqrt"])
+@pytest.mark.parametrize("segments", [3, "sqrt", "recursive"])
 def test_without_gradients(segments):
     model, x = chain(), randn(4, 6)
     with torch.no_grad():

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from functools import partial
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import assert_as_plain, same, step
-from support import DEVICE, randn
+from support import DEVICE, randn, run_ranks
 from torch import nn
 
 from fusedckpt import Checkpoint, checkpoint
@@ -361,23 +359,4 @@ def test_gradient_accumulation():
 
 def test_data_parallel(tmp_path):
     """C27: DDP, FSDP1 and FSDP2, by one process per rank; see checkpoint_ranks.py."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("needs gloo")
-    script = Path(__file__).parent / "checkpoint_ranks.py"
-    command = [sys.executable, "-W", "ignore", script, str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    run_ranks(Path(__file__).parent / "checkpoint_ranks.py", tmp_path / "store")

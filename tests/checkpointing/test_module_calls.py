@@ -1,0 +1,81 @@
+"""Modules after a recompute, which saw their calls, are to everybody what they were."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from checkpoints import same
+from support import DEVICE, randn
+from torch import nn
+
+from fusedckpt import checkpoint
+from fusedckpt.autograd.module_calls import observed
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _recomputed():
+    checkpoint(model(), randn(4, 6)).sum().backward()
+
+
+def test_the_class():
+    assert nn.Module._compiled_call_impl is None
+    assert model()._compiled_call_impl is None
+
+
+def test_hooked_modules_compile_as_one_graph():
+    layers, x = model(), randn(4, 6)
+    layers[0].register_forward_hook(lambda module, args, output: output * 2)
+    expected = copy.deepcopy(layers)(x)
+    assert same(torch.compile(layers, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_a_compiled_module():
+    layers, x = model(), randn(4, 6)
+    expected = copy.deepcopy(layers)
+    layers.compile(backend="eager")
+    assert layers._compiled_call_impl is not None
+    assert same(checkpoint(layers, x), expected(x))
+    copied = pickle.loads(pickle.dumps(layers))
+    assert copied._compiled_call_impl is None
+    del layers._compiled_call_impl
+    assert layers._compiled_call_impl is None
+    assert same(layers(x), expected(x))
+
+
+def test_scripts():
+    layers, x = model().eval(), randn(4, 6)
+    assert same(torch.jit.script(layers)(x), layers(x))
+
+
+class Calls:
+    def __init__(self):
+        self.seen = []
+
+    def sees(self, module):
+        return isinstance(module, nn.Linear)
+
+    def enter(self, module):
+        self.seen.append("enter")
+
+    def returned(self, module, output):
+        self.seen.append("returned")
+
+    def leave(self, entered):
+        self.seen.append("leave")
+
+
+def test_calls_are_seen():
+    calls, layers = Calls(), model()
+    with observed(calls):
+        layers(randn(4, 6))
+        with pytest.raises(RuntimeError):
+            layers(randn(4, 5))
+        with observed(None):
+            layers(randn(4, 6))
+    layers(randn(4, 6))
+    assert calls.seen == ["enter", "returned", "leave", "enter", "leave"]

@@ -1,0 +1,151 @@
+"""One of two ranks: fused models under tensor and data parallelism, and fuse of sharded ones.
+
+Run by test_sharded.py as `sharded_ranks.py STORE RANK`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from fusedckpt import fuse  # after the path is set
+
+D, F = 8, 12
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(D)), 1e-6
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, F), nn.Linear(D, F), nn.Linear(F, D)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    norms = nn.Sequential(nn.LayerNorm(D), LlamaRMSNorm(), nn.RMSNorm(D))
+    return nn.Sequential(norms, MLP(), nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)))
+
+
+NAMES = ["0.0", "0.1", "0.2", "1", "2.0"]
+
+
+def tensor_parallel(model: nn.Sequential, mesh) -> nn.Sequential:
+    """Norms on parts of the sequence, an MLP on parts of its features."""
+    for norm in model[0]:
+        parallelize_module(norm, mesh, SequenceParallel())
+    linears = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model[1], mesh, linears)
+    return model
+
+
+def outputs(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    n = model[0](x)
+    n = n.redistribute(placements=[Replicate()]).to_local() if n is not None else n
+    y = model[2](model[1](n))
+    y.square().sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    return [y, *(getattr(g, "full_tensor", lambda g=g: g)() for g in grads)]
+
+
+def check_tensor_parallel(mesh) -> None:
+    eager, fused = build(), build()
+    report = fuse(fused)
+    assert list(report.swapped) == NAMES, report
+    x = torch.randn(2, 4, D)
+    pairs = zip(*(outputs(tensor_parallel(m, mesh), x) for m in (fused, eager)), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs)
+    sharded = "is a DTensor: sharded parameters are not fused"
+    assert report.fallbacks == {
+        **dict.fromkeys(NAMES[:3], f"weight {sharded}"),
+        "1": f"gate.weight {sharded}",
+    }, report
+    left = fuse(tensor_parallel(build(), mesh)).left
+    assert {name: left[name] for name in NAMES[:4]} == report.fallbacks, left
+
+
+def check_fuse_of_sharded(mesh) -> None:
+    why = "its parameters are sharded by FSDP: fuse before sharding"
+
+    def each(model):
+        for part in (*model[0], *model[1:]):
+            fully_shard(part, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    cpu = torch.device("cpu")
+    ways = {
+        "flat": lambda m: FullyShardedDataParallel(m, device_id=cpu),
+        "original": lambda m: FullyShardedDataParallel(m, device_id=cpu, use_orig_params=True),
+        "fully_shard": lambda m: fully_shard(m, mesh=mesh),
+        "of each module": each,
+    }
+    x = torch.randn(3, D)
+    for way, shard in ways.items():
+        model = shard(build())
+        expected = model(x)
+        # between two forwards, the memory of what was gathered is free
+        expected.sum().backward()
+        report = fuse(model)
+        assert report.swapped == {}, (way, report)
+        prefix = "_fsdp_wrapped_module." if isinstance(model, FullyShardedDataParallel) else ""
+        assert report.left == {prefix + name: why for name in NAMES}, (way, report)
+        torch.testing.assert_close(model(x), expected)
+
+
+def check_fused_then_sharded(mesh) -> None:
+    eager, fused = build(), build()
+    report = fuse(fused)
+    for shard in (
+        lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
+        lambda m: fully_shard(m, mesh=mesh),
+    ):
+        x = torch.randn(3, D)
+        model = shard(copy.deepcopy(fused))
+        torch.testing.assert_close(model(x), eager(x))
+        again = fuse(model)
+        assert (again.swapped, again.left) == ({}, {}), again
+        assert sorted(again.already.values()) == sorted(report.swapped.values()), again
+
+
+def main(store: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    check_tensor_parallel(mesh)
+    check_fuse_of_sharded(mesh)
+    check_fused_then_sharded(mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

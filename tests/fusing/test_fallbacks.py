@@ -1,0 +1,223 @@
+"""What the reports say of fused modules that run as their classes would."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from support import DEVICE, needs_inductor, randn
+from swap_cases import D, F
+from test_swapped_calls import Gated, Norm, Tagged
+from torch import nn
+
+import fusedckpt
+from fusedckpt import fuse, report, unfuse
+
+BYTES = 4
+
+
+class LoraLayer:
+    """The base of a library's adapters."""
+
+
+class LoraLinear(nn.Module, LoraLayer):
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.a, self.b = nn.Linear(D, 2, bias=False), nn.Linear(2, F, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.b(self.a(x))
+
+
+class Untagged(nn.Parameter):
+    """A weight with ops of its own, which give plain tensors, as quantised ones do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.fc2(self.drop(self.act(self.fc1(x))))
+
+
+class OtherLinear(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 1
+
+
+def adapt(model):
+    model[0].gate = LoraLinear(model[0].gate)
+
+
+def hook(model):
+    model[0].up.register_forward_hook(lambda *_: None)
+
+
+def change_class(model):
+    model[0].down.__class__ = OtherLinear
+
+
+def tag(model):
+    model[0].down.weight = Untagged(model[0].down.weight.detach())
+
+
+REASONS = {
+    "adapter": (adapt, "gate is a LoraLinear: adapters are not fused"),
+    "hook": (hook, "up: a hook watches it, or its forward was replaced"),
+    "class": (change_class, "down is a OtherLinear, a linear with a forward of its own"),
+    "weight": (
+        tag,
+        "down.weight is a Untagged: quantised weights and the like are not fused",
+    ),
+}
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(Gated(), Norm(), Gated()).to(DEVICE)
+
+
+@pytest.mark.parametrize(("alter", "reason"), REASONS.values(), ids=list(REASONS))
+def test_a_changed_child_is_named_with_its_cost(alter, reason):
+    model = stack()
+    fused = fuse(model)
+    model(randn(3, D)).sum().backward()
+    assert fused.fallbacks == {}
+    alter(model)
+    model(randn(3, D)).sum().backward()
+    assert fused.fallbacks == {"0": reason}
+    more = BYTES * 4 * F
+    assert str(fused).endswith(
+        "not run fused: 1 of 3\n"
+        f"  1 x Gated -> gated_mlp (silu): {reason} (0): up to {more:,} bytes per token more"
+    )
+    # a step of one's own, which changes nothing
+    found = {one.name: one for one in report(model, randn(3, D)).fused}
+    assert {name: one.reason for name, one in found.items()} == {"0": reason, "1": None, "2": None}
+    assert (found["0"].extra_bytes, found["2"].extra_bytes) == (3 * more, 0)
+    assert all(one.calls == 1 for one in found.values())
+    assert fused.fallbacks == {"0": reason}
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_an_input_of_another_class_is_named(index):
+    model = stack()
+    fused = fuse(model)
+    model[index](randn(3, D).detach().as_subclass(Tagged))
+    assert fused.fallbacks == {str(index): "its input is a Tagged, which only its own class takes"}
+
+
+def test_other_arguments_are_named():
+    model = stack()
+    fused = fuse(model)
+    model[0](randn(3, D), 2.0)
+    assert fused.fallbacks == {"0": "called with other arguments than one tensor"}
+
+
+def test_dropout_counts_while_training_alone():
+    model = nn.Sequential(Dropping()).to(DEVICE)
+    fused = fuse(model.eval())
+    model(randn(3, D))
+    with torch.no_grad():
+        model.train()(randn(3, D))
+    # nothing is kept without gradients
+    assert fused.fallbacks == {}
+    model(randn(3, D))
+    assert fused.fallbacks == {"0": "drop drops inside while training"}
+    assert [one.reason for one in report(model, randn(3, D)).fused] == [
+        "drop drops inside while training"
+    ]
+
+
+def test_a_block_of_a_sequential_is_named_as_it_is_now():
+    layers = (nn.Linear(D, F), nn.GELU(), nn.Linear(F, D), nn.Linear(D, D), nn.Tanh())
+    model = nn.Sequential(*layers).to(DEVICE)
+    fused = fuse(model)
+    assert fused.fallbacks == {}
+    model[3].register_forward_hook(lambda *_: None)
+    assert fused.fallbacks == {"3": "3: a hook watches it, or its forward was replaced"}
+    found = {one.name: one for one in report(model, randn(2, D)).fused}
+    assert found["0"].reason is None
+    assert found["3"].reason == fused.fallbacks["3"]
+
+
+def test_fuse_again_begins_anew():
+    model = stack()
+    fused = fuse(model)
+    model[0](randn(3, D), 2.0)
+    assert list(fused.fallbacks) == ["0"]
+    again = fuse(model)
+    model(randn(3, D))
+    assert again.swapped == again.left == again.fallbacks == {}
+    assert again.already == fused.swapped
+    assert again.saved == fused.saved
+    assert str(again).startswith("fused 0 modules, left 0, 3 fused before\n")
+    assert "     2 x Gated -> gated_mlp (silu) (before)" in str(again)
+
+
+def test_a_report_outlives_its_model():
+    model = stack()
+    fused = fuse(model)
+    model[0](randn(3, D), 2.0)
+    for copied in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert copied == fused
+        assert copied.fallbacks == {}
+    del model
+    assert fused.fallbacks == {}
+
+
+def test_unfuse_leaves_no_note():
+    model = stack()
+    before = [module.__dict__.keys() for module in model.modules()]
+    fuse(model)
+    model[0](randn(3, D), 2.0)
+    unfuse(model)
+    assert [module.__dict__.keys() for module in model.modules()] == before
+
+
+def test_a_checkpoint_drops_what_a_fallback_would_keep():
+    model = stack()
+    fuse(model)
+    hook(model)
+    found = report(fusedckpt.Checkpoint(model), randn(3, D)).fused
+    assert [one.extra_bytes for one in found] == [0, 0, 0]
+    assert found[0].reason is not None
+
+
+@needs_inductor
+def test_compiled_code_notes_it_without_breaks_or_recompiles():
+    from torch._dynamo.testing import CompileCounter
+
+    model = nn.Sequential(stack(), Dropping().to(DEVICE))
+    fused = fuse(model)
+    hook(model[0])
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(3):
+        compiled(randn(3, D)).sum().backward()
+    assert counter.frame_count == 1
+    assert sorted(fused.fallbacks) == ["0.0", "1"]
+
+
+def test_the_text_groups_what_ran_alike(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    model = stack()
+    fuse(model)
+    adapt(model)
+    text = str(report(model, randn(4, D)))
+    lines = text.partition("fused modules")[2].splitlines()
+    assert [" ".join(line.split()) for line in lines[2:]] == [
+        "Gated -> gated_mlp (silu) gate is a LoraLinear: adapters are not fused 1 640 B 0",
+        "Norm -> rms_norm (llama cast) fused 1 1",
+        "Gated -> gated_mlp (silu) fused 1 2",
+    ]

@@ -1,0 +1,132 @@
+"""A swapped module never fails where its class would not, and computes the same."""
+
+import copy
+
+import pytest
+import torch
+from support import DEVICE, randn
+from swap_cases import D, F
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+
+from fusedckpt import fuse
+from fusedckpt.memory import saved_tensors
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(D, F, bias=False), nn.Linear(D, F, bias=False)
+        self.down, self.act = nn.Linear(F, D, bias=False), nn.SiLU()
+
+    def forward(self, hidden_states, scale=None):
+        y = self.down(self.act(self.gate(hidden_states)) * self.up(hidden_states))
+        return y if scale is None else y * scale
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(D)), 1e-6
+
+    def forward(self, hidden_states):
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+class Tagged(Tensor):
+    """Every op on it is seen."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+MODULES = {
+    "gated": Gated,
+    "norm": Norm,
+    "LayerNorm": lambda: nn.LayerNorm(D),
+    "RMSNorm": lambda: nn.RMSNorm(D),
+    "Sequential": lambda: nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)),
+}
+every_module = pytest.mark.parametrize("make", MODULES.values(), ids=list(MODULES))
+
+
+def pair_of(make):
+    torch.manual_seed(0)
+    eager = make().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    assert fuse(fused).swapped
+    return eager, fused
+
+
+def jagged() -> Tensor:
+    parts = [torch.randn(n, D, device=DEVICE) for n in (2, 3)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+def assert_same_gradients(fused, eager):
+    for ours, theirs in zip(fused.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@every_module
+def test_jagged_input(make):
+    eager, fused = pair_of(make)
+    x = jagged()
+    for model in (eager, fused):
+        model(x).values().sum().backward()
+    assert torch.equal(fused(x).values(), eager(x).values())
+    assert_same_gradients(fused, eager)
+
+
+@every_module
+def test_input_of_a_class_with_ops_of_its_own(make):
+    eager, fused = pair_of(make)
+    x = randn(3, D).detach().as_subclass(Tagged)
+    assert type(fused(x)) is Tagged
+    for model in (eager, fused):
+        model(x).as_subclass(Tensor).sum().backward()
+    assert_same_gradients(fused, eager)
+
+
+def test_complex_input_of_an_rms_norm():
+    eager, fused = pair_of(MODULES["RMSNorm"])
+    x = torch.randn(3, D, dtype=torch.complex64, device=DEVICE)
+    assert torch.equal(fused(x), eager(x))
+
+
+@every_module
+def test_symbolic_trace_of_the_module_itself(make):
+    """fx takes names and number of inputs from the forward's signature."""
+    eager, fused = pair_of(make)
+    given = {"scale": None} if make is Gated else None
+    graphs = [symbolic_trace(model, given) for model in (fused, eager)]
+    found = [[n.name for n in graph.graph.nodes if n.op == "placeholder"] for graph in graphs]
+    assert [len(names) for names in found] == [1 + (make is Gated)] * 2
+    assert found[0] == found[1]
+    x = randn(3, D)
+    torch.testing.assert_close(graphs[0](x, *[None] * (len(found[0]) - 1)), eager(x))
+
+
+@pytest.mark.parametrize("make", [Gated, Norm])
+def test_an_input_given_by_its_name_runs_fused(make):
+    _, fused = pair_of(make)
+    x = randn(3, D)
+    with saved_tensors() as by_position:
+        first = fused(x * 1)
+    with saved_tensors() as by_name:
+        second = fused(hidden_states=x * 1)
+    assert torch.equal(first, second)
+    assert by_name.nbytes == by_position.nbytes == 3 * D * 4
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        fused(x=x)
+
+
+def test_more_than_the_input_runs_the_original():
+    eager, fused = pair_of(Gated)
+    x = randn(3, D)
+    assert torch.equal(fused(x, scale=2.0), eager(x, scale=2.0))
+    assert torch.equal(fused(x, 2.0), eager(x, 2.0))
+    assert torch.equal(fused(hidden_states=x, scale=2.0), eager(x, 2.0))

@@ -1,0 +1,43 @@
+"""README's first lines run as they stand, on a transformers model."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fusedckpt.autograd.dispatch import forced_path
+
+transformers = pytest.importorskip("transformers", reason="needs the test extra")
+
+
+def saved_model(folder: Path) -> str:
+    """Save a small model with its tokenizer, as a hub would give them."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    config = transformers.LlamaConfig(
+        vocab_size=8,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    words = {word: i for i, word in enumerate(("as", "it", "stands", "[UNK]"))}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_first_lines_run(tmp_path):
+    readme = Path(__file__).parent.parent / "README.md"
+    code = re.search(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    found = {"name": saved_model(tmp_path)}
+    with forced_path("aten"):
+        exec(code[1], found)
+    assert found["loss"].isfinite()
+    assert all(p.grad is not None for p in found["model"].parameters())
