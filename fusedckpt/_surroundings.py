@@ -130,13 +130,11 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
         one.unit(name, partial(walk.handed_on, i), walk.held(i))
         for i, (name, one) in enumerate(costs.items())
     ]
-    # one more while a segment runs again: the states that are put back afterwards
-    replays = [one.replay for one in costs.values()]
-    replay = sum(replays) + max(replays)
     parameters = [x for x in step.parameters() if x.requires_grad and x not in step.gradients]
     gradients = sum(x.numel() * x.element_size() for x in parameters)
-    rest = _Rest(_Phases(moments), units, walk, resident)
-    return rest.chain(replay, gradients + stepping)
+    replays = [one.replay for one in costs.values()]
+    rest = _Rest(_Phases(moments), units, replays, walk, resident)
+    return rest.chain(gradients + stepping)
 
 
 class _Phases:
@@ -163,15 +161,18 @@ class _Rest:
     for what units count. left: what lives on after the backward of the code behind each unit.
     """
 
-    def __init__(self, live: _Phases, units: list[Unit], walk: _Walk, resident: int):
+    def __init__(
+        self, live: _Phases, units: list[Unit], replays: list[int], walk: _Walk, resident: int
+    ):
         self._live, self._units, self._resident = live, units, resident
+        self._inputs = [unit.input - x for unit, x in zip(units, replays, strict=True)]
         # what code holds anyway is not to be made again within a segment
         self._joins = [joins and not walk.held(i) for i, joins in enumerate(walk.joins)]
         # what is counted elsewhere: by parameters and the like, and by units
         self._counted = [resident + walk.shared(i) for i in range(len(units) + 1)]
         end = live.begin("backward")
         assert end is not None
-        forward = [self._begin(f"enter {i}", i, unit.input) for i, unit in enumerate(units)]
+        forward = [self._begin(f"enter {i}", i, x) for i, x in enumerate(self._inputs)]
         backward = [self._begin(f"entered {i}", i, unit.output) for i, unit in enumerate(units)]
         both = [*map(min, forward, backward), end - self._counted[-1]]
         # what is kept before a unit is kept before all that follow
@@ -189,10 +190,10 @@ class _Rest:
         found = self._live.begin(phase)
         if found is None:
             # a unit that no gradient reaches
-            return self._begin(f"enter {i}", i, self._units[i].input)
+            return self._begin(f"enter {i}", i, self._inputs[i])
         return found - self._counted[i] - of_unit
 
-    def chain(self, replay: int, stepping: int) -> Chain:
+    def chain(self, stepping: int) -> Chain:
         """Return the units with what is before, between and after them."""
         units = []
         for i, unit in enumerate(self._units):
@@ -200,7 +201,7 @@ class _Rest:
                 units.append(self._between(i))
             units.append(self._unit(i, unit))
         left = self.left[0] + sum(unit.left for unit in self._units)
-        before = self._before(replay, stepping - left)
+        before = self._before(stepping - left)
         return Chain((before, *units, self._after()), self._resident)
 
     def _unit(self, i: int, unit: Unit) -> Unit:
@@ -208,7 +209,7 @@ class _Rest:
         backward, forward, left = self.backward[i] - self.left[i], unit.forward_transient, unit.left
         behind = 0
         if i and self._joins[i]:
-            before = self._most(f"left {i - 1}", i) - unit.input
+            before = self._most(f"left {i - 1}", i) - self._inputs[i]
             forward, left = max(forward, before), left + self.left[i - 1] - self.left[i]
         if self._joins[i + 1 : i + 2] == [True]:
             behind = self._most(f"entered {i + 1}", i + 1) - self.left[i]
@@ -230,11 +231,13 @@ class _Rest:
         name, left = f"(after {self._units[i - 1].name})", self.left[i - 1] - self.left[i]
         return _code(name, kept, transient, forward, left=left)
 
-    def _before(self, replay: int, stepping: int) -> Unit:
+    def _before(self, stepping: int) -> Unit:
         transient = max(self._most("entered 0", 0) - self.left[0], stepping - self.kept[0])
-        # and what segments may keep besides inputs, as if all units were in one
-        kept, forward = self.kept[0] + replay, self._most("forward", 0)
-        return replace(_code(BEFORE, kept, transient, forward), output=self._units[0].input)
+        kept, forward = self.kept[0], self._most("forward", 0)
+        # and what a segment keeps of units behind its first, as if all that may be joined were
+        replays = [unit.input - x for unit, x in zip(self._units, self._inputs, strict=True)]
+        kept += sum(x for x, joins in zip(replays, self._joins, strict=True) if joins)
+        return replace(_code(BEFORE, kept, transient, forward), output=self._inputs[0])
 
     def _after(self) -> Unit:
         last = len(self._units)

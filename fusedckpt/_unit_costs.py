@@ -68,10 +68,12 @@ class Costs(NamedTuple):
             name,
             tuple(self._level(level, shared[level], held) for level in self.levels),
             forward=self.forward,
-            input=self.input - held,
+            input=self.input - held + self.replay,
             output=self.output,
             tail=self.tail,
-            forward_transient=max(
+            # while it runs again in a segment: the states that are put back afterwards
+            forward_transient=self.replay
+            + max(
                 found.forward + shared[level] - (0 if found.keeps_input else held)
                 for level, found in self.levels.items()
             ),
@@ -81,7 +83,8 @@ class Costs(NamedTuple):
 
     def _level(self, name: str, shared: int, held: int) -> Level:
         found, again, ending = self.levels[name], self.again.get(name), None
-        kept, given = found.kept - shared - (held if found.keeps_input else 0), self.input - held
+        kept = found.kept - shared - (held if found.keeps_input else 0)
+        given = self.input - held + self.replay
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
         if again is not None and found.input == self.input:
             # the segment's input is the unit's

@@ -78,9 +78,10 @@ def plan(
         activation_budget: the same without parameters, gradients and optimizer state, for a step
             that finds all gradients there; without the optimizer's step.
         policy: "budget"; or, without a budget, "none" (keep everything), "all" (every unit runs
-            again on its own), "sqrt", "uniform:k" (k segments), "memory" (the least peak that any
-            plan reaches), "speed" (keep the outputs of matrix products and convolutions), or the
-            modules, or their names, that are to run again, each on its own.
+            again on its own), "sqrt", "uniform:k" (k segments), "memory" (the least peak that was
+            measured, of the plan that should reach it and of "all", "sqrt" and "none"), "speed"
+            (keep the outputs of matrix products and convolutions), or the modules, or their names,
+            that are to run again, each on its own.
         units: the modules to plan, or their names, if not the children of every nn.Sequential and
             nn.ModuleList; where there are none, fused layers; else the model's own children.
         loss, optimizer: as in `report`.
@@ -233,9 +234,7 @@ def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
         target = min(target, found.predicted_bytes) - (_measured(found) - limit)
     # the model of memory rather takes too much than too little; what it finds far too large may not
     # fit the device at all, and is not run
-    whole = by_rule(chain, "none")
-    kept = simulate(chain, whole)
-    last = [least, Solution(whole, kept.peak, kept.extra, 0.0)]
+    last = [least, _by_rule(chain, "none")]
     tried = [
         _tried(step, _plan(step, "budget", chain, solution, limit))
         for solution in last
@@ -260,7 +259,7 @@ def _measured(found: Plan) -> int:
 def _by_policy(policy: Policy, step: Step, chain: Chain, names: Sequence[str]) -> Plan:
     """Return the plan of a rule, with the peak of a step under it."""
     if policy == "memory":
-        return _tried(step, _plan(step, "memory", chain, least_peak(chain)))
+        return _least(step, chain)
     if policy == "speed":
         items = _selective(chain)
     else:
@@ -270,6 +269,26 @@ def _by_policy(policy: Policy, step: Step, chain: Chain, names: Sequence[str]) -
     title = policy if isinstance(policy, str) else f"again: {', '.join(names)}"
     solution = Solution(items, outcome.peak, outcome.extra, 0.0)
     return _tried(step, _plan(step, title, chain, solution))
+
+
+def _least(step: Step, chain: Chain) -> Plan:
+    """Return, of the plan of least peak and those of rules that may come near, the one that does.
+
+    The model of memory may be off by more than what is between them.
+    """
+    least = least_peak(chain)
+    rules = [_by_rule(chain, name) for name in ("all", "sqrt", "none")]
+    ways = [least, *(rule for rule in rules if rule.peak <= _DOUBT * least.peak)]
+    # a way that is there twice is tried once
+    distinct = {way.items: way for way in reversed(ways)}
+    tried = [_tried(step, _plan(step, "memory", chain, way)) for way in distinct.values()]
+    return min(tried, key=lambda found: (_measured(found), found.extra_ms))
+
+
+def _by_rule(chain: Chain, name: str) -> Solution:
+    items = by_rule(chain, name)
+    outcome = simulate(chain, items)
+    return Solution(items, outcome.peak, outcome.extra, 0.0)
 
 
 def _plan(

@@ -77,6 +77,44 @@ def test_what_is_handed_on_is_joined_unless_it_is_held_anyway(holds):
     assert ("limited by" in str(found)) == holds
 
 
+class Skips(nn.Module):
+    """What one half returns, the other gets, too; a mask that code makes is kept by units."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.up = nn.ModuleList(Masked() for _ in range(3))
+
+    def forward(self, x):
+        found, mask = [], torch.rand_like(x) > 0.5
+        for layer in self.down:
+            x = layer(x).relu()
+            found.append(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, found.pop()], -1), mask=mask.float()).relu()
+        return x
+
+
+class Masked(nn.Linear):
+    def __init__(self):
+        super().__init__(2 * WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+
+@pytest.mark.parametrize("policy", ["none", "all", "sqrt", "memory"])
+def test_skip_connections_and_masks(policy):
+    found = planned(Skips(), policy=policy)
+    assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
+
+
+def test_the_policy_memory_is_the_least_of_all():
+    model = Skips()
+    peaks = [planned(model, policy=name).measured_bytes for name in ("none", "all", "sqrt")]
+    assert planned(model, policy="memory").measured_bytes <= min(peaks)
+
+
 @pytest.mark.parametrize("code", CODE)
 def test_a_budget_that_fits_is_not_refused(code):
     model = Coded(code)
