@@ -60,6 +60,19 @@ class Weight(NamedTuple):
     transposed: bool
 
 
+class Block(NamedTuple):
+    """What a forward computes: the arguments of one of our functions.
+
+    kind: "mlp", "gated_mlp" or "linear_act"; linears: in the order of the function's arguments;
+    packed: which half of the first weight comes first, "gate" or "up", "" where it has no halves.
+    """
+
+    kind: str
+    linears: tuple[Weight, ...]
+    activation: str
+    packed: str = ""
+
+
 class Held(NamedTuple):
     """What must still hold of one module.
 

@@ -20,6 +20,8 @@ from torch.nn.parameter import is_lazy
 from fusedckpt import reasons
 from fusedckpt.layers.linear import Linear
 from fusedckpt.parity import is_transposed
+from fusedckpt.recording import record
+from fusedckpt.structure import NONE, activation_by
 
 __all__ = ["apart", "has_weights", "holds", "is_convolutional", "reason_of"]
 
@@ -70,13 +72,22 @@ def reason_of(module: nn.Module, found: str | None) -> str:
     reason = reason or next((one for one in each if one is not None), None)
     if reason is not None:
         return reason
+    weights = [p for one in linears.values() for p in one._parameters.values() if p is not None]
+    dtypes = sorted({str(weight.dtype) for weight in weights})
+    if len(dtypes) > 1:
+        return f"its weights have several dtypes: {', '.join(dtypes)}"
     if found is not None:
-        return found
+        # an unknown activation says more than the ops that it computes
+        acts = module.named_children() if found.endswith(NONE) else ()
+        acts = ((n, act) for n, act in acts if _is_activation(act) and not _is_known(act))
+        return next((f"{name}: {act} {NONE}" for name, act in acts), found)
     if _is_norm(module):
         if isinstance(module, (_NormBase, nn.GroupNorm)):
             return "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
         return f"{kind} computes no norm of a known rule"
     own = _own(module)
+    if any(module.get_parameter(name).dim() == 3 for name in own):
+        return "its weights are 3-dimensional: a mixture of experts is not fused"
     if own:
         return f"{', '.join(own)}: weights of its own, where only linears are fused"
     names, beside = ", ".join(linears), ", ".join(_beside(module))
@@ -100,7 +111,7 @@ def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
             reason = reasons.of_linear(name, linear) or reasons.of_hooks(act, follower)
             if reason is None and between > index + 1:
                 reason = f"a dropout stands between it and {act}"
-            yield name, reason or f"{act}: {follower} is no activation that can be fused"
+            yield name, reason or f"{act}: {follower} {NONE}"
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -168,6 +179,10 @@ def _is_activation(child: nn.Module) -> bool:
         return not isinstance(child, _OTHERS)
     name = type(child).__name__.lower()
     return _has_nothing(child) and any(known in name for known in _NAMES)
+
+
+def _is_known(act: nn.Module) -> bool:
+    return activation_by(record(act, (2, 3, 8))) not in (None, "identity")
 
 
 @cache

@@ -34,15 +34,8 @@ _ELEMENTS = 4096
 _LEAST = 1e-12
 
 
-# the plan of an RMSNorm found by running it, by all that it depends on
-Found = dict[Any, "NormPlan | None"]
-
-
-def norm_swap(module: nn.Module, found: Found | None = None) -> Swap | str | None:
-    """Return how a norm is swapped, the reason why it cannot be, or None for what is no norm.
-
-    found: what earlier calls found; a module that is provably the same is not run again.
-    """
+def norm_swap(module: nn.Module) -> Swap | str | None:
+    """Return how a norm is swapped, the reason why it cannot be, or None for what is no norm."""
     if isinstance(module, (RMSNorm, LayerNorm, FusedRMSNorm)):
         return None
     for original, ours, attributes in (
@@ -51,7 +44,7 @@ def norm_swap(module: nn.Module, found: Found | None = None) -> Swap | str | Non
     ):
         if isinstance(module, original) and type(module).forward is original.forward:
             return _of_torch(module, original, ours, attributes)
-    swap = _of_any_class(module, {} if found is None else found)
+    swap = _of_any_class(module)
     if swap is None and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
         return f"{type(module).__name__} is a subclass of torch's with a forward of its own"
     return swap
@@ -70,7 +63,7 @@ def _of_torch(
     return Swap("norm", change, to, attributes, tuple(module.normalized_shape))
 
 
-def _of_any_class(module: nn.Module, found: Found) -> Swap | str | None:
+def _of_any_class(module: nn.Module) -> Swap | str | None:
     given = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     names, weights = [*given], [*given.values()]
     if module._modules or [*module.buffers(recurse=False)] or len(weights) > 2:
@@ -91,22 +84,14 @@ def _of_any_class(module: nn.Module, found: Found) -> Swap | str | None:
     layer = _layer_norm(recordings, width)
     if layer is None and len(weights) > 1:
         return None
-    held = _held(recordings)
-    shapes = tuple((name, w.shape, w.dtype) for name, w in zip(names, weights, strict=True))
-    key: Any = (type(module), layer, eps, shapes, held, repr(held))
-    if not _is_hashable(key):
-        key = object()
-    if key not in found:
-        found[key] = (
-            _proven(module, layer, names, width) if layer else _plan(module, names, eps, width)
-        )
-    plan = found[key]
+    plan = _proven(module, layer, names, width) if layer else _plan(module, names, eps, width)
     own = weights[0].dtype if weights else torch.float32
     if plan is None:
         # without weights it need not be a norm at all
         return f"{kind} is no RMSNorm of a known rule" if weights and eps is not None else None
     if (own, own) not in plan.dtypes:
         return f"{kind} is an RMSNorm of a known rule, but computes {own} otherwise"
+    held = _held(recordings)
     # an epsilon is read in every call
     reads = tuple(read for read in held.reads if read[0] != (plan.eps,))
     return _swap(module, plan._replace(held=(held._replace(reads=reads),)), width)
@@ -119,14 +104,6 @@ def _held(recordings: list[Recording]) -> Held:
         log.reads.setdefault(path, {}).update(reads)
     (held,) = log.held(set())
     return held
-
-
-def _is_hashable(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
 
 
 def _swap(module: nn.Module, plan: NormPlan, width: int) -> Swap:

@@ -73,14 +73,18 @@ def record(
     shape: tuple[int, ...],
     dtype: torch.dtype | None = None,
     training: bool = False,
+    dropping: Path | None = None,
 ) -> Recording:
-    """Record what a module's forward does to an input of this shape, in some dtype or its own."""
+    """Record what a module's forward does to an input of this shape, in some dtype or its own.
+
+    dropping: the nn.Dropout in it that drops everything; all others drop nothing.
+    """
     log = Log()
     own = next((p.dtype for p in module.parameters()), torch.float32)
     states = random.getstate(), np.random.get_state()
     try:
         with parity.undisturbed(torch.device("meta")):
-            clone = spied(module, log, dtype, training)
+            clone = spied(module, log, dtype, training, dropping)
             x = torch.empty(shape, dtype=dtype or own, device="meta", requires_grad=training)
             with torch.set_grad_enabled(training), _Recorder(log, x) as recorder:
                 y = type(module).forward(clone, x)

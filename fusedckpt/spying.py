@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from functools import cache
+from functools import cache, partial
 from inspect import getattr_static
 from typing import Any
 
@@ -158,12 +158,13 @@ def spied(
     log: Log,
     dtype: torch.dtype | None,
     training: bool,
+    dropping: Path | None = None,
     path: Path = (),
 ) -> Any:
     """Return a copy of a module tree over meta tensors; every place in it has a copy of its own.
 
     dtype: of all floating parameters and buffers, their own if None. While training, dropouts and
-    rates are 0.
+    rates are 0, but for the dropout at `dropping`, whose rate is 1.
     """
     if path and has_hooks(module):
         reason = f"{'.'.join(path)}: a hook watches it, or its forward was replaced"
@@ -182,16 +183,17 @@ def spied(
             log.parameters[id(made)] = (*path, name), made
         return made
 
+    below = partial(spied, log=log, dtype=dtype, training=training, dropping=dropping)
     attributes["training"] = training
     attributes["_parameters"] = {n: meta(p, n, True) for n, p in module._parameters.items()}
     attributes["_buffers"] = {n: meta(b, n, False) for n, b in module._buffers.items()}
     attributes["_modules"] = {
-        name: None if child is None else spied(child, log, dtype, training, (*path, name))
+        name: None if child is None else below(child, path=(*path, name))
         for name, child in module._modules.items()
     }
     if training:
         for name in rates_of(module):
-            attributes[name] = 0.0
+            attributes[name] = float(path == dropping)
     return clone
 
 

@@ -8,16 +8,14 @@ activations: one that clamps is another function, at whatever limit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fusedckpt import parity
-from fusedckpt.held import Path, Weight
+from fusedckpt.held import Block, Path, Weight
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.recording import Node, Recording, function, leaves
 
@@ -27,20 +25,6 @@ _TOL = 1e-8
 _D, _F = 24, 40
 _BESIDE = "its forward uses its input beside its linears"
 NONE = "is no activation that can be fused"
-
-
-@dataclass(frozen=True)
-class Block:
-    """What a forward computes: the arguments of one of our functions.
-
-    kind: "mlp", "gated_mlp" or "linear_act"; linears: in the order of the function's arguments;
-    packed: which half of the first weight comes first, "gate" or "up", "" where it has no halves.
-    """
-
-    kind: str
-    linears: tuple[Weight, ...]
-    activation: str
-    packed: str = ""
 
 
 def block_of(recording: Recording) -> Block | str:
@@ -105,10 +89,6 @@ def _gated(y: Node, h: Node, found: list[Node], products: list[Node]) -> Block |
     return f"{_ops(h)} {NONE}"
 
 
-# of functions already evaluated, by all their ops and arguments
-_known: dict[tuple[Any, ...], str | None] = {}
-
-
 def activation_by(recording: Recording) -> str | None:
     """Return the activation that a recorded forward is, None for any other."""
     y = recording.y
@@ -119,29 +99,8 @@ def activation_by(recording: Recording) -> str | None:
 
 def _looked_up(h: Node, *inputs: Node) -> str | None:
     """Return the activation that a node is of its inputs, the second of which it is times."""
-    ops = _written(h, inputs)
-    if ops not in _known:
-        f = function(h, [*inputs])
-        _known[ops] = activation_of(f) if len(inputs) == 1 else gate_of(f)
-    return _known[ops]
-
-
-def _written(h: Node, inputs: tuple[Node, ...]) -> tuple[Any, ...]:
-    """Write down a function of single elements: its ops in order, their arguments by number."""
-    numbers = {node: index for index, node in enumerate(inputs)}
-    ops: list[Any] = [len(inputs)]
-
-    def number(value: Any) -> Any:
-        if not isinstance(value, Node):
-            return repr(value)
-        if value not in numbers:
-            given = tree_map(number, (value.args, value.kwargs or {}))
-            ops.append((str(value.op), str(given)))
-            numbers[value] = len(numbers)
-        return f"%{numbers[value]}"
-
-    number(h)
-    return tuple(ops)
+    f = function(h, [*inputs])
+    return activation_of(f) if len(inputs) == 1 else gate_of(f)
 
 
 def _weight(product: Node) -> Weight:
@@ -179,18 +138,6 @@ def _strange(y: Node) -> str | None:
     return None
 
 
-def _is_of_x(node: Node) -> bool:
-    return all(leaf.kind == "x" for leaf in leaves(node))
-
-
-def _is_linear(node: Node) -> bool:
-    """Whether a node is no op on single elements, or one as adapters have them: a scaled sum."""
-    if node.kind != "point":
-        return True
-    name = node.op.overloadpacket.__name__.rstrip("_")
-    return name in ("add", "sub") or (name in ("mul", "div") and len(node.of) == 1)
-
-
 def _before(y: Node) -> dict[Node, None]:
     """Return a node and all that it was made from."""
     seen: dict[Node, None] = {}
@@ -206,22 +153,6 @@ def _before(y: Node) -> dict[Node, None]:
 def _described(node: Node) -> str:
     paths = [".".join(one.path) for one in node.of if one.kind == "weight"]
     return f"{node.name} of {', '.join(paths)}" if paths else node.name
-
-
-def is_like_one(recording: Recording) -> bool:
-    """Whether a forward is made of linears and ops on single elements alone, and of both."""
-    if recording.y is None or recording.y.kind not in ("product", "point"):
-        return False
-    if recording.shapes[0][:-1] != recording.shapes[1][:-1]:
-        return False
-    nodes = _before(recording.y)
-    if not any(node.kind == "product" for node in nodes) or all(map(_is_linear, nodes)):
-        return False
-    # as layers that modulate others have it: an activation of the input, then a linear
-    if all(_is_linear(node) or _is_of_x(node) for node in nodes):
-        return False
-    strange = _strange(recording.y)
-    return strange is None or not strange.startswith("its forward computes")
 
 
 @cache

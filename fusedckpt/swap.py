@@ -6,9 +6,7 @@ children and state_dict stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -17,16 +15,14 @@ from fusedckpt import left, reasons, running
 from fusedckpt._wanted import Names, Wanted, patterns
 from fusedckpt.autograd import fallbacks, levels
 from fusedckpt.autograd.levels import LEVELS
-from fusedckpt.checks import Checks
 from fusedckpt.fuse_report import FuseReport
 from fusedckpt.held import MARK, Original, Part, child_at
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
-from fusedckpt.match_mlps import mlp_swap
-from fusedckpt.match_norms import norm_swap
-from fusedckpt.match_sequentials import apart, blocks_of
+from fusedckpt.match_sequentials import blocks_of
+from fusedckpt.matcher import Matcher, unfit
 from fusedckpt.running import join
-from fusedckpt.swapped import Swap, is_made, subclass, unfit_layer, within
+from fusedckpt.swapped import Swap, is_made, subclass, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
 
@@ -88,11 +84,11 @@ def fuse(
     # all are planned before anything is touched
     planned: list[tuple[nn.Module, Swap]] = []
     inside: set[nn.Module] = set()
-    checks = Checks(verify)
+    matcher = Matcher(save, verify)
     for name, module in modules.items():
         if module in inside:
             continue
-        swaps = [*_planned(name, module, save, wanted, checks, report)]
+        swaps = [*_planned(name, module, wanted, matcher, report)]
         planned += [(module, swap) for swap in swaps]
         made = [module.__dict__, *(swap.attributes for swap in swaps)]
         if any(_computes_inside(module, attributes.get("_fusedckpt_plan")) for attributes in made):
@@ -105,7 +101,7 @@ def fuse(
 
 
 def _planned(
-    name: str, module: nn.Module, save: str, wanted: Wanted, checks: Checks, report: FuseReport
+    name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
 ) -> Iterator[Swap]:
     """Yield how a module is swapped, if at all; add to the report what will be and what not."""
     if (original := module.__dict__.get(MARK)) is not None:
@@ -115,52 +111,24 @@ def _planned(
         return
     if type(module).__module__.startswith("fusedckpt."):
         return
-    matchers = _matchers(module, save, checks)
+    kinds = ["norm", "mlp"]
     if isinstance(module, nn.Sequential):
-        whole = _whole(module, save, checks) if matchers and (wanted.mlp or wanted.linear) else None
-        if whole is None:
-            yield from _sequential(name, module, save, wanted, checks, report)
+        if not ((wanted.mlp or wanted.linear) and matcher.is_one_block(module)):
+            yield from _sequential(name, module, wanted, matcher, report)
             return
-        matchers = {"mlp": lambda _: whole}
-    found: dict[str, str] = {}
-    for kind, match in matchers.items():
+        kinds = ["mlp"]
+    reasons: dict[str, str] = {}
+    for kind in kinds:
         if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
             continue
-        swap = match(module)
-        if isinstance(swap, str):
-            found[kind] = swap
-        elif swap is not None and wanted.has(name, swap.kind):
-            obstacle, saved = _unfit(module, swap.attributes, *module.modules()), None
-            if obstacle is None:
-                obstacle, saved = checks.of(module, swap)
-            if obstacle is None:
-                part = Part(swap.kind, swap.change, saved)
-                report.swap(name, part)
-                yield replace(swap, parts={"": part})
-                return
-            found[swap.kind] = obstacle
-    _leave(name, module, found, wanted, report)
-
-
-def _matchers(
-    module: nn.Module, save: str, checks: Checks
-) -> dict[str, Callable[[nn.Module], Swap | str | None]]:
-    """Return what finds a swap, by kinds; nothing for a module that must not be run."""
-    if any(reasons.of_storage(layer) is not None for layer in module.modules()):
-        return {}
-    return {
-        "norm": partial(norm_swap, found=checks.norms),
-        "mlp": partial(mlp_swap, save=save, confirmed=checks.confirmed),
-    }
-
-
-def _whole(parent: nn.Sequential, save: str, checks: Checks) -> Swap | None:
-    """Return how a Sequential is swapped that is one block which no run of its layers is."""
-    kinds = [block.swap.kind for block in blocks_of(parent, save)]
-    found = None if "mlp" in kinds else mlp_swap(parent, save, checks.confirmed)
-    if not isinstance(found, Swap) or (kinds and found.kind == "linear"):
-        return None
-    return found
+        found = matcher.of(module, kind)
+        if isinstance(found, str):
+            reasons[kind] = found
+        elif found is not None and wanted.has(name, found.kind):
+            report.swap(name, found.parts[""])
+            yield found
+            return
+    _leave(name, module, reasons, wanted, report)
 
 
 def _computes_inside(module: nn.Module, plan: Any) -> bool:
@@ -178,26 +146,19 @@ def _leave(
     name: str, module: nn.Module, found: dict[str, str], wanted: Wanted, report: FuseReport
 ) -> None:
     """Name a module that was not swapped, if it is one that could have been."""
-    if not left.has_weights(module) or left.is_convolutional(module):
-        found.pop("mlp", None)
     kind = left.holds(module) or next(iter(found), None)
-    if kind is not None and (found or wanted.has(name, kind)):
-        kind, reason = next(iter(found.items()), (kind, None))
-        report.leave(name, kind, left.reason_of(module, reason), type(module).__name__)
+    if kind is not None and wanted.has(name, kind):
+        reason = left.reason_of(module, found.get("norm" if kind == "norm" else "mlp"))
+        report.leave(name, kind, reason, type(module).__name__)
 
 
 def _sequential(
-    prefix: str,
-    parent: nn.Sequential,
-    save: str,
-    wanted: Wanted,
-    checks: Checks,
-    report: FuseReport,
+    prefix: str, parent: nn.Sequential, wanted: Wanted, matcher: Matcher, report: FuseReport
 ) -> Iterator[Swap]:
-    save, kind = within(save, ("inputs", "preact")), type(parent).__name__
+    save, kind = within(matcher.save, ("inputs", "preact")), type(parent).__name__
     attributes = {"save": save}
     blocks = {block.name: block for block in blocks_of(parent, save)}
-    for name, reason in {**dict(left.apart(parent)), **apart(parent)}.items():
+    for name, reason in left.apart(parent):
         if name not in blocks and wanted.has(join(prefix, name), "linear"):
             own = reasons.of_class(name, parent.get_submodule(name))
             reason = reasons.of_storage(parent) or own or reason
@@ -208,17 +169,17 @@ def _sequential(
     # one layer that no kernel takes, or a block that is not meant, keeps the Sequential as it is
     layers = [layer for block in blocks.values() for layer in block.layers]
     obstacle = (
-        reasons.of_storage(parent) or _own_forward(parent) or _unfit(parent, attributes, *layers)
+        reasons.of_storage(parent) or _own_forward(parent) or unfit(parent, attributes, *layers)
     )
     if obstacle is None and len(meant) < len(blocks):
         obstacle = "another block of its Sequential is not to be fused"
     parts: dict[str, Part] = {}
     for name, block in meant.items():
-        swap, saved = block.swap, None
-        if obstacle is None:
-            obstacle, saved = checks.of(nn.Sequential(*block.layers), swap)
-        if obstacle is None:
-            parts[name] = Part(swap.kind, swap.change, saved)
+        found = obstacle or matcher.checked(nn.Sequential(*block.layers), block.swap)
+        if isinstance(found, str):
+            obstacle = found
+        else:
+            parts[name] = found.parts[""]
             report.swap(join(prefix, name), parts[name])
     if obstacle is None:
         is_plain = type(parent) is nn.Sequential
@@ -265,15 +226,3 @@ def _own_forward(parent: nn.Sequential) -> str | None:
     if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
         return None
     return f"{kind.__name__} is a subclass of nn.Sequential with a forward of its own"
-
-
-def _unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) -> str | None:
-    """Return why ours cannot stand for this module, None if it can."""
-    kind = type(module).__name__
-    if "forward" in module.__dict__:
-        return f"the forward of the {kind} was replaced"
-    for attribute in attributes:
-        if hasattr(module, attribute):
-            return f"the {kind} has an attribute {attribute} already"
-    each = (reasons.of_layer(layer) or unfit_layer(layer) for layer in (module, *layers))
-    return next(filter(None, each), None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.held import MARK, Held, Original, Part, Path, Weight, broken, child_at
+from fusedckpt.held import MARK, Block, Held, Original, Part, Path, broken, child_at
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
@@ -218,15 +218,12 @@ class FusedRMSNorm(Swapped):
 class MLPPlan(NamedTuple):
     """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
 
-    kind, linears, activation, packed: as `structure.Block` has them; held: what must still hold;
-    rates: paths and names of numbers that drop something inside while training; last: the path of a
-    child that drops from the result; dtypes: of the weights, for which all that was proven.
+    held: what must still hold; rates: paths and names of numbers that drop something inside while
+    training; last: the path of a child that drops from the result; dtypes: of the weights, for
+    which all that was seen to hold.
     """
 
-    kind: str
-    linears: tuple[Weight, ...]
-    activation: str
-    packed: str
+    block: Block
     held: tuple[Held, ...]
     rates: tuple[tuple[Path, str], ...]
     last: Path | None
@@ -244,13 +241,13 @@ class FusedMLP(Swapped):
         obstacle = _obstacle(self, plan, x)
         if obstacle is not None:
             return obstacle
-        y = _COMPUTE[plan.kind](x, self, plan)
+        y = _COMPUTE[plan.block.kind](x, self, plan.block)
         return y if plan.last is None else child_at(self, plan.last)(y)  # type: ignore[misc]  # held
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""
-        plan = self._fusedckpt_plan
-        now = f"{plan.kind}, activation={plan.activation}"
+        block = self._fusedckpt_plan.block
+        now = f"{block.kind}, activation={block.activation}"
         return _described(super().extra_repr(), now, f"save={self.save}")
 
 
@@ -269,7 +266,7 @@ def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> Fallback | None:
             return "dropout", ".".join(path) or name
     if not dispatch.are_plain(x):
         return fallbacks.unplain(x)
-    for (weight, bias), linear in zip(_given(module, plan), plan.linears, strict=True):
+    for (weight, bias), linear in zip(_given(module, plan.block), plan.block.linears, strict=True):
         for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
             # gone as a parametrization or sharding leaves it, or of another class
             if path is not None and not (isinstance(tensor, Tensor) and dispatch.are_plain(tensor)):
@@ -281,11 +278,11 @@ def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> Fallback | None:
     return None
 
 
-def _given(module: nn.Module, plan: MLPPlan) -> list[tuple[Any, Any]]:
-    """Return the (weight, bias) of the plan's linears, as they are."""
+def _given(module: nn.Module, block: Block) -> list[tuple[Any, Any]]:
+    """Return the (weight, bias) of a block's linears, as they are."""
     return [
         (_parameter(module, weight), None if bias is None else _parameter(module, bias))
-        for weight, bias, _ in plan.linears
+        for weight, bias, _ in block.linears
     ]
 
 
@@ -294,23 +291,23 @@ def _parameter(module: nn.Module, path: Path) -> Any:
     return owner._parameters.get(path[-1], _GONE)
 
 
-def _tensors(module: nn.Module, plan: MLPPlan) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the (weight, bias) of the plan's linears, weights as [out, in] views."""
-    pairs = zip(_given(module, plan), plan.linears, strict=True)
+def _tensors(module: nn.Module, block: Block) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the (weight, bias) of a block's linears, weights as [out, in] views."""
+    pairs = zip(_given(module, block), block.linears, strict=True)
     return [(weight.t() if one.transposed else weight, bias) for (weight, bias), one in pairs]
 
 
-def _run_mlp(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+def _run_mlp(x: Tensor, module: Any, block: Block) -> Tensor:
     level = levels.resolve("mlp", None, within(module.save, MLP_LEVELS), MLP_LEVELS)
-    (fc1, fc1_bias), (fc2, fc2_bias) = _tensors(module, plan)
-    return mlp(x, fc1, fc1_bias, fc2, fc2_bias, plan.activation, save=level)
+    (fc1, fc1_bias), (fc2, fc2_bias) = _tensors(module, block)
+    return mlp(x, fc1, fc1_bias, fc2, fc2_bias, block.activation, save=level)
 
 
-def _run_gated(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+def _run_gated(x: Tensor, module: Any, block: Block) -> Tensor:
     level = levels.resolve("gated_mlp", None, module.save, GATED_LEVELS)
-    (gate, gate_bias), *up, (down, down_bias) = _tensors(module, plan)
+    (gate, gate_bias), *up, (down, down_bias) = _tensors(module, block)
     up_weight, up_bias = up[0] if up else (None, None)
-    if plan.packed == "up":
+    if block.packed == "up":
         up_weight, gate = gate.chunk(2)
         up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
     return gated_mlp(
@@ -318,7 +315,7 @@ def _run_gated(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
         gate,
         up_weight,
         down,
-        plan.activation,
+        block.activation,
         gate_bias=gate_bias,
         up_bias=up_bias,
         down_bias=down_bias,
@@ -326,10 +323,10 @@ def _run_gated(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
     )
 
 
-def _run_linear_act(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+def _run_linear_act(x: Tensor, module: Any, block: Block) -> Tensor:
     level = levels.resolve("linear_act", None, within(module.save, LINEAR_LEVELS), LINEAR_LEVELS)
-    ((weight, bias),) = _tensors(module, plan)
-    return linear_act(x, weight, bias, plan.activation, save=level)
+    ((weight, bias),) = _tensors(module, block)
+    return linear_act(x, weight, bias, block.activation, save=level)
 
 
 def within(level: str, known: tuple[str, ...]) -> str:

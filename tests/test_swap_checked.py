@@ -68,6 +68,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(2, D, H))
         self.act_fn = nn.SiLU()
 
+    def forward(self, x, index):
+        return F.linear(self.act_fn(F.linear(x, self.up[index])), self.down[index])
+
 
 class StraightThrough(torch.autograd.Function):
     @staticmethod
@@ -153,8 +156,8 @@ LEFT = {
     "RReLU": (lambda: Plain(nn.RReLU()), "its forward draws random numbers"),
     "dtypes": (with_two_dtypes, "its weights have several dtypes: torch.bfloat16, torch.float32"),
     "scaled": (Scaled, "after its last linear it computes mul"),
-    "inlined": (Inlined, "its linears and activation stand beside norm"),
-    "own parameter": (Own, "its linears and activation stand beside scale"),
+    "inlined": (Inlined, "its forward computes native_layer_norm of norm.weight, norm.bias"),
+    "own parameter": (Own, "its forward computes mul of scale"),
     "in training": (Noisy, "Noisy computes something else while training"),
     "experts": (Experts, "its weights are 3-dimensional: a mixture of experts is not fused"),
     "attribute": (with_save, "the Plain has an attribute save already"),

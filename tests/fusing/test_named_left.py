@@ -89,7 +89,7 @@ LEFT = {
     ),
     "convolutional": (ResNet, {"bn1": OTHER}),
     "gate without its linear": (GEGLU, {"": ""}),
-    "raw weights": (Raw, {"": "w1, w2"}),
+    "raw weights": (Raw, {"": "its forward computes cumsum"}),
     "mixer": (Mixer, {"": "conv1d"}),
     "norm": (ScaleNorm, {"": "ScaleNorm"}),
     "group norm": (lambda: nn.GroupNorm(2, D), {"": OTHER}),
