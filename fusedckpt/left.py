@@ -107,11 +107,11 @@ def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
         if not _is_linear(linear) or between == len(layers):
             continue
         act, follower = layers[between]
-        if _is_activation(follower):
+        if _is_activation(follower) or isinstance(follower, _MODULES):
             reason = reasons.of_linear(name, linear) or reasons.of_hooks(act, follower)
             if reason is None and between > index + 1:
                 reason = f"a dropout stands between it and {act}"
-            yield name, reason or f"{act}: {follower} {NONE}"
+            yield name, reason or f"{follower} {NONE}"
 
 
 def _is_norm(module: nn.Module) -> bool:

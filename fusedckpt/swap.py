@@ -158,18 +158,18 @@ def _sequential(
     save, kind = within(matcher.save, ("inputs", "preact")), type(parent).__name__
     attributes = {"save": save}
     blocks = {block.name: block for block in blocks_of(parent, save)}
+    fused = {layer for block in blocks.values() for layer in block.layers}
     for name, reason in left.apart(parent):
-        if name not in blocks and wanted.has(join(prefix, name), "linear"):
-            own = reasons.of_class(name, parent.get_submodule(name))
-            reason = reasons.of_storage(parent) or own or reason
+        linear = parent.get_submodule(name)
+        if linear not in fused and wanted.has(join(prefix, name), "linear"):
+            reason = reasons.of_storage(parent) or reasons.of_class(name, linear) or reason
             report.leave(join(prefix, name), "linear", reason, kind)
     meant = {n: b for n, b in blocks.items() if wanted.has(join(prefix, n), b.swap.kind)}
     if not meant:
         return
     # one layer that no kernel takes, or a block that is not meant, keeps the Sequential as it is
-    layers = [layer for block in blocks.values() for layer in block.layers]
     obstacle = (
-        reasons.of_storage(parent) or _own_forward(parent) or unfit(parent, attributes, *layers)
+        reasons.of_storage(parent) or _own_forward(parent) or unfit(parent, attributes, *fused)
     )
     if obstacle is None and len(meant) < len(blocks):
         obstacle = "another block of its Sequential is not to be fused"

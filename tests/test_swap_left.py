@@ -95,7 +95,7 @@ def sparse() -> nn.Sequential:
     return model
 
 
-WATCHED = "a hook watches it or its activation, or a forward was replaced"
+WATCHED = "a hook watches it, or its forward was replaced"
 OWN = "is a subclass of torch's with a forward of its own"
 NO_ACTIVATION = "is no activation that can be fused"
 DECLINED = {
