@@ -11,6 +11,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -153,8 +155,8 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     """Return how swapping would change outputs or gradients, None if it does not.
 
     Root mean square errors against float64, over draws of 256 elements or 16 draws, in the
-    module's own dtype, at inputs of several scales: err(swapped) <= 2 err(as it is) + 8 eps
-    max(1, rms(truth)), 64 eps max(scale, rms(truth)) where the scale is not 1.
+    module's own dtype, in eval and in training, at inputs of several scales: err(swapped) <= 2
+    err(as it is) + 8 eps max(1, rms(truth)), 64 eps max(scale, rms(truth)) where the scale is not 1.
     """
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device
@@ -166,9 +168,10 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     with undisturbed(device):
         if not _runs_widely(module, swap, device):
             return "it does not run in float64, in which it would be checked"
-        for scale in SCALES:
+        for scale, training in product(SCALES, (False, True)):
             seeds = range(draws if scale == 1 else min(draws, 4))
-            errors = [_errors(module, swap, first.dtype, device, seed, scale) for seed in seeds]
+            run = partial(_errors, module, swap, first.dtype, device, training, scale)
+            errors = [run(seed) for seed in seeds]
             found = _verdict(torch.stack(errors).sum(0), first.dtype, scale)
             if found is not None:
                 return found
@@ -204,7 +207,13 @@ def _verdict(sums: Tensor, dtype: torch.dtype, scale: float) -> str | None:
 
 
 def _errors(
-    module: nn.Module, swap: Swap, dtype: torch.dtype, device: torch.device, seed: int, scale: float
+    module: nn.Module,
+    swap: Swap,
+    dtype: torch.dtype,
+    device: torch.device,
+    training: bool,
+    scale: float,
+    seed: int,
 ) -> Tensor:
     """Return squared errors of ours and eager's, squares, counts and strays, per result."""
     draw = Draw(module, swap.small or swap.features, swap.sizes, seed=seed)
@@ -216,10 +225,10 @@ def _errors(
         return results(make(values), values, x, dout.to(device))
 
     def eager(values: dict[int, Tensor]) -> Any:
-        return replica(module, values, attributes=swap.numbers)
+        return replica(module, values, training, swap.numbers)
 
     def ours(values: dict[int, Tensor]) -> Any:
-        return swapped_replica(swap, module, values, attributes=swap.numbers)
+        return swapped_replica(swap, module, values, training, swap.numbers)
 
     with torch.no_grad():
         wide = {key: value.to(device) for key, value in draw.values.items()}

@@ -158,7 +158,7 @@ def _sequential(
     save, kind = within(matcher.save, ("inputs", "preact")), type(parent).__name__
     attributes = {"save": save}
     blocks = {block.name: block for block in blocks_of(parent, save)}
-    fused = {layer for block in blocks.values() for layer in block.layers}
+    fused = [layer for block in blocks.values() for layer in block.layers]
     for name, reason in left.apart(parent):
         linear = parent.get_submodule(name)
         if linear not in fused and wanted.has(join(prefix, name), "linear"):
