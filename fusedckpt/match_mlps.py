@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fusedckpt import parity
+from fusedckpt import left, parity
 from fusedckpt.held import Block, Path, child_at
 from fusedckpt.recording import Recording, record
 from fusedckpt.spying import rates_of
@@ -23,8 +23,20 @@ from fusedckpt.structure import block_of, features_of, sizes_of
 from fusedckpt.swapped import FusedMLP, MLPPlan, Swap, subclass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# leading shapes: rows, one token, and so many that some would cut them
-_SHAPE, _OTHERS, _LONG = (2, 3), (1, 1), (3, 4096)
+_SHAPE = (2, 3)
+# in what else it has to be the same
+_RUNS: dict[str, dict[str, Any]] = {
+    "for one token": {"shape": (1, 1)},
+    "for long inputs": {"shape": (3, 4096)},
+    "for two dimensions": {"shape": (5,)},
+    "for four dimensions": {"shape": (2, 1, 3)},
+    "for strided inputs": {"shape": _SHAPE, "strided": True},
+    "while training": {"shape": _SHAPE, "training": True},
+    "for long inputs in training": {"shape": (3, 4096), "training": True},
+    "under autocast": {"shape": _SHAPE, "autocast": True},
+}
+# not every forward takes these
+_MAY_RAISE = ("for two dimensions", "for four dimensions", "for strided inputs")
 _MODULES = 16
 
 
@@ -35,7 +47,7 @@ def mlp_swap(module: nn.Module, save: str) -> Swap | str | None:
     if type(module).forward is nn.Linear.forward or not _may_be_block(module):
         return None
     plan = _plan(module)
-    if isinstance(plan, str):
+    if not isinstance(plan, MLPPlan):
         return plan
     if any(_is_alone(child, module) for child in module.children()):
         return None
@@ -65,21 +77,24 @@ def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
     return isinstance(_plan(child), MLPPlan)
 
 
-def _plan(module: nn.Module) -> MLPPlan | str:
-    """Record a module; return its block and all that this depends on, or why it is none."""
+def _plan(module: nn.Module) -> MLPPlan | str | None:
+    """Record a module; return its block and all that this depends on, or why it is none.
+
+    None for one that does not look like a block either.
+    """
     first = _first_recording(module)
     block = block_of(first)
     if isinstance(block, str):
-        return block
+        return block if left.holds(module) else None
     width = first.shapes[0][-1:]
     found = [first]
-    for shape, training in ((_OTHERS, False), (_LONG, False), (_SHAPE, True), (_LONG, True)):
-        when = "while training" if training else "for other shapes"
-        found.append(record(module, (*shape, *width), training=training))
-        if found[-1].log.stop is not None:
-            return f"{found[-1].log.stop} {when}"
-        if block_of(found[-1]) != block:
+    for when, how in _RUNS.items():
+        recording = record(module, **{**how, "shape": (*how["shape"], *width)})
+        if recording.log.stop is not None:
+            return f"{recording.log.stop} {when}"
+        if block_of(recording) != block and not (recording.y is None and when in _MAY_RAISE):
             return f"{type(module).__name__} computes something else {when}"
+        found.append(recording)
     own = next(module.parameters()).dtype
     dtypes = [own]
     for dtype in _DTYPES:

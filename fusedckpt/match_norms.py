@@ -76,7 +76,7 @@ def _of_any_class(module: nn.Module) -> Swap | str | None:
     eps = next((n for n in _EPSILONS if isinstance(getattr(module, n, None), float)), None)
     if not weights and eps is None:
         return None
-    recordings = [record(module, (2, 3, width), None, training) for training in (False, True)]
+    recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
     kind = type(module).__name__
     if stop is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt import left, parity, reasons
+from fusedckpt import parity, reasons
 from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.held import Part, is_simple
 from fusedckpt.match_mlps import mlp_swap
@@ -57,8 +57,7 @@ class Matcher:
     def _match(self, module: nn.Module, kind: str) -> Swap | str | None:
         swap = norm_swap(module) if kind == "norm" else mlp_swap(module, self.save)
         if not isinstance(swap, Swap):
-            # many modules are no MLP: those that do not look like one are not mentioned
-            return swap if kind == "norm" or left.holds(module) else None
+            return swap
         return unfit(module, swap.attributes, *module.modules()) or self._check(module, swap)
 
     def _check(self, module: nn.Module, swap: Swap) -> Swap | str:

@@ -146,6 +146,8 @@ def results(module: Any, leaves: dict[int, Tensor], x: Tensor, dout: Tensor) -> 
     """Return the output and the gradients of x and of every parameter."""
     y = call(module, x)
     wanted = [x, *leaves.values()]
+    if not y.requires_grad:
+        return [y, *map(torch.zeros_like, wanted)]
     grads = torch.autograd.grad(y, wanted, dout.to(y), allow_unused=True)
     found = zip(grads, wanted, strict=True)
     return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in found)]
@@ -156,7 +158,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
 
     Root mean square errors against float64, over draws of 256 elements or 16 draws, in the
     module's own dtype, in eval and in training, at inputs of several scales: err(swapped) <= 2
-    err(as it is) + 8 eps max(1, rms(truth)), 64 eps max(scale, rms(truth)) where the scale is not 1.
+    err(as it is) + 8 eps max(1, rms(truth)), 64 eps max(scale, rms(truth)) where scale is not 1.
     """
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device

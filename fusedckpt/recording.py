@@ -8,13 +8,15 @@ matrix products.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -28,6 +30,7 @@ _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero"
 # nodes that hold a number for every element of rows
 _ROWS = ("x", "product", "part", "point")
 _COPIES = ("_unsafe_view", "clone")
+_AUTOCASTING = ("cpu", "cuda")
 
 
 @dataclass(eq=False)
@@ -72,12 +75,17 @@ def record(
     module: nn.Module,
     shape: tuple[int, ...],
     dtype: torch.dtype | None = None,
+    *,
     training: bool = False,
     dropping: Path | None = None,
+    autocast: bool = False,
+    strided: bool = False,
 ) -> Recording:
     """Record what a module's forward does to an input of this shape, in some dtype or its own.
 
-    dropping: the nn.Dropout in it that drops everything; all others drop nothing.
+    training: with gradients, too; dropping: the nn.Dropout in it that drops everything, all others
+    drop nothing; autocast: whether it is enabled, which tensors without values do not follow;
+    strided: whether the input's first two dimensions are transposed in memory.
     """
     log = Log()
     own = next((p.dtype for p in module.parameters()), torch.float32)
@@ -85,8 +93,15 @@ def record(
     try:
         with parity.undisturbed(torch.device("meta")):
             clone = spied(module, log, dtype, training, dropping)
-            x = torch.empty(shape, dtype=dtype or own, device="meta", requires_grad=training)
-            with torch.set_grad_enabled(training), _Recorder(log, x) as recorder:
+            x = torch.empty(shape, dtype=dtype or own, device="meta")
+            x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
+            x.requires_grad_(training)
+            with (
+                torch.set_grad_enabled(training),
+                _autocasting(autocast),
+                _Watch(log),
+                _Recorder(log, x) as recorder,
+            ):
                 y = type(module).forward(clone, x)
     except Exception as error:  # arbitrary code of others, on tensors without values
         return Recording(None, log, log.stop or f"its forward raised a {type(error).__name__}")
@@ -110,12 +125,42 @@ def _differ(before: Any, after: Any) -> bool:
     return not (np.array_equal(before[1], after[1]) and before[2:] == after[2:])
 
 
+@contextmanager
+def _autocasting(enabled: bool) -> Iterator[None]:
+    before = [torch.is_autocast_enabled(device) for device in _AUTOCASTING]
+    try:
+        for device in _AUTOCASTING:
+            torch.set_autocast_enabled(device, enabled)
+        yield
+    finally:
+        for device, was in zip(_AUTOCASTING, before, strict=True):
+            torch.set_autocast_enabled(device, was)
+
+
+class _Watch(TorchFunctionMode):
+    """Stops a forward that computes in other modes than it was called in, as own gradients do."""
+
+    def __init__(self, log: Log):
+        super().__init__()
+        self.log, self.modes = log, self._modes()
+
+    def _modes(self) -> list[bool]:
+        return [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _AUTOCASTING)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._modes() != self.modes:
+            raise self.log.stopped("its forward has gradients of its own, or switches autocast")
+        if getattr(func, "__name__", "") in ("register_hook", "retain_grad"):
+            raise self.log.stopped("its forward hooks tensors")
+        return func(*args, **(kwargs or {}))
+
+
 class _Recorder(TorchDispatchMode):
     """Keeps the node of every tensor that the ops inside make."""
 
     def __init__(self, log: Log, x: Tensor):
         super().__init__()
-        self.log = log
+        self.log, self.dtype = log, x.dtype
         # tensors live as long as their ids are looked up
         self.nodes: dict[int, tuple[Tensor, Node]] = {id(x): (x, Node("x"))}
         for path, parameter in log.parameters.values():
@@ -205,8 +250,9 @@ class _Recorder(TorchDispatchMode):
     def _viewed(self, func: Any, name: str, a: Tensor, node: Node, made: Tensor) -> Node | None:
         """Return what a tensor is whose elements are some of another, in the same rows."""
         if name == "_to_copy":
-            floats = a.is_floating_point() and made.is_floating_point()
-            return node if floats and a.dim() > 0 and made.dtype.itemsize > 1 else None
+            floats = a.is_floating_point() and made.is_floating_point() and a.dim() > 0
+            is_wide = made.dtype.itemsize > self.dtype.itemsize or made.dtype == self.dtype
+            return node if floats and is_wide else None
         if not func.is_view and name not in _COPIES:
             return None
         if made.dim() == 0 or a.dim() == 0:

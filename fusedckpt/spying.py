@@ -169,6 +169,8 @@ def spied(
     if path and has_hooks(module):
         reason = f"{'.'.join(path)}: a hook watches it, or its forward was replaced"
         raise log.stopped(reason)
+    if path and type(module).__call__ is not nn.Module.__call__:
+        raise log.stopped(f"{'.'.join(path)}: a {type(module).__name__} is called in its own way")
     clone = _copied(_SpyModule, module, (log, path, ()))
     attributes = object.__getattribute__(clone, "__dict__")
     log.kinds[path] = type(module), len(module._modules)

@@ -37,6 +37,8 @@ def block_of(recording: Recording) -> Block | str:
         return f"its result has the shape {[*result]} for an input of {[*shape]}"
     if len({*recording.dtypes}) > 1:
         return f"its result is {recording.dtypes[1]} for an input of {recording.dtypes[0]}"
+    if y.kind == "x":
+        return "it returns its input"
     if y.kind != "product":
         found = leaves(y)
         if y.kind == "point" and len(found) == 1 and _reads_x(found[0]):
@@ -129,6 +131,8 @@ def _strange(y: Node) -> str | None:
     if others:
         # the first ones: what they make is strange, too
         sources = [node for node in others if all(one.kind != "other" for one in node.of)]
+        if any(isinstance(node.op, str) for node in sources):
+            return "its forward reads a tensor that is neither its input nor a parameter"
         names = dict.fromkeys(_described(node) for node in reversed(sources))
         return f"its forward computes {', '.join(names)}"
     for node in seen:

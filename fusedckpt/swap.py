@@ -63,7 +63,7 @@ def fuse(
         verify: hold every module's output and gradients, before it is swapped, against its own on
             random numbers: errors against float64 at most twice its own plus 8 epsilons. A module
             that differs stays and is named. What a module of an unknown class computes is found by
-            running it in any case. Nothing of the model is run with its own weights, and neither
+            recording its forward on tensors without values in any case. Nothing of the model is run with its own weights, and neither
             its gradients, its buffers nor the random state change.
 
     Returns:

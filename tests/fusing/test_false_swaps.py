@@ -11,6 +11,7 @@ from test_swap_mlps import Plain, is_fused
 from torch import nn
 
 from fusedckpt import fuse
+from fusedckpt.match_mlps import mlp_swap
 
 D, H = 12, 20
 
@@ -137,7 +138,7 @@ LEFT = {
     "attribute": (Watching, "its forward sets sparsity"),
     "list": (Logging, "its forward writes to shapes"),
     "buffer": (Counting, "its forward writes to a tensor that it did not make"),
-    "long": (InPieces, "InPieces computes something else for other shapes"),
+    "long": (InPieces, "InPieces computes something else for long inputs"),
     "first token": (FirstToken, "its result has the shape"),
 }
 
@@ -269,3 +270,18 @@ def test_a_weight_of_another_class_runs_the_original():
     other = Plain().to(DEVICE)
     other.first.weight = nn.Parameter(other.first.weight.detach().as_subclass(Halved))
     assert fuse(other).swapped == {}
+
+
+class Widening(Gated):
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+def test_a_result_of_another_dtype_is_no_block():
+    module = Widening().to(DEVICE)
+    assert fuse(module).swapped == {"": "Widening -> gated_mlp (silu)"}
+    x = randn(2, 3, D).bfloat16()
+    assert module.bfloat16()(x).dtype == torch.float32
+    module = Widening().to(DEVICE, torch.bfloat16)
+    assert fuse(module).swapped == {}
+    assert "is torch.float32 for an input of torch.bfloat16" in str(mlp_swap(module, "inputs"))
