@@ -62,9 +62,9 @@ def fuse(
         norm, mlp, linear: whether norms, MLPs, and linears with a norm or activation are swapped.
         verify: hold every module's output and gradients, before it is swapped, against its own on
             random numbers: errors against float64 at most twice its own plus 8 epsilons. A module
-            that differs stays and is named. What a module of an unknown class computes is found by
-            recording its forward on tensors without values in any case. Nothing of the model is run with its own weights, and neither
-            its gradients, its buffers nor the random state change.
+            that differs stays and is named. Forwards of unknown classes are recorded on tensors
+            without values in any case. Nothing of the model is run with its own weights, and
+            neither its gradients, its buffers nor the random state change.
 
     Returns:
         What was swapped, what was fused before, what was left as it is and why, and what one token
