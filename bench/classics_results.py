@@ -135,7 +135,7 @@ def _empty(title: str, heads: tuple[str, ...]) -> Table:
 
 def part_table(part: Part) -> Table:
     """One line per way."""
-    heads = ("saved\nMiB", "asked\nMiB", "pre-\ndicted", "peak\nMiB", "again\n%", "MiB\nper ms")
+    heads = ("saved\nMiB", "asked\nMiB", "predicted\nMiB", "peak\nMiB", "again\n%", "MiB\nper ms")
     reference = part.rows[0]
     out = _empty(part.title, (*heads, "ms", f"of\n{reference.name}", "last\nloss", "diff."))
     for row in part.rows:

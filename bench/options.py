@@ -143,7 +143,7 @@ def add_classics_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=choices, default="all", help=text)
     for name, what in (
         ("layers", "convolutions"),
-        ("width", "channels of the convolutions"),
+        ("width", "channels of the convolutions, 320 in the classic net"),
         ("batch", "images per step"),
         ("mlp-layers", "layers of the MLP"),
         ("mlp-width", "width of the MLP and of its input, a square number"),
