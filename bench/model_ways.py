@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -68,36 +67,21 @@ def settings(model: str, budget: list[str] | None, seed: int, out: Path, **count
 
 def _factory(spec: str) -> Callable[[], Any]:
     place, _, name = spec.rpartition(":")
+    if place.endswith(".py"):
+        file = Path(place)
+        if not file.is_file():
+            raise ValueError(f"--model: there is no file {file}")
+        sys.path.insert(0, str(file.parent.resolve()))
+        place = file.stem
     if not place or not name:
         raise ValueError(f"--model expects module:factory or file.py:factory, got {spec!r}")
-    module = _loaded(Path(place)) if place.endswith(".py") else _imported(place)
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise ValueError(f"--model {spec}: {place} has no function {name}")
-    return factory
-
-
-def _loaded(file: Path) -> Any:
-    if not file.is_file():
-        raise ValueError(f"--model: there is no file {file}")
-    # what lies beside it may be imported, as where it is run
-    sys.path.insert(0, str(file.parent.resolve()))
-    found = spec_from_file_location(file.stem, file)
-    assert found is not None
-    assert found.loader is not None
-    sys.modules[file.stem] = module = module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def _imported(name: str) -> Any:
     try:
-        is_there = find_spec(name) is not None
-    except (ImportError, ValueError):
-        is_there = False
-    if not is_there:
-        raise ValueError(f"--model: there is no module {name} here or among what is installed")
-    return import_module(name)
+        factory = resolve_name(f"{place}:{name}")
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(f"--model {spec}: {error}") from error
+    if not callable(factory):
+        raise ValueError(f"--model {spec}: {name} is no function")
+    return factory
 
 
 def _given(spec: str, made: Any) -> tuple[nn.Module, Batch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,10 @@ def cheap_path():
 
 
 @pytest.fixture
-def file(tmp_path) -> Path:
+def file(tmp_path, monkeypatch) -> Path:
+    # which naming a file adds to, and a module stays in
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "net_of_the_caller", raising=False)
     path = tmp_path / "net_of_the_caller.py"
     path.write_text(SOURCE)
     return path
@@ -137,11 +141,11 @@ def test_a_cache_of_keys_and_values_is_turned_off(file, capsys):
     ("spec", "message"),
     [
         ("make", "--model expects module:factory or file.py:factory, got 'make'"),
-        ("nowhere_at_all:make", "there is no module nowhere_at_all here"),
-        ("nowhere.at.all:make", "there is no module nowhere.at.all here"),
+        ("nowhere_at_all:make", "No module named 'nowhere_at_all'"),
+        ("nowhere.at.all:make", "No module named 'nowhere'"),
         ("nowhere.py:make", "there is no file nowhere.py"),
-        ("{file}:other", "has no function other"),
-        ("{file}:number", "has no function number"),
+        ("{file}:other", "has no attribute 'other'"),
+        ("{file}:number", "number is no function"),
         ("{file}:nothing", "it returned (NoneType)"),
         ("{file}:block", "it returned (Sequential)"),
         ("{file}:frozen", "no parameter of the Net is trained"),
