@@ -115,10 +115,11 @@ def _leaving_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _run(parser: argparse.ArgumentParser, name: str, args: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     with _leaving_at_once():
-        module = import_module(f"bench.{name}")
-    given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
+        module = import_module(f"bench.{args.module}")
+    ours = ("command", "module", "run")
+    given = {name: value for name, value in vars(args).items() if name not in ours}
     try:
         settings = module.settings(**given)
     except (ValueError, OSError) as error:
@@ -134,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         usage = f"python -m bench {name} [options]" if about else None
         command = commands.add_parser(name, usage=usage, help=text, description=about)
         add_options(command)
-        command.set_defaults(run=partial(_run, command, module or name))
+        command.set_defaults(run=partial(_run, command), module=module or name)
     return parser
 
 
