@@ -23,12 +23,13 @@ INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
 
 
 class Command(NamedTuple):
-    """A command, which is the module of its name; `about` is what its --help says in full."""
+    """A command, which is the module of its name, or another; `about`: its --help in full."""
 
     name: str
     add_options: Callable[[argparse.ArgumentParser], None]
     help: str
     about: str | None = None
+    module: str | None = None
 
 
 COMMANDS = (
@@ -53,6 +54,17 @@ COMMANDS = (
         "reproduce the classic workloads of gradient checkpointing",
         "Train many convolutions, a deep MLP and the deepest stack that fits a budget: plainly,"
         " with torch's checkpoint_sequential, ours, and plans.",
+    ),
+    Command(
+        "ways",
+        options.add_ways_options,
+        "compare ways of training a model of yours",
+        "Train your model eagerly, with torch's checkpoint around every unit, fused, with ours, and"
+        " under plans, and compare memory, recomputed FLOPs, time and losses. The factory returns"
+        " (model, args), (model, kwargs) or (model, args, kwargs), on the device to measure; the"
+        " loss is the output's .loss, or else the mean square of what it holds, so a loss of your"
+        " own goes into a module around the model.",
+        "model_ways",
     ),
     Command(
         "capacity",
@@ -105,8 +117,9 @@ def _leaving_at_once() -> Iterator[None]:
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     with _leaving_at_once():
-        module = import_module(f"bench.{args.command}")
-    given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
+        module = import_module(f"bench.{args.module}")
+    ours = ("command", "module", "run")
+    given = {name: value for name, value in vars(args).items() if name not in ours}
     try:
         settings = module.settings(**given)
     except (ValueError, OSError) as error:
@@ -117,12 +130,12 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure fusedckpt.")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    for name, add_options, text, about in COMMANDS:
+    for name, add_options, text, about, module in COMMANDS:
         # one line, where argparse would print every option above an error
         usage = f"python -m bench {name} [options]" if about else None
         command = commands.add_parser(name, usage=usage, help=text, description=about)
         add_options(command)
-        command.set_defaults(run=partial(_run, command))
+        command.set_defaults(run=partial(_run, command), module=module or name)
     return parser
 
 

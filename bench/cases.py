@@ -6,7 +6,7 @@ A case calls functions of the library that it is given: `fusedckpt.reference` is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +20,11 @@ from bench.results import Load
 from bench.sizes import SEQUENCE, Size
 from fusedckpt import functional, reference
 
-__all__ = ["CASES", "Case", "Function", "draw", "load_of"]
+__all__ = ["CASES", "Case", "Function", "Tensors", "Way", "draw", "load_of"]
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Shapes = tuple[tuple[int, ...], ...]
+Tensors = Sequence[Tensor]
 
 
 class Case(NamedTuple):
@@ -67,6 +68,19 @@ class Case(NamedTuple):
         seq = self.seq(size, tokens)
         x = (tokens, size.dim) if seq is None else (tokens // seq, seq, size.dim)
         return (*[x] * self.num_inputs, *self.shapes(size))
+
+
+class Way(NamedTuple):
+    """One way of computing a case: a function of its inputs, or why there is none.
+
+    prepare: inputs -> those that the function takes, where it wants weights laid out in its own
+    way; restore: its gradients -> the case's.
+    """
+
+    fn: Function | None
+    missing: str | None = None
+    prepare: Callable[[Tensors], Tensors] | None = None
+    restore: Callable[[Tensors], Tensors] | None = None
 
 
 def _rms_norm(lib: Any, size: Size, x: Tensor, weight: Tensor) -> Any:

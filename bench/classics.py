@@ -7,7 +7,6 @@ arXiv 1604.06174; the gradient-checkpointing package of OpenAI's Salimans and Bu
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,27 +18,28 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
-from bench.classics_depth import Stack, measure_depths
+from bench.classics_depth import Stack, measure_depths, num_steps
 from bench.classics_models import Images, conv_net, final_side, images, mlp, scale
 from bench.classics_plot import draw
-from bench.classics_results import Depths, Part, Result, depth_table, part_table, save
-from bench.classics_ways import Way, Workload, measure
+from bench.classics_results import NOTES, Depths, Part, Result, Row, depth_table, part_table
+from bench.classics_ways import NUM_PLANS, Batch, Way, Workload, compare, plans
 from bench.defaults import CLASSICS_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.model import HEAD_DIM
+from bench.records import save
 from bench.results import MIB
 from bench.text import console as wide_console
+from bench.text import steps
 from fusedckpt._budget import bytes_of
 from fusedckpt.memory import nbytes_of
 
 __all__ = ["Settings", "run", "settings"]
 
-SEGMENTS = (1, 2, 4, 8, 16, 32)
-MLP_SEGMENTS = (2, 3, 5, 10)
+SEGMENTS = {"conv": (1, 2, 4, 8, 16, 32), "mlp": (2, 3, 5, 10)}
 # besides a number of segments
 RULES = ("sqrt", "recursive")
-# of the way from the least peak that a plan reaches to that of keeping everything
-BUDGETS = (0.25, 0.5, 0.75)
+# whose memory through a step is drawn
+SHOWN = ("plain", "fusedckpt sqrt", "fusedckpt recursive", "plan memory")
 # between losses of order one; fused kernels round otherwise, checkpoints do not
 AGREE = 1e-4
 
@@ -92,58 +92,58 @@ def _workload(
     device = torch.device(chosen.device)
     batches = pictures.batches(chosen.steps, batch, device)
     scale(model.to(device), batches[0][0])
-    return Workload(model, batches, F.cross_entropy, optimizer)
+    return Workload(model, [Batch((x,), {}, y) for x, y in batches], F.cross_entropy, optimizer)
 
 
-def _budgets(work: Workload) -> list[Way]:
-    """Return plans from the least peak to that of keeping everything."""
-    least, most = work.plan(policy="memory"), work.plan(policy="none")
-    low, high = (plan.measured_bytes or plan.predicted_bytes for plan in (least, most))
-    ways = [Way("plan memory", plan=least)]
-    for share in BUDGETS if high > low else ():
-        budget = int(low + share * (high - low))
-        ways.append(Way(f"plan {budget / MIB:,.0f} MiB", plan=work.plan(budget=budget)))
-    return ways
+def _segments(chosen: Settings, part: str) -> list[int]:
+    layers = chosen.layers if part == "conv" else chosen.mlp_layers
+    return [k for k in SEGMENTS[part] if k <= layers]
 
 
-def _conv(chosen: Settings, tick: Callable[[str], None]) -> Part:
+def _num_steps(chosen: Settings, part: str) -> int:
+    if part == "depth":
+        return num_steps(chosen.repeat)
+    ways = 1 + 2 * len(_segments(chosen, part)) + len(RULES) + NUM_PLANS
+    return NUM_PLANS + ways * (1 + chosen.repeat)
+
+
+def _compared(
+    chosen: Settings, part: str, work: Workload, tick: Callable[..., None]
+) -> tuple[Row, ...]:
+    segments, model = _segments(chosen, part), work.model
+    stock = [Way.torch(model, k) for k in segments]
+    ours = [Way.ours(model, k) for k in [*segments, *RULES]]
+    ways = [Way("plain", model), *stock, *ours, *plans(work, tick)]
+    return compare(work, ways, chosen.repeat, tick, SHOWN)
+
+
+def _conv(chosen: Settings, tick: Callable[..., None]) -> Part:
     torch.manual_seed(chosen.seed)
     pictures = images(28, chosen.seed)
     model = conv_net(chosen.layers, chosen.width)
     work = _workload(chosen, model, pictures, chosen.batch, partial(torch.optim.SGD, lr=1e-3))
-    tick("planning")
-    segments = [k for k in SEGMENTS if k <= chosen.layers]
-    ours = map(Way.ours, [*segments, *RULES])
-    ways = [Way("plain"), *map(Way.torch, segments), *ours, *_budgets(work)]
     side = final_side(chosen.layers)
     title = (
         f"Convolutional net: 1 -> {chosen.width}, {chosen.layers} x [conv {chosen.width}, ReLU,"
         f" pool] down to {side} x {side}; batch {chosen.batch}"
     )
-    rows = measure(work, ways, chosen.repeat, tick)
-    return Part(title, _notes(work, pictures, AGAIN), rows)
+    return Part(title, _notes(work, pictures), _compared(chosen, "conv", work, tick))
 
 
-def _mlp(chosen: Settings, tick: Callable[[str], None]) -> Part:
+def _mlp(chosen: Settings, tick: Callable[..., None]) -> Part:
     torch.manual_seed(chosen.seed)
     pictures = images(math.isqrt(chosen.mlp_width), chosen.seed)
     model = mlp(chosen.mlp_layers, chosen.mlp_width)
     flat = pictures._replace(x=pictures.x.flatten(1))
     work = _workload(chosen, model, flat, chosen.mlp_batch, partial(torch.optim.Adam, lr=1e-4))
-    tick("planning")
-    segments = [k for k in MLP_SEGMENTS if k <= chosen.mlp_layers]
-    planned = [Way("plan sqrt", plan=work.plan(policy="sqrt")), *_budgets(work)]
-    ours = map(Way.ours, [*segments, *RULES])
-    ways = [Way("plain"), *map(Way.torch, segments), *ours, *planned]
     title = (
         f"MLP: {chosen.mlp_layers} layers of {chosen.mlp_width}, 10 outputs, ReLU; batch"
         f" {chosen.mlp_batch}, Adam"
     )
-    rows = measure(work, ways, chosen.repeat, tick)
-    return Part(title, _notes(work, pictures, TRADE), rows)
+    return Part(title, _notes(work, pictures), _compared(chosen, "mlp", work, tick))
 
 
-def _depths(chosen: Settings, tick: Callable[[str], None]) -> Depths:
+def _depths(chosen: Settings, tick: Callable[..., None]) -> Depths:
     sizes = Stack(
         chosen.depth_dim,
         chosen.depth_seq,
@@ -155,48 +155,32 @@ def _depths(chosen: Settings, tick: Callable[[str], None]) -> Depths:
     return measure_depths(sizes, chosen.depth_budget, chosen.repeat, tick)
 
 
-def _notes(work: Workload, pictures: Images, last: str) -> tuple[str, ...]:
+def _notes(work: Workload, pictures: Images) -> tuple[str, ...]:
     size = nbytes_of(work.model.parameters()) / MIB
-    return (
-        f"{pictures.source};",
-        f"{size:,.1f} MiB of parameters, as much of gradients",
-        "torch k, fusedckpt k: checkpoint_sequential with k segments",
-        "saved: kept for backward; rise: what a step adds to gradients that are there",
-        "peak: of forward and backward, with parameters and gradients, from none;",
-        "predicted: that peak, by the plan; ms: of forward and backward",
-        last,
-        f"last loss: of step {len(work.batches)}; diff.: the largest of all steps to plain's",
-    )
-
-
-AGAIN = (
-    "again: FLOPs that backward repeats, of the forward's\n"
-    "no plan peaks below the backward of the first block, where pictures are largest"
-)
-TRADE = "MiB per ms: what the rise loses for each millisecond more"
+    segments = "torch k, fusedckpt k: checkpoint_sequential with k segments"
+    return (f"{pictures.source}; {size:,.1f} MiB of parameters", segments, *NOTES)
 
 
 # how each part is measured and shown, in the order of Result
 PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Table]]] = {
-    "conv": (_conv, partial(part_table, has_trade=False)),
-    "mlp": (_mlp, partial(part_table, has_trade=True)),
+    "conv": (_conv, part_table),
+    "mlp": (_mlp, part_table),
     "depth": (_depths, depth_table),
 }
 
 
 def _parts(chosen: Settings, console: Console) -> Iterator[Any]:
     """Measure and print the parts that were asked for; yield None for others."""
-    for name, (measured, table) in PARTS.items():
-        if chosen.part not in (name, "all"):
-            yield None
-            continue
-        with console.status(name) as status:
-            # without a terminal, where a status is not seen, a line for each step
-            show = status.update if console.is_terminal else partial(print, file=sys.stderr)
-            part = measured(chosen, lambda what, name=name, show=show: show(f"{name}: {what}"))
-        console.print(table(part))
-        console.print("\n".join(part.notes), "", sep="\n", markup=False, highlight=False)
-        yield part
+    wanted = [name for name in PARTS if chosen.part in (name, "all")]
+    with steps(console, {name: _num_steps(chosen, name) for name in wanted}) as begin:
+        for name, (measured, table) in PARTS.items():
+            if name not in wanted:
+                yield None
+                continue
+            part = measured(chosen, partial(begin, name))
+            console.print(table(part))
+            console.print("\n".join(part.notes), "", sep="\n", markup=False, highlight=False)
+            yield part
 
 
 def run(chosen: Settings) -> int:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import fusedckpt
 from bench.classics_models import stack
 from bench.classics_results import Depth, Depths
-from bench.classics_ways import Trial, Way, Workload, take_turns
+from bench.classics_ways import Batch, Trial, Way, Workload, take_turns
 from bench.results import MIB, Timing
 
-__all__ = ["Stack", "deepest", "measure_depths"]
+__all__ = ["Stack", "deepest", "measure_depths", "num_steps"]
 
 # where the search gives up
 LIMIT = 4096
@@ -47,7 +48,7 @@ class Stack:
         model = stack(layers, self.dim, self.seq).to(self.device)
         if fused:
             fusedckpt.fuse(model)
-        on_device = [(x.to(self.device), y.to(self.device)) for x, y in batches]
+        on_device = [Batch((x.to(self.device),), {}, y.to(self.device)) for x, y in batches]
         return Workload(model, on_device, F.mse_loss, partial(torch.optim.SGD, lr=0.1))
 
 
@@ -60,30 +61,28 @@ def _every_block(model: nn.Sequential, x: Tensor) -> Tensor:
     return x
 
 
-def _as_is(way: Way) -> Recipe:
-    return lambda sizes, layers: Trial(sizes.workload(layers), way)
+def _as(way: Callable[[Any], Way]) -> Recipe:
+    """Return the recipe of a way of running a stack."""
+
+    def recipe(sizes: Stack, layers: int) -> Trial:
+        work = sizes.workload(layers)
+        return Trial(work, way(work.model))
+
+    return recipe
 
 
-def _sqrt(sizes: Stack, layers: int) -> Trial:
-    way = Way.torch(max(1, math.isqrt(layers)))
-    return Trial(sizes.workload(layers), way)
-
-
-def _planned(sizes: Stack, layers: int, fused: bool = False) -> Trial:
+def _planned(
+    sizes: Stack, layers: int, fused: bool = False, policy: str = "memory", **options: Any
+) -> Trial:
     work = sizes.workload(layers, fused)
-    return Trial(work, Way("plan", plan=work.plan(policy="memory")))
-
-
-def _within(budget: int, sizes: Stack, layers: int) -> Trial:
-    work = sizes.workload(layers)
-    return Trial(work, Way("plan", plan=work.plan(budget=budget)))
+    return Trial(work, work.planned("plan", work.model, policy=policy, **options))
 
 
 RECIPES: dict[str, Recipe] = {
-    "plain": _as_is(Way("plain")),
-    "torch sqrt(n)": _sqrt,
-    "torch, every block": _as_is(Way("torch", _every_block)),
-    "fusedckpt recursive": _as_is(Way.ours("recursive")),
+    "plain": _as(partial(Way, "plain")),
+    "torch sqrt(n)": _as(lambda model: Way.torch(model, max(1, math.isqrt(len(model))))),
+    "torch, every block": _as(lambda model: Way("torch", partial(_every_block, model))),
+    "fusedckpt recursive": _as(lambda model: Way.ours(model, "recursive")),
     "plan memory": _planned,
     "fused, plan memory": partial(_planned, fused=True),
 }
@@ -127,16 +126,16 @@ def _peak(trial: Trial) -> int:
 
 
 def _measured(trial: Trial) -> int:
-    with trial.way.on(trial.work.model) as forward:
-        return trial.work.peak_bytes(forward)
+    return trial.work.peak_bytes(trial.way.run)
 
 
-def _depths_of(sizes: Stack, budget: int, tick: Callable[[str], None]) -> dict[str, int]:
+def _depths_of(sizes: Stack, budget: int, tick: Callable[..., None]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, recipe in RECIPES.items():
+        tick(f"{name}: searching")
 
         def peak(layers: int, name: str = name, recipe: Recipe = recipe) -> int:
-            tick(f"{name}, {layers} layers")
+            tick(f"{name}, {layers} layers", counts=False)
             return _peak(recipe(sizes, layers))
 
         # a way fits about as much as the one before
@@ -146,7 +145,12 @@ def _depths_of(sizes: Stack, budget: int, tick: Callable[[str], None]) -> dict[s
     return found
 
 
-def measure_depths(sizes: Stack, budget: int, repeat: int, tick: Callable[[str], None]) -> Depths:
+def num_steps(repeat: int) -> int:
+    """Return how many steps `measure_depths` has: a search each, then turns, the last shallow."""
+    return len(RECIPES) + (len(RECIPES) + 1) * (repeat + 1)
+
+
+def measure_depths(sizes: Stack, budget: int, repeat: int, tick: Callable[..., None]) -> Depths:
     """Find the depth of every way, then time them in turns.
 
     Raises ValueError where not even one plain block fits.
@@ -155,13 +159,14 @@ def measure_depths(sizes: Stack, budget: int, repeat: int, tick: Callable[[str],
     recipes = dict(RECIPES)
     # time that the budget buys back where what torch reaches is deep enough
     name = "plan, same depth"
-    recipes[name] = partial(_within, budget)
+    recipes[name] = partial(_planned, policy="budget", budget=budget)
     found[name] = min(found["torch, every block"], found["plan memory"])
     trials = {name: recipe(sizes, found[name]) for name, recipe in recipes.items()}
     peaks = {name: _measured(trial) for name, trial in trials.items()}
     take_turns(list(trials.values()), repeat, tick)
     shallow = {name: recipe(sizes, found["plain"]) for name, recipe in recipes.items()}
-    for trial in shallow.values():
+    for name, trial in shallow.items():
+        tick(f"{name}, {found['plain']} layers")
         trial.train()
     rows = tuple(
         Depth(

@@ -2,84 +2,113 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from bench.classics_results import Depths, Part, Result, Row
+from bench.classics_results import Curve, Depths, Part, Result, Row
 from bench.figures import name_points
-from bench.picture import CHECKPOINT, EAGER, OURS, PLAN
+from bench.picture import OURS, draw_clusters, family
 from bench.results import MIB
-from fusedckpt._figure import FAINT, INK, STYLE
+from fusedckpt._figure import BLUE, FAINT, INK, STYLE
 
 __all__ = ["draw"]
 
-# how ways look, by how their names start
-FAMILIES: dict[str, tuple[str, str]] = {
-    "plain": (EAGER.colour, "s"),
-    "torch": (CHECKPOINT.colour, "o"),
-    "fusedckpt": (OURS.colour, "o"),
-    "plan": (PLAN.colour, "D"),
-}
 HEIGHT = 3.5
 
 
 def draw(result: Result, path: Path) -> None:
     """Write the figure: curves and bars of each part."""
-    rows: list[tuple[str, Callable[[SubFigure], None]]] = []
-    if result.conv:
-        rows.append((result.conv.title, partial(_draw_conv, part=result.conv)))
-    if result.mlp:
-        rows.append((result.mlp.title, partial(_draw_mlp, part=result.mlp)))
-    if result.depth:
-        rows.append((result.depth.title, partial(_draw_depths, depths=result.depth)))
+    found: list[tuple[Part | Depths | None, Callable[..., None], float]] = [
+        (result.conv, _draw_conv, 2 * HEIGHT),
+        (result.mlp, _draw_mlp, HEIGHT),
+        (result.depth, _draw_depths, HEIGHT),
+        (result.own, _draw_own, 2 * HEIGHT),
+    ]
+    rows = [(part, fill, height) for part, fill, height in found if part]
+    heights = [height for *_, height in rows]
     with mpl.rc_context(STYLE):
-        size = (10, HEIGHT * len(rows) + 0.5)
-        figure = Figure(figsize=size, dpi=200, layout="constrained")
+        figure = Figure(figsize=(10, sum(heights) + 0.5), dpi=200, layout="constrained")
         figure.suptitle(result.subtitle, x=0.01, ha="left", fontsize=9, color=FAINT)
-        parts = figure.subfigures(len(rows), 1, squeeze=False, hspace=0.06)[:, 0]
-        for part, (title, fill) in zip(parts, rows, strict=True):
-            part.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-            fill(part)
+        places = figure.subfigures(
+            len(rows), 1, squeeze=False, hspace=0.06, height_ratios=heights
+        )[:, 0]  # fmt: skip
+        for place, (part, fill, _) in zip(places, rows, strict=True):
+            place.suptitle(part.title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+            fill(place, part)
         figure.savefig(path)
 
 
-def _family(row: Row) -> str:
-    return row.name.split()[0]
-
-
-def _of(part: Part, family: str) -> list[Row]:
-    return [row for row in part.rows if _family(row) == family]
+def _colour(name: str) -> str:
+    if "recursive" in name:
+        return BLUE
+    return (OURS if name.startswith("fusedckpt") else family(name)).colour
 
 
 def _draw_conv(figure: SubFigure, part: Part) -> None:
-    kept, trade = figure.subplots(1, 2)
-    _draw_segments(kept, part)
-    _draw_trade(trade, part, lambda row: row.peak_bytes, "peak of a step, MiB")
+    segments, trade = _below_curves(figure, part).subplots(1, 2)
+    _draw_segments(segments, part)
+    _draw_trade(trade, part)
+
+
+def _draw_own(figure: SubFigure, part: Part) -> None:
+    _draw_trade(_below_curves(figure, part).subplots(), part)
+
+
+def _below_curves(figure: SubFigure, part: Part) -> SubFigure:
+    """Draw memory through a step of each way that has it, and return the place below."""
+    shown = [(row, row.curve) for row in part.rows if row.curve]
+    if not shown:
+        return figure
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(2, 3))[:, 0]
+    _draw_curves(above, shown)
+    return below
+
+
+def _draw_curves(figure: SubFigure, shown: Sequence[tuple[Row, Curve]]) -> None:
+    """Draw a panel a way: up in forward, down in backward."""
+    panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (row, curve) in zip(panels, shown, strict=True):
+        colour, count = _colour(row.name), len(curve.mib)
+        times = [curve.ms * index / count for index in range(count)]
+        axes.fill_between(times, curve.mib, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(times, curve.mib, color=colour, linewidth=1.2)
+        axes.axvline(curve.forward_ms, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_title(f"{row.name}: {row.rise_bytes / MIB:,.1f}", fontsize=9)
+        axes.grid(axis="y", color="#ececec")
+    panels[0].set_ylabel("live MiB")
+    panels[0].set_ylim(bottom=0)
+    panels[0].set_xlim(left=0)
+    figure.supxlabel(
+        "ms into a step, under the profiler; dotted: forward ends, backward begins", fontsize=9,
+        color=FAINT,
+    )  # fmt: skip
+    title = "Memory through a step, and its peak (MiB)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
 def _draw_segments(axes: Axes, part: Part) -> None:
     """Draw what is kept and how high a step climbs, by the number of segments."""
     # where the curves lie on one another, the thinner one is on top
-    for family, width in (("torch", 3.0), ("fusedckpt", 1.5)):
-        rows = [row for row in _of(part, family) if row.name.split()[1].isdecimal()]
+    for whose, width in (("torch", 3.0), ("fusedckpt", 1.5)):
+        rows = [row for row in part.rows if re.fullmatch(rf"{whose} \d+", row.name)]
         count = [int(row.name.split()[1]) for row in rows]
-        colour, marker = FAMILIES[family]
         style: dict[str, Any] = {
-            "color": colour,
-            "marker": marker,
+            "color": _colour(whose),
+            "marker": "o",
             "markersize": 2 + width,
             "linewidth": width,
         }
-        axes.plot(count, _mib(rows, "peak_bytes"), label=f"{family}, peak", **style)
+        axes.plot(count, _mib(rows, "rise_bytes"), label=f"{whose}, peak", **style)
         kept = _mib(rows, "saved_bytes")
-        axes.plot(count, kept, linestyle="--", label=f"{family}, kept", **style)
+        axes.plot(count, kept, linestyle="--", label=f"{whose}, kept", **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(count, [str(k) for k in count])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -94,48 +123,38 @@ def _mib(rows: Sequence[Row], name: str) -> list[float]:
     return [getattr(row, name) / MIB for row in rows]
 
 
-def _draw_trade(axes: Axes, part: Part, size: Callable[[Row], int], label: str) -> None:
+def _draw_trade(axes: Axes, part: Part) -> None:
     """Draw time against memory: towards the lower left is better."""
-    points = [(size(row) / MIB, row.slowdown(part.rows[0])) for row in part.rows]
+    reference = part.rows[0]
+    points = [(row.rise_bytes / MIB, row.slowdown(reference)) for row in part.rows]
     for row, spot in zip(part.rows, points, strict=True):
-        colour, marker = FAMILIES[_family(row)]
-        axes.plot(*spot, marker, color=colour, markersize=6)
+        marker = "s" if row is reference else "D" if "plan" in row.name else "o"
+        axes.plot(*spot, marker, color=_colour(row.name), markersize=6)
     axes.set_title("Time against memory")
-    axes.set_xlabel(label)
-    axes.set_ylabel("time of plain")
+    axes.set_xlabel("peak of a step, MiB, beside parameters and gradients")
+    axes.set_ylabel(f"time, a multiple of {reference.name}'s")
     axes.margins(x=0.12, y=0.12)
     axes.grid(color="#ececec")
-    name_points(axes, points, [row.name for row in part.rows])
+    name_points(axes, points, [row.name for row in part.rows], 0.98 / max(17, len(points)))
 
 
 def _draw_mlp(figure: SubFigure, part: Part) -> None:
     memory, time, trade = figure.subplots(1, 3, width_ratios=(3.4, 2, 4))
     names = ("plain", "torch 3", "fusedckpt 3", "plan sqrt")
     rows = [row for row in part.rows if row.name in names]
-    clusters = {"kept": _mib(rows, "saved_bytes"), "rise of a step": _mib(rows, "rise_bytes")}
-    _draw_bars(memory, rows, clusters, "Memory (MiB)")
-    _draw_bars(time, rows, {"median step": [row.ms.median for row in rows]}, "Time (ms)")
-    _draw_trade(trade, part, lambda row: row.rise_bytes, "rise of a step, MiB")
+    clusters = {"kept": _mib(rows, "saved_bytes"), "peak of a step": _mib(rows, "rise_bytes")}
+    colours = [_colour(row.name) for row in rows]
+    draw_clusters(memory, colours, clusters, _label, 7)
+    memory.set_title("Memory (MiB)")
+    swatches = [Patch(color=_colour(row.name), label=row.name) for row in rows]
+    memory.legend(handles=swatches, frameon=False, fontsize=8, loc="upper left")
+    draw_clusters(time, colours, {"median step": [row.ms.median for row in rows]}, _label, 7)
+    time.set_title("Time (ms)")
+    _draw_trade(trade, part)
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row], groups: dict[str, list[float]], title: str) -> None:
-    """One cluster per group, a bar per way, the value on each."""
-    width = 0.8 / len(rows)
-    for i, row in enumerate(rows):
-        heights = [values[i] for values in groups.values()]
-        centres = [group + (i - (len(rows) - 1) / 2) * width for group in range(len(groups))]
-        label, colour = row.name, FAMILIES[_family(row)][0]
-        bars = axes.bar(centres, heights, width=0.92 * width, color=colour, label=label)
-        texts = [f"{height:,.{int(height < 100)}f}" for height in heights]
-        axes.bar_label(bars, texts, padding=2, fontsize=7, color=INK)
-    axes.set_title(title)
-    axes.set_xticks(range(len(groups)), list(groups))
-    axes.tick_params(axis="x", length=0)
-    axes.yaxis.set_visible(False)
-    axes.spines["left"].set_visible(False)
-    axes.margins(y=0.1)
-    if len(groups) > 1:
-        axes.legend(frameon=False, fontsize=8, loc="upper left")
+def _label(height: float, *_: Any) -> str:
+    return f"{height:,.{int(height < 100)}f}"
 
 
 def _draw_depths(figure: SubFigure, depths: Depths) -> None:
@@ -164,8 +183,3 @@ def _draw_lying(
     axes.spines["bottom"].set_visible(False)
     axes.margins(x=0.2)
     axes.set_title(title)
-
-
-def _colour(name: str) -> str:
-    family = name.replace(",", " ").split()[0]
-    return FAMILIES["plan" if family == "fused" else family][0]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -14,29 +12,41 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.results import MIB, Timing
+from bench.text import difference, significant
 
-__all__ = ["Depth", "Depths", "Part", "Result", "Row", "depth_table", "part_table", "save"]
+__all__ = [
+    "Curve", "Depth", "Depths", "Part", "Result", "Row", "depth_table", "part_table",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Memory through a step: its ms, those of its forward, the highest rise of each equal part."""
+
+    ms: float
+    forward_ms: float
+    mib: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Row:
     """What one way of training cost.
 
-    saved: kept for backward; rise: how high forward and backward climb where gradients are there
-    already; peak: of forward and backward, parameters and new gradients included; predicted: that
-    peak, by the plan; recomputed: FLOPs that backward repeats, of the forward's; ms: of forward and
-    backward.
+    saved: kept for backward; rise: peak of forward and backward, beside parameters and gradients,
+    which are there already; asked, predicted: that peak, as a plan's activation budget and by the
+    plan; recomputed: FLOPs that backward repeats, of the forward's; ms: of forward and backward.
     """
 
     name: str
     saved_bytes: int
     rise_bytes: int
-    peak_bytes: int
+    asked_bytes: int | None
     predicted_bytes: int | None
     recomputed: float
     ms: Timing
     losses: tuple[float, ...]
     loss_difference: float
+    curve: Curve | None = None
 
     def slowdown(self, reference: Row) -> float:
         """Return the median of the ratios within turns, where load that comes and goes cancels."""
@@ -92,21 +102,26 @@ class Result:
     subtitle: str
     settings: dict[str, Any]
     environment: dict[str, Any]
-    conv: Part | None
-    mlp: Part | None
-    depth: Depths | None
+    conv: Part | None = None
+    mlp: Part | None = None
+    depth: Depths | None = None
+    own: Part | None = None
 
     def worst_difference(self) -> float:
         """Return the largest difference of losses; NaN if there is one."""
-        parts = (self.conv, self.mlp, self.depth)
+        parts = (self.conv, self.mlp, self.depth, self.own)
         found = [row.loss_difference for part in parts if part for row in part.rows]
         # Python's max may drop a NaN
         return max(found, key=lambda x: (math.isnan(x), x))
 
 
-def save(result: Result, path: Path) -> None:
-    """Write a result as JSON; a number that is not finite stays NaN or Infinity."""
-    path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+NOTES = (
+    "saved: kept for backward; peak: of a step, beside parameters and gradients, which are there",
+    "already; asked, predicted: that peak, as a plan's activation budget and by the plan;",
+    "again: FLOPs that backward repeats, of the forward's; ms: of forward and backward;",
+    "MiB per ms: what the peak loses for each millisecond more; last loss: of the last step;",
+    "diff.: the largest of all steps to the first row's",
+)
 
 
 def _empty(title: str, heads: tuple[str, ...]) -> Table:
@@ -118,23 +133,26 @@ def _empty(title: str, heads: tuple[str, ...]) -> Table:
     return out
 
 
-def part_table(part: Part, has_trade: bool) -> Table:
-    """One line per way; with the memory that a millisecond buys, or without."""
-    last = "MiB\nper ms" if has_trade else "again\n%"
-    heads = ("saved\nMiB", "rise\nMiB", "peak\nMiB", "pre-\ndicted", last)
-    out = _empty(part.title, (*heads, "ms", "of\nplain", "last\nloss", "diff."))
+def part_table(part: Part) -> Table:
+    """One line per way."""
+    heads = ("saved\nMiB", "asked\nMiB", "predicted\nMiB", "peak\nMiB", "again\n%", "MiB\nper ms")
     reference = part.rows[0]
+    out = _empty(part.title, (*heads, "ms", f"of\n{reference.name}", "last\nloss", "diff."))
     for row in part.rows:
-        again = f"{100 * row.recomputed:.0f}"
         out.add_row(
             row.name,
-            *(_mib(size) for size in (row.saved_bytes, row.rise_bytes, row.peak_bytes)),
-            "-" if row.predicted_bytes is None else _mib(row.predicted_bytes),
-            _trade(row, reference) if has_trade else again,
-            _significant(row.ms.median),
+            _mib(row.saved_bytes),
+            *(
+                "-" if size is None else _mib(size)
+                for size in (row.asked_bytes, row.predicted_bytes)
+            ),
+            _mib(row.rise_bytes),
+            f"{100 * row.recomputed:.0f}",
+            _trade(row, reference),
+            significant(row.ms.median),
             f"{row.slowdown(reference):.2f}x",
             f"{row.losses[-1]:.4f}",
-            _difference(row.loss_difference),
+            difference(row.loss_difference),
         )
     return out
 
@@ -156,22 +174,14 @@ def depth_table(depths: Depths) -> Table:
             str(row.layers),
             f"{row.layers / reference.layers:.1f}x",
             _mib(row.peak_bytes),
-            _significant(row.ms.median),
+            significant(row.ms.median),
             f"{row.ms.median / row.layers:.2f}",
             f"{row.slowdown(reference):.2f}x",
             f"{row.losses[-1]:.4f}",
-            _difference(row.loss_difference),
+            difference(row.loss_difference),
         )
     return out
 
 
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.{0 if size >= 1000 * MIB else 1}f}"
-
-
-def _significant(ms: float) -> str:
-    return f"{ms:,.{0 if ms >= 100 else 1}f}"
-
-
-def _difference(difference: float) -> str:
-    return f"{difference:.1e}" if difference else "0"
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / MIB:,.{0 if size >= 1000 * MIB else 1}f}"

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.cases import Function
+from bench.cases import Function, Way
 from bench.clock import Step, capture
 from bench.results import Row, Timing
-from bench.ways import Way
 
 __all__ = ["Contender", "DeviceLost", "Work"]
 

@@ -29,7 +29,8 @@ from bench.data import Batches, stdlib_text
 from bench.defaults import DEMO_DEFAULTS
 from bench.env import choose_device, environment, summary
 from bench.model import HEAD_DIM, GatedMLP
-from bench.report import Result, Run, draw, save, table
+from bench.records import save
+from bench.report import Result, Run, draw, table
 from bench.trainer import Trainer
 from fusedckpt.units import candidates
 

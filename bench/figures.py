@@ -97,9 +97,11 @@ def name_points(
     (low, high), order = axes.get_ylim(), sorted(range(len(points)), key=lambda i: points[i][::-1])
     heights = [(points[index][1] - low) / (high - low) for index in order]
     arrow = {"arrowstyle": "-", "color": "#b5b5b5", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 2}
-    for index, height in zip(order, _apart(heights, gap), strict=True):
+    for place, (index, height) in enumerate(zip(order, _apart(heights, gap), strict=True)):
+        # no lower than the axes, and no higher
+        inside = max(gap * place, min(height, 1 - gap * (len(names) - 1 - place)))
         axes.annotate(
-            names[index], points[index], (1.03, height), textcoords=axes.transAxes,
+            names[index], points[index], (1.03, inside), textcoords=axes.transAxes,
             arrowprops=arrow | {"relpos": (0, 0.5)}, fontsize=8, va="center", color=INK, zorder=1,
         )  # fmt: skip
 

@@ -28,6 +28,7 @@ __all__ = [
     "add_run_options",
     "add_table_options",
     "add_tune_options",
+    "add_ways_options",
 ]
 
 
@@ -70,6 +71,10 @@ def _default(name: str, table: dict[str, dict[str, Any]]) -> str:
 
 def _add_place(parser: argparse.ArgumentParser, files: str) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
+    _add_out(parser, files)
+
+
+def _add_out(parser: argparse.ArgumentParser, files: str) -> None:
     text = f"folder for {files}; default: bench/out"
     parser.add_argument("--out", type=Path, default=Path("bench/out"), metavar="DIR", help=text)
 
@@ -138,7 +143,7 @@ def add_classics_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=choices, default="all", help=text)
     for name, what in (
         ("layers", "convolutions"),
-        ("width", "channels of the convolutions"),
+        ("width", "channels of the convolutions, 320 in the classic net"),
         ("batch", "images per step"),
         ("mlp-layers", "layers of the MLP"),
         ("mlp-width", "width of the MLP and of its input, a square number"),
@@ -155,6 +160,20 @@ def add_classics_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth-budget", metavar="SIZE", help=text)
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
     _add_place(parser, "classics.json and classics.png")
+
+
+def add_ways_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ways`."""
+    text = "the function that makes the model and its inputs: package.module:name or file.py:name"
+    parser.add_argument("--model", required=True, metavar="MODULE:FACTORY", help=text)
+    text = "for activations, of a plan, such as 2GiB; may be repeated; default: three in between"
+    parser.add_argument("--budget", action="append", metavar="SIZE", help=text)
+    text = "training steps per turn, on the same inputs; default: 2"
+    parser.add_argument("--steps", type=_positive, default=2, metavar="N", help=text)
+    text = "turns of every way; default: 3"
+    parser.add_argument("--repeat", type=_positive, default=3, metavar="N", help=text)
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default: 0")
+    _add_out(parser, "ways.json and ways.png")
 
 
 def add_capacity_options(parser: argparse.ArgumentParser) -> None:

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bench.cases import Tensors, Way
 from bench.layers import EPS
 from bench.sizes import Size
-from bench.ways import Way
 
 __all__ = ["PEERS", "Peer", "peers_of"]
-
-Tensors = Sequence[Tensor]
 
 
 class Peer(NamedTuple):

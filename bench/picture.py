@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusedckpt._figure import BLUE, FAINT, GREY, RED, STYLE
+from fusedckpt._figure import BLUE, FAINT, GREY, INK, RED, STYLE
 
-__all__ = ["CHECKPOINT", "EAGER", "OURS", "PLAN", "Family", "family", "save"]
+__all__ = ["OURS", "Family", "draw_clusters", "family", "save"]
 
 # inches: as wide as READMEs show pictures, so that letters are as large as those of the text
 WIDTH = 10.0
@@ -37,12 +38,15 @@ OTHERS = Family("other libraries", "#009e73")
 # by how a name starts, the first that fits; the rest are other libraries
 STARTS = {
     "eager": EAGER,
+    "plain": EAGER,
     "torch.compile": COMPILE,
     "checkpoint": CHECKPOINT,
-    "torch(": CHECKPOINT,
+    "torch": CHECKPOINT,
     "ours(": OURS,
     "fuse+ckpt": OURS,
     "fuse+plan": PLAN,
+    "fused, plan": PLAN,
+    "plan": PLAN,
     "fuse": FUSED,
 }
 
@@ -50,6 +54,28 @@ STARTS = {
 def family(name: str) -> Family:
     """Return who an implementation of `run`, `capacity` or `demo` belongs to."""
     return next((found for start, found in STARTS.items() if name.startswith(start)), OTHERS)
+
+
+def draw_clusters(
+    axes: Axes,
+    colours: Sequence[str],
+    groups: Mapping[str, Sequence[float]],
+    write: Callable[[float, float, int], str],
+    size: int,
+) -> None:
+    """Draw a cluster of bars per group, a bar per colour; write: (value, first value, index)."""
+    step = 0.84 / len(colours)
+    for index, colour in enumerate(colours):
+        heights = [values[index] for values in groups.values()]
+        centres = [group + (index - (len(colours) - 1) / 2) * step for group in range(len(groups))]
+        bars = axes.bar(centres, heights, width=0.93 * step, color=colour)
+        labels = [write(values[index], values[0], index) for values in groups.values()]
+        axes.bar_label(bars, labels, padding=2, fontsize=size, color=INK, linespacing=1.25)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.tick_params(axis="x", length=0)
+    axes.yaxis.set_visible(False)
+    axes.spines["left"].set_visible(False)
+    axes.margins(y=0.18)
 
 
 def save(

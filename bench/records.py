@@ -6,11 +6,12 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["Line", "append", "blamed", "build", "lines"]
+__all__ = ["Line", "append", "blamed", "build", "lines", "save"]
 
 T = TypeVar("T")
 # what `json` calls them
@@ -47,6 +48,11 @@ def lines(path: Path) -> list[Line]:
         with blamed(where):
             found.append(Line(where, _expect(dict, json.loads(text.decode()), "the line")))
     return found
+
+
+def save(record: Any, path: Path) -> None:
+    """Write a dataclass as JSON; a number that is not finite stays NaN or Infinity."""
+    path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
 
 
 def append(records: Iterable[dict[str, Any]], path: Path) -> None:

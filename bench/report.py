@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from rich.table import Table
 
-from bench.picture import family
-from fusedckpt._figure import FAINT, INK, STYLE
+from bench.picture import draw_clusters, family
+from bench.text import difference
+from fusedckpt._figure import FAINT, STYLE
 
-__all__ = ["Result", "Run", "draw", "save", "table"]
+__all__ = ["Result", "Run", "draw", "table"]
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,6 @@ class Result:
     runs: tuple[Run, ...]
 
 
-def save(result: Result, path: Path) -> None:
-    """Write a result as JSON; a number that is not finite stays NaN or Infinity."""
-    path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-
-
-def _difference(run: Run) -> str:
-    return f"{run.loss_difference:.1e}" if run.loss_difference else "0"
-
-
 def table(result: Result) -> Table:
     """One row per run."""
     out = Table(
@@ -80,7 +71,7 @@ def table(result: Result) -> Table:
             run.name,
             f"{run.loss_first:.3f}",
             f"{run.loss_last:.3f}",
-            "-" if run is reference else _difference(run),
+            "-" if run is reference else difference(run.loss_difference),
             f"{run.saved_mib:,.1f}",
             f"{run.peak_mib:,.1f}",
             f"{run.ms_per_step:,.1f}",
@@ -97,7 +88,7 @@ def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_title("Training loss (nats per byte)")
     axes.set_xlabel("step")
     axes.grid(axis="y", color="#ececec")
-    differences = "\n".join(f"{run.name}  {_difference(run)}" for run in runs[1:])
+    differences = "\n".join(f"{run.name}  {difference(run.loss_difference)}" for run in runs[1:])
     note = f"largest difference to {runs[0].name}\n{differences}"
     place = {"transform": axes.transAxes, "ha": "right", "va": "top"}
     behind = {"facecolor": "white", "edgecolor": "none"}
@@ -107,23 +98,6 @@ def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
 def _bar_label(value: float, reference: float, index: int) -> str:
     change = f"\n{value / reference - 1:+.0%}".replace("-", "\N{MINUS SIGN}") if index else ""
     return f"{value:,.{int(value < 10)}f}{change}"
-
-
-def _draw_bars(axes: Axes, runs: Sequence[Run], groups: dict[str, list[float]], title: str) -> None:
-    """One cluster of bars per group, one bar per run, the value on each."""
-    step = 0.84 / len(runs)
-    for index, run in enumerate(runs):
-        heights = [values[index] for values in groups.values()]
-        centres = [group + (index - (len(runs) - 1) / 2) * step for group in range(len(groups))]
-        bars = axes.bar(centres, heights, width=0.93 * step, color=family(run.name).colour)
-        labels = [_bar_label(values[index], values[0], index) for values in groups.values()]
-        axes.bar_label(bars, labels, padding=2, fontsize=9, color=INK, linespacing=1.25)
-    axes.set_title(title)
-    axes.set_xticks(range(len(groups)), list(groups))
-    axes.tick_params(axis="x", length=0)
-    axes.yaxis.set_visible(False)
-    axes.spines["left"].set_visible(False)
-    axes.margins(y=0.18)
 
 
 def draw(result: Result, path: Path) -> None:
@@ -138,8 +112,12 @@ def draw(result: Result, path: Path) -> None:
             "kept for backward": [run.saved_mib for run in runs],
             "peak of a step": [run.peak_mib for run in runs],
         }
-        _draw_bars(memory, runs, groups, "Memory (MiB)")
-        _draw_bars(time, runs, {"median step": [run.ms_per_step for run in runs]}, "Time (ms)")
+        colours = [family(run.name).colour for run in runs]
+        draw_clusters(memory, colours, groups, _bar_label, 9)
+        memory.set_title("Memory (MiB)")
+        steps = {"median step": [run.ms_per_step for run in runs]}
+        draw_clusters(time, colours, steps, _bar_label, 9)
+        time.set_title("Time (ms)")
         figure.text(0.012, 0.955, result.title, fontsize=14, fontweight="bold", va="center")
         figure.text(
             0.012, 0.915, result.subtitle, fontsize=9, color=FAINT, va="top", linespacing=1.4

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.candidates import PLAN_CASES, TILE_CASES, Guarded, candidates
-from bench.cases import CASES, Function
+from bench.cases import CASES, Function, Way
 from bench.contender import Contender
 from bench.defaults import TUNE_DEFAULTS
 from bench.env import choose_device
@@ -30,7 +30,6 @@ from bench.measure import OTHER_STEPS, measure
 from bench.sizes import SIZES, Size
 from bench.supervisor import INTERRUPTED
 from bench.text import significant
-from bench.ways import Way
 from fusedckpt.autograd.dispatch import path_of
 from fusedckpt.kernels import tuned
 from fusedckpt.kernels.runtime import arch

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from bench.cases import CASES, Case, Function
+from bench.cases import CASES, Case, Function, Way
 from bench.layers import stack
+from bench.peers import peers_of
 from bench.sizes import Size
 from fusedckpt import checkpoint
 
-__all__ = ["BASELINES", "Way", "ways_of"]
-
-Tensors = Sequence[Tensor]
-
-
-class Way(NamedTuple):
-    """A function of the case's inputs, or why there is none.
-
-    prepare: inputs -> those that the function takes, where it wants weights laid out in its own
-    way; restore: its gradients -> the case's.
-    """
-
-    fn: Function | None
-    missing: str | None = None
-    prepare: Callable[[Tensors], Tensors] | None = None
-    restore: Callable[[Tensors], Tensors] | None = None
+__all__ = ["BASELINES", "ways_of"]
 
 
 def _with_budget(budget: float) -> Callable[..., Any]:
@@ -91,8 +76,6 @@ def _stacked(case: Case, size: Size) -> Iterator[tuple[str, Function]]:
 
 def ways_of(name: str, size: Size, has_plans: bool) -> dict[str, Way]:
     """Name every way of running a case; with each kernel plan where kernels are compiled."""
-    from bench.peers import peers_of
-
     case = CASES[name]
     baselines = dict(BASELINES)
     if case.call is stack:

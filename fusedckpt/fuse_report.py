@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fusedckpt import running
-from fusedckpt.swapped import Part
+from fusedckpt.held import Part
 
 __all__ = ["FuseReport"]
 
@@ -81,16 +81,6 @@ class FuseReport:
         self.swapped.pop(name, None)
         self.saved.pop(name, None)
         self.left[name], self.kinds[name], self.classes[name] = reason, kind, what
-
-    def drop_inner(self) -> None:
-        """Forget what stays inside a block that is swapped whole."""
-        blocks = [name for name in self.swapped if self.kinds[name] != "norm"]
-        for name in list(self.left):
-            if any(
-                name != one and f".{name}".startswith(f".{one}." if one else ".") for one in blocks
-            ):
-                for part in (self.left, self.kinds, self.classes):
-                    del part[name]
 
     def __str__(self) -> str:
         before = f", {len(self.already)} fused before" if self.already else ""

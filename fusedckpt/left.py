@@ -17,9 +17,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from fusedckpt import reasons
+from fusedckpt import parity, reasons
 from fusedckpt.layers.linear import Linear
-from fusedckpt.structure import has_nothing, is_transposed
+from fusedckpt.parity import is_transposed
+from fusedckpt.recording import record
+from fusedckpt.structure import NONE, activation_by
 
 __all__ = ["apart", "has_weights", "holds", "is_convolutional", "reason_of"]
 
@@ -64,26 +66,44 @@ def has_weights(module: nn.Module) -> bool:
 
 def reason_of(module: nn.Module, found: str | None) -> str:
     """Say why a module that `holds` something was left; `found` is what a matcher said."""
-    kind, linears = type(module).__name__, _linears(module)
-    reason = reasons.of_storage(module) or reasons.of_layer(module)
-    each = (reasons.of_linear(name, child) for name, child in linears.items())
-    reason = reason or next((one for one in each if one is not None), None)
-    if reason is not None:
-        return reason
-    if found is not None and found != f"the forward of {kind} is not that of an MLP of its layers":
-        return found
+    linears = _linears(module)
+    of_parts = reasons.of_storage(module) or reasons.of_layer(module) or _of_linears(linears)
+    if of_parts is not None:
+        return of_parts
     if _is_norm(module):
-        if isinstance(module, (_NormBase, nn.GroupNorm)):
-            return "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
-        return f"{kind} computes no norm of a known rule"
-    own = _own(module)
-    if own:
-        return f"{', '.join(own)}: weights of its own, where only linears are fused"
-    names, beside = ", ".join(linears), ", ".join(_beside(module))
+        return found or _of_norm(module)
+    beside = ", ".join(_beside(module))
     if beside:
         return f"its linears and activation stand beside {beside}: no module computes them alone"
-    what = f"an MLP of {names}" if len(linears) > 1 else f"an activation of {names}(x)"
-    return f"its forward computes more than {what}, or something else"
+    if found is not None:
+        return (_of_activation(module) if found.endswith(NONE) else None) or found
+    if any(module.get_parameter(name).dim() == 3 for name in _own(module)):
+        return "its weights are 3-dimensional: a mixture of experts is not fused"
+    if not parity.takes_one(module):
+        return "its forward takes more than one tensor"
+    return f"{', '.join([*linears, *_own(module)])}: more linears than those of an MLP"
+
+
+def _of_linears(linears: dict[str, nn.Module]) -> str | None:
+    each = (reasons.of_linear(name, child) for name, child in linears.items())
+    weights = [p for one in linears.values() for p in one._parameters.values() if p is not None]
+    dtypes = sorted({str(weight.dtype) for weight in weights})
+    several = f"its weights have several dtypes: {', '.join(dtypes)}" if len(dtypes) > 1 else None
+    return next((reason for reason in each if reason is not None), several)
+
+
+def _of_norm(module: nn.Module) -> str:
+    if isinstance(module, (_NormBase, nn.GroupNorm)):
+        return "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
+    return f"{type(module).__name__} computes no norm of a known rule"
+
+
+def _of_activation(module: nn.Module) -> str | None:
+    """Name the activation that is unknown: it says more than the ops that it computes."""
+    acts = [(name, act) for name, act in module.named_children() if _is_activation(act)]
+    known = (None, "identity")
+    unknown = (pair for pair in acts if activation_by(record(pair[1], (2, 3, 8))) in known)
+    return next((f"{name}: {act} {NONE}" for name, act in unknown), None)
 
 
 def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
@@ -96,11 +116,11 @@ def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
         if not _is_linear(linear) or between == len(layers):
             continue
         act, follower = layers[between]
-        if _is_activation(follower):
+        if _is_activation(follower) or isinstance(follower, _MODULES):
             reason = reasons.of_linear(name, linear) or reasons.of_hooks(act, follower)
             if reason is None and between > index + 1:
                 reason = f"a dropout stands between it and {act}"
-            yield name, reason or f"{act}: {follower} is no activation that can be fused"
+            yield name, reason or f"{follower} {NONE}"
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -140,11 +160,16 @@ def _is_linear(child: nn.Module) -> bool:
     return not lazy and (is_transposed(child) or reasons.is_adapter(child))
 
 
+def _has_nothing(module: nn.Module) -> bool:
+    """Whether a module has neither parameters, buffers nor children, as activations have none."""
+    return not (module._parameters or module._buffers or module._modules)
+
+
 def _beside(module: nn.Module) -> list[str]:
     return [
         name
         for name, child in _children(module)
-        if not (_is_linear(child) or has_nothing(child) or isinstance(child, _BETWEEN))
+        if not (_is_linear(child) or _has_nothing(child) or isinstance(child, _BETWEEN))
     ]
 
 
@@ -162,7 +187,7 @@ def _is_activation(child: nn.Module) -> bool:
     if isinstance(child, _MODULES):
         return not isinstance(child, _OTHERS)
     name = type(child).__name__.lower()
-    return has_nothing(child) and any(known in name for known in _NAMES)
+    return _has_nothing(child) and any(known in name for known in _NAMES)
 
 
 @cache
@@ -172,7 +197,8 @@ def _calls(kind: type[nn.Module]) -> bool:
     names = {"forward"}
     while names:
         seen |= names
-        methods = [getattr(kind, name, None) for name in names]
+        # of all classes: one calls the other's by super()
+        methods = [vars(base).get(name) for base in kind.__mro__ for name in names]
         codes = [inspect.unwrap(method) for method in methods if callable(method)]
         found = {name for one in codes for name in _names(getattr(one, "__code__", None))}
         if found & _NAMES:

@@ -1,9 +1,8 @@
 """Which module is an MLP, gated MLP or linear with its activation, and what it computes exactly.
 
-Found by structure: children that are linears, an activation and dropouts, and nothing else. Shapes
-give the parts that each linear may play; running the module on random numbers in float64 tells
-which it does play, with which activation, and where it drops. No class and no attribute is known by
-its name.
+Any module with one to four matrices may be one. Its forward is recorded, in several shapes and
+dtypes, in training and not; the recording says which linears there are, what stands between them
+and what else is read. No class and no attribute is known by its name.
 """
 
 from __future__ import annotations
@@ -13,179 +12,184 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-from fusedckpt import parity
-from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.parity import is_transposed
-from fusedckpt.structure import (
-    TOL,
-    Layout,
-    Parts,
-    activation_of,
-    layouts,
-    parts_of,
-    shape_of,
-)
+from fusedckpt import left, parity
+from fusedckpt.held import Block, Path, child_at
+from fusedckpt.recording import Recording, record
+from fusedckpt.spying import rates_of
+from fusedckpt.structure import block_of, features_of, sizes_of
 from fusedckpt.swapped import FusedMLP, MLPPlan, Swap, subclass
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SHAPE = (2, 3)
+# in what else it has to be the same
+_RUNS: dict[str, dict[str, Any]] = {
+    "for one token": {"shape": (1, 1)},
+    "for long inputs": {"shape": (3, 4096)},
+    "for two dimensions": {"shape": (5,)},
+    "for four dimensions": {"shape": (2, 1, 3)},
+    "for strided inputs": {"shape": _SHAPE, "strided": True},
+    "while training": {"shape": _SHAPE, "training": True},
+    "for long inputs in training": {"shape": (3, 4096), "training": True},
+    "under autocast": {"shape": _SHAPE, "autocast": True},
+}
+# not every forward takes these
+_MAY_RAISE = ("for two dimensions", "for four dimensions", "for strided inputs")
+_MODULES = 16
 
 
 def mlp_swap(module: nn.Module, save: str) -> Swap | str | None:
     """Return how an MLP is swapped, the reason why it cannot be, or None for what is none."""
-    if isinstance(module, (FusedMLP, nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, (FusedMLP, nn.ModuleList, nn.ModuleDict)):
         return None
-    parts = parts_of(module)
-    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    counts = [tensor.shape[0] for tensor in own.values() if tensor.dim() == 3]
-    if len(counts) > 1 and len({*counts}) == 1 < counts[0]:
-        return "its weights are 3-dimensional: a mixture of experts is not fused"
-    known = {name: activation_of(act) for name, act in parts.activations.items()}
-    if any(known.values()):
-        obstacle = _beside(parts, own)
-    elif own or parts.others or not any(layouts(parts.linears)):
-        # attention too has linears, and what looks like activations
+    if type(module).forward is nn.Linear.forward or not _may_be_block(module):
         return None
-    else:
-        obstacle = None
-    obstacle = obstacle or _unfit_children(parts, known)
-    if obstacle is not None or not parts.linears:
-        return obstacle if known else None
-    if not parity.takes_one(module):
-        return f"the forward of {type(module).__name__} takes more than an input" if known else None
-    names = [name for name in known.values() if name] or [n for n in ACTIVATIONS if n != "identity"]
-    found = _first_equal(module, parts, names, save)
-    if found is None and known:
-        return f"the forward of {type(module).__name__} is not that of an MLP of its layers"
-    return found
-
-
-def _beside(parts: Parts, own: dict[str, Any]) -> str | None:
-    """Return why a module with an activation is no MLP alone, None if it may be."""
-    wrapped = parts.others if all(map(_wraps_linear, parts.others.values())) else {}
-    for name, child in wrapped.items():
-        return f"{name}: {type(child).__name__} is no plain nn.Linear"
-    if not parts.linears or not (own or parts.others):
+    plan = _plan(module)
+    if not isinstance(plan, MLPPlan):
+        return plan
+    if any(_is_alone(child, module) for child in module.children()):
         return None
-    beside = ", ".join([*own, *parts.others])
-    return f"its linears and activation stand beside {beside}: no module computes them alone"
+    return _swap(module, plan, save)
 
 
-def _unfit_children(parts: Parts, known: dict[str, str | None]) -> str | None:
-    """Return why the layers cannot be computed as one, None if they may be."""
-    if not parts.linears:
-        return None
-    for name, child in parts.linears.items():
-        if not is_transposed(child) and type(child) is not nn.Linear:
-            return f"{name}: {type(child).__name__} is no plain nn.Linear"
-    for name, act in parts.activations.items():
-        if known[name] in (None, "identity"):
-            return f"{name}: {act} is no activation that can be fused"
-    for name, child in (parts.linears | parts.activations | parts.dropouts).items():
-        if has_hooks(child):
-            return f"{name}: a hook watches it, or its forward was replaced"
-    dtypes = sorted({str(linear.weight.dtype) for linear in parts.linears.values()})
-    return f"its weights have several dtypes: {', '.join(dtypes)}" if len(dtypes) > 1 else None
-
-
-def _wraps_linear(child: nn.Module) -> bool:
-    """Whether a layer stands for a linear, as adapters do."""
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether a module has as many parameters as a block, few layers, and reads one input."""
+    layers = [*module.modules()]
+    slots = [p for layer in layers[:_MODULES] for p in layer._parameters.values() if p is not None]
+    if len(layers) > _MODULES or any(is_lazy(p) or 0 in p.shape for p in slots):
+        return False
+    dims = [p.dim() for p in slots]
     return (
-        any(isinstance(inner, nn.Linear) for inner in child.children())
-        and len([*child.modules()]) <= 12
+        1 <= dims.count(2) <= 4
+        and dims.count(1) <= 4
+        and len(dims) == dims.count(1) + dims.count(2)
+        and parity.takes_one(module)
     )
 
 
-def _first_equal(module: nn.Module, parts: Parts, names: list[str], save: str) -> Swap | str | None:
-    """Return the first swap that the module's shapes allow and its numbers confirm."""
-    for layout in layouts(parts.linears):
-        probe = _Probe(module, layout)
-        if probe.expected(False, None) is None:
-            continue
-        for name in names:
-            swap = _swap(module, parts, layout, name, save)
-            if probe.is_equal(swap, False, None):
-                return next(_with_dropouts(probe, swap, parts), None) or (
-                    f"{type(module).__name__} computes something else while training"
-                )
-    return None
+def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether a child has all parameters and is a block itself: then it is the one to swap."""
+    own = {id(p) for p in parent.parameters()}
+    if own != {id(p) for p in child.parameters()} or not _may_be_block(child):
+        return False
+    return isinstance(_plan(child), MLPPlan)
 
 
-def _swap(module: nn.Module, parts: Parts, layout: Layout, activation: str, save: str) -> Swap:
-    linears = [parts.linears[name] for name in layout.linears]
-    # whatever else of the module's own its forward may use
-    own = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
-    same = parts.activations | parts.identities | {k: v for k, v in own.items() if callable(v)}
-    rates = [k for k, v in own.items() if "drop" in k and type(v) in (int, float)]
-    plan = MLPPlan(
-        layout.kind,
-        layout.linears,
-        tuple(type(linear) for linear in linears),
-        tuple(is_transposed(linear) for linear in linears),
-        activation,
-        layout.packed,
-        tuple(same.items()),
-        rates=tuple(rates),
-    )
-    details = [activation, *([f"packed, {layout.packed} first"] if layout.packed else [])]
-    details += ["weights as [in, out]"] if any(plan.transposed) else []
+def _plan(module: nn.Module) -> MLPPlan | str | None:
+    """Record a module; return its block and all that this depends on, or why it is none.
+
+    None for one that does not look like a block either.
+    """
+    first = _first_recording(module)
+    block = block_of(first)
+    if isinstance(block, str):
+        return block if left.holds(module) else None
+    width = first.shapes[0][-1:]
+    found = [first]
+    for when, how in _RUNS.items():
+        recording = record(module, **{**how, "shape": (*how["shape"], *width)})
+        if recording.log.stop is not None:
+            return f"{recording.log.stop} {when}"
+        if block_of(recording) != block and not (recording.y is None and when in _MAY_RAISE):
+            return f"{type(module).__name__} computes something else {when}"
+        found.append(recording)
+    own = next(module.parameters()).dtype
+    dtypes = [own]
+    for dtype in _DTYPES:
+        recording = record(module, (*_SHAPE, *width), dtype)
+        if dtype != own and block_of(recording) == block:
+            dtypes.append(dtype)
+            found.append(recording)
+    return _pinned(module, block, found, tuple(dtypes))
+
+
+def _first_recording(module: nn.Module) -> Recording:
+    """Return a recording for the first width that the forward takes, the inner ones last."""
+    shapes = [tuple(p.shape) for p in module.parameters() if p.dim() == 2]
+    widths = dict.fromkeys([*(s[1] for s in shapes), *(s[0] for s in shapes)])
+    found = [record(module, (*_SHAPE, width)) for width in widths]
+    is_worth = (lambda r: r.y is not None, lambda r: r.log.stop is not None, lambda r: True)
+    return next(r for worth in is_worth for r in found if worth(r))
+
+
+def _pinned(
+    module: nn.Module, block: Block, recordings: list[Recording], dtypes: tuple[torch.dtype, ...]
+) -> MLPPlan:
+    """Return the plan for all that the recordings read, and with the dropouts."""
+    log = recordings[0].log
+    for recording in recordings[1:]:
+        for path, reads in recording.log.reads.items():
+            log.reads.setdefault(path, {}).update(reads)
+    rates = [
+        (path, name)
+        for path in log.kinds
+        for name in rates_of(child_at(module, path) or module)
+        if (name,) in log.reads.get(path, {})
+    ]
+    shape = recordings[0].shapes[0]
+    dropouts = [
+        path for path, _ in rates if path and isinstance(child_at(module, path), nn.Dropout)
+    ]
+    last = next((path for path in dropouts if _drops_result(module, shape, path, block)), None)
+    inside = tuple(rate for rate in rates if rate[0] != last)
+    return MLPPlan(block, log.held({*rates}), inside, last, dtypes)
+
+
+def _drops_result(module: nn.Module, shape: tuple[int, ...], path: Path, block: Block) -> bool:
+    """Whether a dropout comes after the block and nothing after it.
+
+    If it drops everything, the result is the block's times zeros.
+    """
+    found = record(module, shape, training=True, dropping=path)
+    y = found.y
+    if y is None or y.kind != "point" or len(y.of) != 2 or y.of[1].kind != "number":
+        return False
+    return block_of(replace(found, y=y.of[0])) == block
+
+
+def _swap(module: nn.Module, plan: MLPPlan, save: str) -> Swap:
+    block = plan.block
+    details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
+    details += ["weights as [in, out]"] if any(one.transposed for one in block.linears) else []
+    parameters = dict(_parameters(module))
+    shapes = {path: tuple(p.shape) for path, p in parameters.items()}
+    small = sizes_of(block, shapes)
     return Swap(
-        "linear" if layout.kind == "linear_act" else "mlp",
-        f"{type(module).__name__} -> {layout.kind} ({', '.join(details)})",
+        "linear" if block.kind == "linear_act" else "mlp",
+        f"{type(module).__name__} -> {block.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
         {"_fusedckpt_plan": plan, "save": save},
-        (shape_of(linears[0])[1],),
-        (layout.features,),
-        layout.sizes,
+        (features_of(block, shapes),),
+        (features_of(block, small),),
+        {id(parameters[path]): shape for path, shape in small.items()},
+        _numbers(plan, shapes, small),
     )
 
 
-def _with_dropouts(probe: _Probe, swap: Swap, parts: Parts) -> Iterator[Swap]:
-    """Yield the swap with its place for dropouts, where that is what the module does in training.
-
-    Tried in turn: they do nothing, one drops from the result, they drop inside.
-    """
-    plan: MLPPlan = swap.attributes["_fusedckpt_plan"]
-    names = tuple(parts.dropouts)
-    for last, inside in ((None, ()), *((name, ()) for name in names), (None, names)):
-        changed = {"_fusedckpt_plan": plan._replace(last=last, dropouts=inside)}
-        found = replace(swap, attributes=swap.attributes | changed)
-        if all(probe.is_equal(found, True, p) for p in (0.0, 0.5)):
-            yield found
+def _parameters(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Parameter]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield (*path, name), parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _parameters(child, (*path, name))
 
 
-class _Probe:
-    """A module's results on random numbers in float64, and whether swapping changes them."""
-
-    def __init__(self, module: nn.Module, layout: Layout):
-        self.module = module
-        self.draw = parity.Draw(module, (layout.features,), layout.sizes)
-        self.found: dict[Any, Tensor | None] = {}
-
-    def expected(self, training: bool, p: float | None) -> Tensor | None:
-        """Return what the module computes, None where it cannot."""
-        if (training, p) not in self.found:
-            clone = parity.replica(self.module, self.draw.values, training, p)
-            self.found[training, p] = self._run(clone)
-        return self.found[training, p]
-
-    def is_equal(self, swap: Swap, training: bool, p: float | None) -> bool:
-        """Whether the swapped module computes the same; p: of all dropouts, None as they are."""
-        expected = self.expected(training, p)
-        clone = parity.swapped_replica(swap, self.module, self.draw.values, training, p)
-        found = None if expected is None else self._run(clone)
-        return (
-            expected is not None
-            and found is not None
-            and found.shape == expected.shape
-            and torch.allclose(found, expected.to(found.dtype), rtol=TOL, atol=TOL)
-        )
-
-    def _run(self, clone: nn.Module) -> Tensor | None:
-        with parity.undisturbed(torch.device("cpu")), torch.no_grad():
-            torch.manual_seed(0)
-            try:
-                y = parity.call(clone, self.draw.x)
-            except Exception:  # arbitrary code of others, on numbers that may not fit it
-                return None
-        return y if isinstance(y, Tensor) else None
+def _numbers(
+    plan: MLPPlan, shapes: dict[Path, tuple[int, ...]], small: dict[Path, tuple[int, ...]]
+) -> dict[tuple[Path, str], Any]:
+    """Return numbers for a replica: sizes that are as small as its parameters are, no rates."""
+    sizes: dict[int, int] = {}
+    for path, shape in small.items():
+        sizes.update(zip(shapes[path], shape, strict=True))
+    half = {size // 2: to // 2 for size, to in sizes.items() if size % 2 == to % 2 == 0}
+    found = {
+        (held.path, names[0]): (half | sizes)[value]
+        for held in plan.held
+        for names, value in held.reads
+        if len(names) == 1 and type(value) is int and value in (half | sizes) and value > 1
+    }
+    last = [] if plan.last is None else [(plan.last, "p")]
+    return found | dict.fromkeys([*plan.rates, *last], 0.0)

@@ -11,16 +11,21 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.held import Path
 from fusedckpt.memory import saved_tensors
 from fusedckpt.swapped import Swap
 
 # rows of the random input: enough to tell rules of rounding apart, and few
 ROWS = 6
+# of the inputs: limits that a module keeps to show where they are reached
+SCALES = (1.0, 10.0, 100.0, 1000.0)
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -63,11 +68,16 @@ class Draw:
 
 
 def replica(
-    module: nn.Module, values: dict[int, Tensor], training: bool = False, p: float | None = None
+    module: nn.Module,
+    values: dict[int, Tensor],
+    training: bool = False,
+    attributes: dict[tuple[Path, str], Any] | None = None,
+    path: Path = (),
 ) -> Any:
     """Return a copy of the module tree over other parameter tensors, given by their ids.
 
-    p: for all its dropouts, as they are if None. Attributes and buffers are shared, hooks left out.
+    attributes: what some attributes are instead, by the path of their module. All others and the
+    buffers are shared, hooks left out.
     """
     clone: Any = type(module).__new__(type(module))
     clone.__dict__.update(module.__dict__)
@@ -77,14 +87,11 @@ def replica(
         name: None if one is None else values[id(one)] for name, one in module._parameters.items()
     }
     clone.__dict__["_modules"] = {
-        name: child if _is_function(child) else replica(child, values, training, p)  # type: ignore[arg-type]  # None is one
+        name: None if child is None else replica(child, values, training, attributes, (*path, name))
         for name, child in module._modules.items()
     }
-    if isinstance(clone, nn.Dropout) and p is not None:
-        clone.p = p
-    # a linear of [in, out] weights that shapes its result by a number of its own
-    if is_transposed(module):
-        clone.__dict__["nf"] = values[id(module.weight)].shape[1]
+    found = {name: value for (at, name), value in (attributes or {}).items() if at == path}
+    clone.__dict__.update(found)
     return clone
 
 
@@ -99,13 +106,6 @@ def is_transposed(child: nn.Module) -> bool:
         and bias is not None
         and weight.dim() == 2
         and getattr(child, "nf", None) == weight.shape[1] == bias.shape[0]
-    )
-
-
-def _is_function(child: nn.Module | None) -> bool:
-    """Whether a child needs no replica: it has nothing of its own, as activations have."""
-    return child is None or not (
-        child._parameters or child._buffers or child._modules or isinstance(child, nn.Dropout)
     )
 
 
@@ -146,6 +146,8 @@ def results(module: Any, leaves: dict[int, Tensor], x: Tensor, dout: Tensor) -> 
     """Return the output and the gradients of x and of every parameter."""
     y = call(module, x)
     wanted = [x, *leaves.values()]
+    if not y.requires_grad:
+        return [y, *map(torch.zeros_like, wanted)]
     grads = torch.autograd.grad(y, wanted, dout.to(y), allow_unused=True)
     found = zip(grads, wanted, strict=True)
     return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in found)]
@@ -155,7 +157,8 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     """Return how swapping would change outputs or gradients, None if it does not.
 
     Root mean square errors against float64, over draws of 256 elements or 16 draws, in the
-    module's own dtype: err(swapped) <= 2 err(as it is) + 8 eps max(1, rms(truth)).
+    module's own dtype, in eval and in training, at inputs of several scales: err(swapped) <= 2
+    err(as it is) + 8 eps max(1, rms(truth)), 64 eps max(scale, rms(truth)) where scale is not 1.
     """
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device
@@ -165,20 +168,54 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     )
     draws = min(16, math.ceil(256 / max(1, smallest)))
     with undisturbed(device):
-        sums = sum(_errors(module, swap, first.dtype, device, seed) for seed in range(draws))
-    # column 3 counts elements, column 4 what is finite on one side only
-    assert isinstance(sums, Tensor)
+        if not _runs_widely(module, swap, device):
+            return "it does not run in float64, in which it would be checked"
+        for scale, training in product(SCALES, (False, True)):
+            seeds = range(draws if scale == 1 else min(draws, 4))
+            run = partial(_errors, module, swap, first.dtype, device, training, scale)
+            errors = [run(seed) for seed in seeds]
+            found = _verdict(torch.stack(errors).sum(0), first.dtype, scale)
+            if found is not None:
+                return found
+    return None
+
+
+def _runs_widely(module: nn.Module, swap: Swap, device: torch.device) -> bool:
+    draw = Draw(module, swap.small or swap.features, swap.sizes)
+    wide = {key: value.to(device) for key, value in draw.values.items()}
+    try:
+        call(replica(module, wide, attributes=swap.numbers), draw.x.to(device))
+    except Exception:  # arbitrary code of others, in a dtype that it may not take
+        return False
+    return True
+
+
+def _verdict(sums: Tensor, dtype: torch.dtype, scale: float) -> str | None:
+    """Judge sums of errors: column 3 counts elements, column 4 what is finite on one side only."""
+    at = f" at inputs of {scale:g}" if scale > 1 else ""
+    # large inputs overflow half precision where eager keeps what we do not
+    # and what is small there may be the difference of large numbers
+    floor = 8 if scale == 1 else 64
+    is_judged = scale == 1 or dtype not in (torch.float16, torch.bfloat16)
     for index, (mine, eagers, truth, count, strays) in enumerate(sums.tolist()):
-        ours, theirs, scale = (math.sqrt(value / max(1, count)) for value in (mine, eagers, truth))
-        wide = torch.promote_types(first.dtype, torch.float32)
-        if strays or ours > 2 * theirs + 8 * torch.finfo(wide).eps * max(1.0, scale):
+        ours, theirs, size = (math.sqrt(value / max(1, count)) for value in (mine, eagers, truth))
+        wide = torch.promote_types(dtype, torch.float32)
+        strays = strays and is_judged
+        if strays or ours > 2 * theirs + floor * torch.finfo(wide).eps * max(scale, size):
             what = ("output", "gradient of x")[index] if index < 2 else "gradient of a parameter"
+            what += at
             return f"{what}: error {ours:.3g} where the original's is {theirs:.3g}"
     return None
 
 
 def _errors(
-    module: nn.Module, swap: Swap, dtype: torch.dtype, device: torch.device, seed: int
+    module: nn.Module,
+    swap: Swap,
+    dtype: torch.dtype,
+    device: torch.device,
+    training: bool,
+    scale: float,
+    seed: int,
 ) -> Tensor:
     """Return squared errors of ours and eager's, squares, counts and strays, per result."""
     draw = Draw(module, swap.small or swap.features, swap.sizes, seed=seed)
@@ -186,14 +223,14 @@ def _errors(
     def run(make: Callable[..., Any], to: torch.dtype) -> list[Tensor]:
         # rounded to the module's dtype first: that is no error of either
         values = like(draw.values, lambda t: t.to(device, dtype).to(to))
-        x = draw.x.to(device, dtype).to(to).requires_grad_(True)
+        x = (draw.x * scale).to(device, dtype).to(to).requires_grad_(True)
         return results(make(values), values, x, dout.to(device))
 
     def eager(values: dict[int, Tensor]) -> Any:
-        return replica(module, values)
+        return replica(module, values, training, swap.numbers)
 
     def ours(values: dict[int, Tensor]) -> Any:
-        return swapped_replica(swap, module, values)
+        return swapped_replica(swap, module, values, training, swap.numbers)
 
     with torch.no_grad():
         wide = {key: value.to(device) for key, value in draw.values.items()}
@@ -205,8 +242,12 @@ def _errors(
 def _row(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
     if a.shape != b.shape or a.dtype != b.dtype:
         return _cells(0, 0, 0, 1, 1)
-    squares = (x.double().nan_to_num(0, 0, 0).square().sum().item() for x in (a - t, b - t, t))
     strays = (a.isfinite() != b.isfinite()).sum().item()
+    finite = a.isfinite() & b.isfinite()
+    squares = (
+        x.double().where(finite, 0).nan_to_num(0, 0, 0).square().sum().item()
+        for x in (a - t, b - t, t)
+    )
     return _cells(*squares, t.numel(), strays)
 
 

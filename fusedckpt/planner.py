@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -131,11 +131,16 @@ def plan(
 
 
 def _accumulates(accumulate: Any) -> bool:
-    if isinstance(accumulate, (int, np.integer)) and accumulate >= 0:
-        return bool(accumulate > 1) or accumulate is True
-    raise ValueError(
-        f"plan: accumulate is True, False or a number of micro-batches, got {accumulate!r}"
-    )
+    try:
+        # of numpy too
+        count = operator.index(accumulate)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(
+            f"plan: accumulate is True, False or a number of micro-batches, got {accumulate!r}"
+        )
+    return accumulate is True or count > 1
 
 
 def _in_state(step: Step, parallel: DistributedDataParallel | None, is_there: bool) -> Step:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.structure import is_transposed
+from fusedckpt.parity import is_transposed
 
 __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
 
@@ -31,7 +31,8 @@ def of_call(module: nn.Module, fallback: Fallback) -> str:
     what, about = fallback
     if what == "weight":
         reason = of_weight(about, _attribute(module, about))
-    elif what == "child":
+    elif what in ("child", "hook"):
+        # what a child is says more than that it is watched: sharding hooks it, too
         child = _attribute(module, about)
         reason = of_linear(about, child) if isinstance(child, nn.Module) else None
     else:

@@ -8,9 +8,9 @@ from torch import nn
 
 from fusedckpt import left, reasons
 from fusedckpt.autograd import dispatch, fallbacks
+from fusedckpt.held import MARK, Original, Part
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.match_sequentials import blocks_of
-from fusedckpt.swapped import MARK, Original, Part
 
 __all__ = ["forget", "found", "join", "parts", "reason_now"]
 

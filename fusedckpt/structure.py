@@ -1,134 +1,230 @@
-"""What a module is made of: linears, activations, dropouts, and what blocks their shapes allow."""
+"""Which block a recorded forward is: its matrix products, and the activation between them.
+
+What stands between the products is a function of single elements, whatever ops it is made of. It is
+evaluated from the recording, on numbers from 1e-30 to 1e30, and looked up in the table of
+activations: one that clamps is another function, at whatever limit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import permutations
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedckpt import parity
+from fusedckpt.held import Block, Path, Weight
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.parity import is_transposed
+from fusedckpt.recording import Node, Recording, function, leaves
 
-# within which blocks are told apart, in float64: some compute parts of it in float32
-TOL = 1e-5
-# and activations: another threshold of a softplus shows only here
-_ACTIVATION_TOL = 1e-8
+# activations are told apart by it: another threshold of a softplus shows only here
+_TOL = 1e-8
 # a block is probed on slices of its weights: what it computes does not depend on its size
 _D, _F = 24, 40
-_DROPOUTS = nn.modules.dropout._DropoutNd
+_BESIDE = "its forward uses its input beside its linears"
+NONE = "is no activation that can be fused"
 
 
-@dataclass
-class Parts:
-    """A module's children by what they are."""
+def block_of(recording: Recording) -> Block | str:
+    """Return the block that a recorded forward is, or why it is none."""
+    y = recording.y
+    if y is None:
+        return str(recording.reason)
+    shape, result = recording.shapes
+    if len(shape) != len(result) or shape[:-1] != result[:-1]:
+        return f"its result has the shape {[*result]} for an input of {[*shape]}"
+    if len({*recording.dtypes}) > 1:
+        return f"its result is {recording.dtypes[1]} for an input of {recording.dtypes[0]}"
+    if y.kind == "x":
+        return "it returns its input"
+    if y.kind != "product":
+        found = leaves(y)
+        if y.kind == "point" and len(found) == 1 and _reads_x(found[0]):
+            return _with_activation("linear_act", [], y, found[0])
+        if (
+            y.kind == "point"
+            and len(found) == 2
+            and all(one.kind in ("product", "part") for one in found)
+        ):
+            return "it ends with its gate: no linear comes after"
+        return _strange(y) or f"after its last linear it computes {_ops(y)}"
+    rows = y.of[0]
+    found = leaves(rows)
+    products = [leaf.of[0] if leaf.kind == "part" else leaf for leaf in found]
+    if rows.kind == "point" and found and all(map(_reads_x, products)):
+        if len(found) == 1 and found == products:
+            return _with_activation("mlp", [y], rows, found[0])
+        if len(found) == 2:
+            return _gated(y, rows, found, products)
+    strange = _strange(y)
+    if strange is None and rows.kind == "product":
+        return "it has no activation between its linears"
+    return strange or "its linears do not follow each other as those of an MLP do"
 
-    linears: dict[str, Any] = field(default_factory=dict)
-    activations: dict[str, nn.Module] = field(default_factory=dict)
-    dropouts: dict[str, nn.Module] = field(default_factory=dict)
-    identities: dict[str, nn.Module] = field(default_factory=dict)
-    others: dict[str, nn.Module] = field(default_factory=dict)
+
+def _reads_x(node: Node) -> bool:
+    return node.kind == "product" and node.of[0].kind == "x"
 
 
-def parts_of(module: nn.Module) -> Parts:
-    """Sort the children of a module."""
-    parts = Parts()
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear) or is_transposed(child):
-            parts.linears[name] = child
-        elif type(child) is nn.Dropout:
-            parts.dropouts[name] = child
-        elif type(child) is nn.Identity:
-            parts.identities[name] = child
-        elif has_nothing(child) and not isinstance(child, _DROPOUTS):
-            parts.activations[name] = child
-        else:
-            parts.others[name] = child
-    return parts
+def _with_activation(kind: str, last: list[Node], h: Node, z: Node) -> Block | str:
+    name = _looked_up(h, z)
+    if name in (None, "identity"):
+        return f"{_ops(h)} {NONE}"
+    return Block(kind, tuple(map(_weight, [z, *last])), str(name))
 
 
-def has_nothing(module: nn.Module) -> bool:
-    """Whether a module has neither parameters, buffers nor children, as activations have none."""
-    return not (module._parameters or module._buffers or module._modules)
+def _gated(y: Node, h: Node, found: list[Node], products: list[Node]) -> Block | str:
+    for gate, up in (found, found[::-1]):
+        name = _looked_up(h, gate, up)
+        if name in (None, "identity"):
+            continue
+        if found == products:
+            return Block("gated_mlp", tuple(map(_weight, [gate, up, y])), name)
+        half = gate.span[1] - gate.span[0]
+        halves = sorted([gate.span, up.span])
+        if products[0] is products[1] and halves == [(0, half), (half, 2 * half)]:
+            first = "gate" if gate.span == halves[0] else "up"
+            return Block("gated_mlp", (_weight(products[0]), _weight(y)), name, first)
+        return "its gate and up are no halves of one weight, one after the other"
+    return f"{_ops(h)} {NONE}"
 
 
-def activation_of(function: Any) -> str | None:
-    """Return the table's name for what a callable computes, None where it is not in the table."""
-    z = torch.linspace(-30, 30, 1201, dtype=torch.float64, device="cpu")
-    z = torch.cat([z, z[:1] * 7, z[-1:] * 7])
-    with parity.undisturbed(torch.device("cpu")), torch.no_grad():
-        try:
-            h = function(z.clone())
-        except Exception:  # arbitrary code of others
-            return None
-        if not isinstance(h, Tensor) or h.shape != z.shape:
-            return None
-        for name, act in ACTIVATIONS.items():
-            tol = _ACTIVATION_TOL
-            if torch.allclose(h.double(), act.eager(z), rtol=tol, atol=tol):
-                return name
+def activation_by(recording: Recording) -> str | None:
+    """Return the activation that a recorded forward is, None for any other."""
+    y = recording.y
+    if y is None or y.kind not in ("x", "point") or any(one.kind != "x" for one in leaves(y)):
+        return None
+    return _looked_up(y, *leaves(y))
+
+
+def _looked_up(h: Node, *inputs: Node) -> str | None:
+    """Return the activation that a node is of its inputs, the second of which it is times."""
+    f = function(h, [*inputs])
+    return activation_of(f) if len(inputs) == 1 else gate_of(f)
+
+
+def _weight(product: Node) -> Weight:
+    _, weight, *bias = product.of
+    return Weight(weight.path, bias[0].path if bias else None, product.is_transposed)
+
+
+def _ops(node: Node) -> str:
+    """Name the ops on single elements that make a node, the first one first."""
+    names: dict[str, None] = {}
+
+    def visit(one: Node) -> None:
+        if one.kind == "point":
+            for before in one.of:
+                visit(before)
+            names[one.op.overloadpacket.__name__.rstrip("_")] = None
+
+    visit(node)
+    return ", ".join(names)
+
+
+def _strange(y: Node) -> str | None:
+    """Return what a forward computes that no block has, None where all of it is known."""
+    seen = _before(y)
+    others = [node for node in seen if node.kind == "other"]
+    if others:
+        # the first ones: what they make is strange, too
+        sources = [node for node in others if all(one.kind != "other" for one in node.of)]
+        if any(isinstance(node.op, str) for node in sources):
+            return "its forward reads a tensor that is neither its input nor a parameter"
+        names = dict.fromkeys(_described(node) for node in reversed(sources))
+        return f"its forward computes {', '.join(names)}"
+    for node in seen:
+        used = [one for one in node.of if one.kind in ("x", "part") and node.kind != "product"]
+        if any(one.kind == "x" for one in used):
+            return _BESIDE
     return None
 
 
-def shape_of(linear: Any) -> tuple[int, int]:
-    """Return a linear's (out, in)."""
-    out, features = linear.weight.shape
-    return (features, out) if is_transposed(linear) else (out, features)
+def _before(y: Node) -> dict[Node, None]:
+    """Return a node and all that it was made from."""
+    seen: dict[Node, None] = {}
+    todo = [y]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen[node] = None
+            todo += node.of
+    return seen
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One way in which linears can form a block.
-
-    kind, packed: as `swapped.MLPPlan` has them; linears: names in the order of their parts; sizes:
-    small shapes for their parameters, by id.
-    """
-
-    kind: str
-    packed: str
-    linears: tuple[str, ...]
-    sizes: dict[int, tuple[int, ...]]
-    features: int
+def _described(node: Node) -> str:
+    paths = [".".join(one.path) for one in node.of if one.kind == "weight"]
+    return f"{node.name} of {', '.join(paths)}" if paths else node.name
 
 
-def layouts(linears: dict[str, Any]) -> Iterator[Layout]:
-    """Yield what shapes allow, the parts in the order in which the children stand first."""
-    if not 1 <= len(linears) <= 3 or any(
-        not _is_matrix(linear.weight) for linear in linears.values()
-    ):
-        return
-    for order in permutations(linears):
-        shapes = [shape_of(linears[name]) for name in order]
-        for kind, packed in _kinds(shapes):
-            sizes = {
-                key: size
-                for name, small in zip(order, _small(shapes, packed), strict=True)
-                for key, size in _sizes(linears[name], small)
-            }
-            yield Layout(kind, packed, order, sizes, min(shapes[0][1], _D))
+@cache
+def _grid() -> Tensor:
+    """Return numbers of all sizes, dense where activations bend."""
+    with torch.device("cpu"):
+        near = torch.linspace(-30, 30, 1201, dtype=torch.float64)
+        large = torch.logspace(-30, 30, 601, dtype=torch.float64)
+        return torch.cat([near, large, -large])
 
 
-def _is_matrix(weight: Any) -> bool:
-    return isinstance(weight, Tensor) and weight.dim() == 2 and 0 not in weight.shape
+def activation_of(f: Callable[..., Any]) -> str | None:
+    """Return the table's name for a function of one tensor, None where it is not in the table."""
+    z = _grid()
+    h = _evaluated(f, z)
+    equal = (name for name, act in ACTIVATIONS.items() if _are_equal(h, act.eager, z, None))
+    return next(equal, None)
 
 
-def _kinds(shapes: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, packed) of what linears of these (out, in) can form in this order."""
-    if len(shapes) == 1:
-        yield "linear_act", ""
-        return
-    *first, (_, f) = shapes
-    if len(first) == 2 and first[0] == first[1] and first[0][0] == f:
-        yield "gated_mlp", ""
-    if len(first) == 1 and first[0][0] == f:
-        yield "mlp", ""
-    if len(first) == 1 and first[0][0] == 2 * f:
-        yield "gated_mlp", "gate"
-        yield "gated_mlp", "up"
+def gate_of(f: Callable[..., Any]) -> str | None:
+    """Return the activation where f(gate, up) is activation(gate) * up, None where it is not."""
+    gate = _grid()
+    # as large and as small, of either sign, in another order
+    up = gate[torch.arange(len(gate), device="cpu") * 997 % len(gate)]
+    h = _evaluated(f, gate, up)
+    equal = (n for n, act in ACTIVATIONS.items() if _are_equal(h, act.eager, gate, up))
+    return next(equal, None)
+
+
+def _evaluated(f: Callable[..., Any], *values: Tensor) -> Any:
+    with parity.undisturbed(torch.device("cpu")), torch.no_grad():
+        try:
+            return f(*(value.clone() for value in values))
+        except Exception:  # arbitrary code of others
+            return None
+
+
+def _are_equal(h: Any, act: Callable[[Tensor], Tensor], z: Tensor, up: Tensor | None) -> bool:
+    if not isinstance(h, Tensor) or h.shape != z.shape:
+        return False
+    with parity.undisturbed(torch.device("cpu")), torch.no_grad():
+        expected = act(z.clone())
+        if up is None:
+            return torch.allclose(h.double(), expected, rtol=_TOL, atol=_TOL)
+        expected = expected * up
+        room = _TOL * up.abs().clamp_min(1)
+        return bool(((h.double() - expected).abs() <= room + _TOL * expected.abs()).all())
+
+
+def sizes_of(block: Block, shapes: dict[Path, tuple[int, ...]]) -> dict[Path, tuple[int, ...]]:
+    """Return small shapes for a block's parameters, that fit each other as theirs do."""
+    real = [_out_in(linear, shapes) for linear in block.linears]
+    found: dict[Path, tuple[int, ...]] = {}
+    for linear, (out, features) in zip(block.linears, _small(real, block.packed), strict=True):
+        found[linear.weight] = (features, out) if linear.transposed else (out, features)
+        if linear.bias is not None:
+            found[linear.bias] = (out,)
+    return found
+
+
+def features_of(block: Block, shapes: dict[Path, tuple[int, ...]]) -> int:
+    """Return how many features a block reads where its parameters have these shapes."""
+    return _out_in(block.linears[0], shapes)[1]
+
+
+def _out_in(linear: Weight, shapes: dict[Path, tuple[int, ...]]) -> tuple[int, int]:
+    out, features = shapes[linear.weight]
+    return (features, out) if linear.transposed else (out, features)
 
 
 def _small(shapes: list[tuple[int, int]], packed: str) -> list[tuple[int, int]]:
@@ -141,10 +237,3 @@ def _small(shapes: list[tuple[int, int]], packed: str) -> list[tuple[int, int]]:
     small_out = small_d if out == d else min(out, _D)
     first = (2 * small_f if packed else small_f, small_d)
     return [first] * (len(shapes) - 1) + [(small_out, small_f)]
-
-
-def _sizes(linear: Any, shape: tuple[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    out, features = shape
-    yield id(linear.weight), ((features, out) if is_transposed(linear) else shape)
-    if linear.bias is not None:
-        yield id(linear.bias), (out,)

@@ -6,25 +6,23 @@ children and state_dict stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from fusedckpt import left, parity, reasons, running
+from fusedckpt import left, reasons, running
 from fusedckpt._wanted import Names, Wanted, patterns
 from fusedckpt.autograd import fallbacks, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.fuse_report import FuseReport
+from fusedckpt.held import MARK, Original, Part, child_at
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
-from fusedckpt.match_mlps import mlp_swap
-from fusedckpt.match_norms import norm_swap
-from fusedckpt.match_sequentials import apart, blocks_of
+from fusedckpt.match_sequentials import blocks_of
+from fusedckpt.matcher import Matcher, unfit
 from fusedckpt.running import join
-from fusedckpt.swapped import MARK, Original, Part, Swap, is_made, unfit_layer, within
+from fusedckpt.swapped import Swap, is_made, subclass, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
 
@@ -64,9 +62,9 @@ def fuse(
         norm, mlp, linear: whether norms, MLPs, and linears with a norm or activation are swapped.
         verify: hold every module's output and gradients, before it is swapped, against its own on
             random numbers: errors against float64 at most twice its own plus 8 epsilons. A module
-            that differs stays and is named. What a module of an unknown class computes is found by
-            running it in any case. Nothing of the model is run with its own weights, and neither
-            its gradients, its buffers nor the random state change.
+            that differs stays and is named. Forwards of unknown classes are recorded on tensors
+            without values in any case. Nothing of the model is run with its own weights, and
+            neither its gradients, its buffers nor the random state change.
 
     Returns:
         What was swapped, what was fused before, what was left as it is and why, and what one token
@@ -84,12 +82,17 @@ def fuse(
     report.watch(model)
     modules = dict(model.named_modules())
     # all are planned before anything is touched
-    planned = [
-        (module, swap)
-        for name, module in modules.items()
-        for swap in _planned(name, module, save, wanted, verify, report)
-    ]
-    report.drop_inner()
+    planned: list[tuple[nn.Module, Swap]] = []
+    inside: set[nn.Module] = set()
+    matcher = Matcher(save, verify)
+    for name, module in modules.items():
+        if module in inside:
+            continue
+        swaps = [*_planned(name, module, wanted, matcher, report)]
+        planned += [(module, swap) for swap in swaps]
+        made = [module.__dict__, *(swap.attributes for swap in swaps)]
+        if any(_computes_inside(module, attributes.get("_fusedckpt_plan")) for attributes in made):
+            inside.update(module.modules())
     wanted.check(modules, report.kinds)
     running.forget(model)
     for module, swap in planned:
@@ -98,7 +101,7 @@ def fuse(
 
 
 def _planned(
-    name: str, module: nn.Module, save: str, wanted: Wanted, verify: bool, report: FuseReport
+    name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
 ) -> Iterator[Swap]:
     """Yield how a module is swapped, if at all; add to the report what will be and what not."""
     if (original := module.__dict__.get(MARK)) is not None:
@@ -108,83 +111,80 @@ def _planned(
         return
     if type(module).__module__.startswith("fusedckpt."):
         return
+    kinds = ["norm", "mlp"]
     if isinstance(module, nn.Sequential):
-        yield from _sequential(name, module, save, wanted, verify, report)
-        return
-    found: dict[str, str] = {}
-    for kind, match in _matchers(module, save).items():
+        if not ((wanted.mlp or wanted.linear) and matcher.is_one_block(module)):
+            yield from _sequential(name, module, wanted, matcher, report)
+            return
+        kinds = ["mlp"]
+    reasons: dict[str, str] = {}
+    for kind in kinds:
         if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
             continue
-        swap = match(module)
-        if isinstance(swap, str):
-            found[kind] = swap
-        elif swap is not None and wanted.has(name, swap.kind):
-            obstacle = _unfit(module, swap.attributes, *module.children())
-            obstacle = obstacle or (parity.difference(module, swap) if verify else None)
-            if obstacle is None:
-                part = Part(swap.kind, swap.change, parity.saved_per_token(module, swap))
-                report.swap(name, part)
-                yield replace(swap, parts={"": part})
-                return
-            found[swap.kind] = obstacle
-    _leave(name, module, found, wanted, report)
+        found = matcher.of(module, kind)
+        if isinstance(found, str):
+            reasons[kind] = found
+        elif found is not None and wanted.has(name, found.kind):
+            report.swap(name, found.parts[""])
+            yield found
+            return
+    _leave(name, module, reasons, wanted, report)
 
 
-def _matchers(module: nn.Module, save: str) -> dict[str, Callable[[nn.Module], Swap | str | None]]:
-    """Return what finds a swap, by kinds; nothing for a module that must not be run."""
-    if reasons.of_storage(module) is not None:
-        return {}
-    return {"norm": norm_swap, "mlp": partial(mlp_swap, save=save)}
+def _computes_inside(module: nn.Module, plan: Any) -> bool:
+    """Whether a plan computes what a module's children would, so that they are not asked for.
+
+    Those of a block that drops as it is run while training.
+    """
+    if plan is None:
+        return False
+    rates = getattr(plan, "rates", ())
+    return not any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
 
 
 def _leave(
     name: str, module: nn.Module, found: dict[str, str], wanted: Wanted, report: FuseReport
 ) -> None:
     """Name a module that was not swapped, if it is one that could have been."""
-    if not left.has_weights(module) or left.is_convolutional(module):
-        found.pop("mlp", None)
     kind = left.holds(module) or next(iter(found), None)
-    if kind is not None and (found or wanted.has(name, kind)):
-        kind, reason = next(iter(found.items()), (kind, None))
-        report.leave(name, kind, left.reason_of(module, reason), type(module).__name__)
+    if kind is not None and wanted.has(name, kind):
+        reason = left.reason_of(module, found.get("norm" if kind == "norm" else "mlp"))
+        report.leave(name, kind, reason, type(module).__name__)
 
 
 def _sequential(
-    prefix: str,
-    parent: nn.Sequential,
-    save: str,
-    wanted: Wanted,
-    verify: bool,
-    report: FuseReport,
+    prefix: str, parent: nn.Sequential, wanted: Wanted, matcher: Matcher, report: FuseReport
 ) -> Iterator[Swap]:
-    save, kind = within(save, ("inputs", "preact")), type(parent).__name__
+    save, kind = within(matcher.save, ("inputs", "preact")), type(parent).__name__
     attributes = {"save": save}
     blocks = {block.name: block for block in blocks_of(parent, save)}
-    for name, reason in {**dict(left.apart(parent)), **apart(parent)}.items():
-        if name not in blocks and wanted.has(join(prefix, name), "linear"):
-            own = reasons.of_class(name, parent.get_submodule(name))
-            reason = reasons.of_storage(parent) or own or reason
+    fused = [layer for block in blocks.values() for layer in block.layers]
+    for name, reason in left.apart(parent):
+        linear = parent.get_submodule(name)
+        if linear not in fused and wanted.has(join(prefix, name), "linear"):
+            reason = reasons.of_storage(parent) or reasons.of_class(name, linear) or reason
             report.leave(join(prefix, name), "linear", reason, kind)
     meant = {n: b for n, b in blocks.items() if wanted.has(join(prefix, n), b.swap.kind)}
     if not meant:
         return
     # one layer that no kernel takes, or a block that is not meant, keeps the Sequential as it is
-    layers = [layer for block in blocks.values() for layer in block.layers]
     obstacle = (
-        reasons.of_storage(parent) or _subclass(parent) or _unfit(parent, attributes, *layers)
+        reasons.of_storage(parent) or _own_forward(parent) or unfit(parent, attributes, *fused)
     )
     if obstacle is None and len(meant) < len(blocks):
         obstacle = "another block of its Sequential is not to be fused"
     parts: dict[str, Part] = {}
     for name, block in meant.items():
-        alone, swap = nn.Sequential(*block.layers), block.swap
-        if obstacle is None and verify:
-            obstacle = parity.difference(alone, swap)
-        if obstacle is None:
-            parts[name] = Part(swap.kind, swap.change, parity.saved_per_token(alone, swap))
+        found = obstacle or matcher.checked(nn.Sequential(*block.layers), block.swap)
+        if isinstance(found, str):
+            obstacle = found
+        else:
+            parts[name] = found.parts[""]
             report.swap(join(prefix, name), parts[name])
     if obstacle is None:
-        yield Swap("mlp", "", Sequential, attributes, (), parts=parts)
+        is_plain = type(parent) is nn.Sequential
+        to = Sequential if is_plain else subclass(Sequential, type(parent))
+        yield Swap("mlp", "", to, attributes, (), parts=parts)
         return
     for name, block in meant.items():
         report.leave(join(prefix, name), block.swap.kind, obstacle, kind)
@@ -221,19 +221,8 @@ def _check_module(name: str, model: Any) -> None:
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
 
 
-def _subclass(parent: nn.Sequential) -> str | None:
-    if type(parent) is nn.Sequential:
+def _own_forward(parent: nn.Sequential) -> str | None:
+    kind = type(parent)
+    if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
         return None
-    return f"{type(parent).__name__} is a subclass of nn.Sequential"
-
-
-def _unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) -> str | None:
-    """Return why ours cannot stand for this module, None if it can."""
-    kind = type(module).__name__
-    if "forward" in module.__dict__:
-        return f"the forward of the {kind} was replaced"
-    for attribute in attributes:
-        if hasattr(module, attribute):
-            return f"the {kind} has an attribute {attribute} already"
-    each = (reasons.of_layer(layer) or unfit_layer(layer) for layer in (module, *layers))
-    return next(filter(None, each), None)
+    return f"{kind.__name__} is a subclass of nn.Sequential with a forward of its own"

@@ -19,38 +19,16 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.held import MARK, Block, Held, Original, Part, Path, broken, child_at
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
-from fusedckpt.layers.norm import rms_norm
+from fusedckpt.layers.norm import layer_norm, rms_norm
 from fusedckpt.layers.norm_spec import NormSpec
 
-# where a swapped module remembers what it was, as an `Original`
-MARK = "_fusedckpt_original"
-
-
-class Part(NamedTuple):
-    """What reports say of a swapped module, or of one block of a swapped Sequential.
-
-    saved: the bytes that one token of training kept before and keeps now, None if unknown.
-    """
-
-    kind: str
-    change: str
-    saved: tuple[float, float] | None
-
-
-class Original(NamedTuple):
-    """The class that a swapped module had, the attributes to delete, and its parts.
-
-    parts: by their names below the module, "" for the module itself.
-    """
-
-    kind: type[nn.Module]
-    attributes: tuple[str, ...]
-    parts: dict[str, Part]
+# where a parameter was
+_GONE = "no parameter"
 
 
 @dataclass(frozen=True)
@@ -59,8 +37,8 @@ class Swap:
 
     kind: "norm", "mlp" or "linear", as `fuse` switches them; change: what the report says of it;
     features: the trailing shape of what the module reads; small, sizes: a smaller such shape, and
-    shapes of parameters by their ids, in which parity is checked; empty for the real ones; parts:
-    what the swapped module remembers for reports.
+    shapes of parameters by their ids, in which parity is checked, and numbers that are sizes, by
+    path and name; empty for the real ones; parts: what the swapped module remembers for reports.
     """
 
     kind: str
@@ -70,6 +48,7 @@ class Swap:
     features: tuple[int, ...]
     small: tuple[int, ...] = ()
     sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    numbers: dict[tuple[Path, str], Any] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
 
     def apply(self, module: nn.Module) -> None:
@@ -144,17 +123,23 @@ def unfit_layer(module: nn.Module) -> str | None:
 
 
 class NormPlan(NamedTuple):
-    """What an RMSNorm of some class computes: see `functional.rms_norm`.
+    """What a norm of some class computes: see `functional.rms_norm` and `layer_norm`.
 
-    weight, eps: attribute names (weight None for a norm without one); dtypes: the pairs of x's and
-    the weight's dtype for which that was seen to hold, x's twice where there is no weight.
+    weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: the
+    pairs of x's and the weight's dtype for which that was seen to hold, x's twice where there is no
+    weight; kind: "rms" or "layer"; bias: an attribute's name; casts_back: whether the result has
+    x's dtype whatever autocast does; held: what must still hold.
     """
 
     weight: str | None
-    eps: str
+    eps: str | float
     offset: float
     cast: str
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
+    kind: str = "rms"
+    bias: str | None = None
+    casts_back: bool = False
+    held: tuple[Held, ...] = ()
 
 
 class Swapped(nn.Module):
@@ -187,48 +172,62 @@ class Swapped(nn.Module):
 
 
 class FusedRMSNorm(Swapped):
-    """Forward of an RMSNorm of any class, keeping x alone where its rule is known to hold."""
+    """Forward of a norm of any class, keeping x alone where its rule is known to hold."""
 
     _fusedckpt_plan: NormPlan
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
-        plan = self._fusedckpt_plan
-        weight = None if plan.weight is None else getattr(self, plan.weight)
-        if not dispatch.are_plain(x, weight):
-            return fallbacks.unplain(x, **{plan.weight or "weight": weight})
+        plan, given = self._fusedckpt_plan, self._parameters
+        weight = None if plan.weight is None else given.get(plan.weight)
+        bias = None if plan.bias is None else given.get(plan.bias)
+        if not dispatch.are_plain(x, weight, bias):
+            return fallbacks.unplain(
+                x, **{plan.weight or "weight": weight, plan.bias or "bias": bias}
+            )
+        if (changed := broken(self, plan.held)) is not None:
+            return changed
+        for name, tensor in ((plan.weight, weight), (plan.bias, bias)):
+            if name is not None and tensor is None:
+                return "changed", name
         if (x.dtype, x.dtype if weight is None else weight.dtype) not in plan.dtypes:
             return "dtype", x.dtype
+        return self._normalised(plan, x, weight, bias)
+
+    def _normalised(
+        self, plan: NormPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         shape = x.shape[-1:] if weight is None else weight.shape
-        eps = getattr(self, plan.eps)
-        y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
-        spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
+        eps = getattr(self, plan.eps) if isinstance(plan.eps, str) else plan.eps
+        if plan.kind == "layer":
+            y = layer_norm(x, shape, weight, bias, eps)
+            spec = NormSpec("layer", weight, bias, eps)
+        else:
+            y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
+            spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
+        if plan.casts_back and y.dtype != x.dtype:
+            return y.to(x.dtype)
         return norm_sharing.remember(self, y, spec)
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""
-        return _described(super().extra_repr(), "rms_norm", f"cast={self._fusedckpt_plan.cast}")
+        plan = self._fusedckpt_plan
+        ours = ["layer_norm"] if plan.kind == "layer" else ["rms_norm", f"cast={plan.cast}"]
+        return _described(super().extra_repr(), *ours)
 
 
 class MLPPlan(NamedTuple):
     """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
 
-    kind: "mlp", "gated_mlp" or "linear_act"; linears, classes, transposed: child names, their
-    classes, and whether the weight lies as [in, out], in the order of the function's arguments;
-    packed: which half of the first weight comes first, "gate" or "up", "" where it has no halves;
-    same: attributes that must still hold these objects; dropouts, rates: children and numbers that
-    drop something inside while training; last: a child that drops from the result.
+    held: what must still hold; rates: paths and names of numbers that drop something inside while
+    training; last: the path of a child that drops from the result; dtypes: of the weights, for
+    which all that was seen to hold.
     """
 
-    kind: str
-    linears: tuple[str, ...]
-    classes: tuple[type[nn.Module], ...]
-    transposed: tuple[bool, ...]
-    activation: str
-    packed: str = ""
-    same: tuple[tuple[str, Any], ...] = ()
-    dropouts: tuple[str, ...] = ()
-    rates: tuple[str, ...] = ()
-    last: str | None = None
+    block: Block
+    held: tuple[Held, ...]
+    rates: tuple[tuple[Path, str], ...]
+    last: Path | None
+    dtypes: tuple[torch.dtype, ...]
 
 
 class FusedMLP(Swapped):
@@ -242,13 +241,13 @@ class FusedMLP(Swapped):
         obstacle = _obstacle(self, plan, x)
         if obstacle is not None:
             return obstacle
-        y = _COMPUTE[plan.kind](x, self, plan)
-        return y if plan.last is None else self._modules[plan.last](y)  # type: ignore[misc]  # a child
+        y = _COMPUTE[plan.block.kind](x, self, plan.block)
+        return y if plan.last is None else child_at(self, plan.last)(y)  # type: ignore[misc]  # held
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""
-        plan = self._fusedckpt_plan
-        now = f"{plan.kind}, activation={plan.activation}"
+        block = self._fusedckpt_plan.block
+        now = f"{block.kind}, activation={block.activation}"
         return _described(super().extra_repr(), now, f"save={self.save}")
 
 
@@ -258,58 +257,57 @@ def _described(original: str, *ours: str) -> str:
 
 def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> Fallback | None:
     """Return what makes a call compute other than the plan says: replaced, watched, dropped."""
-    children = module._modules
-    dtypes = []
-    for name, kind in zip(plan.linears, plan.classes, strict=True):
-        linear = children.get(name)
-        if linear is None or type(linear) is not kind:
-            return "child", name
-        if not dispatch.are_plain(*linear._parameters.values()):
-            return "weight", f"{name}.weight"
-        if has_hooks(linear):
-            return "hook", name
-        dtypes.append(linear.weight.dtype)  # type: ignore[union-attr]  # a linear's weight
-    for name, seen in plan.same:
-        found = getattr(module, name, None)
-        if found is not seen:
-            return "changed", name
-        if isinstance(found, nn.Module) and has_hooks(found):
-            return "hook", name
-    for name in plan.dropouts:
-        dropout: Any = children.get(name)
-        if dropout is not None and dropout.training and dropout.p > 0:
-            return "dropout", name
-    if module.training:
-        for name in plan.rates:
-            if getattr(module, name) > 0:
-                return "dropout", name
+    found = broken(module, plan.held)
+    if found is not None:
+        return found
+    for path, name in plan.rates:
+        part: Any = child_at(module, path)
+        if part.training and getattr(part, name) > 0:
+            return "dropout", ".".join(path) or name
     if not dispatch.are_plain(x):
         return fallbacks.unplain(x)
-    if all(d == x.dtype for d in dtypes) or dispatch.autocasts(x.device):
-        return None
-    return "dtype", x.dtype
+    for (weight, bias), linear in zip(_given(module, plan.block), plan.block.linears, strict=True):
+        for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
+            # gone as a parametrization or sharding leaves it, or of another class
+            if path is not None and not (isinstance(tensor, Tensor) and dispatch.are_plain(tensor)):
+                return "weight", ".".join(path)
+        if weight.dtype not in plan.dtypes:
+            return "dtype", weight.dtype
+        if weight.dtype != x.dtype and not dispatch.autocasts(x.device):
+            return "dtype", x.dtype
+    return None
 
 
-def _tensors(module: nn.Module, plan: MLPPlan) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the (weight, bias) of the plan's linears, weights as [out, in] views."""
-    pairs: list[tuple[Tensor, Tensor | None]] = []
-    for name, is_transposed in zip(plan.linears, plan.transposed, strict=True):
-        linear: Any = module._modules[name]
-        pairs.append((linear.weight.t() if is_transposed else linear.weight, linear.bias))
-    return pairs
+def _given(module: nn.Module, block: Block) -> list[tuple[Any, Any]]:
+    """Return the (weight, bias) of a block's linears, as they are."""
+    return [
+        (_parameter(module, weight), None if bias is None else _parameter(module, bias))
+        for weight, bias, _ in block.linears
+    ]
 
 
-def _run_mlp(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+def _parameter(module: nn.Module, path: Path) -> Any:
+    owner: Any = child_at(module, path[:-1])
+    return owner._parameters.get(path[-1], _GONE)
+
+
+def _tensors(module: nn.Module, block: Block) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the (weight, bias) of a block's linears, weights as [out, in] views."""
+    pairs = zip(_given(module, block), block.linears, strict=True)
+    return [(weight.t() if one.transposed else weight, bias) for (weight, bias), one in pairs]
+
+
+def _run_mlp(x: Tensor, module: Any, block: Block) -> Tensor:
     level = levels.resolve("mlp", None, within(module.save, MLP_LEVELS), MLP_LEVELS)
-    (fc1, fc1_bias), (fc2, fc2_bias) = _tensors(module, plan)
-    return mlp(x, fc1, fc1_bias, fc2, fc2_bias, plan.activation, save=level)
+    (fc1, fc1_bias), (fc2, fc2_bias) = _tensors(module, block)
+    return mlp(x, fc1, fc1_bias, fc2, fc2_bias, block.activation, save=level)
 
 
-def _run_gated(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+def _run_gated(x: Tensor, module: Any, block: Block) -> Tensor:
     level = levels.resolve("gated_mlp", None, module.save, GATED_LEVELS)
-    (gate, gate_bias), *up, (down, down_bias) = _tensors(module, plan)
+    (gate, gate_bias), *up, (down, down_bias) = _tensors(module, block)
     up_weight, up_bias = up[0] if up else (None, None)
-    if plan.packed == "up":
+    if block.packed == "up":
         up_weight, gate = gate.chunk(2)
         up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
     return gated_mlp(
@@ -317,7 +315,7 @@ def _run_gated(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
         gate,
         up_weight,
         down,
-        plan.activation,
+        block.activation,
         gate_bias=gate_bias,
         up_bias=up_bias,
         down_bias=down_bias,
@@ -325,10 +323,10 @@ def _run_gated(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
     )
 
 
-def _run_linear_act(x: Tensor, module: Any, plan: MLPPlan) -> Tensor:
+def _run_linear_act(x: Tensor, module: Any, block: Block) -> Tensor:
     level = levels.resolve("linear_act", None, within(module.save, LINEAR_LEVELS), LINEAR_LEVELS)
-    ((weight, bias),) = _tensors(module, plan)
-    return linear_act(x, weight, bias, plan.activation, save=level)
+    ((weight, bias),) = _tensors(module, block)
+    return linear_act(x, weight, bias, block.activation, save=level)
 
 
 def within(level: str, known: tuple[str, ...]) -> str:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .runtime import exp, tl, triton
+from .special import log1p, mills, normal_cdf, sigmoids
 
 aten = torch.ops.aten
 
@@ -27,14 +28,6 @@ aten = torch.ops.aten
 @triton.jit
 def sigmoid(z, EXACT: tl.constexpr):
     return 1.0 / (1.0 + exp(-z, EXACT))
-
-
-@triton.jit
-def sigmoids(z, EXACT: tl.constexpr):
-    # of z and of -z: together one, but one minus the larger has lost the smaller's digits
-    e = exp(-z, EXACT)
-    s = 1.0 / (1.0 + e)
-    return s, tl.where(z > 0.0, e * s, 1.0 - s) if EXACT else 1.0 - s
 
 
 @triton.jit
@@ -83,25 +76,6 @@ def leaky_relu(z, EXACT: tl.constexpr):
 @triton.jit
 def leaky_relu_grad(z, dh, EXACT: tl.constexpr):
     return leaky_relu(z, EXACT), tl.where(z > 0.0, dh, dh * 0.01)
-
-
-@triton.jit
-def normal_cdf(z):
-    return 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-
-
-@triton.jit
-def mills(a):
-    # below float32 one exponential serves both cdf and density: for a >= 0, cdf(-a) = exp(-a^2 / 2)
-    # R(a). R = t P(t), t = 1 / (1 + p a), has the form of Abramowitz and Stegun 7.1.26; p and P are
-    # fitted anew to least relative error, 3.7e-6, so that the tail keeps its digits until the
-    # exponential underflows
-    t = 1.0 / (1.0 + 0.3077 * a)
-    p = 0.1913706 - 0.07577838 * t
-    p = 0.1372274 + t * (0.005570812 + t * p)
-    p = 0.1230173 + t * (0.1185905 + t * p)
-    # exp(-a^2 / 2) is a power of two
-    return t * p, tl.exp2(-0.7213475 * a * a)
 
 
 @triton.jit
@@ -185,13 +159,6 @@ def tanh_grad(z, dh, EXACT: tl.constexpr):
         r = 1.0 / (1.0 + e)
         slope = 4.0 * e * r * r
     return h, dh * slope
-
-
-@triton.jit
-def log1p(e):
-    # Kahan: the rounding of 1 + e cancels in the quotient
-    u = 1.0 + e
-    return tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
 
 
 @triton.jit

@@ -212,10 +212,7 @@ def chunk_backward(
     total: Gradients,
     spends: bool,
 ) -> Tensor | None:
-    """Add one chunk's weight gradients and return its dn where that is wanted.
-
-    In half precision the two products of a gated layer's dn come unrounded, in float32.
-    """
+    """Add one chunk's gradients of weights and biases, and return its dn where that is wanted."""
     z, u = kept
     if z is None:
         z = linear(n, w.gate, w.gate_bias)  # type: ignore[arg-type]  # n is there
@@ -233,12 +230,7 @@ def chunk_backward(
     dh = None
     if block.kernel != "hybrid":
         free.append(dh := torch.mm(dy, w.down))
-    # plain, dz over dh: over z it would take what h is made of; gated, dup over dh, h over up
-    wanted = {"dup": u is not None, "h": needs.down, "dz": True}
-    order = ("dz", "h", "dup") if u is None else ("dup", "h", "dz")
-    found = {name: free.pop() if free else torch.empty_like(z) for name in order if wanted[name]}
-    free_h_first(found, kept)
-    dz, h, dup = found.pop("dz"), found.pop("h", None), found.pop("dup", None)
+    h, dz, dup = places(free, kept, z, u is not None, needs.down)
     outputs = (z, u, h, dz, dup, block.activation, (needs.gate_bias, needs.up_bias))
     if dh is None:
         db, db_up = hybrid_grad(dy, w.down, *outputs)
@@ -250,24 +242,41 @@ def chunk_backward(
     if h is not None:
         total.add_product("down", dy, h)
     del h
+    return first_grads(dz, dup, n, w, needs, total)
+
+
+def places(
+    free: list[Tensor], kept: Sequence[Tensor | None], z: Tensor, gated: bool, needs_h: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return where h, dz and dup go: over `free`, of z, up and dh in that order, or to new memory.
+
+    h is done with first, so it takes nothing that was kept, as that stays until the end.
+    """
+    h = dup = None
+    if needs_h:
+        made = [t for t in free if all(t is not other for other in kept)]
+        # dz over what is left: gated z, then up is dup's; plain dh, as z is what h is made of
+        h = made[-1 if gated else 0] if made else torch.empty_like(z)
+        free = [t for t in free if t is not h]
+    if gated:
+        dup = free.pop() if free else torch.empty_like(z)
+    return h, free.pop() if free else torch.empty_like(z), dup
+
+
+def first_grads(
+    dz: Tensor, dup: Tensor | None, n: Tensor | None, w: Weights, needs: Needs, total: Gradients
+) -> Tensor | None:
+    """Add the gradients of the first GEMMs' weights and return that of what they read, n.
+
+    In half precision the two products of a gated layer's come unrounded, in float32.
+    """
     for name, grad, need in (("gate", dz, needs.gate), ("up", dup, needs.up)):
         if need:
             total.add_product(name, grad, n)  # type: ignore[arg-type]  # both are there
     if not needs.dn:
         return None
-    if dup is None or w.up is None:
-        return sum_of_products((dz, w.gate))
-    return sum_of_products((dz, w.gate), (dup, w.up))
-
-
-def free_h_first(found: dict[str, Tensor], kept: Sequence[Tensor | None]) -> None:
-    """Have h, which is done with first, trade places with another if it lies over what was kept.
-
-    That stays until the end, and so may what is needed until then.
-    """
-    ours = [name for name, place in found.items() if all(place is not t for t in kept)]
-    if "h" in found and "h" not in ours and ours:
-        found["h"], found[ours[0]] = found[ours[0]], found["h"]
+    up = () if dup is None or w.up is None else ((dup, w.up),)
+    return sum_of_products((dz, w.gate), *up)
 
 
 def input_grad(

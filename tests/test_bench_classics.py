@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +20,14 @@ from fusedckpt.autograd.dispatch import forced_path
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+from rich.console import Console
+
 from bench import __main__ as command
 from bench import classics, classics_models
 from bench.classics_depth import RECIPES, Stack, deepest
 from bench.classics_models import conv_net, images, mlp, scale
-from bench.classics_ways import Way, Workload, measure
+from bench.classics_ways import NUM_PLANS, Batch, Way, Workload, compare
+from bench.text import steps
 
 SIZES = {
     "layers": 6,
@@ -86,13 +91,13 @@ def test_every_way_is_weighed_and_timed(result):
     expected = ["plain", *(f"{way} {k}" for way in ("torch", "fusedckpt") for k in segments)]
     assert names[: len(expected)] == expected
     rules = ["fusedckpt sqrt", "fusedckpt recursive"]
-    assert names[len(expected) :][:3] == [*rules, "plan memory"]
-    expected = {"plain", "torch 3", "fusedckpt 3", *rules, "plan sqrt"}
-    assert expected <= by_name(result["mlp"]).keys()
+    rules += [f"plan {policy}" for policy in ("all", "sqrt", "speed", "memory")]
+    assert names[len(expected) :][: len(rules)] == rules
+    assert {"plain", "torch 3", "fusedckpt 3", *rules} <= by_name(result["mlp"]).keys()
     for part in (result["conv"], result["mlp"]):
         for row in part["rows"]:
             assert len(row["ms"]["samples"]) == SIZES["steps"] * SIZES["repeat"]
-            assert 0 <= row["saved_bytes"] <= row["rise_bytes"] < row["peak_bytes"]
+            assert 0 <= row["saved_bytes"] <= row["rise_bytes"]
             assert len(row["losses"]) == SIZES["steps"]
 
 
@@ -113,7 +118,31 @@ def test_a_plan_predicts_the_peak_that_is_measured(result):
     # besides 3 %, the random states of segments, of which the prediction allows one for each unit
     states = 8 * torch.get_rng_state().nbytes
     for row in plans:
-        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03, abs=states)
+        assert row["predicted_bytes"] == pytest.approx(row["rise_bytes"], rel=0.03, abs=states)
+
+
+def test_budgets_lie_between_the_least_peak_and_that_of_keeping_everything(result):
+    rows = by_name(result["mlp"])
+    plans = [row for row in rows.values() if row["asked_bytes"] is not None]
+    assert len(plans) == 3
+    least = min(row["rise_bytes"] for name, row in rows.items() if name.startswith("plan"))
+    peaks = [least, *(row["asked_bytes"] for row in plans), rows["plain"]["rise_bytes"]]
+    assert peaks == sorted(peaks)
+    assert all(row["rise_bytes"] <= row["asked_bytes"] for row in plans)
+
+
+def test_memory_through_a_step_rises_in_forward_and_falls_in_backward(result):
+    rows = by_name(result["conv"])
+    shown = {name: row["curve"] for name, row in rows.items() if row["curve"]}
+    assert list(shown) == ["plain", "fusedckpt sqrt", "fusedckpt recursive", "plan memory"]
+    for name, curve in shown.items():
+        assert max(curve["mib"]) == pytest.approx(rows[name]["rise_bytes"] / 2**20, abs=1e-3)
+        assert 0 < curve["forward_ms"] < curve["ms"]
+    mib, share = shown["plain"]["mib"], shown["plain"]["forward_ms"] / shown["plain"]["ms"]
+    turn = mib[int(len(mib) * share)]
+    # all that is kept is there when backward begins
+    assert turn >= rows["plain"]["saved_bytes"] / 2**20
+    assert max(mib[0], mib[-1]) < turn
 
 
 def test_ours_keeps_the_inputs_of_segments_and_nothing_else(result):
@@ -182,30 +211,41 @@ def test_batches_start_again_where_images_end():
 
 def tiny_work() -> Workload:
     torch.manual_seed(0)
-    model, batches = mlp(3, 16), images(4, 0).batches(2, 8, torch.device("cpu"))
-    flat = [(x.flatten(1), labels) for x, labels in batches]
-    scale(model, flat[0][0])
-    return Workload(model, flat, F.cross_entropy, partial(torch.optim.SGD, lr=0.1))
+    model, images_ = mlp(3, 16), images(4, 0)
+    batches = images_._replace(x=images_.x.flatten(1)).batches(2, 8, torch.device("cpu"))
+    scale(model, batches[0][0])
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return Workload(model, [Batch((x,), {}, y) for x, y in batches], F.cross_entropy, sgd)
 
 
 def test_a_wrong_gradient_shows_in_the_losses():
-    def wrong(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    work = tiny_work()
+    model = work.model
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
         return model[1:](model[0](x).detach())
 
-    rows = measure(tiny_work(), [Way("plain"), Way("wrong", wrong)], 1, lambda what: None)
+    rows = compare(work, [Way("plain", model), Way("wrong", wrong)], 1, lambda what: None)
     assert rows[0].loss_difference == 0
     assert rows[1].losses[0] == rows[0].losses[0]
     assert rows[1].loss_difference > 1e-4
 
 
-def test_weights_are_as_before_and_no_plan_stays():
+def test_weights_gradients_and_random_numbers_are_as_before():
     work = tiny_work()
+    for parameter in work.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     before = [parameter.detach().clone() for parameter in work.model.parameters()]
-    plan = work.plan(policy="all")
-    measure(work, [Way("plain"), Way("plan", plan=plan)], 2, lambda what: None)
+    drawn = torch.get_rng_state()
+    way = work.planned("plan", policy="all")
+    compare(work, [Way("plain", work.model), way], 2, lambda what: None)
     for parameter, start in zip(work.model.parameters(), before, strict=True):
         assert torch.equal(parameter, start)
-    assert plan.apply(work.model) is work.model
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    # a copy was planned, which shares the parameters
+    assert way.plan.apply(work.model) is work.model
+    assert set(way.run.parameters()) == set(work.model.parameters())
 
 
 @pytest.mark.parametrize("grows", [lambda n: 7 * n, lambda n: n**2, lambda n: 5 + n**0.5])
@@ -235,16 +275,40 @@ def test_depths_fit_and_one_more_layer_does_not(result):
         assert row["layers"] >= rows["plain"]["layers"], name
     for name in ("plain", "torch, every block"):
         trial = RECIPES[name](sizes, rows[name]["layers"] + 1)
-        with trial.way.on(trial.work.model) as forward:
-            assert trial.work.peak_bytes(forward) > budget
+        assert trial.work.peak_bytes(trial.way.run) > budget
 
 
-def test_without_a_terminal_steps_are_lines(tmp_path, capsys):
-    bench(tmp_path, "--part=mlp")
-    steps = capsys.readouterr().err.splitlines()
-    assert "mlp: planning" in steps
-    # weighed once, then trained in turns
-    assert steps.count("mlp: fusedckpt recursive") == 1 + SIZES["repeat"]
+@pytest.mark.parametrize("part", ["mlp", "depth"])
+def test_without_a_terminal_steps_are_lines_that_count_to_the_end(part, tmp_path, capsys):
+    bench(tmp_path, f"--part={part}")
+    found = [re.fullmatch(r"(\w+) (\d+)/(\d+): (.+)", line).groups() for line in lines_of(capsys)]
+    assert {name for name, *_ in found} == {part}
+    (total,) = {int(total) for _, _, total, _ in found}
+    counts = [int(count) for _, count, *_ in found]
+    assert list(dict.fromkeys(counts)) == list(range(1, total + 1))
+    whats = [what for *_, what in found]
+    if part == "mlp":
+        assert len(counts) == total
+        assert whats[:NUM_PLANS] == [what for what in whats if what.startswith("planning")]
+        # weighed once, then trained in turns
+        assert whats.count("fusedckpt recursive") == 1 + SIZES["repeat"]
+
+
+def lines_of(capsys) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def test_in_a_terminal_a_bar_has_an_end():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=120)
+    with steps(console, {"conv": 2, "mlp": 1}) as begin:
+        begin("conv", "plain")
+        begin("conv", "plain, deeper", counts=False)
+        begin("mlp", "plain")
+    shown = file.getvalue()
+    assert "1/2" in shown
+    assert "1/1" in shown
+    assert "plain, deeper" in shown
 
 
 def test_losses_that_disagree_end_in_an_error(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import clock, contender
-from bench.ways import Way
+from bench.cases import Way
 
 POOL = (0, 7)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench import cases, peers
+from bench.cases import Way
 from bench.contender import Contender, Work
 from bench.measure import Truth
 from bench.sizes import SIZES
-from bench.ways import Way
 
 (SIZE,) = SIZES["tiny"]
 CPU = torch.device("cpu")

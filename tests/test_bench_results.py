@@ -187,6 +187,17 @@ def test_points_are_led_to_their_names():
     assert all(text.arrow_patch is not None for text in found.values())
 
 
+def test_names_of_points_at_the_top_stay_beside_the_axes():
+    axes = Figure().subplots()
+    points = [(1.0, 5.0)] * 9 + [(1.0, 1.0)]
+    axes.scatter(*zip(*points, strict=True))
+    figures.name_points(axes, points, list("abcdefghij"), gap=0.1)
+    heights = sorted(text.xyann[1] for text in axes.texts)
+    assert heights[0] >= 0
+    assert heights[-1] <= 1
+    assert all(high - low > 0.0999 for low, high in pairwise(heights))
+
+
 def test_shares_are_of_the_ceilings_of_their_own_run(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: seen.append(figure))

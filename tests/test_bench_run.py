@@ -224,7 +224,7 @@ def test_turns_rotate(monkeypatch):
     inputs = cases.draw(case, SIZE, 8, torch.device("cpu"), torch.float32)
     work = contender.Work(inputs, [torch.ones(8, SIZE.dim)], torch.device("cpu"))
     eager = case.eager(SIZE)
-    contenders = [contender.Contender(name, ways.Way(eager)) for name in "abc"]
+    contenders = [contender.Contender(name, cases.Way(eager)) for name in "abc"]
     begun = []
     measure.measure(work, contenders, eager, 1, lambda contender: begun.append(contender.name))
     assert "".join(order) == "abcbcacab"
@@ -240,7 +240,7 @@ def test_plans_are_listed_where_kernels_are_compiled():
 
 
 def test_ratios_are_taken_within_rounds():
-    rows = [contender.Contender(name, ways.Way(torch.relu)) for name in ("eager", "fused")]
+    rows = [contender.Contender(name, cases.Way(torch.relu)) for name in ("eager", "fused")]
     for row, samples in zip(rows, ((1, 9, 2), (2, 9, 6)), strict=True):
         row.samples = [(1.0, 1.0, float(ms)) for ms in samples]
     group = Group("relu", "tiny", 1, 1, 1, 1, tuple(row.row() for row in rows))
@@ -365,7 +365,7 @@ def test_numbers_are_checked_on_what_fits(monkeypatch):
         return results(self, fn)
 
     monkeypatch.setattr(contender.Work, "results", limited)
-    rival = contender.Contender("rival", ways.Way(eager))
+    rival = contender.Contender("rival", cases.Way(eager))
     assert measure.measure(work, [rival], eager, 1, lambda _: None) == 2
     assert rival.failure is None
     assert len(rival.samples) == 1

@@ -59,6 +59,12 @@ def test_autocast_keeps_what_the_gemm_read():
         assert saved_bytes(linear_act, (x.bfloat16(), w, b)) == 2 * T * D
 
 
+def test_a_weight_that_no_gradient_reads_is_not_kept():
+    """One that is computed, and so is nobody's parameter."""
+    x, w = randn(T, D, requires_grad=False), randn(N, D)
+    assert saved_bytes(lambda x, w: linear_act(x, w, activation="identity"), (x, w)) == 4 * T * D
+
+
 def test_a_view_is_kept_as_given():
     x = randn(T, 2 * D)
     weights = parameters()[1:]

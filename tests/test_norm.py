@@ -43,6 +43,12 @@ def test_keeps_only_what_a_gradient_reads(mask):
     assert kept == (4 * M * N if mask[0] or mask[1] else 0)
 
 
+def test_a_weight_that_no_gradient_reads_is_not_kept():
+    """One that is computed, and so is nobody's parameter."""
+    x, w = randn(M, N, requires_grad=False), randn(N)
+    assert saved_bytes(lambda x, w: rms_norm(x, N, w), [x, w]) == 4 * M * N
+
+
 def wide_shapes():
     return [(3, MAX_BLOCK), (3, MAX_BLOCK + 1), (2, 12345), (1, 65536)]
 

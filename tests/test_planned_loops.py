@@ -134,11 +134,13 @@ def test_the_page_says_for_which_step_it_holds(tmp_path):
 
 def test_one_micro_batch_adds_to_nothing():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
-    for accumulate in (False, 0, np.int64(1)):
+    for accumulate in (False, 0, 1, np.int64(1)):
         assert planned(model, x, policy="none", accumulate=accumulate).gradient_bytes == 0
+    found = planned(model, x, policy="none", accumulate=np.int64(2))
+    assert found.gradient_bytes == nbytes_of(model.parameters())
 
 
-@pytest.mark.parametrize("wrong", [-1, "yes", 2.0, None])
+@pytest.mark.parametrize("wrong", [-1, "yes", 2.0, None, np.int64(-1), np.float64(2)])
 def test_what_accumulate_is_not(wrong):
     with pytest.raises(ValueError, match="plan: accumulate is"):
         planned(transformer(2), tokens(), policy="none", accumulate=wrong)

@@ -127,6 +127,14 @@ def test_apply_changes_nothing_where_it_cannot(plan):
     assert not any(_roles.is_assigned(module) for module in model.modules())
 
 
+def test_what_was_undone_is_another_plans(plan):
+    model = plan.apply(transformer(4, fused=True))
+    plan.undo()
+    copy.copy(plan).apply(model)
+    plan.undo()
+    assert any(_roles.is_assigned(module) for module in model.modules())
+
+
 OTHERS = {
     "more blocks": (lambda: transformer(6, fused=True), "the model is a Transformer of 3"),
     "not fused": (

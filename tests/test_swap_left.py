@@ -15,15 +15,18 @@ from fusedckpt import fuse, unfuse
 
 
 class MyLinear(nn.Linear):
-    pass
+    def forward(self, input):
+        return super().forward(input) * 2
 
 
 class MyGELU(nn.GELU):
-    pass
+    def forward(self, input):
+        return super().forward(input) * 2
 
 
 class MySequential(nn.Sequential):
-    pass
+    def forward(self, input):
+        return super().forward(input) * 2
 
 
 class MyRMSNorm(nn.RMSNorm):
@@ -92,7 +95,7 @@ def sparse() -> nn.Sequential:
     return model
 
 
-WATCHED = "a hook watches it or its activation, or a forward was replaced"
+WATCHED = "a hook watches it, or its forward was replaced"
 OWN = "is a subclass of torch's with a forward of its own"
 NO_ACTIVATION = "is no activation that can be fused"
 DECLINED = {
@@ -103,7 +106,10 @@ DECLINED = {
     "pre-hook on the activation": (lambda: hooked(1, "register_forward_pre_hook"), WATCHED),
     "backward hook on the activation": (lambda: hooked(1, "register_full_backward_hook"), WATCHED),
     "pre-hook on the linear": (lambda: hooked(0, "register_forward_pre_hook"), WATCHED),
-    "subclass of Linear": (lambda: pair(MyLinear(D, D)), "MyLinear is a subclass of nn.Linear"),
+    "subclass of Linear": (
+        lambda: pair(MyLinear(D, D)),
+        "0 is a MyLinear, a linear with a forward of its own",
+    ),
     "subclass of an activation": (lambda: pair(None, MyGELU()), "MyGELU(approximate='none') is no"),
     "subclass of Sequential": (lambda: MySequential(*pair()), "a subclass of nn.Sequential"),
     "subclass of RMSNorm": (lambda: MyRMSNorm(D), f"MyRMSNorm {OWN}"),
@@ -168,7 +174,9 @@ def test_norm_is_swapped_where_its_block_is_not():
     model = MySequential(nn.LayerNorm(D), *pair(), nn.Linear(D, D))
     report = fuse(model)
     assert report.swapped == {"0": "nn.LayerNorm -> LayerNorm"}
-    assert report.left == {"1": "MySequential is a subclass of nn.Sequential"}
+    assert report.left == {
+        "1": "MySequential is a subclass of nn.Sequential with a forward of its own"
+    }
 
 
 def test_what_lies_apart_is_not_mentioned():

@@ -199,7 +199,6 @@ class Broken(Norm):
         (Doubled, {"": "Doubled is no RMSNorm of a known rule"}),
         (EpsOutside, {"": "EpsOutside is no RMSNorm of a known rule"}),
         (OtherEps, {"": "OtherEps is no RMSNorm of a known rule"}),
-        (Half, {"": "Half is no RMSNorm of a known rule"}),
         (Broken, {"": "Broken is no RMSNorm of a known rule"}),
         (Twice, {}),
         (Buffered, {}),
@@ -231,6 +230,18 @@ def test_subclass_that_inherits_its_forward(original):
     assert repr(norm) == f"Fused{shown}"
     torch.testing.assert_close(norm(x), expected)
     assert type(unfuse(norm)) is Mine
+
+
+def test_fused_in_the_dtypes_that_were_seen_to_be_the_same():
+    norm, x = Half().to(DEVICE), randn(4, D)
+    eager = copy.deepcopy(norm)
+    assert fuse(norm).swapped == {"": "Half -> rms_norm (llama cast)"}
+    assert "_Norm" in norm(x).grad_fn.name()
+    torch.testing.assert_close(norm(x), eager(x))
+    half = x.bfloat16()
+    assert torch.equal(norm.bfloat16()(half), eager.bfloat16()(half))
+    otherwise = "Half is an RMSNorm of a known rule, but computes torch.bfloat16 otherwise"
+    assert fuse(eager).left == {"": otherwise}
 
 
 def test_eps_is_read_when_called():

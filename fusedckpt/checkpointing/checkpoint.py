@@ -91,33 +91,33 @@ def checkpoint(
             preserve_rng_state=preserve_rng_state,
             **kwargs,
         )
+    rng = preserve_rng_state, preserve_python_rng
+    options = Options(*rng, determinism_check, early_stop, debug, context_fn)
+    return _run(options, function, args, kwargs)
+
+
+# the names that a call of `checkpoint` takes for itself
+OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
+
+
+def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not callable(function):
         raise TypeError(f"checkpoint: expected something to call, got {type(function).__name__}")
-    debug = _global("_checkpoint_debug_enabled", debug)
-    if debug and context_fn is not stock.noop_context_fn:
+    debug = _global("_checkpoint_debug_enabled", options.debug)
+    if debug and options.context_fn is not stock.noop_context_fn:
         raise ValueError("checkpoint: debug=True is incompatible with non-default context_fn")
-    if determinism_check not in ("default", "none"):
+    if options.determinism_check not in ("default", "none"):
         expected = "checkpoint: determinism_check should be one of 'default', 'none'"
-        raise ValueError(f"{expected}, got {determinism_check!r}")
+        raise ValueError(f"{expected}, got {options.determinism_check!r}")
     if is_plain_call():
         return function(*args, **kwargs)
     # what a partial holds are arguments like others
     while isinstance(function, functools.partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
-    options = Options(
-        preserve_rng_state,
-        preserve_python_rng,
-        determinism_check == "default",
-        _global("_enable_checkpoint_early_stop", early_stop),
-        debug,
-        None if context_fn is stock.noop_context_fn else context_fn(),
-    )
+    early_stop = _global("_enable_checkpoint_early_stop", options.early_stop)
+    options = options._replace(debug=debug, early_stop=early_stop)
     return Segment(options).run(function, args, kwargs)
-
-
-# the names that a call of `checkpoint` takes for itself
-OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
 
 
 def _global(name: str, given: bool) -> bool:

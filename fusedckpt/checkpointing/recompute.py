@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -73,14 +72,14 @@ class Recompute(Phase):
         self._check(tape, run)
 
     def _run_calls(self, run: Run | None) -> None:
-        contexts, made = self._tape.options.contexts, {}
+        made = {}
         for call in self._tape.calls:
             self._level = call.level
             with (
                 call.surroundings.restored(),
                 # outside of the context, which may count operations
                 putting_back(getattr(call.fn, "__self__", None)),
-                nullcontext() if contexts is None else contexts[1],
+                self._tape.contexts[1],
             ):
                 result = call.again(made)
             if run is not None:
@@ -119,7 +118,7 @@ class Recompute(Phase):
             if self._wanted[index]:
                 self.values[index] = tensor, tensor._version
             was, now = tape.metas[index], meta_of(tensor)
-            if was != now and tape.options.check_metadata:
+            if was != now and tape.options.determinism_check == "default":
                 self._problems.append(
                     "Recomputed values for the following tensors have different metadata than "
                     f"during the forward pass: tensor {index} was {was}, is {now}"

@@ -45,7 +45,7 @@ class Segment(Phase):
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call `fn`, dropping what autograd saves."""
-        tape, options = self.tape, self.tape.options
+        tape = self.tape
         tape.is_complete = False
         tell_dynamo()
         try:
@@ -53,11 +53,11 @@ class Segment(Phase):
             if (around := current()) is not None:
                 # where the arguments were all that an enclosing recompute is for
                 around.enter(())
-            tape.run = Run(fn) if options.debug else None
+            tape.run = Run(fn) if tape.options.debug else None
             with (
                 torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
                 nullcontext() if tape.run is None else tape.run.watched(),
-                nullcontext() if options.contexts is None else options.contexts[0],
+                tape.contexts[0],
             ):
                 output = fn(*args, **kwargs)
                 tape.is_complete = True

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
 
 from fusedckpt.autograd.saved_tensor import version_of
 from fusedckpt.autograd.surroundings import Surroundings, objects_in
@@ -18,14 +19,14 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Options(NamedTuple):
-    """Those of `checkpoint`; `contexts` is what context_fn returned."""
+    """Those of `checkpoint`."""
 
     preserve_rng_state: bool = True
     preserve_python_rng: bool = False
-    check_metadata: bool = True
+    determinism_check: str = "default"
     early_stop: bool = True
     debug: bool = False
-    contexts: Contexts | None = None
+    context_fn: Callable[[], Contexts] = noop_context_fn
 
     @property
     def stops(self) -> bool:
@@ -67,7 +68,7 @@ class Tape:
     """
 
     def __init__(self, options: Options):
-        self.options = options
+        self.options, self.contexts = options, options.context_fn()
         self.run: Run | None = None
         self.calls: list[Call] = []
         self.saved: list[weakref.ref[Dropped]] = []

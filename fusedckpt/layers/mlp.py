@@ -12,6 +12,7 @@ The last GEMM is never recomputed, and a level keeps only what the wanted gradie
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,32 +118,25 @@ def _double_backward(
         # the last bias's gradient does not depend on x
         x = dy.new_zeros((*dy.shape[:-1], tensors[2].shape[1]))  # type: ignore[union-attr]  # gate is there
 
-    def twin(x: Tensor, *args: Any) -> Tensor:
-        norm_weight, norm_bias, gate, gate_bias, up, up_bias, down, down_bias = args[:2] + tuple(
-            None if t is None else t.to(options.dtype) for t in args[2:]
-        )
-        n = x
-        if options.rule is not None:
-            rule = options.rule
-            spec = NormSpec(rule.kind, norm_weight, norm_bias, rule.eps, rule.offset, rule.cast)
-            n = reference.apply_norm(x, spec).to(options.dtype)
-        if up is None:
-            y = reference.mlp(n, gate, gate_bias, down, down_bias, options.activation)
-        else:
-            y = reference.gated_mlp(
-                n,
-                gate,
-                up,
-                down,
-                options.activation,
-                gate_bias=gate_bias,
-                up_bias=up_bias,
-                down_bias=down_bias,
-            )
-        return x + y if options.residual else y
-
     with torch.autocast(dy.device.type, enabled=False):
-        return twin_gradients(twin, (x, *tensors), needs, (dy,))
+        return twin_gradients(partial(_twin, options), (x, *tensors), needs, (dy,))
+
+
+def _twin(options: Options, x: Tensor, *tensors: Any) -> Tensor:
+    """Return what the Function computes, from torch's own differentiable operations."""
+    n, w, rule = x, Weights(*tensors), options.rule
+    if rule is not None:
+        spec = NormSpec(rule.kind, w.norm, w.norm_bias, rule.eps, rule.offset, rule.cast)
+        n = reference.apply_norm(x, spec)
+    n, gate, gate_bias, up, up_bias, down, down_bias = (
+        t if t is None else t.to(options.dtype) for t in (n, *w[2:])
+    )
+    if up is None:
+        y = reference.mlp(n, gate, gate_bias, down, down_bias, options.activation)
+    else:
+        biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+        y = reference.gated_mlp(n, gate, up, down, options.activation, **biases)
+    return x + y if options.residual else y
 
 
 class _Call(NamedTuple):

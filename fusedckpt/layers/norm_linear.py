@@ -70,15 +70,7 @@ class _NormLinear(torch.autograd.Function):
         phase = phases.settle(ctx, phase)
         phase.enter(given)
         n, _ = norm_op(x, None, norm_weight, norm_bias, 1, *rule, dtype)
-        # two-dimensional, and put into shape unseen: autograd forbids writing into a view made here
-        rows = as_matrix(n)
-        ys = tuple(
-            torch.ops.aten._unsafe_view(
-                torch.nn.functional.linear(rows, w.to(dtype), None if b is None else b.to(dtype)),  # type: ignore[union-attr]
-                (*n.shape[:-1], w.shape[0]),  # type: ignore[union-attr]
-            )
-            for w, b in zip(weights, biases, strict=True)
-        )
+        ys = tuple(_linear(n, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]  # no weight is None
         phase.save(ctx, "norm_linear", given)
         # a linear whose result nobody used gets no gradient
         ctx.set_materialize_grads(False)
@@ -107,6 +99,14 @@ class _NormLinear(torch.autograd.Function):
                 for grad, like in zip(found, ctx.likes, strict=True)
             ]
         return (*grads[:3], None, None, None, *grads[3:])
+
+
+def _linear(n: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return F.linear in the dtype of `n`, no view: autograd forbids writing into one made here."""
+    b = None if bias is None else bias.to(n.dtype)
+    y = torch.nn.functional.linear(as_matrix(n), weight.to(n.dtype), b)
+    # into shape unseen
+    return torch.ops.aten._unsafe_view(y, (*n.shape[:-1], weight.shape[0]))
 
 
 def _no_autocast(dys: Sequence[Tensor | None]) -> AbstractContextManager[Any]:

@@ -188,3 +188,15 @@ def test_a_recompute_ends_before_the_last_gemm(depth):
         wrapped = partial(checkpoint, wrapped)
     # forward 2, one again, gradients 4
     assert flops(lambda: wrapped(x * 1).sum().backward()) == 7 * 2 * 5 * 6 * 6
+
+
+def test_a_recompute_for_the_arguments_of_an_inner_one_ends_with_them():
+    calls = []
+
+    def inner(h, mask):
+        calls.append(1)
+        return (h * mask).sin()
+
+    checkpoint(lambda x: checkpoint(inner, x.sin(), (x > 0).float()), randn(4)).sum().backward()
+    # in forward and in its own recompute, not in that of the outer one
+    assert len(calls) == 2

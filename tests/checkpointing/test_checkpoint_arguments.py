@@ -33,6 +33,15 @@ def test_layouts(name):
     assert same(found, expected)
 
 
+def test_an_argument_read_as_another_dtype():
+    def fn(z):
+        return torch.view_as_real(z).sin().sum()
+
+    z = torch.randn(4, 3, dtype=torch.complex64).requires_grad_() * 1
+    expected = torch.autograd.grad(fn(z), z, retain_graph=True)[0]
+    assert same(torch.autograd.grad(checkpoint(fn, z), z)[0], expected)
+
+
 PACKS = {
     "dense": torch.clone,
     "transposed": lambda x: x.mT.clone().mT if x.ndim > 1 else x.clone(),

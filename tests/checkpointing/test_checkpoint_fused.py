@@ -23,6 +23,7 @@ from fusedckpt.autograd import phases
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.autograd.saved_tensor import SavedTensor
 from fusedckpt.checkpointing import saved as stand_ins
+from fusedckpt.functional import linear_act
 from fusedckpt.memory import saved_tensors
 
 D, F, ROWS = 12, 20, 6
@@ -243,3 +244,10 @@ def test_without_torchs_private_hooks(monkeypatch, name):
     assert gemms >= 35
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_recompute_ends_before_a_layer_whose_last_tensor_has_no_gradient():
+    """A weight made for the call, as of a quantised one: backward runs the GEMM of dx alone."""
+    packed, x = randn(D, D, requires_grad=False), randn(ROWS, D)
+    y = fusedckpt.checkpoint(lambda x: linear_act(x.sin(), packed * 1, activation="identity"), x)
+    assert gemm_flops(lambda: y.sum().backward()) == 2 * ROWS * D * D

@@ -92,6 +92,31 @@ def test_c8_changed_after_is_fine():
                 p.add_(0.1)
 
 
+def test_c8_a_parameter_that_the_function_itself_writes():
+    w, x = nn.Parameter(randn(4)), randn(4)
+
+    def fn(x):
+        with torch.no_grad():
+            w.clamp_(-0.5, 0.5)
+        return (x * w).sin()
+
+    expected = torch.autograd.grad(fn(x).sum(), [x, w])
+    assert all(map(same, torch.autograd.grad(checkpoint(fn, x).sum(), [x, w]), expected))
+
+
+@pytest.mark.parametrize("call", [lambda fn, x: fn(x), checkpoint], ids=["plain", "checkpoint"])
+def test_c8_what_the_function_writes_after_it_was_saved_raises(call):
+    def fn(x):
+        h = x * 2
+        y = h.sin()
+        h.add_(1)
+        return y * h.exp()
+
+    y = call(fn, randn(4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("make_saved", dict.fromkeys([stand_ins.make_saved, SavedTensor]))
 def test_c9_segment_that_writes_its_input(monkeypatch, make_saved):
     monkeypatch.setattr(stand_ins, "make_saved", make_saved)

@@ -47,6 +47,25 @@ def test_a_compiled_module():
     assert same(layers(x), expected(x))
 
 
+def test_a_recompute_in_what_is_compiled_stays_eager():
+    layers, x = model(), randn(4, 6)
+
+    def fn(x):
+        return layers(x).sin()
+
+    def step(y):
+        loss = y.square().sum()
+        loss.backward()
+        return loss
+
+    step(fn(x))
+    expected, x.grad = x.grad, None
+    torch._dynamo.reset()
+    # "eager" would leave it eager by itself
+    torch.compile(step, backend=lambda graph, inputs: graph)(checkpoint(fn, x))
+    assert same(x.grad, expected)
+
+
 def test_scripts():
     layers, x = model().eval(), randn(4, 6)
     assert same(torch.jit.script(layers)(x), layers(x))

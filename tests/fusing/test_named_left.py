@@ -82,14 +82,14 @@ class ScaleNorm(nn.Module):
 BESIDE = "its linears and activation stand beside"
 OTHER = "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
 LEFT = {
-    "pooler": (Pooler, {"": "activation"}),
+    "pooler": (Pooler, {"": "its result has the shape [2, 6] for an input of [2, 3, 6]"}),
     "transformer layer": (
         lambda: nn.TransformerEncoderLayer(D, 2, H, norm_first=True),
         {"": f"{BESIDE} self_attn, norm1, norm2"},
     ),
     "convolutional": (ResNet, {"bn1": OTHER}),
     "gate without its linear": (GEGLU, {"": ""}),
-    "raw weights": (Raw, {"": "w1, w2"}),
+    "raw weights": (Raw, {"": "its forward computes cumsum"}),
     "mixer": (Mixer, {"": "conv1d"}),
     "norm": (ScaleNorm, {"": "ScaleNorm"}),
     "group norm": (lambda: nn.GroupNorm(2, D), {"": OTHER}),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from own_classes import LlamaRMSNorm
 from support import DEVICE, randn
 from swap_cases import D, F
 from torch import Tensor, nn
@@ -24,17 +25,6 @@ class Gated(nn.Module):
         return y if scale is None else y * scale
 
 
-class Norm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(D)), 1e-6
-
-    def forward(self, hidden_states):
-        x = hidden_states.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x.to(hidden_states.dtype)
-
-
 class Tagged(Tensor):
     """Every op on it is seen."""
 
@@ -45,7 +35,7 @@ class Tagged(Tensor):
 
 MODULES = {
     "gated": Gated,
-    "norm": Norm,
+    "norm": lambda: LlamaRMSNorm(D),
     "LayerNorm": lambda: nn.LayerNorm(D),
     "RMSNorm": lambda: nn.RMSNorm(D),
     "Sequential": lambda: nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)),
@@ -110,7 +100,7 @@ def test_symbolic_trace_of_the_module_itself(make):
     torch.testing.assert_close(graphs[0](x, *[None] * (len(found[0]) - 1)), eager(x))
 
 
-@pytest.mark.parametrize("make", [Gated, Norm])
+@pytest.mark.parametrize("make", [Gated, MODULES["norm"]], ids=["gated", "norm"])
 def test_an_input_given_by_its_name_runs_fused(make):
     _, fused = pair_of(make)
     x = randn(3, D)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bad_values import D, F, N, t
+from own_classes import SwiGLU
 from support import DEVICE
 from torch import Tensor, nn
 
@@ -71,20 +72,8 @@ def linear(**options: Any) -> fusedckpt.Linear:
     return fusedckpt.Linear(D, F, device=DEVICE, **options)
 
 
-class SwiGLU(nn.Module):
-    """A block that `fuse` swaps."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = nn.Linear(D, F, False), nn.Linear(D, F, False)
-        self.down = nn.Linear(F, D, False)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 class Plain(nn.Module):
-    """Another."""
+    """A block that `fuse` swaps."""
 
     def __init__(self):
         super().__init__()
@@ -254,7 +243,7 @@ MODULES = [
             ("linear_act", fusedckpt.Sequential(nn.Linear(D, F), nn.GELU())),
         )
     ),
-    Target("gated_mlp", attribute(lambda: fused(SwiGLU()), X), {}, {"save": "name"}),
+    Target("gated_mlp", attribute(lambda: fused(SwiGLU(D, F)), X), {}, {"save": "name"}),
     Target("fuse", attribute(lambda: fused(Plain()), X), {}, {"save": "name"}),
     Target("rms_norm", attribute(lambda: fusedckpt.RMSNorm(D, device=DEVICE), X), {}, RMS),
     Target(

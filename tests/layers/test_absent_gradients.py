@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from cases import CASES
-from support import DEVICE, as_tuple, flops, randn
+from support import DEVICE, as_tuple, flops, randn, saved_bytes
 from torch import nn
 
 import fusedckpt
@@ -87,3 +87,24 @@ def test_of_a_result_without_gradient(case, create_graph):
         total = sum(y.sum() for y in Cut.apply(*as_tuple(case.fused(*inputs))))
         assert flops(lambda: total.backward(create_graph=create_graph)) == 0
     assert all(leaf.grad is None for leaf in leaves)
+
+
+def test_a_frozen_linear_beside_a_trained_one(block):
+    block.norm.requires_grad_(False)
+    block.linears[1].requires_grad_(False)
+    ys = block(randn(T, D, dtype=torch.float64, requires_grad=False))
+    assert [y.requires_grad for y in ys] == [True, False, True]
+
+
+def test_a_computed_weight_that_no_gradient_reads_is_not_kept():
+    x, weights = randn(T, D, requires_grad=False), [randn(n, D) for n in WIDTHS]
+    norm = fusedckpt.NormSpec("rms")
+    found = saved_bytes(lambda x, *w: fusedckpt.functional.norm_linear(x, norm, w), [x, *weights])
+    assert found == x.nbytes
+
+
+def test_gradients_of_biases_alone_read_nothing():
+    norm, weights = fusedckpt.NormSpec("rms"), [randn(n, D, requires_grad=False) for n in WIDTHS]
+    inputs = [randn(T, D, requires_grad=False), *(randn(n) for n in WIDTHS)]
+    call = fusedckpt.functional.norm_linear
+    assert saved_bytes(lambda x, *b: call(x, norm, weights, b), inputs) == 0

@@ -7,6 +7,7 @@ import torch
 from cases import CASES
 from support import DEVICE, as_tuple, flops, gemm_flops, randn
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedckpt
 from fusedckpt import functional
@@ -329,3 +330,26 @@ def test_distributed_autograd(tmp_path):
     expected = torch.autograd.grad(functional.mlp(*leaves).sum(), leaves)
     for leaf, theirs in zip(leaves, expected, strict=True):
         torch.testing.assert_close(found[leaf], theirs)
+
+
+class NormGradients(TorchDispatchMode):
+    """Notes which gradients the backward of a norm is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.wanted = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fusedckpt.norm_backward.default:
+            self.wanted.append(list(args[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_norm_computes_what_it_is_asked_for():
+    """No GEMM tells: it is asked with the arguments of the op."""
+    x, w, b = randn(ROWS, D), randn(D), randn(D)
+    y = functional.layer_norm(x, D, w, b).sum()
+    with NormGradients() as seen:
+        for tensor in (x, w, b):
+            torch.autograd.grad(y, tensor, retain_graph=True)
+    assert seen.wanted == [[i == j for i in range(3)] for j in range(3)]

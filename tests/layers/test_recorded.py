@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from cases import CASES
+from own_classes import SwiGLU
 from support import as_tuple, randn
 from torch import nn
 from torch.export import Dim
@@ -196,19 +197,9 @@ class Norm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = nn.Linear(D, F, bias=False), nn.Linear(D, F, bias=False)
-        self.down, self.act = nn.Linear(F, D, bias=False), nn.SiLU()
-
-    def forward(self, x):
-        return self.down(self.act(self.gate(x)) * self.up(x))
-
-
 @each_way
 def test_recorded_models_that_were_fused_train(how):
-    model, x = nn.Sequential(Norm(), Gated()), torch.randn(5, 4, D)
+    model, x = nn.Sequential(Norm(), SwiGLU(D, F)), torch.randn(5, 4, D)
     assert list(fusedckpt.fuse(model).swapped) == ["0", "1"]
     model, x = model.double(), x.double()
     record = {

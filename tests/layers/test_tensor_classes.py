@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from own_classes import SwiGLU
 from support import DEVICE, as_tuple, randn, saved_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,18 +52,6 @@ def pack(weight: Tensor) -> Packed:
     return (weight.detach() * 2).as_subclass(Packed)
 
 
-class SwiGLU(nn.Module):
-    """A block that `fuse` finds by its structure."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = nn.Linear(D, H, False), nn.Linear(D, H, False)
-        self.down = nn.Linear(H, D, False)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class RootNorm(nn.Module):
     """An RMSNorm of a class of its own, as models have it."""
 
@@ -90,7 +79,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "Sequential": lambda: fusedckpt.Sequential(
         nn.LayerNorm(D), nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)
     ),
-    "fused MLP": lambda: fused(SwiGLU()),
+    "fused MLP": lambda: fused(SwiGLU(D, H)),
     "fused norm": lambda: fused(RootNorm()),
 }
 

@@ -1,0 +1,137 @@
+"""What of a module its forward depends on, beside parameters and input, and whether it still holds.
+
+A forward is proven for the state that it read: classes, numbers, flags and callables, its own and
+those of the modules below it. What was read is remembered by name, and compared in every call.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fusedckpt.autograd.hooks import has_hooks
+
+Path = tuple[str, ...]
+
+_SIMPLE = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
+# the value of an attribute that is not there
+MISSING = "no value"
+
+# where a swapped module remembers what it was, as an `Original`
+MARK = "_fusedckpt_original"
+
+
+class Part(NamedTuple):
+    """What reports say of a swapped module, or of one block of a swapped Sequential.
+
+    saved: the bytes that one token of training kept before and keeps now, None if unknown.
+    """
+
+    kind: str
+    change: str
+    saved: tuple[float, float] | None
+
+
+class Original(NamedTuple):
+    """The class that a swapped module had, the attributes to delete, and its parts.
+
+    parts: by their names below the module, "" for the module itself.
+    """
+
+    kind: type[nn.Module]
+    attributes: tuple[str, ...]
+    parts: dict[str, Part]
+
+
+class Weight(NamedTuple):
+    """A linear of a block: where its weight and bias are, and if the weight lies as [in, out]."""
+
+    weight: Path
+    bias: Path | None
+    transposed: bool
+
+
+class Block(NamedTuple):
+    """What a forward computes: the arguments of one of our functions.
+
+    kind: "mlp", "gated_mlp" or "linear_act"; linears: in the order of the function's arguments;
+    packed: which half of the first weight comes first, "gate" or "up", "" where it has no halves.
+    """
+
+    kind: str
+    linears: tuple[Weight, ...]
+    activation: str
+    packed: str = ""
+
+
+class Held(NamedTuple):
+    """What must still hold of one module.
+
+    path: names of the children that lead to it; kind: its class, None for the swapped module
+    itself; children: how many it has; reads: names of attributes, one of the other, and the value.
+    """
+
+    path: Path
+    kind: type[nn.Module] | None
+    children: int
+    reads: tuple[tuple[Path, Any], ...]
+
+
+def is_simple(value: Any) -> bool:
+    """Whether a value is one that cannot change, and that is compared by what it is worth."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_simple, value))
+    return isinstance(value, _SIMPLE)
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value is code, compared by identity."""
+    # torch's builtins and the jit's functions are of classes of their own
+    is_code = isinstance(value, _FUNCTIONS) or type(value).__name__.endswith("ScriptFunction")
+    return is_code and not isinstance(getattr(value, "__self__", None), nn.Module)
+
+
+def child_at(module: nn.Module, path: Path) -> nn.Module | None:
+    """Return the module that a path of names leads to, None where there is none."""
+    found: nn.Module | None = module
+    for name in path:
+        if found is None:
+            return None
+        found = found._modules.get(name)
+    return found
+
+
+def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
+    """Return what no longer holds of a module, None if all does.
+
+    "child", "hook" or "changed", and the name of what was replaced, is watched or has changed.
+    """
+    for path, kind, children, reads in held:
+        part = child_at(module, path)
+        if part is None or (kind is not None and _kind(part) is not kind):
+            return "child", ".".join(path)
+        if kind is not None and has_hooks(part):
+            return "hook", ".".join(path)
+        if len(part._modules) != children:
+            return "child", ".".join(path)
+        for names, value in reads:
+            found: Any = part
+            for name in names:
+                found = getattr(found, name, MISSING)
+            if found is not value and not (type(found) is type(value) and found == value):
+                return "changed", ".".join(path + names)
+    return None
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, before it was swapped if it was."""
+    return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)
