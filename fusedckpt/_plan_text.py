@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fusedckpt._text import Row, enough, size, table
 from fusedckpt.chain import Item, Segment, Unit, simulate
 from fusedckpt.policies import policy
-from fusedckpt.solver import least_bytes
+from fusedckpt.solver import least_outcome, may_go_lower
 
 if TYPE_CHECKING:
     from fusedckpt.plans import Plan
@@ -60,10 +60,11 @@ def _cells(plan: Plan, item: Item) -> Row:
         of = f" of {len(units)} units" if len(units) > 1 else ""
         return of, size(unit.input), f"{extra:.2f}", f"{forward:.2f}"
     level = unit.level(item.level)
-    timed = not unit.fixed or unit.forward
-    times = (f"{level.extra:.2f}", f"{forward:.2f}") if timed else ("", "")
-    runs = "as it is" if level.name == "plain" else f"keeping {level.name}"
-    if unit.fixed and timed:
+    times = ("", "") if unit.code else (f"{level.extra:.2f}", f"{forward:.2f}")
+    kept, _, parts = level.name.partition(" but ")
+    runs = "as it is" if kept == "plain" else f"keeping {kept}"
+    runs += f", again: {parts}" if parts else ""
+    if unit.fixed and not unit.code:
         runs += ", writes into its input"
     return runs, size(level.kept), *times
 
@@ -78,6 +79,8 @@ def summary(plan: Plan) -> list[str]:
     extra = f"{plan.extra_ms:.2f} ms"
     if plan.chain.forward:
         extra += f", {plan.extra_ms / plan.chain.forward:.1%} of the forward"
+    least = least_outcome(plan.chain)
+    finer = may_go_lower(plan.chain, least)
     begins = "without gradients; with accumulate=True it holds for steps that add to them"
     if plan.gradient_bytes:
         begins = f"with {size(plan.gradient_bytes)} of gradients"
@@ -85,7 +88,7 @@ def summary(plan: Plan) -> list[str]:
         "the step begins": begins,
         "budget": None if plan.budget_bytes is None else enough(plan.budget_bytes),
         "keep everything": enough(simulate(plan.chain, policy(plan.chain, "none")).peak),
-        "least feasible": enough(least_bytes(plan.chain)),
+        "least feasible": enough(least.peak) + (f"; {finer}" if finer else ""),
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if plan.measured_bytes is None else enough(plan.measured_bytes),
         "extra time": extra,

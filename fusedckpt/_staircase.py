@@ -132,7 +132,9 @@ def _again_needs(chain: Chain, left: Bytes, i: int, stops: NDArray[np.int64]) ->
     again = unit.forward_transient + dy + left[stops]
     floors = [np.maximum(again, level.transient + left[i + 1]) for level in unit.levels]
     for floor, level in zip(floors, unit.levels, strict=True):
-        if level.ending is not None:
+        if level.nested:
+            floor[:] = NEVER
+        elif level.ending is not None:
             floor[stops == i + 1] = level.ending + left[i + 1]
     return floors
 

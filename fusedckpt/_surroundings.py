@@ -110,10 +110,11 @@ class _Walk:
         return self.saved.holds(output)
 
 
-def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
+def chain_of(step: Step, costs: dict[str, Costs], stepping: int, code_ms: float) -> Chain:
     """Run the step with units that keep nothing; return the chain with what is around them.
 
-    stepping: bytes that the optimizer's step takes for a moment.
+    stepping: bytes that the optimizer's step takes for a moment. code_ms: of the forward, what is
+    not in units.
     """
     step, held = step.fresh()
     watch, device = Watch(step.model), held[0].device
@@ -134,7 +135,10 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
     gradients = sum(x.numel() * x.element_size() for x in parameters)
     replays = [one.replay for one in costs.values()]
     rest = _Rest(_Phases(moments), units, replays, walk, resident)
-    return rest.chain(gradients + stepping)
+    found = rest.chain(gradients + stepping)
+    # here, wherever it is
+    before = replace(found.units[0], forward=max(0.0, code_ms))
+    return replace(found, units=(before, *found.units[1:]))
 
 
 class _Phases:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from statistics import median
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedckpt import _roles
-from fusedckpt._calls import Bytes, Call, Run
+from fusedckpt._calls import Bytes, Call, NoGraph, Run
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.chain import Level, Unit
 from fusedckpt.units import has_levels
 
-__all__ = ["PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
+__all__ = ["BUT", "PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
 
 # the level of a module without fused layers, and that which keeps the outputs of matrix products
 PLAIN, PRODUCTS = "plain", "products"
+# between the name of a level and those of parts that run again
+BUT = " but "
+_AGAIN = "again"
+# what running a part again saves at least of what the unit keeps
+_WORTH = 0.02
 
 
 class Costs(NamedTuple):
@@ -27,6 +33,7 @@ class Costs(NamedTuple):
 
     again: what a segment of this unit alone holds. extra: ms that a step takes more than at the
     level that keeps most. writes: whether the unit writes into what it is given. flows: see Call.
+    composed: whether it has modules inside.
     """
 
     levels: dict[str, Bytes]
@@ -39,6 +46,7 @@ class Costs(NamedTuple):
     left: int
     writes: bool
     flows: tuple[bool, ...]
+    composed: bool
 
     @property
     def replay(self) -> int:
@@ -79,6 +87,7 @@ class Costs(NamedTuple):
             ),
             left=self.left,
             fixed=self.writes,
+            composed=self.composed,
         )
 
     def _level(self, name: str, shared: int, held: int) -> Level:
@@ -89,7 +98,8 @@ class Costs(NamedTuple):
         if again is not None and found.input == self.input:
             # the segment's input is the unit's
             ending = max(0, given + again.backward - max(kept, given))
-        return Level(name, kept, self.extra[name], found.backward + shared, ending)
+        nested = BUT in name
+        return Level(name, kept, self.extra[name], found.backward + shared, ending, nested)
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -121,10 +131,11 @@ def measured(
     kwargs: Any,
     flows: Sequence[bool],
     selective: bool,
+    parts: Sequence[str],
 ) -> Costs:
     """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too.
 
-    `flows` is that of Call.
+    `flows` is that of Call. parts: names of modules inside that may run again on their own.
 
     Raises:
         NoGraph: it returns nothing that requires a gradient.
@@ -146,20 +157,32 @@ def measured(
     alone = {} if call.writes else {name: _alone(name, forward) for name in levels}
     alone.pop(PRODUCTS, None)
     again = {name: call.bytes(run) for name, run in alone.items()}
-    most = max((name for name in levels if name != PRODUCTS), key=lambda name: levels[name].kept)
+    plain = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
+    most, least = plain[0], plain[-1]
     fastest = most if most in alone else next(iter(alone), None)
     timed = {name: runs[name] for name in levels}
     if fastest is not None:
-        timed["again"] = alone[fastest]
+        timed[_AGAIN] = alone[fastest]
     flops = {name: call.flops(run) for name, run in timed.items() if name != PRODUCTS}
-    shares = {
-        name: (count - flops[most]) / max(1, call.forward_flops) for name, count in flops.items()
-    }
-    forward_ms, extra, tail = _times(call.milliseconds(timed), shares, levels, most)
+    times = _Times(
+        call.milliseconds(timed),
+        {name: n / max(1, call.forward_flops) for name, n in flops.items()},
+    )
+    # what keeps less does not get faster by it: that would be noise
+    slower = accumulate((times.slower(name, most) for name in plain), max)
+    extra = dict(zip(plain, slower, strict=True))
+    if PRODUCTS in levels:
+        extra[PRODUCTS] = times.slower(PRODUCTS, most)
+    forward = times.forward(levels)
+    again_ms = times.slower(_AGAIN, most) if fastest is not None else forward
+    if parts and not call.writes:
+        finer = _Parts(module, call, least, runs[least])
+        for name, (found, ms) in finer.levels(parts, levels[least].kept).items():
+            levels[name], extra[name] = found, extra[least] + ms
     return Costs(
-        levels, again, extra, forward_ms, tail,
+        levels, again, extra, forward, forward - again_ms,
         call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
-        tuple(flows),
+        tuple(flows), any(module.children()),
     )  # fmt: skip
 
 
@@ -168,31 +191,86 @@ def _alone(level: str, forward: Callable[..., Any]) -> Run:
     return partial(_roles.Member(chained, 0).call, forward)
 
 
-def _times(
-    times: Mapping[str, list[tuple[float, float]]],
-    shares: Mapping[str, float],
-    levels: Mapping[str, Bytes],
-    most: str,
-) -> tuple[float, dict[str, float], float]:
-    """Return ms of the forward, extra ms per level, and ms of what a segment does not run again.
+class _Parts:
+    """Levels at which parts of a unit run again, each on its own, the rest as at another level."""
 
-    shares: of the forward's FLOPs, what each way computes more than the one that keeps most.
+    def __init__(self, module: nn.Module, call: Call, level: str, run: Run):
+        self._module, self._call, self._level, self._run = module, call, level, run
+
+    def levels(self, parts: Sequence[str], kept: int) -> dict[str, tuple[Bytes, float]]:
+        """Return the bytes and ms of these levels, with one part more each.
+
+        What costs least for what it saves comes first. kept: bytes that the unit keeps otherwise.
+        """
+        costs = self._costs(parts, kept)
+        found: dict[str, tuple[Bytes, float]] = {}
+        ms, chosen = 0.0, ()
+        for part in sorted(costs, key=lambda part: costs[part][1] / costs[part][0]):
+            chosen, ms = (*chosen, part), ms + costs[part][1]
+            taken = self._call.bytes(partial(self._with, chosen))
+            if taken.kept < kept:
+                found[f"{self._level}{BUT}{', '.join(chosen)}"], kept = (taken, ms), taken.kept
+        return found
+
+    def _costs(self, parts: Sequence[str], kept: int) -> dict[str, tuple[int, float]]:
+        """Return what running each part again saves in bytes and takes in ms, if it is worth it."""
+        calls: dict[str, list[Any]] = {part: [] for part in parts}
+        modules = {part: self._module.get_submodule(part) for part in parts}
+        with _roles.assigned({m: _roles.Noting(calls[part]) for part, m in modules.items()}):
+            self._call.run(self._run)
+        found = {}
+        for part, seen in calls.items():
+            if len(seen) != 1:
+                continue
+            try:
+                saved = kept - self._call.bytes(partial(self._with, (part,))).kept
+                if saved > _WORTH * kept:
+                    found[part] = saved, self._ms(modules[part], *seen[0])
+            except (NoGraph, RuntimeError):
+                # it has no graph of its own; what it is given or returns is written into
+                continue
+        return found
+
+    def _ms(self, part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> float:
+        """Return the ms by which one part is slower."""
+        call = Call(part, args, kwargs, None)
+        level = _roles.Keeping(self._level if self._level in LEVELS else None)
+
+        def again(args: Any, kwargs: Any) -> Any:
+            return level.call(partial(_roles.again().call, forward), (args, kwargs), {})
+
+        runs = {PLAIN: partial(level.call, forward), _AGAIN: again}
+        return _Times(call.milliseconds(runs), {}).slower(_AGAIN, PLAIN)
+
+    def _with(self, parts: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+        roles = {self._module.get_submodule(part): _roles.again() for part in parts}
+        with _roles.assigned(roles):
+            return self._run(args, kwargs)
+
+
+class _Times:
+    """What was timed, round by round: ms of forward and backward of each way to run a unit.
+
+    forwards: FLOPs of each way, in those of the forward.
     """
-    # the least: what else goes on in the machine only adds to it
-    forward = min(ms for name in levels for ms, _ in times[name])
-    whole = {name: min(map(sum, rounds)) for name, rounds in times.items()}
 
-    def slower(name: str) -> float:
+    def __init__(
+        self, rounds: Mapping[str, list[tuple[float, float]]], forwards: Mapping[str, float]
+    ):
+        self._rounds, self._forwards = rounds, forwards
+
+    def forward(self, names: Iterable[str]) -> float:
+        """Return the ms of the forward of these ways."""
+        return median(ms for name in names for ms, _ in self._rounds[name])
+
+    def slower(self, name: str, than: str) -> float:
+        """Return the ms by which one way is slower than another, not below 0."""
+        # round by round: what slows the machine down slows all ways
+        both = zip(self._rounds[name], self._rounds[than], strict=True)
+        found = median(sum(ours) - sum(theirs) for ours, theirs in both)
         # on a noisy machine a product may seem to be free: not below half of what it should take
-        return max(0.0, whole[name] - whole[most], shares.get(name, 0.0) * forward / 2)
-
-    # what keeps less does not get faster by it: that would be noise
-    falling = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
-    extra = dict(zip(falling, accumulate(map(slower, falling), max), strict=True))
-    if PRODUCTS in levels:
-        extra[PRODUCTS] = slower(PRODUCTS)
-    again = slower("again") if "again" in times else forward
-    return forward, {name: extra[name] for name in levels}, max(0.0, forward - again)
+        more = self._forwards.get(name, 0.0) - self._forwards.get(than, 0.0)
+        return max(0.0, found, more * self.forward([than]) / 2)
 
 
 def _check_repeats(call: Call, run: Run, args: Any, kwargs: Any) -> None:

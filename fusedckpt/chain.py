@@ -46,7 +46,8 @@ def _check_amounts(record: Level | Unit | Chain) -> None:
         if wanted is None or (value is None and type(None) in wanted):
             continue
         # True is an int, too
-        if value is None or type(value) not in wanted or not 0 <= value < math.inf:
+        least = -math.inf if field.name == "tail" else 0
+        if value is None or type(value) not in wanted or not least <= value < math.inf:
             kind = type(record).__name__
             raise ValueError(
                 f"{kind}: {field.name} is {field.type}, finite and not negative, got {value!r}"
@@ -65,6 +66,7 @@ class Level:
     ending: bytes that being run again and its backward hold at the worst moment beyond all that is
         kept, where the unit ends a segment: a recompute that stops early brings back less. None:
         as anywhere else.
+    nested: it takes checkpoints inside the unit, which no segment may hold.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Level:
     extra: float
     transient: int
     ending: int | None = None
+    nested: bool = False
 
     def __post_init__(self):
         _check_amounts(self)
@@ -82,13 +85,16 @@ class Unit:
     """A fused layer, a block, or any other module that runs as a whole.
 
     levels: in any order, at least one, names distinct.
-    forward: ms. tail: ms of its last GEMM, which is not run again where the unit ends a segment.
+    forward: ms. tail: ms that a segment takes less than the forward of its units, where this one
+        is the last: its last GEMM is not run again; below 0 where what else a segment does costs
+        more.
     input, output: bytes; `input` is what a segment that starts here keeps.
     forward_transient: bytes that its forward holds at its worst moment beyond what is kept, its
         output included, and its input where no level keeps that.
     left: bytes that stay after its backward, such as gradients of parameters.
     fixed: it cannot be run again, so that no segment may hold it.
     code: it is no module, but what the model's own code does around units.
+    composed: it has modules inside, which could be units themselves.
     """
 
     name: str
@@ -101,6 +107,7 @@ class Unit:
     left: int = 0
     fixed: bool = False
     code: bool = False
+    composed: bool = False
 
     def __post_init__(self):
         _check_amounts(self)
@@ -112,8 +119,8 @@ class Unit:
 
     @property
     def fastest(self) -> Level:
-        """The level of least extra time; of those the one that keeps least."""
-        return min(self.levels, key=lambda level: (level.extra, level.kept))
+        """The level of least extra time without checkpoints inside; of those that keeps least."""
+        return min(self.levels, key=lambda level: (level.nested, level.extra, level.kept))
 
     def has(self, name: str) -> bool:
         """Whether it has a level called `name`."""
@@ -201,9 +208,11 @@ def _check_cover(chain: Chain, items: Sequence[Item]) -> None:
     for item in items:
         if item.start != at or item.stop == at:
             raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
-        units = chain.units[item.start : item.stop]
-        if isinstance(item, Segment) and any(unit.fixed for unit in units):
-            raise ValueError(f"simulate: a segment without fixed units was expected, got {item}")
+        held = _levels(chain, item) if isinstance(item, Segment) else ()
+        if any(unit.fixed or level.nested for unit, level in held):
+            raise ValueError(
+                f"simulate: a segment without fixed units or nested levels expected, got {item}"
+            )
         at = item.stop
     if at != len(chain.units):
         raise ValueError(f"simulate: the plan covers {at} of {len(chain.units)} units")

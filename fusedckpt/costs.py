@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from fusedckpt._calls import NoGraph
+from fusedckpt._calls import NoGraph, seconds
 from fusedckpt._plan_input import check_unit, unseen_in
 from fusedckpt._unit_costs import Costs, kind_of, measured
 from fusedckpt.trial import tensors_of
 
-__all__ = ["Scout", "Skipping", "Survey"]
+__all__ = ["Kinds", "Scout", "Skipping", "Survey"]
 
 
 class _Skip(torch.autograd.Function):
@@ -110,14 +110,28 @@ class Scout:
         return [not i or self._counts[x.cdata] == 1 for i, x in enumerate(given)]
 
 
+# what was measured, by what units that are alike have in common
+Kinds = dict[Any, Costs | None]
+
+
 class Survey:
     """The first pass: every unit measured where it is called, then made to keep nothing."""
 
-    def __init__(self, scout: Scout, tick: Callable[[], None], selective: bool):
-        self._scout, self._tick, self._selective = scout, tick, selective
-        # what was measured, by what units that are alike have in common
-        self._kinds: dict[Any, Costs | None] = {}
+    def __init__(
+        self,
+        scout: Scout,
+        kinds: Kinds,
+        tick: Callable[[], None],
+        selective: bool,
+        parts: Mapping[str, Sequence[str]],
+        device: torch.device,
+    ):
+        self.device = device
+        self.scout, self._tick, self._selective, self._parts = scout, tick, selective, parts
+        self._kinds = kinds
         self._found: list[tuple[str, Costs | None]] = []
+        # seconds that the calls of units took, and all else in the pass
+        self.inside = self.code = 0.0
         # by unit the dataclass that it returns, where that hides tensors
         self.hidden: dict[str, str | None] = {}
 
@@ -127,14 +141,16 @@ class Survey:
 
     def see(self, name: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> None:
         """Measure a call, once of a kind."""
-        flows = self._scout.flows(name)
+        flows = self.scout.flows(name)
         if flows is None:
             self._found.append((name, None))
             return
-        key = kind_of(module, args, kwargs), tuple(flows)
+        parts = tuple(self._parts.get(name, ()))
+        key = kind_of(module, args, kwargs), tuple(flows), parts
         if key not in self._kinds:
+            how = flows, self._selective, parts
             try:
-                self._kinds[key] = measured(module, forward, args, kwargs, flows, self._selective)
+                self._kinds[key] = measured(module, forward, args, kwargs, *how)
             except NoGraph:
                 self._kinds[key] = None
         self._found.append((name, self._kinds[key]))
@@ -180,11 +196,13 @@ class Probe(NamedTuple):
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Measure it."""
+        start = seconds(self.survey.device)
         if torch.is_grad_enabled():
             self.survey.see(self.name, self.module, forward, args, kwargs)
         skipping = Skipping(self.module, _nothing, _nothing, lambda: None)
         output = skipping.call(forward, args, kwargs)
         self.survey.hidden[self.name] = unseen_in(output)
+        self.survey.inside += seconds(self.survey.device) - start
         return output
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,20 +13,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fusedckpt import _roles
-from fusedckpt._plan_input import Policy, check_model, limit_of, names_of
+from fusedckpt._cuts import Cut, chains, cuts_of
+from fusedckpt._plan_input import Policy, check_model, limit_of
 from fusedckpt._step import Step, default_loss
-from fusedckpt._surroundings import chain_of
 from fusedckpt._text import size
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, simulate
-from fusedckpt.costs import Scout, Survey
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.plans import Plan, structure_of
 from fusedckpt.policies import policy as by_rule
 from fusedckpt.reporting import check_step, measure
-from fusedckpt.solver import Solution, least_peak, solve
-from fusedckpt.trial import aliased, tensors_of, trial
+from fusedckpt.solver import (
+    Solution,
+    least_bytes,
+    least_outcome,
+    least_peak,
+    may_go_lower,
+    solve,
+)
+from fusedckpt.trial import tensors_of, trial
 
 __all__ = ["plan"]
 
@@ -104,12 +107,12 @@ def plan(
     check_model(model)
     device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
     limit = limit_of(budget, activation_budget, policy, device)
-    names = names_of(model, policy, units)
+    cuts = cuts_of(model, policy, units)
     is_rest = activation_budget is not None
     is_there = _accumulates(accumulate) or is_rest
     step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
     step = _in_state(step, parallel, is_there)
-    return _agreed(lambda: _planned(step, names, policy, limit, is_rest, progress))
+    return _agreed(lambda: _planned(step, cuts, policy, limit, is_rest, progress))
 
 
 def _accumulates(accumulate: Any) -> bool:
@@ -141,7 +144,7 @@ def _in_state(step: Step, parallel: DistributedDataParallel | None, is_there: bo
 
 def _planned(
     step: Step,
-    names: Sequence[str],
+    cuts: Sequence[Cut],
     policy: Policy,
     limit: int | None,
     is_rest: bool,
@@ -155,15 +158,24 @@ def _planned(
     with trial(parts, step.optimizer, given), torch.enable_grad():
         stepping = _stepping(step)
         step.fresh()
-        survey = _survey(step, names, progress, selective=policy == "speed")
-        chain, left_out = chain_of(step, survey.units(), stepping), survey.left_out(names)
+        rest = _rest(step) if is_rest else 0
+        measured = chains(step, cuts, stepping, policy == "speed", progress)
+        chain, left_out = measured[0]
+        if len(measured) > 1:
+            chain, left_out = min(measured, key=lambda found: _cost(found[0], limit, rest))
         if limit is None:
-            found = _by_policy(policy, step, chain, names)
+            found = _by_policy(policy, step, chain, cuts[0].names)
         else:
-            rest = _rest(step) if is_rest else 0
             found = _within(limit + rest, step, chain, rest)
     gradients = nbytes_of(step.gradients.values())
     return replace(found, left_out=left_out, gradient_bytes=gradients)
+
+
+def _cost(chain: Chain, limit: int | None, rest: int) -> tuple[float, int]:
+    """Return what tells which of several ways to cut a model is the best."""
+    least = least_bytes(chain)
+    fits = limit is not None and least <= limit + rest
+    return (solve(chain, limit + rest).extra if fits else math.inf), least
 
 
 def _rest(step: Step) -> int:
@@ -187,45 +199,14 @@ def _stepping(step: Step) -> int:
     return peak_bytes(optimizer.step, step.parameters()[0].device) if step.is_last else 0
 
 
-def _survey(step: Step, names: Sequence[str], progress: bool, selective: bool) -> Survey:
-    """Measure the units, one after the other, where they are called."""
-    modules = {name: step.model.get_submodule(name) for name in names}
-    scout = Scout()
-    with _ticking(len(modules), progress) as tick:
-        survey = Survey(scout, tick, selective)
-        for role in (scout.role, survey.probe):
-            with _roles.assigned({m: role(name, m) for name, m in modules.items()}):
-                args, kwargs = aliased((step.args, step.kwargs))
-                step.model(*args, **kwargs)
-    if not survey.units():
-        reasons = "; ".join(f"{name} {why}" for name, why in survey.left_out(names).items())
-        raise ValueError(
-            f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, "
-            f"name some with units=: {reasons or 'it has no parts'}"
-        )
-    return survey
-
-
-@contextmanager
-def _ticking(total: int, progress: bool) -> Iterator[Callable[[], None]]:
-    """Yield what is to be called for every unit that is done."""
-    if not progress or importlib.util.find_spec("rich") is None:
-        yield lambda: None
-        return
-    console = importlib.import_module("rich.console").Console(stderr=True)
-    with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bar:
-        task = bar.add_task("measuring units", total=total)
-        yield lambda: bar.advance(task)
-
-
 def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
     """Return the fastest plan whose step, when run, stays within the limit.
 
     rest: what of the limit the caller did not ask for.
     """
-    least, target = least_peak(chain), limit
+    lowest, target = least_bytes(chain), limit
     for _ in range(_TRIES):
-        if target < least.peak:
+        if target < lowest:
             break
         found = _tried(step, _plan(step, "budget", chain, solve(chain, target), limit))
         if _measured(found) <= limit:
@@ -234,6 +215,7 @@ def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
         target = min(target, found.predicted_bytes) - (_measured(found) - limit)
     # the model of memory rather takes too much than too little; what it finds far too large may not
     # fit the device at all, and is not run
+    least = least_peak(chain)
     last = [least, _by_rule(chain, "none")]
     tried = [
         _tried(step, _plan(step, "budget", chain, solution, limit))
@@ -244,10 +226,11 @@ def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
     if found is not None and _measured(found) <= limit:
         return found
     needed = least.peak if found is None else _measured(found)
+    finer = may_go_lower(chain, least_outcome(chain))
     needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
     raise ValueError(
         f"plan: the least feasible {kind} is {needed} bytes ({size(needed)}), "
-        f"got {limit - rest} bytes"
+        f"got {limit - rest} bytes" + (f": {finer}" if finer else "")
     )
 
 
