@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedckpt.chain import Chain, Unit
+from fusedckpt.chain import Chain, Unit, forward_of
 
 __all__ = ["NEVER", "Bytes", "Ms", "Segments", "kept_needs", "left_from", "pareto", "segments"]
 
@@ -118,7 +118,7 @@ def kept_needs(chain: Chain, left: Bytes, i: int) -> list[int]:
     unit = chain.units[i]
     after = int(left[i + 1])
     return [
-        level.kept + max(unit.forward_transient, level.transient + after) for level in unit.levels
+        level.kept + max(forward_of(unit, level), level.transient + after) for level in unit.levels
     ]
 
 

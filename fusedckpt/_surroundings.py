@@ -18,7 +18,7 @@ from fusedckpt import _roles
 from fusedckpt._step import Step
 from fusedckpt._timeline import Moment, Watch, timeline
 from fusedckpt._unit_costs import PLAIN, Costs
-from fusedckpt.chain import Chain, Level, Unit
+from fusedckpt.chain import Chain, Level, Unit, forward_of
 from fusedckpt.costs import Skipping
 from fusedckpt.memory import SavedTensors, profiled
 
@@ -211,7 +211,7 @@ class _Rest:
     def _unit(self, i: int, unit: Unit) -> Unit:
         """Count with a unit what is there for a moment only, and the code where it is joined."""
         backward, forward, left = self.backward[i] - self.left[i], unit.forward_transient, unit.left
-        behind = 0
+        before = behind = 0
         if i and self._joins[i]:
             before = self._most(f"left {i - 1}", i) - self._inputs[i]
             forward, left = max(forward, before), left + self.left[i - 1] - self.left[i]
@@ -222,6 +222,7 @@ class _Rest:
                 level,
                 transient=max(level.transient + backward, behind),
                 ending=None if level.ending is None else max(level.ending + backward, behind),
+                forward_transient=max(forward_of(unit, level), before) + self.forward[i],
             )
             for level in unit.levels
         )

@@ -84,6 +84,7 @@ class Costs(NamedTuple):
             + max(
                 found.forward + shared[level] - (0 if found.keeps_input else held)
                 for level, found in self.levels.items()
+                if BUT not in level
             ),
             left=self.left,
             fixed=self.writes,
@@ -98,8 +99,9 @@ class Costs(NamedTuple):
         if again is not None and found.input == self.input:
             # the segment's input is the unit's
             ending = max(0, given + again.backward - max(kept, given))
-        nested = BUT in name
-        return Level(name, kept, self.extra[name], found.backward + shared, ending, nested)
+        forward = found.forward + shared - (0 if found.keeps_input else held)
+        transient = found.backward + shared
+        return Level(name, kept, self.extra[name], transient, ending, BUT in name, max(0, forward))
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:

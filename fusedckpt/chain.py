@@ -3,7 +3,7 @@
 A plan covers the chain, in order, with items: a unit that keeps a level of its intermediates, or a
 checkpointed segment that keeps only its input and is run again in backward. Bytes live at a moment:
 
-    forward of unit i, kept         base + kept(<= i) + forward_transient_i
+    forward of unit i, kept         base + kept(<= i) + forward_transient_i, its level's if it has one
     forward of unit i, segment s    base + kept(< s) + input_s + output_(i-1) + forward_transient_i
                                     (no output_(i-1) for the first, whose input is input_s)
     run again of unit i of s        base + kept(< s) + held(s, i) + forward_transient_i
@@ -29,7 +29,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
-__all__ = ["Chain", "Item", "Keep", "Level", "Outcome", "Segment", "Unit", "moments", "simulate"]
+__all__ = [
+    "Chain",
+    "Item",
+    "Keep",
+    "Level",
+    "Outcome",
+    "Segment",
+    "Unit",
+    "forward_of",
+    "moments",
+    "simulate",
+]
 
 
 _AMOUNTS: dict[str, tuple[type, ...]] = {
@@ -67,6 +78,7 @@ class Level:
         kept, where the unit ends a segment: a recompute that stops early brings back less. None:
         as anywhere else.
     nested: it takes checkpoints inside the unit, which no segment may hold.
+    forward_transient: as that of the unit, where it is kept at this level. None: that of the unit.
     """
 
     name: str
@@ -75,6 +87,7 @@ class Level:
     transient: int
     ending: int | None = None
     nested: bool = False
+    forward_transient: int | None = None
 
     def __post_init__(self):
         _check_amounts(self)
@@ -224,8 +237,12 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     for item in items:
         live += _kept(chain, item)
         for i in range(item.start, item.stop):
-            flowing = units[i - 1].output if i > item.start else 0
-            yield live + flowing + units[i].forward_transient, f"forward of {units[i].name}"
+            if isinstance(item, Keep):
+                transient = forward_of(units[i], units[i].level(item.level))
+            else:
+                transient = units[i].forward_transient
+                transient += units[i - 1].output if i > item.start else 0
+            yield live + transient, f"forward of {units[i].name}"
     for item in reversed(items):
         live -= _kept(chain, item)
         held = []
@@ -245,6 +262,12 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
                 yield live + sum(held) + level.transient, f"backward of {unit.name}"
             held.pop()
             live += unit.left
+
+
+def forward_of(unit: Unit, level: Level) -> int:
+    """Return what the forward of a unit that is kept at this level holds beyond what is kept."""
+    found = level.forward_transient
+    return unit.forward_transient if found is None else found
 
 
 def _kept(chain: Chain, item: Item) -> int:
