@@ -88,7 +88,7 @@ def segment_levels(chain: Chain, of: Segments, start: int, stop: int, room: int)
         floors = _again_needs(chain, left, i, np.array([stop]))
         found = (np.inf, 0, "")
         for level, floor in zip(unit.levels, floors, strict=True):
-            after = room - (max(level.kept, unit.input) if i == start else level.kept)
+            after = room - (max(level.held, unit.input) if i == start else level.held)
             if floor[0] <= after:
                 ms = level.extra
                 if i + 1 < stop:
@@ -162,7 +162,7 @@ def _extended(
 ) -> tuple[Bytes, Ms]:
     """Put a unit, at each of its levels, in front of stretches; steps come in no order."""
     needs = [
-        max(level.kept, at_least) + np.maximum(floor[:, None], need)
+        max(level.held, at_least) + np.maximum(floor[:, None], need)
         for level, floor in zip(unit.levels, floors, strict=True)
     ]
     times = [ms + (unit.forward + level.extra) for level in unit.levels]

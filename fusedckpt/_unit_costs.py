@@ -8,6 +8,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -31,13 +32,15 @@ _WORTH = 0.02
 class Costs(NamedTuple):
     """What units that are alike cost, by the name of the level.
 
-    again: what a segment of this unit alone holds. extra: ms that a step takes more than at the
+    again: what a segment of this unit alone holds. packed: bytes kept where saved tensors go through
+    hooks, as in a segment, where norms are not shared. extra: ms that a step takes more than at the
     level that keeps most. writes: whether the unit writes into what it is given. flows: see Call.
     composed: whether it has modules inside.
     """
 
     levels: dict[str, Bytes]
     again: dict[str, Bytes]
+    packed: dict[str, int]
     extra: dict[str, float]
     forward: float
     tail: float
@@ -93,15 +96,18 @@ class Costs(NamedTuple):
 
     def _level(self, name: str, shared: int, held: int) -> Level:
         found, again, ending = self.levels[name], self.again.get(name), None
-        kept = found.kept - shared - (held if found.keeps_input else 0)
+        less = shared + (held if found.keeps_input else 0)
+        kept, inside = found.kept - less, max(0, self.packed.get(name, found.kept) - less)
         given = self.input - held + self.replay
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
         if again is not None and found.input == self.input:
             # the segment's input is the unit's
-            ending = max(0, given + again.backward - max(kept, given))
+            ending = max(0, given + again.backward - max(inside, given))
         forward = found.forward + shared - (0 if found.keeps_input else held)
         transient = found.backward + shared
-        return Level(name, kept, self.extra[name], transient, ending, BUT in name, max(0, forward))
+        return Level(
+            name, kept, self.extra[name], transient, ending, BUT in name, max(0, forward), inside
+        )
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -159,6 +165,10 @@ def measured(
     alone = {} if call.writes else {name: _alone(name, forward) for name in levels}
     alone.pop(PRODUCTS, None)
     again = {name: call.bytes(run) for name, run in alone.items()}
+    packed = {}
+    for name in again if has_levels(module) else ():
+        found = call.bytes(partial(_packed, runs[name]))
+        packed[name] = found.kept - found.input + levels[name].input
     plain = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
     most, least = plain[0], plain[-1]
     fastest = most if most in alone else next(iter(alone), None)
@@ -182,10 +192,15 @@ def measured(
         for name, (found, ms) in finer.levels(parts, levels[least].kept).items():
             levels[name], extra[name] = found, extra[least] + ms
     return Costs(
-        levels, again, extra, forward, forward - again_ms,
+        levels, again, packed, extra, forward, forward - again_ms,
         call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
         tuple(flows), any(module.children()),
     )  # fmt: skip
+
+
+def _packed(run: Run, args: Any, kwargs: Any) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+        return run(args, kwargs)
 
 
 def _alone(level: str, forward: Callable[..., Any]) -> Run:

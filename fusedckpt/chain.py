@@ -3,7 +3,7 @@
 A plan covers the chain, in order, with items: a unit that keeps a level of its intermediates, or a
 checkpointed segment that keeps only its input and is run again in backward. Bytes live at a moment:
 
-    forward of unit i, kept         base + kept(<= i) + forward_transient_i, its level's if it has one
+    forward of unit i, kept         base + kept(<= i) + forward_transient_i (its level's)
     forward of unit i, segment s    base + kept(< s) + input_s + output_(i-1) + forward_transient_i
                                     (no output_(i-1) for the first, whose input is input_s)
     run again of unit i of s        base + kept(< s) + held(s, i) + forward_transient_i
@@ -14,9 +14,9 @@ checkpointed segment that keeps only its input and is run again in backward. Byt
 
 where kept(...) sums what items keep, left(...) the gradients that units left behind, and
 held(s, i) is what units of item s up to i hold for their backward: the sum of their levels' kept
-bytes, the first one's being at least input_s. A kept unit is its own item. The peak is the largest
-of these. Extra time is the sum of the levels' extra, and for each segment the forward of its units
-less the tail of the last.
+bytes, or of those of `again` in a segment, the first one's being at least input_s. A kept unit is
+its own item. The peak is the largest of these. Extra time is the sum of the levels' extra, and for
+each segment the forward of its units less the tail of the last.
 
 `simulate` walks through a step and adds this up, one moment after the other; it knows nothing of
 `solver`, whose plans it checks.
@@ -79,6 +79,7 @@ class Level:
         as anywhere else.
     nested: it takes checkpoints inside the unit, which no segment may hold.
     forward_transient: as that of the unit, where it is kept at this level. None: that of the unit.
+    again: bytes that it keeps where it was run again in a segment. None: as many as ever.
     """
 
     name: str
@@ -88,9 +89,15 @@ class Level:
     ending: int | None = None
     nested: bool = False
     forward_transient: int | None = None
+    again: int | None = None
 
     def __post_init__(self):
         _check_amounts(self)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it keeps where it was run again."""
+        return self.kept if self.again is None else self.again
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,8 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
         dy = units[item.stop - 1].output
         for unit, level in _levels(chain, item):
             first = isinstance(item, Segment) and not held
-            held.append(max(level.kept, unit.input) if first else level.kept)
+            kept = level.held if isinstance(item, Segment) else level.kept
+            held.append(max(kept, unit.input) if first else kept)
             if isinstance(item, Segment):
                 again = unit.forward_transient + dy
                 if len(held) == len(item.levels) and level.ending is not None:
