@@ -38,6 +38,8 @@ class _Walk:
         # what the last unit returned, as it did
         self._returned: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._sizes = [0] * count
+        # bytes of the gradients with which backward came to each unit, 0 where it never did
+        self.gradients = [0] * count
         # inputs that were alive when backward came last to a unit
         self._alive: set[int] | None = None
         # the first unit at whose backward the code held what was the input of another
@@ -72,7 +74,8 @@ class _Walk:
         self._returned = {id(x): (weakref.ref(x), x._version) for x in outputs}
         self._watch.phase(f"left {i}")
 
-    def _entered(self, i: int) -> None:
+    def _entered(self, i: int, nbytes: int) -> None:
+        self.gradients[i] = nbytes
         self._watch.phase(f"entered {i}")
         known = range(i + 1) if self._alive is None else self._alive
         self._alive = {k for k in known if k <= i and self._lives(k)}
@@ -177,7 +180,7 @@ class _Rest:
         end = live.begin("backward")
         assert end is not None
         forward = [self._begin(f"enter {i}", i, x) for i, x in enumerate(self._inputs)]
-        backward = [self._begin(f"entered {i}", i, unit.output) for i, unit in enumerate(units)]
+        backward = [self._begin(f"entered {i}", i, x) for i, x in enumerate(walk.gradients)]
         both = [*map(min, forward, backward), end - self._counted[-1]]
         # what is kept before a unit is kept before all that follow
         kept = [max(0, x) for x in [*accumulate(reversed(both), min)][::-1]]

@@ -32,10 +32,10 @@ _WORTH = 0.02
 class Costs(NamedTuple):
     """What units that are alike cost, by the name of the level.
 
-    again: what a segment of this unit alone holds. packed: bytes kept where saved tensors go through
-    hooks, as in a segment, where norms are not shared. extra: ms that a step takes more than at the
-    level that keeps most. writes: whether the unit writes into what it is given. flows: see Call.
-    composed: whether it has modules inside.
+    again: what a segment of this unit alone holds. packed: bytes kept where saved tensors go
+    through hooks, as in a segment, where norms are not shared. extra: ms that a step takes more
+    than at the level that keeps most. writes: whether the unit writes into what it is given.
+    flows: see Call. composed: whether it has modules inside.
     """
 
     levels: dict[str, Bytes]
@@ -54,7 +54,7 @@ class Costs(NamedTuple):
     @property
     def replay(self) -> int:
         """Bytes that a segment keeps of the unit besides its input: random states, statistics."""
-        return max(0, 0, *(found.kept - self.input for found in self.again.values()))
+        return max(0, 0, *(found.kept - found.input for found in self.again.values()))
 
     def keeps_input(self, level: str) -> bool:
         """Whether it keeps what it was given, where the unit before is at this level."""
@@ -100,7 +100,7 @@ class Costs(NamedTuple):
         kept, inside = found.kept - less, max(0, self.packed.get(name, found.kept) - less)
         given = self.input - held + self.replay
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
-        if again is not None and found.input == self.input:
+        if again is not None and self.input in (found.input, again.input):
             # the segment's input is the unit's
             ending = max(0, given + again.backward - max(inside, given))
         forward = found.forward + shared - (0 if found.keeps_input else held)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fusedckpt._calls import NoGraph, seconds
 from fusedckpt._plan_input import check_unit, unseen_in
 from fusedckpt._unit_costs import Costs, kind_of, measured
+from fusedckpt.memory import nbytes_of
 from fusedckpt.trial import tensors_of
 
 __all__ = ["Kinds", "Scout", "Skipping", "Survey"]
@@ -26,7 +27,7 @@ class _Skip(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        entered: Callable[[], None],
+        entered: Callable[[int], None],
         outputs: list[Tensor],
         held: list[Tensor],
         *given: Tensor,
@@ -40,8 +41,9 @@ class _Skip(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        ctx.entered()
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        # gradients of several outputs may be one
+        ctx.entered(nbytes_of(x for x in given if x is not None))
         grads = (
             None if stays else torch.zeros(s, dtype=d, device=on)
             for (s, d, on), stays in zip(ctx.likes, ctx.stays, strict=True)
@@ -53,11 +55,12 @@ class Skipping(NamedTuple):
     """A role: run the module, but keep nothing for its backward."""
 
     module: nn.Module
-    # called where its forward begins and ends, and where its backward begins; the first returns
-    # which of what requires grad the unit counts as its own, None for everything
+    # called where its forward begins and ends, and where its backward begins with gradients of so
+    # many bytes; the first returns which of what requires grad the unit counts as its own, None
+    # for everything
     enter: Callable[[list[Tensor]], list[Tensor] | None]
     left: Callable[[list[Tensor]], None]
-    entered: Callable[[], None]
+    entered: Callable[[int], None]
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it without a graph, and put one node in its place."""
@@ -91,7 +94,7 @@ class Scout:
 
     def role(self, name: str, module: nn.Module) -> Skipping:
         """Return the role in which a module is looked at."""
-        return Skipping(module, partial(self._see, name), _nothing, lambda: None)
+        return Skipping(module, partial(self._see, name), _nothing, _nothing)
 
     def _see(self, name: str, given: list[Tensor]) -> None:
         check_unit(name)
@@ -199,14 +202,14 @@ class Probe(NamedTuple):
         start = seconds(self.survey.device)
         if torch.is_grad_enabled():
             self.survey.see(self.name, self.module, forward, args, kwargs)
-        skipping = Skipping(self.module, _nothing, _nothing, lambda: None)
+        skipping = Skipping(self.module, _nothing, _nothing, _nothing)
         output = skipping.call(forward, args, kwargs)
         self.survey.hidden[self.name] = unseen_in(output)
         self.survey.inside += seconds(self.survey.device) - start
         return output
 
 
-def _nothing(_: list[Tensor]) -> None:
+def _nothing(_: Any) -> None:
     return None
 
 

@@ -1,15 +1,18 @@
 """Where a model is cut into units, and what in a unit runs again on its own."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from plan_models import Block, convolutional, images, tokens, transformer
 from torch import nn
 
-from fusedckpt import Plan, plan
+import fusedckpt
+from fusedckpt import Plan, plan, report
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.chain import Chain, Keep, Level, Segment, Unit, simulate
+from fusedckpt.policies import policy as by_rule
 from fusedckpt.solver import least_bytes, least_peak, may_go_lower, solve
 from fusedckpt.units import candidates
 
@@ -257,3 +260,39 @@ def test_the_page_and_the_error_say_where_units_could_go_lower():
         plan(linear, torch.randn(64, 32), policy="all", progress=False)
     )
     assert isinstance(model.blocks[0], Block)
+
+
+class Normed(nn.Module):
+    """A norm, and a layer that keeps the norm's input instead of its output."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.mlp = fusedckpt.RMSNorm(dim), fusedckpt.MLP(dim, 2 * dim)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("policy", ["none", "sqrt", "uniform:1"])
+def test_norms_that_segments_do_not_share_are_counted(policy):
+    model = nn.Sequential(*(Normed(64) for _ in range(6)))
+    found = plan(model, torch.randn(512, 64), policy=policy, progress=False)
+    assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_what_the_cheapest_level_keeps_does_not_count_for_others(share):
+    model, x = transformer(4), tokens()
+    least, most = (
+        plan(model, x, policy=policy, progress=False).measured_bytes
+        for policy in ("memory", "none")
+    )
+    found = plan(model, x, budget=int(least + share * (most - least)), progress=False)
+    assert nested(found)
+    for items in (found.items, by_rule(found.chain, "none")):
+        outcome = simulate(found.chain, items)
+        same = replace(found, items=items, predicted_bytes=outcome.peak)
+        same.apply(model)
+        peak = report(model, x).peak_bytes
+        same.undo()
+        assert peak <= outcome.peak <= 1.02 * peak
