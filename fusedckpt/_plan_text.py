@@ -56,7 +56,7 @@ def _cells(plan: Plan, item: Item) -> Row:
     unit, forward = units[0], sum(unit.forward for unit in units)
     if isinstance(item, Segment):
         levels = sum(u.level(name).extra for u, name in zip(units, item.levels, strict=True))
-        extra = forward - units[-1].tail + levels
+        extra = sum(unit.again for unit in units) - units[-1].tail + levels
         of = f" of {len(units)} units" if len(units) > 1 else ""
         return of, size(unit.input), f"{extra:.2f}", f"{forward:.2f}"
     level = unit.level(item.level)

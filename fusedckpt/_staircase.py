@@ -165,7 +165,7 @@ def _extended(
         max(level.held, at_least) + np.maximum(floor[:, None], need)
         for level, floor in zip(unit.levels, floors, strict=True)
     ]
-    times = [ms + (unit.forward + level.extra) for level in unit.levels]
+    times = [ms + (unit.again + level.extra) for level in unit.levels]
     return np.hstack(needs), np.hstack(times)
 
 

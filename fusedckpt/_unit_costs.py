@@ -24,7 +24,8 @@ __all__ = ["BUT", "PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
 PLAIN, PRODUCTS = "plain", "products"
 # between the name of a level and those of parts that run again
 BUT = " but "
-_AGAIN = "again"
+# other ways to run a unit: as a segment, as the first part of one, and before another one
+_AGAIN, _MIDDLE, _END = "again", "middle", "end"
 # what running a part again saves at least of what the unit keeps
 _WORTH = 0.02
 
@@ -43,6 +44,7 @@ class Costs(NamedTuple):
     packed: dict[str, int]
     extra: dict[str, float]
     forward: float
+    rerun: float
     tail: float
     input: int
     output: int
@@ -79,6 +81,7 @@ class Costs(NamedTuple):
             name,
             tuple(self._level(level, shared[level], held) for level in self.levels),
             forward=self.forward,
+            rerun=self.rerun,
             input=self.input - held + self.replay,
             output=self.output,
             tail=self.tail,
@@ -175,6 +178,10 @@ def measured(
     timed = {name: runs[name] for name in levels}
     if fastest is not None:
         timed[_AGAIN] = alone[fastest]
+        timed[_MIDDLE], timed[_END] = (
+            partial(_middle, fastest, forward),
+            partial(_end, runs[fastest]),
+        )
     flops = {name: call.flops(run) for name, run in timed.items() if name != PRODUCTS}
     times = _Times(
         call.milliseconds(timed),
@@ -186,13 +193,16 @@ def measured(
     if PRODUCTS in levels:
         extra[PRODUCTS] = times.slower(PRODUCTS, most)
     forward = times.forward(levels)
-    again_ms = times.slower(_AGAIN, most) if fastest is not None else forward
+    rerun = tail = 0.0
+    if fastest is not None:
+        rerun = times.slower(_MIDDLE, _END)
+        tail = rerun - times.slower(_AGAIN, most)
     if parts and not call.writes:
         finer = _Parts(module, call, least, runs[least])
         for name, (found, ms) in finer.levels(parts, levels[least].kept).items():
             levels[name], extra[name] = found, extra[least] + ms
     return Costs(
-        levels, again, packed, extra, forward, forward - again_ms,
+        levels, again, packed, extra, forward, rerun, tail,
         call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
         tuple(flows), any(module.children()),
     )  # fmt: skip
@@ -206,6 +216,35 @@ def _packed(run: Run, args: Any, kwargs: Any) -> Any:
 def _alone(level: str, forward: Callable[..., Any]) -> Run:
     chained = _roles.Chained((_roles.inner_level(level),))
     return partial(_roles.Member(chained, 0).call, forward)
+
+
+class _Needed(torch.autograd.Function):
+    """Hands on a tensor that its backward needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]  # one tensor
+        _ = ctx.saved_tensors
+        return dx
+
+
+def _needed(output: Any) -> Any:
+    return pytree.tree_map_only(
+        Tensor, lambda x: _Needed.apply(x) if x.requires_grad else x, output
+    )
+
+
+def _middle(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    chained = _roles.Chained((_roles.inner_level(level), "preact"))
+    return chained.run(1, _needed, (chained.run(0, forward, args, kwargs),), {})
+
+
+def _end(run: Run, args: Any, kwargs: Any) -> Any:
+    return _roles.Chained(("preact",)).run(0, _needed, (run(args, kwargs),), {})
 
 
 class _Parts:

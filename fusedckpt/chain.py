@@ -16,7 +16,7 @@ where kept(...) sums what items keep, left(...) the gradients that units left be
 held(s, i) is what units of item s up to i hold for their backward: the sum of their levels' kept
 bytes, or of those of `again` in a segment, the first one's being at least input_s. A kept unit is
 its own item. The peak is the largest of these. Extra time is the sum of the levels' extra, and for
-each segment the forward of its units less the tail of the last.
+each segment what its units take to run again less the tail of the last.
 
 `simulate` walks through a step and adds this up, one moment after the other; it knows nothing of
 `solver`, whose plans it checks.
@@ -46,6 +46,7 @@ __all__ = [
 _AMOUNTS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
+    "float | None": (int, float, type(None)),
     "int | None": (int, type(None)),
 }
 
@@ -105,9 +106,9 @@ class Unit:
     """A fused layer, a block, or any other module that runs as a whole.
 
     levels: in any order, at least one, names distinct.
-    forward: ms. tail: ms that a segment takes less than the forward of its units, where this one
-        is the last: its last GEMM is not run again; below 0 where what else a segment does costs
-        more.
+    forward: ms. rerun: ms that it takes to run it again in a segment; None: as long as its forward.
+    tail: ms that a segment takes less than that for all of its units, where this one is the last:
+        its last GEMM is not run again; below 0 where what a segment itself does costs more.
     input, output: bytes; `input` is what a segment that starts here keeps.
     forward_transient: bytes that its forward holds at its worst moment beyond what is kept, its
         output included, and its input where no level keeps that.
@@ -128,14 +129,20 @@ class Unit:
     fixed: bool = False
     code: bool = False
     composed: bool = False
+    rerun: float | None = None
 
     def __post_init__(self):
         _check_amounts(self)
         names = [level.name for level in self.levels]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"Unit: {self.name} needs levels of distinct names, got {names}")
-        if self.tail > self.forward:
+        if self.tail > self.again:
             raise ValueError(f"Unit: the tail of {self.name} takes longer than its forward")
+
+    @property
+    def again(self) -> float:
+        """Ms that it takes to run it again in a segment."""
+        return self.forward if self.rerun is None else self.rerun
 
     @property
     def fastest(self) -> Level:
@@ -294,4 +301,4 @@ def _extra(chain: Chain, item: Item) -> float:
     if isinstance(item, Keep):
         return extra
     units = chain.units[item.start : item.stop]
-    return extra + sum(unit.forward for unit in units) - units[-1].tail
+    return extra + sum(unit.again for unit in units) - units[-1].tail
