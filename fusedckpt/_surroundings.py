@@ -113,11 +113,10 @@ class _Walk:
         return self.saved.holds(output)
 
 
-def chain_of(step: Step, costs: dict[str, Costs], stepping: int, code_ms: float) -> Chain:
+def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: float) -> Chain:
     """Run the step with units that keep nothing; return the chain with what is around them.
 
-    stepping: bytes that the optimizer's step takes for a moment. code_ms: of the forward, what is
-    not in units.
+    stepping: bytes that the optimizer's step takes for a moment. forward_ms: of the whole model.
     """
     step, held = step.fresh()
     watch, device = Watch(step.model), held[0].device
@@ -139,8 +138,8 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int, code_ms: float)
     replays = [one.replay for one in costs.values()]
     rest = _Rest(_Phases(moments), units, replays, walk, resident)
     found = rest.chain(gradients + stepping)
-    # here, wherever it is
-    before = replace(found.units[0], forward=max(0.0, code_ms))
+    # what is not in units, wherever it is
+    before = replace(found.units[0], forward=max(0.0, forward_ms - found.forward))
     return replace(found, units=(before, *found.units[1:]))
 
 

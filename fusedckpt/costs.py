@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from fusedckpt._calls import NoGraph, seconds
+from fusedckpt._calls import NoGraph
 from fusedckpt._plan_input import check_unit, unseen_in
 from fusedckpt._unit_costs import Costs, kind_of, measured
 from fusedckpt.memory import nbytes_of
@@ -127,14 +127,10 @@ class Survey:
         tick: Callable[[], None],
         selective: bool,
         parts: Mapping[str, Sequence[str]],
-        device: torch.device,
     ):
-        self.device = device
         self.scout, self._tick, self._selective, self._parts = scout, tick, selective, parts
         self._kinds = kinds
         self._found: list[tuple[str, Costs | None]] = []
-        # seconds that the calls of units took, and all else in the pass
-        self.inside = self.code = 0.0
         # by unit the dataclass that it returns, where that hides tensors
         self.hidden: dict[str, str | None] = {}
 
@@ -199,13 +195,11 @@ class Probe(NamedTuple):
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Measure it."""
-        start = seconds(self.survey.device)
         if torch.is_grad_enabled():
             self.survey.see(self.name, self.module, forward, args, kwargs)
         skipping = Skipping(self.module, _nothing, _nothing, _nothing)
         output = skipping.call(forward, args, kwargs)
         self.survey.hidden[self.name] = unseen_in(output)
-        self.survey.inside += seconds(self.survey.device) - start
         return output
 
 
