@@ -143,10 +143,12 @@ def measured(
     flows: Sequence[bool],
     selective: bool,
     parts: Sequence[str],
+    kind: Any,
 ) -> Costs:
     """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too.
 
-    `flows` is that of Call. parts: names of modules inside that may run again on their own.
+    `flows` is that of Call. parts: names of modules inside that may run again on their own. kind:
+    what units that cost the same have in common: they are timed once, so that plans stay the same.
 
     Raises:
         NoGraph: it returns nothing that requires a gradient.
@@ -184,7 +186,7 @@ def measured(
         )
     flops = {name: call.flops(run) for name, run in timed.items() if name != PRODUCTS}
     times = _Times(
-        call.milliseconds(timed),
+        _timed(kind, call, timed),
         {name: n / max(1, call.forward_flops) for name, n in flops.items()},
     )
     # what keeps less does not get faster by it: that would be noise
@@ -198,7 +200,7 @@ def measured(
         rerun = times.slower(_MIDDLE, _END)
         tail = rerun - times.slower(_AGAIN, most)
     if parts and not call.writes:
-        finer = _Parts(module, call, least, runs[least])
+        finer = _Parts(module, call, least, runs[least], kind)
         for name, (found, ms) in finer.levels(parts, levels[least].kept).items():
             levels[name], extra[name] = found, extra[least] + ms
     return Costs(
@@ -216,6 +218,20 @@ def _packed(run: Run, args: Any, kwargs: Any) -> Any:
 def _alone(level: str, forward: Callable[..., Any]) -> Run:
     chained = _roles.Chained((_roles.inner_level(level),))
     return partial(_roles.Member(chained, 0).call, forward)
+
+
+# by kind and names of the ways to run it, what was timed
+_known: dict[Any, dict[str, list[tuple[float, float]]]] = {}
+
+
+def _timed(kind: Any, call: Call, runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float]]]:
+    """Return what `Call.milliseconds` returned first for units of this kind."""
+    key = kind, call.device, torch.get_num_threads(), tuple(runs)
+    if key not in _known:
+        if len(_known) > 1000:
+            _known.clear()
+        _known[key] = call.milliseconds(runs)
+    return _known[key]
 
 
 class _Needed(torch.autograd.Function):
@@ -250,8 +266,9 @@ def _end(run: Run, args: Any, kwargs: Any) -> Any:
 class _Parts:
     """Levels at which parts of a unit run again, each on its own, the rest as at another level."""
 
-    def __init__(self, module: nn.Module, call: Call, level: str, run: Run):
+    def __init__(self, module: nn.Module, call: Call, level: str, run: Run, kind: Any):
         self._module, self._call, self._level, self._run = module, call, level, run
+        self._kind = kind
 
     def levels(self, parts: Sequence[str], kept: int) -> dict[str, tuple[Bytes, float]]:
         """Return the bytes and ms of these levels, with one part more each.
@@ -281,13 +298,13 @@ class _Parts:
             try:
                 saved = kept - self._call.bytes(partial(self._with, (part,))).kept
                 if saved > _WORTH * kept:
-                    found[part] = saved, self._ms(modules[part], *seen[0])
+                    found[part] = saved, self._ms(part, modules[part], *seen[0])
             except (NoGraph, RuntimeError):
                 # it has no graph of its own; what it is given or returns is written into
                 continue
         return found
 
-    def _ms(self, part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> float:
+    def _ms(self, name: str, part: nn.Module, forward: Any, args: Any, kwargs: Any) -> float:
         """Return the ms by which one part is slower."""
         call = Call(part, args, kwargs, None)
         level = _roles.Keeping(self._level if self._level in LEVELS else None)
@@ -296,7 +313,7 @@ class _Parts:
             return level.call(partial(_roles.again().call, forward), (args, kwargs), {})
 
         runs = {PLAIN: partial(level.call, forward), _AGAIN: again}
-        return _Times(call.milliseconds(runs), {}).slower(_AGAIN, PLAIN)
+        return _Times(_timed((self._kind, name), call, runs), {}).slower(_AGAIN, PLAIN)
 
     def _with(self, parts: tuple[str, ...], args: Any, kwargs: Any) -> Any:
         roles = {self._module.get_submodule(part): _roles.again() for part in parts}

@@ -147,7 +147,7 @@ class Survey:
         parts = tuple(self._parts.get(name, ()))
         key = kind_of(module, args, kwargs), tuple(flows), parts
         if key not in self._kinds:
-            how = flows, self._selective, parts
+            how = flows, self._selective, parts, key
             try:
                 self._kinds[key] = measured(module, forward, args, kwargs, *how)
             except NoGraph:
