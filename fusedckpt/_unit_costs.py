@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from statistics import median
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fusedckpt import _roles
-from fusedckpt._calls import Bytes, Call, NoGraph, Run
+from fusedckpt import _roles, _ways
+from fusedckpt._calls import Bytes, Call, Run
+from fusedckpt._part_costs import BUT, Parts
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.chain import Level, Unit
 from fusedckpt.units import has_levels
@@ -22,12 +21,8 @@ __all__ = ["BUT", "PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
 
 # the level of a module without fused layers, and that which keeps the outputs of matrix products
 PLAIN, PRODUCTS = "plain", "products"
-# between the name of a level and those of parts that run again
-BUT = " but "
 # other ways to run a unit: as a segment, as the first part of one, and before another one
 _AGAIN, _MIDDLE, _END = "again", "middle", "end"
-# what running a part again saves at least of what the unit keeps
-_WORTH = 0.02
 
 
 class Costs(NamedTuple):
@@ -166,184 +161,55 @@ def measured(
     # of levels that keep the same, the first one
     distinct = {(name == PRODUCTS, found.kept): name for name, found in reversed(taken.items())}
     levels = {name: taken[name] for name in sorted(distinct.values(), key=list(runs).index)}
+    runs = {name: runs[name] for name in levels}
     # a segment cannot keep an argument that its own forward overwrites
-    alone = {} if call.writes else {name: _alone(name, forward) for name in levels}
-    alone.pop(PRODUCTS, None)
-    again = {name: call.bytes(run) for name, run in alone.items()}
+    segments = {} if call.writes else {x: _ways.alone(x, forward) for x in runs if x != PRODUCTS}
     packed = {}
-    for name in again if has_levels(module) else ():
-        found = call.bytes(partial(_packed, runs[name]))
+    for name in segments if has_levels(module) else ():
+        found = call.bytes(partial(_ways.packed, runs[name]))
         packed[name] = found.kept - found.input + levels[name].input
-    plain = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
-    most, least = plain[0], plain[-1]
-    fastest = most if most in alone else next(iter(alone), None)
-    timed = {name: runs[name] for name in levels}
-    if fastest is not None:
-        timed[_AGAIN] = alone[fastest]
-        timed[_MIDDLE], timed[_END] = (
-            partial(_middle, fastest, forward),
-            partial(_end, runs[fastest]),
-        )
-    flops = {name: call.flops(run) for name, run in timed.items() if name != PRODUCTS}
-    times = _Times(
-        _timed(kind, call, timed),
-        {name: n / max(1, call.forward_flops) for name, n in flops.items()},
-    )
-    # what keeps less does not get faster by it: that would be noise
-    slower = accumulate((times.slower(name, most) for name in plain), max)
-    extra = dict(zip(plain, slower, strict=True))
-    if PRODUCTS in levels:
-        extra[PRODUCTS] = times.slower(PRODUCTS, most)
-    forward = times.forward(levels)
-    rerun = tail = 0.0
-    if fastest is not None:
-        rerun = times.slower(_MIDDLE, _END)
-        tail = rerun - times.slower(_AGAIN, most)
+    forward_ms, extra, rerun, tail = _times(call, forward, runs, segments, levels, kind)
     if parts and not call.writes:
-        finer = _Parts(module, call, least, runs[least], kind)
+        least = min(levels.keys() - {PRODUCTS}, key=lambda name: levels[name].kept)
+        finer = Parts(module, call, least, runs[least], kind)
         for name, (found, ms) in finer.levels(parts, levels[least].kept).items():
             levels[name], extra[name] = found, extra[least] + ms
     return Costs(
-        levels, again, packed, extra, forward, rerun, tail,
+        levels, {name: call.bytes(run) for name, run in segments.items()}, packed,
+        extra, forward_ms, rerun, tail,
         call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
         tuple(flows), any(module.children()),
     )  # fmt: skip
 
 
-def _packed(run: Run, args: Any, kwargs: Any) -> Any:
-    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-        return run(args, kwargs)
-
-
-def _alone(level: str, forward: Callable[..., Any]) -> Run:
-    chained = _roles.Chained((_roles.inner_level(level),))
-    return partial(_roles.Member(chained, 0).call, forward)
-
-
-# by kind and names of the ways to run it, what was timed
-_known: dict[Any, dict[str, list[tuple[float, float]]]] = {}
-
-
-def _timed(kind: Any, call: Call, runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float]]]:
-    """Return what `Call.milliseconds` returned first for units of this kind."""
-    key = kind, call.device, torch.get_num_threads(), tuple(runs)
-    if key not in _known:
-        if len(_known) > 1000:
-            _known.clear()
-        _known[key] = call.milliseconds(runs)
-    return _known[key]
-
-
-class _Needed(torch.autograd.Function):
-    """Hands on a tensor that its backward needs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]  # one tensor
-        _ = ctx.saved_tensors
-        return dx
-
-
-def _needed(output: Any) -> Any:
-    return pytree.tree_map_only(
-        Tensor, lambda x: _Needed.apply(x) if x.requires_grad else x, output
-    )
-
-
-def _middle(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    chained = _roles.Chained((_roles.inner_level(level), "preact"))
-    return chained.run(1, _needed, (chained.run(0, forward, args, kwargs),), {})
-
-
-def _end(run: Run, args: Any, kwargs: Any) -> Any:
-    return _roles.Chained(("preact",)).run(0, _needed, (run(args, kwargs),), {})
-
-
-class _Parts:
-    """Levels at which parts of a unit run again, each on its own, the rest as at another level."""
-
-    def __init__(self, module: nn.Module, call: Call, level: str, run: Run, kind: Any):
-        self._module, self._call, self._level, self._run = module, call, level, run
-        self._kind = kind
-
-    def levels(self, parts: Sequence[str], kept: int) -> dict[str, tuple[Bytes, float]]:
-        """Return the bytes and ms of these levels, with one part more each.
-
-        What costs least for what it saves comes first. kept: bytes that the unit keeps otherwise.
-        """
-        costs = self._costs(parts, kept)
-        found: dict[str, tuple[Bytes, float]] = {}
-        ms, chosen = 0.0, ()
-        for part in sorted(costs, key=lambda part: costs[part][1] / costs[part][0]):
-            chosen, ms = (*chosen, part), ms + costs[part][1]
-            taken = self._call.bytes(partial(self._with, chosen))
-            if taken.kept < kept:
-                found[f"{self._level}{BUT}{', '.join(chosen)}"], kept = (taken, ms), taken.kept
-        return found
-
-    def _costs(self, parts: Sequence[str], kept: int) -> dict[str, tuple[int, float]]:
-        """Return what running each part again saves in bytes and takes in ms, if it is worth it."""
-        calls: dict[str, list[Any]] = {part: [] for part in parts}
-        modules = {part: self._module.get_submodule(part) for part in parts}
-        with _roles.assigned({m: _roles.Noting(calls[part]) for part, m in modules.items()}):
-            self._call.run(self._run)
-        found = {}
-        for part, seen in calls.items():
-            if len(seen) != 1:
-                continue
-            try:
-                saved = kept - self._call.bytes(partial(self._with, (part,))).kept
-                if saved > _WORTH * kept:
-                    found[part] = saved, self._ms(part, modules[part], *seen[0])
-            except (NoGraph, RuntimeError):
-                # it has no graph of its own; what it is given or returns is written into
-                continue
-        return found
-
-    def _ms(self, name: str, part: nn.Module, forward: Any, args: Any, kwargs: Any) -> float:
-        """Return the ms by which one part is slower."""
-        call = Call(part, args, kwargs, None)
-        level = _roles.Keeping(self._level if self._level in LEVELS else None)
-
-        def again(args: Any, kwargs: Any) -> Any:
-            return level.call(partial(_roles.again().call, forward), (args, kwargs), {})
-
-        runs = {PLAIN: partial(level.call, forward), _AGAIN: again}
-        return _Times(_timed((self._kind, name), call, runs), {}).slower(_AGAIN, PLAIN)
-
-    def _with(self, parts: tuple[str, ...], args: Any, kwargs: Any) -> Any:
-        roles = {self._module.get_submodule(part): _roles.again() for part in parts}
-        with _roles.assigned(roles):
-            return self._run(args, kwargs)
-
-
-class _Times:
-    """What was timed, round by round: ms of forward and backward of each way to run a unit.
-
-    forwards: FLOPs of each way, in those of the forward.
-    """
-
-    def __init__(
-        self, rounds: Mapping[str, list[tuple[float, float]]], forwards: Mapping[str, float]
-    ):
-        self._rounds, self._forwards = rounds, forwards
-
-    def forward(self, names: Iterable[str]) -> float:
-        """Return the ms of the forward of these ways."""
-        return median(ms for name in names for ms, _ in self._rounds[name])
-
-    def slower(self, name: str, than: str) -> float:
-        """Return the ms by which one way is slower than another, not below 0."""
-        # round by round: what slows the machine down slows all ways
-        both = zip(self._rounds[name], self._rounds[than], strict=True)
-        found = median(sum(ours) - sum(theirs) for ours, theirs in both)
-        # on a noisy machine a product may seem to be free: not below half of what it should take
-        more = self._forwards.get(name, 0.0) - self._forwards.get(than, 0.0)
-        return max(0.0, found, more * self.forward([than]) / 2)
+def _times(
+    call: Call,
+    forward: Callable[..., Any],
+    runs: Mapping[str, Run],
+    segments: Mapping[str, Run],
+    levels: Mapping[str, Bytes],
+    kind: Any,
+) -> tuple[float, dict[str, float], float, float]:
+    """Return ms of the forward, extra ms per level, ms to run it again, and what the last saves."""
+    plain = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
+    most, ways = plain[0], dict(runs)
+    if most in segments:
+        ways[_AGAIN] = segments[most]
+        ways[_MIDDLE] = partial(_ways.middle, most, forward)
+        ways[_END] = partial(_ways.end, runs[most])
+    flops = {name: call.flops(run) for name, run in ways.items() if name != PRODUCTS}
+    shares = {name: count / max(1, call.forward_flops) for name, count in flops.items()}
+    times = _ways.Times(_ways.timed(kind, call, ways), shares)
+    # what keeps less does not get faster by it: that would be noise
+    slower = accumulate((times.slower(name, most) for name in plain), max)
+    extra = dict(zip(plain, slower, strict=True))
+    if PRODUCTS in levels:
+        extra[PRODUCTS] = times.slower(PRODUCTS, most)
+    rerun = tail = 0.0
+    if most in segments:
+        rerun = times.slower(_MIDDLE, _END)
+        tail = rerun - times.slower(_AGAIN, most)
+    return times.forward(levels), extra, rerun, tail
 
 
 def _check_repeats(call: Call, run: Run, args: Any, kwargs: Any) -> None:

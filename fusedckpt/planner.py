@@ -174,8 +174,9 @@ def _planned(
 def _cost(chain: Chain, limit: int | None, rest: int) -> tuple[float, int]:
     """Return what tells which of several ways to cut a model is the best."""
     least = least_bytes(chain)
-    fits = limit is not None and least <= limit + rest
-    return (solve(chain, limit + rest).extra if fits else math.inf), least
+    if limit is None or least > limit + rest:
+        return math.inf, least
+    return solve(chain, limit + rest).extra, least
 
 
 def _rest(step: Step) -> int:
