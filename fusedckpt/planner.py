@@ -61,7 +61,8 @@ def plan(
         plan.apply(model)
 
     The model is cut into units, which run one after the other. Each is measured on the arguments
-    that it gets, with what fused layers inside keep at every level; the units are then given
+    that it gets, once of a kind (timed once in a process), with what fused layers inside keep at
+    every level; the units are then given
     levels, or run again in backward as segments, so that the peak of the step stays below the
     budget at the least extra time. At last one step is run under the plan, and its peak measured.
     Afterwards everything is as before (see `trial`).
@@ -85,8 +86,10 @@ def plan(
             measured, of the plan that should reach it and of "all", "sqrt" and "none"), "speed"
             (keep the outputs of matrix products and convolutions), or the modules, or their names,
             that are to run again, each on its own.
-        units: the modules to plan, or their names, if not the children of every nn.Sequential and
-            nn.ModuleList; where there are none, fused layers; else the model's own children.
+        units: the modules to plan, or their names, if not what is in every nn.Sequential,
+            nn.ModuleList and nn.ModuleDict; where there are none, fused layers; else the model's
+            own children. For a budget and for "memory" blocks of layers are cut up, and parts of
+            units run again on their own, where that is cheaper; units that are given are not.
         loss, optimizer: as in `report`.
         accumulate: whether gradients add up over several micro-batches, or over how many: the
             budget is then one of every micro-batch.
