@@ -16,7 +16,7 @@ from fusedckpt._timeline import Watch, timeline
 from fusedckpt.memory import profiled, saved_tensors
 from fusedckpt.trial import aliased, tensors_of
 
-__all__ = ["Bytes", "Call", "NoGraph", "Run"]
+__all__ = ["Bytes", "Call", "NoGraph", "Run", "seconds"]
 
 Run = Callable[[Any, Any], Any]
 
@@ -74,16 +74,18 @@ class Call:
     """A module and the arguments that it gets.
 
     flows: of the arguments that require grad, whether another unit made it for this one; others,
-        such as the output of an encoder, belong to several units.
+        such as the output of an encoder, belong to several units. None: all are.
     """
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any, flows: Sequence[bool]):
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, flows: Sequence[bool] | None):
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         # to others it adds
         self._made = [p for p in self._parameters if p.grad is None]
         self._given = aliased(([*args], {**kwargs}))
         tensors = list(tensors_of(self._given))
-        self._flows = flows
+        self._flows = (
+            [x.requires_grad for x in tensors if x.requires_grad] if flows is None else flows
+        )
         own = self._flowing(tensors)
         self._constants = [x for x in tensors if all(x is not y for y in own)]
         self.device = next((x.device for x in (*tensors, *self._parameters)), torch.device("cpu"))
@@ -141,6 +143,10 @@ class Call:
         self.writes = any(x._version != version for x, version in given)
         self.forward_flops = counter.get_total_flops()
 
+    def run(self, run: Run) -> None:
+        """Run it once, with a graph."""
+        self._outputs(run(*self._arguments()))
+
     def milliseconds(self, runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float]]]:
         """Return the times of forward and of backward of each run, round by round."""
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
@@ -194,13 +200,20 @@ class Call:
         return outputs
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return seconds(self.device)
 
     def _clear(self) -> None:
         for parameter in self._made:
             parameter.grad = None
+
+
+def seconds(device: torch.device) -> float:
+    """Return the time at which the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    # of one thread what it ran itself, whatever else the machine does
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time() if alone else time.perf_counter()
 
 
 def _size(x: Tensor) -> int:

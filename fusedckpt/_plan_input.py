@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -27,9 +28,11 @@ def check_model(model: nn.Module) -> None:
     """Refuse a model whose units cannot be given roles."""
     if any(_roles.is_assigned(module) for module in model.modules()):
         raise ValueError("plan: a plan is applied to this model: undo it first")
+    # who has compiled nothing is spared the seconds that importing it takes
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     for name, module in model.named_modules():
         # torch.compile(module), and module.compile()
-        wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+        wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
         if wrapped or vars(module).get("_compiled_call_impl") is not None:
             raise ValueError(
                 f"plan: expected a model that is not compiled yet, got {name or 'one that is'} "

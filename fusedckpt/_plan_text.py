@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fusedckpt._text import Row, enough, held_by, size, table
 from fusedckpt.chain import Item, Segment, Unit, simulate
 from fusedckpt.policies import policy
-from fusedckpt.solver import least_bytes
+from fusedckpt.solver import least_outcome, may_go_lower
 
 if TYPE_CHECKING:
     from fusedckpt.plans import Plan
@@ -56,17 +56,26 @@ def _cells(plan: Plan, item: Item) -> Row:
     unit, forward = units[0], sum(unit.forward for unit in units)
     if isinstance(item, Segment):
         levels = sum(u.level(name).extra for u, name in zip(units, item.levels, strict=True))
-        extra = forward - units[-1].tail + levels
+        extra = sum(unit.again for unit in units) - units[-1].tail + levels
         of = f" of {len(units)} units" if len(units) > 1 else ""
         return of, size(unit.input), f"{extra:.2f}", f"{forward:.2f}"
     level = unit.level(item.level)
-    timed = not unit.fixed or unit.forward
-    times = (f"{level.extra:.2f}", f"{forward:.2f}") if timed else ("", "")
-    runs = "as it is" if level.name == "plain" else f"keeping {level.name}"
-    if unit.fixed and timed:
+    times = ("", "") if unit.code else (f"{level.extra:.2f}", f"{forward:.2f}")
+    kept, _, parts = level.name.partition(" but ")
+    runs = "as it is" if kept == "plain" else f"keeping {kept}"
+    runs += f", again: {parts}" if parts else ""
+    if unit.fixed and not unit.code:
         holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)
         runs += ", no checkpoint drops what it holds" if holds else ", writes into its input"
     return runs, size(level.kept), *times
+
+
+def _beside_all(plan: Plan) -> str | None:
+    """Return what the policy "all" does better, None where it does not."""
+    found = simulate(plan.chain, policy(plan.chain, "all"))
+    if found.extra > plan.extra_ms or found.peak > plan.predicted_bytes:
+        return None
+    return f"policy 'all' takes {found.extra:.2f} ms and peaks at {enough(found.peak)}: take that"
 
 
 def _between(plan: Plan) -> list[Unit]:
@@ -85,6 +94,8 @@ def summary(plan: Plan) -> list[str]:
     extra = f"{plan.extra_ms:.2f} ms"
     if plan.chain.forward:
         extra += f", {plan.extra_ms / plan.chain.forward:.1%} of the forward"
+    least = least_outcome(plan.chain)
+    finer = may_go_lower(plan.chain, least)
     begins = "without gradients; with accumulate=True it holds for steps that add to them"
     if plan.gradient_bytes:
         begins = f"with {size(plan.gradient_bytes)} of gradients"
@@ -92,7 +103,7 @@ def summary(plan: Plan) -> list[str]:
         "the step begins": begins,
         "budget": None if plan.budget_bytes is None else enough(plan.budget_bytes),
         "keep everything": enough(simulate(plan.chain, policy(plan.chain, "none")).peak),
-        "least feasible": enough(least_bytes(plan.chain)),
+        "least feasible": enough(least.peak) + (f"; {finer}" if finer else ""),
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if plan.measured_bytes is None else enough(plan.measured_bytes),
         "held": _held(plan),
@@ -106,5 +117,7 @@ def summary(plan: Plan) -> list[str]:
             f"code between units at {len(parts)} places ({names}), which keeps {kept}: "
             "what it separates cannot be one segment"
         )
+    if plan.policy == "speed":
+        figures["beside"] = _beside_all(plan)
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]

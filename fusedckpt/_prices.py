@@ -48,7 +48,7 @@ class Prices:
 
     def _best_price(self) -> float:
         """Search the logarithm of the price by golden sections."""
-        unit_ms = max(u.forward + level.extra for u in self.chain.units for level in u.levels)
+        unit_ms = max(u.again + level.extra for u in self.chain.units for level in u.levels)
         if unit_ms == 0 or self.limit == 0:
             return 0.0
         # from a thousandth of a unit's time for all the memory to the time of a thousand chains

@@ -30,6 +30,7 @@ from fusedckpt.checkpointing.checkpoint import checkpoint, is_plain_call
 from fusedckpt.checkpointing.saved import Argument, layout_of
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.checkpointing.tape import Call
+from fusedckpt.trial import aliased
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
@@ -124,6 +125,17 @@ class Keeping(NamedTuple):
             return forward(*args, **kwargs)
         with saving(self.level):
             return forward(*args, **kwargs)
+
+
+class Noting(NamedTuple):
+    """Note how it is called: its forward, args and kwargs."""
+
+    calls: list[tuple[Callable[..., Any], Any, Any]]
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run it as it is."""
+        self.calls.append((forward, *aliased((args, kwargs))))
+        return forward(*args, **kwargs)
 
 
 class Selecting(NamedTuple):
@@ -284,3 +296,8 @@ class Member(NamedTuple):
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it as its part of the segment."""
         return self.chained.run(self.place, forward, args, kwargs)
+
+
+def again() -> Role:
+    """Return the role of a module that runs again in backward on its own."""
+    return Member(Chained(("preact",)), 0)

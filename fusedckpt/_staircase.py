@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedckpt.chain import Chain, Unit
+from fusedckpt.chain import Chain, Unit, forward_of
 
 __all__ = ["NEVER", "Bytes", "Ms", "Segments", "kept_needs", "left_from", "pareto", "segments"]
 
@@ -88,7 +88,7 @@ def segment_levels(chain: Chain, of: Segments, start: int, stop: int, room: int)
         floors = _again_needs(chain, left, i, np.array([stop]))
         found = (np.inf, 0, "")
         for level, floor in zip(unit.levels, floors, strict=True):
-            after = room - (max(level.kept, unit.input) if i == start else level.kept)
+            after = room - (max(level.held, unit.input) if i == start else level.held)
             if floor[0] <= after:
                 ms = level.extra
                 if i + 1 < stop:
@@ -118,7 +118,7 @@ def kept_needs(chain: Chain, left: Bytes, i: int) -> list[int]:
     unit = chain.units[i]
     after = int(left[i + 1])
     return [
-        level.kept + max(unit.forward_transient, level.transient + after) for level in unit.levels
+        level.kept + max(forward_of(unit, level), level.transient + after) for level in unit.levels
     ]
 
 
@@ -132,7 +132,9 @@ def _again_needs(chain: Chain, left: Bytes, i: int, stops: NDArray[np.int64]) ->
     again = unit.forward_transient + dy + left[stops]
     floors = [np.maximum(again, level.transient + left[i + 1]) for level in unit.levels]
     for floor, level in zip(floors, unit.levels, strict=True):
-        if level.ending is not None:
+        if level.nested:
+            floor[:] = NEVER
+        elif level.ending is not None:
             floor[stops == i + 1] = level.ending + left[i + 1]
     return floors
 
@@ -160,10 +162,10 @@ def _extended(
 ) -> tuple[Bytes, Ms]:
     """Put a unit, at each of its levels, in front of stretches; steps come in no order."""
     needs = [
-        max(level.kept, at_least) + np.maximum(floor[:, None], need)
+        max(level.held, at_least) + np.maximum(floor[:, None], need)
         for level, floor in zip(unit.levels, floors, strict=True)
     ]
-    times = [ms + (unit.forward + level.extra) for level in unit.levels]
+    times = [ms + (unit.again + level.extra) for level in unit.levels]
     return np.hstack(needs), np.hstack(times)
 
 

@@ -18,7 +18,7 @@ from fusedckpt import _roles
 from fusedckpt._step import Step
 from fusedckpt._timeline import Moment, Watch, timeline
 from fusedckpt._unit_costs import PLAIN, Costs
-from fusedckpt.chain import Chain, Level, Unit
+from fusedckpt.chain import Chain, Level, Unit, forward_of
 from fusedckpt.costs import Skipping
 from fusedckpt.memory import SavedTensors, profiled
 
@@ -38,6 +38,8 @@ class _Walk:
         # what the last unit returned, as it did
         self._returned: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._sizes = [0] * count
+        # bytes of the gradients with which backward came to each unit, 0 where it never did
+        self.gradients = [0] * count
         # inputs that were alive when backward came last to a unit
         self._alive: set[int] | None = None
         # the first unit at whose backward the code held what was the input of another
@@ -72,7 +74,8 @@ class _Walk:
         self._returned = {id(x): (weakref.ref(x), x._version) for x in outputs}
         self._watch.phase(f"left {i}")
 
-    def _entered(self, i: int) -> None:
+    def _entered(self, i: int, nbytes: int) -> None:
+        self.gradients[i] = nbytes
         self._watch.phase(f"entered {i}")
         known = range(i + 1) if self._alive is None else self._alive
         self._alive = {k for k in known if k <= i and self._lives(k)}
@@ -110,10 +113,10 @@ class _Walk:
         return self.saved.holds(output)
 
 
-def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
+def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: float) -> Chain:
     """Run the step with units that keep nothing; return the chain with what is around them.
 
-    stepping: bytes that the optimizer's step takes for a moment.
+    stepping: bytes that the optimizer's step takes for a moment. forward_ms: of the whole model.
     """
     step, held = step.fresh()
     watch, device = Watch(step.model), held[0].device
@@ -134,7 +137,10 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
     gradients = sum(x.numel() * x.element_size() for x in parameters)
     replays = [one.replay for one in costs.values()]
     rest = _Rest(_Phases(moments), units, replays, walk, resident)
-    return rest.chain(gradients + stepping)
+    found = rest.chain(gradients + stepping)
+    # what is not in units, wherever it is
+    before = replace(found.units[0], forward=max(0.0, forward_ms - found.forward))
+    return replace(found, units=(before, *found.units[1:]))
 
 
 class _Phases:
@@ -173,7 +179,7 @@ class _Rest:
         end = live.begin("backward")
         assert end is not None
         forward = [self._begin(f"enter {i}", i, x) for i, x in enumerate(self._inputs)]
-        backward = [self._begin(f"entered {i}", i, unit.output) for i, unit in enumerate(units)]
+        backward = [self._begin(f"entered {i}", i, x) for i, x in enumerate(walk.gradients)]
         both = [*map(min, forward, backward), end - self._counted[-1]]
         # what is kept before a unit is kept before all that follow
         kept = [max(0, x) for x in [*accumulate(reversed(both), min)][::-1]]
@@ -207,7 +213,7 @@ class _Rest:
     def _unit(self, i: int, unit: Unit) -> Unit:
         """Count with a unit what is there for a moment only, and the code where it is joined."""
         backward, forward, left = self.backward[i] - self.left[i], unit.forward_transient, unit.left
-        behind = 0
+        before = behind = 0
         if i and self._joins[i]:
             before = self._most(f"left {i - 1}", i) - self._inputs[i]
             forward, left = max(forward, before), left + self.left[i - 1] - self.left[i]
@@ -218,6 +224,7 @@ class _Rest:
                 level,
                 transient=max(level.transient + backward, behind),
                 ending=None if level.ending is None else max(level.ending + backward, behind),
+                forward_transient=max(forward_of(unit, level), before) + self.forward[i],
             )
             for level in unit.levels
         )

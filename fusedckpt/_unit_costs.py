@@ -10,37 +10,45 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fusedckpt import _roles
+from fusedckpt import _roles, _ways
 from fusedckpt._calls import Bytes, Call, Run
+from fusedckpt._part_costs import BUT, Parts
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.chain import Level, Unit
 from fusedckpt.units import has_levels
 
-__all__ = ["PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
+__all__ = ["BUT", "PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
 
 # the level of a module without fused layers, and that which keeps the outputs of matrix products
 PLAIN, PRODUCTS = "plain", "products"
 # more bytes than random states take
 _STATES = 2**14
+# other ways to run a unit: as a segment, as the first part of one, and before another one
+_AGAIN, _MIDDLE, _END = "again", "middle", "end"
 
 
 class Costs(NamedTuple):
     """What units that are alike cost, by the name of the level.
 
-    again: what a segment of this unit alone holds. extra: ms that a step takes more than at the
-    level that keeps most. writes: whether the unit writes into what it is given. flows: see Call.
+    again: what a segment of this unit alone holds. packed: bytes kept where saved tensors go
+    through hooks, as in a segment, where norms are not shared. extra: ms that a step takes more
+    than at the level that keeps most. writes: whether the unit writes into what it is given.
+    flows: see Call. composed: whether it has modules inside.
     """
 
     levels: dict[str, Bytes]
     again: dict[str, Bytes]
+    packed: dict[str, int]
     extra: dict[str, float]
     forward: float
+    rerun: float
     tail: float
     input: int
     output: int
     left: int
     writes: bool
     flows: tuple[bool, ...]
+    composed: bool
 
     @property
     def replay(self) -> int:
@@ -58,7 +66,7 @@ class Costs(NamedTuple):
 
     @property
     def _beside(self) -> int:
-        return max(0, 0, *(found.kept - self.input for found in self.again.values()))
+        return max(0, 0, *(found.kept - found.input for found in self.again.values()))
 
     def keeps_input(self, level: str) -> bool:
         """Whether it keeps what it was given, where the unit before is at this level."""
@@ -83,6 +91,7 @@ class Costs(NamedTuple):
             name,
             tuple(self._level(level, shared[level], held) for level in self.levels),
             forward=self.forward,
+            rerun=self.rerun,
             input=self.input - held + self.replay,
             output=self.output,
             tail=self.tail,
@@ -91,20 +100,27 @@ class Costs(NamedTuple):
             + max(
                 found.forward + shared[level] - (0 if found.keeps_input else held)
                 for level, found in self.levels.items()
+                if BUT not in level
             ),
             left=self.left,
             fixed=self.writes or self.hoards,
+            composed=self.composed,
         )
 
     def _level(self, name: str, shared: int, held: int) -> Level:
         found, again, ending = self.levels[name], self.again.get(name), None
-        kept = found.kept - shared - (held if found.keeps_input else 0)
+        less = shared + (held if found.keeps_input else 0)
+        kept, inside = found.kept - less, max(0, self.packed.get(name, found.kept) - less)
         given = self.input - held + self.replay
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
-        if again is not None and found.input == self.input:
+        if again is not None and self.input in (found.input, again.input):
             # the segment's input is the unit's
-            ending = max(0, given + again.backward - max(kept, given))
-        return Level(name, kept, self.extra[name], found.backward + shared, ending)
+            ending = max(0, given + again.backward - max(inside, given))
+        forward = found.forward + shared - (0 if found.keeps_input else held)
+        transient = found.backward + shared
+        return Level(
+            name, kept, self.extra[name], transient, ending, BUT in name, max(0, forward), inside
+        )
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -136,10 +152,13 @@ def measured(
     kwargs: Any,
     flows: Sequence[bool],
     selective: bool,
+    parts: Sequence[str],
+    kind: Any,
 ) -> Costs:
     """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too.
 
-    `flows` is that of Call.
+    `flows` is that of Call. parts: names of modules inside that may run again on their own. kind:
+    what units that cost the same have in common: they are timed once, so that plans stay the same.
 
     Raises:
         NoGraph: it returns nothing that requires a gradient.
@@ -157,57 +176,55 @@ def measured(
     # of levels that keep the same, the first one
     distinct = {(name == PRODUCTS, found.kept): name for name, found in reversed(taken.items())}
     levels = {name: taken[name] for name in sorted(distinct.values(), key=list(runs).index)}
+    runs = {name: runs[name] for name in levels}
     # a segment cannot keep an argument that its own forward overwrites
-    alone = {} if call.writes else {name: _alone(name, forward) for name in levels}
-    alone.pop(PRODUCTS, None)
-    again = {name: call.bytes(run) for name, run in alone.items()}
-    most = max((name for name in levels if name != PRODUCTS), key=lambda name: levels[name].kept)
-    fastest = most if most in alone else next(iter(alone), None)
-    timed = {name: runs[name] for name in levels}
-    if fastest is not None:
-        timed["again"] = alone[fastest]
-    flops = {name: call.flops(run) for name, run in timed.items() if name != PRODUCTS}
-    shares = {
-        name: (count - flops[most]) / max(1, call.forward_flops) for name, count in flops.items()
-    }
-    forward_ms, extra, tail = _times(call.milliseconds(timed), shares, levels, most)
+    segments = {} if call.writes else {x: _ways.alone(x, forward) for x in runs if x != PRODUCTS}
+    packed = {}
+    for name in segments if has_levels(module) else ():
+        found = call.bytes(partial(_ways.packed, runs[name]))
+        packed[name] = found.kept - found.input + levels[name].input
+    forward_ms, extra, rerun, tail = _times(call, forward, runs, segments, levels, kind)
+    if parts and not call.writes:
+        least = min(levels.keys() - {PRODUCTS}, key=lambda name: levels[name].kept)
+        finer = Parts(module, call, least, runs[least], kind)
+        for name, (found, ms) in finer.levels(parts, levels[least].kept).items():
+            levels[name], extra[name] = found, extra[least] + ms
     return Costs(
-        levels, again, extra, forward_ms, tail,
+        levels, {name: call.bytes(run) for name, run in segments.items()}, packed,
+        extra, forward_ms, rerun, tail,
         call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
-        tuple(flows),
+        tuple(flows), any(module.children()),
     )  # fmt: skip
 
 
-def _alone(level: str, forward: Callable[..., Any]) -> Run:
-    chained = _roles.Chained((_roles.inner_level(level),))
-    return partial(_roles.Member(chained, 0).call, forward)
-
-
 def _times(
-    times: Mapping[str, list[tuple[float, float]]],
-    shares: Mapping[str, float],
+    call: Call,
+    forward: Callable[..., Any],
+    runs: Mapping[str, Run],
+    segments: Mapping[str, Run],
     levels: Mapping[str, Bytes],
-    most: str,
-) -> tuple[float, dict[str, float], float]:
-    """Return ms of the forward, extra ms per level, and ms of what a segment does not run again.
-
-    shares: of the forward's FLOPs, what each way computes more than the one that keeps most.
-    """
-    # the least: what else goes on in the machine only adds to it
-    forward = min(ms for name in levels for ms, _ in times[name])
-    whole = {name: min(map(sum, rounds)) for name, rounds in times.items()}
-
-    def slower(name: str) -> float:
-        # on a noisy machine a product may seem to be free: not below half of what it should take
-        return max(0.0, whole[name] - whole[most], shares.get(name, 0.0) * forward / 2)
-
+    kind: Any,
+) -> tuple[float, dict[str, float], float, float]:
+    """Return ms of the forward, extra ms per level, ms to run it again, and what the last saves."""
+    plain = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
+    most, ways = plain[0], dict(runs)
+    if most in segments:
+        ways[_AGAIN] = segments[most]
+        ways[_MIDDLE] = partial(_ways.middle, most, forward)
+        ways[_END] = partial(_ways.end, runs[most])
+    flops = {name: call.flops(run) for name, run in ways.items() if name != PRODUCTS}
+    shares = {name: count / max(1, call.forward_flops) for name, count in flops.items()}
+    times = _ways.Times(_ways.timed(kind, call, ways), shares)
     # what keeps less does not get faster by it: that would be noise
-    falling = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
-    extra = dict(zip(falling, accumulate(map(slower, falling), max), strict=True))
+    slower = accumulate((times.slower(name, most) for name in plain), max)
+    extra = dict(zip(plain, slower, strict=True))
     if PRODUCTS in levels:
-        extra[PRODUCTS] = slower(PRODUCTS)
-    again = slower("again") if "again" in times else forward
-    return forward, {name: extra[name] for name in levels}, max(0.0, forward - again)
+        extra[PRODUCTS] = times.slower(PRODUCTS, most)
+    rerun = tail = 0.0
+    if most in segments:
+        rerun = times.slower(_MIDDLE, _END)
+        tail = rerun - times.slower(_AGAIN, most)
+    return times.forward(levels), extra, rerun, tail
 
 
 def _check_repeats(call: Call, run: Run, args: Any, kwargs: Any) -> None:

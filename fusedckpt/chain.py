@@ -3,7 +3,7 @@
 A plan covers the chain, in order, with items: a unit that keeps a level of its intermediates, or a
 checkpointed segment that keeps only its input and is run again in backward. Bytes live at a moment:
 
-    forward of unit i, kept         base + kept(<= i) + forward_transient_i
+    forward of unit i, kept         base + kept(<= i) + forward_transient_i (its level's)
     forward of unit i, segment s    base + kept(< s) + input_s + output_(i-1) + forward_transient_i
                                     (no output_(i-1) for the first, whose input is input_s)
     run again of unit i of s        base + kept(< s) + held(s, i) + forward_transient_i
@@ -14,9 +14,9 @@ checkpointed segment that keeps only its input and is run again in backward. Byt
 
 where kept(...) sums what items keep, left(...) the gradients that units left behind, and
 held(s, i) is what units of item s up to i hold for their backward: the sum of their levels' kept
-bytes, the first one's being at least input_s. A kept unit is its own item. The peak is the largest
-of these. Extra time is the sum of the levels' extra, and for each segment the forward of its units
-less the tail of the last.
+bytes, or of those of `again` in a segment, the first one's being at least input_s. A kept unit is
+its own item. The peak is the largest of these. Extra time is the sum of the levels' extra, and for
+each segment what its units take to run again less the tail of the last.
 
 `simulate` walks through a step and adds this up, one moment after the other; it knows nothing of
 `solver`, whose plans it checks.
@@ -29,12 +29,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
-__all__ = ["Chain", "Item", "Keep", "Level", "Outcome", "Segment", "Unit", "moments", "simulate"]
+__all__ = [
+    "Chain",
+    "Item",
+    "Keep",
+    "Level",
+    "Outcome",
+    "Segment",
+    "Unit",
+    "forward_of",
+    "moments",
+    "simulate",
+]
 
 
 _AMOUNTS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
+    "float | None": (int, float, type(None)),
     "int | None": (int, type(None)),
 }
 
@@ -46,7 +58,8 @@ def _check_amounts(record: Level | Unit | Chain) -> None:
         if wanted is None or (value is None and type(None) in wanted):
             continue
         # True is an int, too
-        if value is None or type(value) not in wanted or not 0 <= value < math.inf:
+        least = -math.inf if field.name == "tail" else 0
+        if value is None or type(value) not in wanted or not least <= value < math.inf:
             kind = type(record).__name__
             raise ValueError(
                 f"{kind}: {field.name} is {field.type}, finite and not negative, got {value!r}"
@@ -65,6 +78,9 @@ class Level:
     ending: bytes that being run again and its backward hold at the worst moment beyond all that is
         kept, where the unit ends a segment: a recompute that stops early brings back less. None:
         as anywhere else.
+    nested: it takes checkpoints inside the unit, which no segment may hold.
+    forward_transient: as that of the unit, where it is kept at this level. None: that of the unit.
+    again: bytes that it keeps where it was run again in a segment. None: as many as ever.
     """
 
     name: str
@@ -72,9 +88,17 @@ class Level:
     extra: float
     transient: int
     ending: int | None = None
+    nested: bool = False
+    forward_transient: int | None = None
+    again: int | None = None
 
     def __post_init__(self):
         _check_amounts(self)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it keeps where it was run again."""
+        return self.kept if self.again is None else self.again
 
 
 @dataclass(frozen=True)
@@ -82,13 +106,16 @@ class Unit:
     """A fused layer, a block, or any other module that runs as a whole.
 
     levels: in any order, at least one, names distinct.
-    forward: ms. tail: ms of its last GEMM, which is not run again where the unit ends a segment.
+    forward: ms. rerun: ms that it takes to run it again in a segment; None: as long as its forward.
+    tail: ms that a segment takes less than that for all of its units, where this one is the last:
+        its last GEMM is not run again; below 0 where what a segment itself does costs more.
     input, output: bytes; `input` is what a segment that starts here keeps.
     forward_transient: bytes that its forward holds at its worst moment beyond what is kept, its
         output included, and its input where no level keeps that.
     left: bytes that stay after its backward, such as gradients of parameters.
     fixed: it cannot be run again, so that no segment may hold it.
     code: it is no module, but what the model's own code does around units.
+    composed: it has modules inside, which could be units themselves.
     """
 
     name: str
@@ -101,19 +128,26 @@ class Unit:
     left: int = 0
     fixed: bool = False
     code: bool = False
+    composed: bool = False
+    rerun: float | None = None
 
     def __post_init__(self):
         _check_amounts(self)
         names = [level.name for level in self.levels]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"Unit: {self.name} needs levels of distinct names, got {names}")
-        if self.tail > self.forward:
+        if self.tail > self.again:
             raise ValueError(f"Unit: the tail of {self.name} takes longer than its forward")
 
     @property
+    def again(self) -> float:
+        """Ms that it takes to run it again in a segment."""
+        return self.forward if self.rerun is None else self.rerun
+
+    @property
     def fastest(self) -> Level:
-        """The level of least extra time; of those the one that keeps least."""
-        return min(self.levels, key=lambda level: (level.extra, level.kept))
+        """The level of least extra time without checkpoints inside; of those that keeps least."""
+        return min(self.levels, key=lambda level: (level.nested, level.extra, level.kept))
 
     def has(self, name: str) -> bool:
         """Whether it has a level called `name`."""
@@ -201,9 +235,11 @@ def _check_cover(chain: Chain, items: Sequence[Item]) -> None:
     for item in items:
         if item.start != at or item.stop == at:
             raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
-        units = chain.units[item.start : item.stop]
-        if isinstance(item, Segment) and any(unit.fixed for unit in units):
-            raise ValueError(f"simulate: a segment without fixed units was expected, got {item}")
+        held = _levels(chain, item) if isinstance(item, Segment) else ()
+        if any(unit.fixed or level.nested for unit, level in held):
+            raise ValueError(
+                f"simulate: a segment without fixed units or nested levels expected, got {item}"
+            )
         at = item.stop
     if at != len(chain.units):
         raise ValueError(f"simulate: the plan covers {at} of {len(chain.units)} units")
@@ -215,15 +251,20 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     for item in items:
         live += _kept(chain, item)
         for i in range(item.start, item.stop):
-            flowing = units[i - 1].output if i > item.start else 0
-            yield live + flowing + units[i].forward_transient, f"forward of {units[i].name}"
+            if isinstance(item, Keep):
+                transient = forward_of(units[i], units[i].level(item.level))
+            else:
+                transient = units[i].forward_transient
+                transient += units[i - 1].output if i > item.start else 0
+            yield live + transient, f"forward of {units[i].name}"
     for item in reversed(items):
         live -= _kept(chain, item)
         held = []
         dy = units[item.stop - 1].output
         for unit, level in _levels(chain, item):
             first = isinstance(item, Segment) and not held
-            held.append(max(level.kept, unit.input) if first else level.kept)
+            kept = level.held if isinstance(item, Segment) else level.kept
+            held.append(max(kept, unit.input) if first else kept)
             if isinstance(item, Segment):
                 again = unit.forward_transient + dy
                 if len(held) == len(item.levels) and level.ending is not None:
@@ -236,6 +277,12 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
                 yield live + sum(held) + level.transient, f"backward of {unit.name}"
             held.pop()
             live += unit.left
+
+
+def forward_of(unit: Unit, level: Level) -> int:
+    """Return what the forward of a unit that is kept at this level holds beyond what is kept."""
+    found = level.forward_transient
+    return unit.forward_transient if found is None else found
 
 
 def _kept(chain: Chain, item: Item) -> int:
@@ -254,4 +301,4 @@ def _extra(chain: Chain, item: Item) -> float:
     if isinstance(item, Keep):
         return extra
     units = chain.units[item.start : item.stop]
-    return extra + sum(unit.forward for unit in units) - units[-1].tail
+    return extra + sum(unit.again for unit in units) - units[-1].tail

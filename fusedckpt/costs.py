@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 from fusedckpt._calls import NoGraph
 from fusedckpt._plan_input import check_unit, unseen_in
 from fusedckpt._unit_costs import Costs, kind_of, measured
+from fusedckpt.memory import nbytes_of
 from fusedckpt.trial import tensors_of
 
-__all__ = ["Scout", "Skipping", "Survey"]
+__all__ = ["Kinds", "Scout", "Skipping", "Survey"]
 
 
 class _Skip(torch.autograd.Function):
@@ -26,7 +27,7 @@ class _Skip(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        entered: Callable[[], None],
+        entered: Callable[[int], None],
         outputs: list[Tensor],
         held: list[Tensor],
         *given: Tensor,
@@ -40,8 +41,9 @@ class _Skip(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        ctx.entered()
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        # gradients of several outputs may be one
+        ctx.entered(nbytes_of(x for x in given if x is not None))
         grads = (
             None if stays else torch.zeros(s, dtype=d, device=on)
             for (s, d, on), stays in zip(ctx.likes, ctx.stays, strict=True)
@@ -53,11 +55,12 @@ class Skipping(NamedTuple):
     """A role: run the module, but keep nothing for its backward."""
 
     module: nn.Module
-    # called where its forward begins and ends, and where its backward begins; the first returns
-    # which of what requires grad the unit counts as its own, None for everything
+    # called where its forward begins and ends, and where its backward begins with gradients of so
+    # many bytes; the first returns which of what requires grad the unit counts as its own, None
+    # for everything
     enter: Callable[[list[Tensor]], list[Tensor] | None]
     left: Callable[[list[Tensor]], None]
-    entered: Callable[[], None]
+    entered: Callable[[int], None]
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it without a graph, and put one node in its place."""
@@ -91,7 +94,7 @@ class Scout:
 
     def role(self, name: str, module: nn.Module) -> Skipping:
         """Return the role in which a module is looked at."""
-        return Skipping(module, partial(self._see, name), _nothing, lambda: None)
+        return Skipping(module, partial(self._see, name), _nothing, _nothing)
 
     def _see(self, name: str, given: list[Tensor]) -> None:
         check_unit(name)
@@ -110,13 +113,23 @@ class Scout:
         return [not i or self._counts[x.cdata] == 1 for i, x in enumerate(given)]
 
 
+# what was measured, by what units that are alike have in common
+Kinds = dict[Any, Costs | None]
+
+
 class Survey:
     """The first pass: every unit measured where it is called, then made to keep nothing."""
 
-    def __init__(self, scout: Scout, tick: Callable[[], None], selective: bool):
-        self._scout, self._tick, self._selective = scout, tick, selective
-        # what was measured, by what units that are alike have in common
-        self._kinds: dict[Any, Costs | None] = {}
+    def __init__(
+        self,
+        scout: Scout,
+        kinds: Kinds,
+        tick: Callable[[], None],
+        selective: bool,
+        parts: Mapping[str, Sequence[str]],
+    ):
+        self.scout, self._tick, self._selective, self._parts = scout, tick, selective, parts
+        self._kinds = kinds
         self._found: list[tuple[str, Costs | None]] = []
         # by unit the dataclass that it returns, where that hides tensors
         self.hidden: dict[str, str | None] = {}
@@ -127,14 +140,16 @@ class Survey:
 
     def see(self, name: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> None:
         """Measure a call, once of a kind."""
-        flows = self._scout.flows(name)
+        flows = self.scout.flows(name)
         if flows is None:
             self._found.append((name, None))
             return
-        key = kind_of(module, args, kwargs), tuple(flows)
+        parts = tuple(self._parts.get(name, ()))
+        key = kind_of(module, args, kwargs), tuple(flows), parts
         if key not in self._kinds:
+            how = flows, self._selective, parts, key
             try:
-                self._kinds[key] = measured(module, forward, args, kwargs, flows, self._selective)
+                self._kinds[key] = measured(module, forward, args, kwargs, *how)
             except NoGraph:
                 self._kinds[key] = None
         self._found.append((name, self._kinds[key]))
@@ -182,13 +197,13 @@ class Probe(NamedTuple):
         """Measure it."""
         if torch.is_grad_enabled():
             self.survey.see(self.name, self.module, forward, args, kwargs)
-        skipping = Skipping(self.module, _nothing, _nothing, lambda: None)
+        skipping = Skipping(self.module, _nothing, _nothing, _nothing)
         output = skipping.call(forward, args, kwargs)
         self.survey.hidden[self.name] = unseen_in(output)
         return output
 
 
-def _nothing(_: list[Tensor]) -> None:
+def _nothing(_: Any) -> None:
     return None
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,21 +13,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fusedckpt import _roles
-from fusedckpt._plan_input import Policy, check_model, limit_of, names_of
+from fusedckpt._cuts import Cut, chains, cuts_of, forward_of
+from fusedckpt._plan_input import Policy, check_model, limit_of
 from fusedckpt._ranks import Group, facts_of, group_of, together
 from fusedckpt._step import Step, default_loss
-from fusedckpt._surroundings import chain_of
 from fusedckpt._text import enough
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep, simulate
-from fusedckpt.costs import Scout, Survey
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.plans import Plan, structure_of
 from fusedckpt.policies import policy as by_rule
 from fusedckpt.reporting import check_step, measure
-from fusedckpt.solver import Solution, least_peak, solve
-from fusedckpt.trial import aliased, tensors_of, trial
+from fusedckpt.solver import (
+    Solution,
+    least_bytes,
+    least_outcome,
+    least_peak,
+    may_go_lower,
+    solve,
+)
+from fusedckpt.trial import tensors_of, trial
 
 __all__ = ["plan"]
 
@@ -60,7 +63,8 @@ def plan(
         plan.apply(model)
 
     The model is cut into units, which run one after the other. Each is measured on the arguments
-    that it gets, with what fused layers inside keep at every level; the units are then given
+    that it gets, once of a kind (timed once in a process), with what fused layers inside keep at
+    every level; the units are then given
     levels, or run again in backward as segments, so that the peak of the step stays below the
     budget at the least extra time. At last one step is run under the plan, and its peak measured.
     Afterwards everything is as before (see `trial`).
@@ -89,8 +93,10 @@ def plan(
             measured, of the plan that should reach it and of "all", "sqrt" and "none"), "speed"
             (keep the outputs of matrix products and convolutions), or the modules, or their names,
             that are to run again, each on its own.
-        units: the modules to plan, or their names, if not the children of every nn.Sequential and
-            nn.ModuleList; where there are none, fused layers; else the model's own children.
+        units: the modules to plan, or their names, if not what is in every nn.Sequential,
+            nn.ModuleList and nn.ModuleDict; where there are none, fused layers; else the model's
+            own children. For a budget and for "memory" blocks of layers are cut up, and parts of
+            units run again on their own, where that is cheaper; units that are given are not.
         loss, optimizer: as in `report`.
         accumulate: whether gradients add up over several micro-batches, or over how many: the
             budget is then one of every micro-batch.
@@ -119,13 +125,13 @@ def plan(
         check_model(model)
         device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
         limit = limit_of(budget, activation_budget, policy, device)
-        names = names_of(model, policy, units)
+        cuts = cuts_of(model, policy, units)
         is_rest = activation_budget is not None
         is_there = _accumulates(accumulate) or is_rest
         step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
         step = _in_state(step._replace(caller="plan"), parallel, is_there)
-        given = names, policy, limit, is_rest
-        return facts_of(step, *given), lambda: _planned(step, *given, progress)
+        facts = facts_of(step, cuts[0].names, policy, limit, is_rest)
+        return facts, lambda: _planned(step, cuts, policy, limit, is_rest, progress)
 
     return together(ranks, prepare)
 
@@ -164,7 +170,7 @@ def _in_state(step: Step, parallel: DistributedDataParallel | None, is_there: bo
 
 def _planned(
     step: Step,
-    names: Sequence[str],
+    cuts: Sequence[Cut],
     policy: Policy,
     limit: int | None,
     is_rest: bool,
@@ -178,16 +184,27 @@ def _planned(
     with trial(parts, step.optimizer, given), torch.enable_grad():
         stepping = _stepping(step)
         step.fresh()
-        survey, last = _survey(step, names, progress, selective=policy == "speed")
+        rest = _rest(step) if is_rest else 0
+        forward_ms, last = forward_of(step)
         step = step._replace(last=last)
-        chain, left_out = chain_of(step, survey.units(), stepping), survey.left_out(names)
+        measured = chains(step, cuts, stepping, forward_ms, policy == "speed", progress)
+        chain, left_out = measured[0]
+        if len(measured) > 1:
+            chain, left_out = min(measured, key=lambda found: _cost(found[0], limit, rest))
         if limit is None:
-            found = _by_policy(policy, step, chain, names)
+            found = _by_policy(policy, step, chain, cuts[0].names)
         else:
-            rest = _rest(step) if is_rest else 0
             found = _within(limit + rest, step, chain, rest)
     gradients = nbytes_of(step.gradients.values())
     return replace(found, left_out=left_out, gradient_bytes=gradients)
+
+
+def _cost(chain: Chain, limit: int | None, rest: int) -> tuple[float, int]:
+    """Return what tells which of several ways to cut a model is the best."""
+    least = least_bytes(chain)
+    if limit is None or least > limit + rest:
+        return math.inf, least
+    return solve(chain, limit + rest).extra, least
 
 
 def _rest(step: Step) -> int:
@@ -211,49 +228,14 @@ def _stepping(step: Step) -> int:
     return peak_bytes(optimizer.step, step.parameters()[0].device) if step.is_last else 0
 
 
-def _survey(
-    step: Step, names: Sequence[str], progress: bool, selective: bool
-) -> tuple[Survey, int]:
-    """Measure the units where they are called, and how many bytes the model's output has."""
-    modules = {name: step.model.get_submodule(name) for name in names}
-    scout = Scout()
-    with _ticking(len(modules), progress) as tick:
-        survey = Survey(scout, tick, selective)
-        for role in (scout.role, survey.probe):
-            with _roles.assigned({m: role(name, m) for name, m in modules.items()}):
-                args, kwargs = aliased((step.args, step.kwargs))
-                output = step.model(*args, **kwargs)
-    if not survey.units():
-        reasons = "; ".join(f"{name} {why}" for name, why in survey.left_out(names).items())
-        raise ValueError(
-            f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, "
-            f"name some with units=: {reasons or 'it has no parts'}"
-        )
-    given = [*step.parameters(), *step.model.buffers(), *step.inputs()]
-    made = [*tensors_of([output]), *given]
-    return survey, nbytes_of(made) - nbytes_of(given)
-
-
-@contextmanager
-def _ticking(total: int, progress: bool) -> Iterator[Callable[[], None]]:
-    """Yield what is to be called for every unit that is done."""
-    if not progress or importlib.util.find_spec("rich") is None:
-        yield lambda: None
-        return
-    console = importlib.import_module("rich.console").Console(stderr=True)
-    with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bar:
-        task = bar.add_task("measuring units", total=total)
-        yield lambda: bar.advance(task)
-
-
 def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
     """Return the fastest plan whose step, when run, stays within the limit.
 
     rest: what of the limit the caller did not ask for.
     """
-    least, target = least_peak(chain), limit
+    lowest, target = least_bytes(chain), limit
     for _ in range(_TRIES):
-        if target < least.peak:
+        if target < lowest:
             break
         found = _tried(step, _plan(step, "budget", chain, solve(chain, target), limit))
         if _measured(found) <= limit:
@@ -262,6 +244,7 @@ def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
         target = min(target, found.predicted_bytes) - (_measured(found) - limit)
     # the model of memory rather takes too much than too little; what it finds far too large may not
     # fit the device at all, and is not run
+    least = least_peak(chain)
     last = [least, _by_rule(chain, "none")]
     tried = [
         _tried(step, _plan(step, "budget", chain, solution, limit))
@@ -272,10 +255,11 @@ def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
     if found is not None and _measured(found) <= limit:
         return found
     needed = least.peak if found is None else _measured(found)
+    finer = may_go_lower(chain, least_outcome(chain))
     needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
     raise ValueError(
         f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
-        f"got {limit - rest} bytes"
+        f"got {limit - rest} bytes" + (f": {finer}" if finer else "")
     )
 
 

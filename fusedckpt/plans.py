@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import _roles
 from fusedckpt._sharded import class_name
-from fusedckpt._unit_costs import PLAIN, PRODUCTS
+from fusedckpt._unit_costs import BUT, PLAIN, PRODUCTS
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
 from fusedckpt.units import has_levels
@@ -69,17 +69,16 @@ class Plan:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        units = {
-            unit.name: self._unit(inner, unit.name)
-            for unit in self.chain.units[1:-1]
-            if not unit.code
-        }
+        for unit in self.chain.units[1:-1]:
+            if not unit.code:
+                self._unit(inner, unit.name)
         self._check_structure(inner)
+        roles = [(self._unit(inner, name), role) for name, role in self._roles()]
         if any(_roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
-        for name, role in self._roles():
-            _roles.assign(units[name], role)
-            self._applied.append(weakref.ref(units[name]))
+        for module, role in roles:
+            _roles.assign(module, role)
+            self._applied.append(weakref.ref(module))
         return model
 
     def undo(self, model: nn.Module | None = None) -> None:
@@ -123,10 +122,13 @@ class Plan:
                 levels = tuple(map(_roles.inner_level, item.levels))
                 chained = _roles.Chained(levels)
                 roles += [(name, _roles.Member(chained, i)) for i, name in enumerate(names)]
-            elif item.level == PRODUCTS:
-                roles.append((names[0], _roles.Selecting()))
-            elif item.level in LEVELS:
-                roles.append((names[0], _roles.Keeping(item.level)))
+            else:
+                level, parts = parts_of_level(item.level)
+                if level == PRODUCTS:
+                    roles.append((names[0], _roles.Selecting()))
+                elif level in LEVELS:
+                    roles.append((names[0], _roles.Keeping(level)))
+                roles += [(f"{names[0]}.{part}", _roles.again()) for part in parts]
         return roles
 
     def spans(self, count: int) -> list[tuple[int, int, AbstractContextManager[None] | None]]:
@@ -145,7 +147,12 @@ class Plan:
             if not all(name.isdecimal() and int(name) < count for name in names):
                 raise ValueError(
                     f"checkpoint_sequential: a plan of {count} functions was expected, got one "
-                    f"with the unit {names[-1]}"
+                    f"with the unit {names[-1]}: give plan these functions as units="
+                )
+            if not isinstance(item, Segment) and BUT in item.level:
+                raise ValueError(
+                    f"checkpoint_sequential: a plan of whole functions was expected, got one that "
+                    f"runs parts of {names[0]} again: give plan these functions as units="
                 )
             context = None
             if not isinstance(item, Segment):
@@ -194,6 +201,12 @@ class Plan:
         drawing.draw(self, Path(path))
 
 
+def parts_of_level(name: str) -> tuple[str, list[str]]:
+    """Return the level at which a unit runs, and the names of parts that run again in it."""
+    level, _, parts = name.partition(BUT)
+    return level, parts.split(", ") if parts else []
+
+
 def structure_of(module: nn.Module) -> str:
     """Return a module's class, size, and whether a level tells layers in it what to keep."""
     fused = " with fused layers" if has_levels(module) else ""
@@ -225,11 +238,12 @@ def _check_plan(plan: Plan) -> None:
     if len({*names}) < len(names) or not (units[0].fixed and units[-1].fixed and len(units) > 2):
         raise ValueError("expected units of distinct names between what is before and after them")
     known = {PLAIN, PRODUCTS, *LEVELS}
+    kept = {parts_of_level(level.name)[0] for unit in units for level in unit.levels}
     texts = [plan.model, plan.policy, *names, *plan.left_out, *plan.left_out.values()]
     texts += [*plan.structure, *plan.structure.values(), *plan.held]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("expected names as text")
-    if any(level.name not in known for unit in units for level in unit.levels):
+    if kept - known:
         raise ValueError(f"expected levels among {sorted(known)}")
     if not all(type(x) is int and x >= 0 for x in (plan.gradient_bytes, *plan.held.values())):
         raise ValueError("expected in bytes the gradients that are there, and what is held")

@@ -21,10 +21,17 @@ import numpy as np
 from fusedckpt._prices import Prices
 from fusedckpt._search import Search
 from fusedckpt._staircase import NEVER, kept_needs, left_from, segment_levels, segments
-from fusedckpt.chain import Chain, Item, Keep, Segment, simulate
+from fusedckpt.chain import Chain, Item, Keep, Outcome, Segment, simulate
 from fusedckpt.policies import policy
 
-__all__ = ["Solution", "least_bytes", "least_peak", "solve"]
+__all__ = [
+    "Solution",
+    "least_bytes",
+    "least_outcome",
+    "least_peak",
+    "may_go_lower",
+    "solve",
+]
 
 # chains of up to so many units may be cut into segments of any length; longer chains into
 # segments of at most so many units or twice the square root of their number
@@ -75,10 +82,26 @@ def least_peak(chain: Chain) -> Solution:
     return _improved(chain, least.peak, [least, *_by_rule(chain)])
 
 
+def least_outcome(chain: Chain) -> Outcome:
+    """Return the least peak that any plan reaches, and where one is."""
+    _check_size(chain)
+    return simulate(chain, _least_items(chain))
+
+
 def least_bytes(chain: Chain) -> int:
     """Return the least peak that any plan reaches."""
-    _check_size(chain)
-    return _simulated(chain, _least_items(chain)).peak
+    return least_outcome(chain).peak
+
+
+def may_go_lower(chain: Chain, least: Outcome) -> str:
+    """Return what to do where the unit that peaks could be cut up, nothing where it could not."""
+    unit = next((u for u in chain.units if least.where.endswith(f" of {u.name}")), None)
+    if unit is None or not unit.composed:
+        return ""
+    return (
+        f"units= of modules inside {unit.name} may go lower, as the peak is in its "
+        + (least.where.split(" of ")[0])
+    )
 
 
 def _check_size(chain: Chain) -> None:

@@ -1,0 +1,125 @@
+"""The ways to cut a model into units, each measured as a chain."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fusedckpt import _roles
+from fusedckpt._calls import seconds
+from fusedckpt._plan_input import Policy, names_of
+from fusedckpt._step import Step
+from fusedckpt._surroundings import chain_of
+from fusedckpt.chain import Chain
+from fusedckpt.costs import Kinds, Scout, Survey
+from fusedckpt.memory import nbytes_of
+from fusedckpt.trial import aliased, tensors_of
+from fusedckpt.units import candidates, parts_of
+
+__all__ = ["Cut", "chains", "cuts_of", "forward_of"]
+
+
+class Cut(NamedTuple):
+    """Names of modules that may be units, and by unit of what in it may run again on its own."""
+
+    names: Sequence[str]
+    parts: Mapping[str, Sequence[str]]
+
+
+def cuts_of(model: nn.Module, policy: Policy, units: Any) -> list[Cut]:
+    """Return the cuts to choose from: the one that was given, or that of a rule, as it is."""
+    names = names_of(model, policy, units)
+    if units is not None or policy not in ("budget", "memory"):
+        return [Cut(names, {})]
+    finer = candidates(model, finer=True)
+    found = [names, finer] if finer != names else [names]
+    return [Cut(names, _parts(model, names)) for names in found]
+
+
+def _parts(model: nn.Module, units: Sequence[str]) -> dict[str, list[str]]:
+    # but for what is elsewhere, too
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    found = {unit: model.get_submodule(unit) for unit in units}
+    return {
+        unit: [name for name in parts_of(module) if places[module.get_submodule(name)] == 1]
+        for unit, module in found.items()
+    }
+
+
+def chains(
+    step: Step,
+    cuts: Sequence[Cut],
+    stepping: int,
+    forward_ms: float,
+    selective: bool,
+    progress: bool,
+) -> list[tuple[Chain, dict[str, str]]]:
+    """Return the chains of cuts that have units, and why other modules of these are none.
+
+    stepping: bytes that the optimizer's step takes for a moment. forward_ms: of the whole model.
+    selective: see `measured`.
+
+    Raises:
+        ValueError: there are no units.
+    """
+    kinds: Kinds = {}
+    with _ticking(sum(len(cut.names) for cut in cuts), progress) as tick:
+        surveys = [Survey(Scout(), kinds, tick, selective, cut.parts) for cut in cuts]
+        for survey, cut in zip(surveys, cuts, strict=True):
+            _survey(step, cut.names, survey)
+    reasons = [survey.left_out(cut.names) for survey, cut in zip(surveys, cuts, strict=True)]
+    found = [
+        (chain_of(step, survey.units(), stepping, forward_ms), why)
+        for survey, why in zip(surveys, reasons, strict=True)
+        if survey.units()
+    ]
+    if not found:
+        why = [f"{name} {why}" for name, why in reasons[0].items()]
+        told = "; ".join([*why[:3], f"{len(why) - 3} more"] if len(why) > 4 else why)
+        raise ValueError(
+            f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, "
+            f"name some with units=: {told or 'it has no parts'}"
+        )
+    return found
+
+
+def _survey(step: Step, names: Sequence[str], survey: Survey) -> None:
+    """Measure the units, one after the other, where they are called."""
+    modules = {name: step.model.get_submodule(name) for name in names}
+    for role in (survey.scout.role, survey.probe):
+        with _roles.assigned({m: role(name, m) for name, m in modules.items()}):
+            args, kwargs = aliased((step.args, step.kwargs))
+            step.model(*args, **kwargs)
+
+
+def forward_of(step: Step) -> tuple[float, int]:
+    """Return the ms that the model's forward takes, and the bytes of what it returns."""
+    device, found, output = step.parameters()[0].device, [], None
+    for _ in range(2):
+        args, kwargs = aliased((step.args, step.kwargs))
+        start = seconds(device)
+        # so that no more is kept than units may keep
+        with torch.no_grad():
+            output = step.model(*args, **kwargs)
+        found.append(1e3 * (seconds(device) - start))
+    given = [*step.parameters(), *step.model.buffers(), *step.inputs()]
+    return min(found), nbytes_of([*tensors_of([output]), *given]) - nbytes_of(given)
+
+
+@contextmanager
+def _ticking(total: int, progress: bool) -> Iterator[Callable[[], None]]:
+    """Yield what is to be called for every unit that is done."""
+    if not progress or importlib.util.find_spec("rich") is None:
+        yield lambda: None
+        return
+    console = importlib.import_module("rich.console").Console(stderr=True)
+    with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bar:
+        task = bar.add_task("measuring units", total=total)
+        yield lambda: bar.advance(task)

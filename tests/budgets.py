@@ -1,0 +1,341 @@
+"""Plan random models within random budgets, and compare what was claimed with what is.
+
+    python tests/budgets.py --runs 200 --seed 1 [--model llama] [--rounds 0]
+
+Prints a line per run: what was asked, predicted and measured in the loop that follows, in MiB, the
+extra time that the plan claims and that it takes, in per cent of the forward. Exits with 1 if a
+budget was exceeded. Peaks are of a step of its own, times medians of steps in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from plan_models import convolutional, transformer
+from torch import Tensor, nn
+
+import fusedckpt
+from fusedckpt.chain import simulate
+from fusedckpt.memory import nbytes_of, peak_bytes
+from fusedckpt.policies import policy
+from fusedckpt.trial import tensors_of
+
+Made = tuple[nn.Module, dict[str, Any]]
+
+
+class Residual(nn.Module):
+    """Adds what it was given to what the module inside returns."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum."""
+        return x + self.inner(x)
+
+
+class Coded(nn.Module):
+    """Linears with an activation and a residual in the model's own code."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the last layer's output."""
+        for layer in self.layers:
+            x = x + self.relu(layer(x)) * 0.5
+        return x
+
+
+class Basic(nn.Module):
+    """The block of a small ResNet."""
+
+    def __init__(self, before: int, after: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(after), nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.downsample = None
+        if stride != 1 or before != after:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Module):
+    """Torchvision's layout."""
+
+    def __init__(self, widths: tuple[int, ...], depth: int):
+        super().__init__()
+        self.conv1, self.bn1 = (
+            nn.Conv2d(3, widths[0], 3, 1, 1, bias=False),
+            nn.BatchNorm2d(widths[0]),
+        )
+        self.relu, before = nn.ReLU(inplace=True), widths[0]
+        for i, width in enumerate(widths):
+            blocks = [Basic(before, width, 2 if i else 1)]
+            blocks += [Basic(width, width, 1) for _ in range(depth - 1)]
+            self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
+            before = width
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(before, 10)
+        self.stages = len(widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return class scores."""
+        x = self.relu(self.bn1(self.conv1(x)))
+        for i in range(self.stages):
+            x = getattr(self, f"layer{i + 1}")(x)
+        return self.fc(self.avgpool(x).flatten(1))
+
+
+def chain(draw: random.Random) -> Made:
+    """Draw a chain of layers, in one Sequential or in several."""
+    width, rows = draw.choice([48, 64, 128]), draw.choice([512, 1024, 2048])
+    layers: list[nn.Module] = []
+    for _ in range(draw.randint(4, 14)):
+        after = draw.choice([width, width, 64, 96, 160])
+        kinds: list[Callable[[], list[nn.Module]]] = [
+            lambda a=width, b=after: [nn.Linear(a, b), nn.GELU()],
+            lambda a=width, b=after: [nn.LayerNorm(a), nn.Linear(a, b), nn.ReLU()],
+            lambda a=width, b=after: [nn.Linear(a, b), nn.Dropout(0.1), nn.Tanh()],
+            lambda a=width, b=after: [nn.Linear(a, b), nn.BatchNorm1d(b), nn.SiLU()],
+            lambda a=width, b=after: [
+                Residual(
+                    nn.Sequential(
+                        nn.LayerNorm(a), nn.Linear(a, 4 * a), nn.GELU(), nn.Linear(4 * a, a)
+                    )
+                ),
+                nn.Linear(a, b),
+            ],
+        ]  # fmt: skip
+        layers += draw.choice(kinds)()
+        width = after
+    if draw.random() < 0.5:
+        at = draw.randrange(1, len(layers))
+        layers = [nn.Sequential(*layers[:at]), nn.Sequential(*layers[at:])]
+    return nn.Sequential(*layers), {"input": torch.randn(rows, 128)}
+
+
+def _chain(seed: int) -> Callable[[random.Random], Made]:
+    def make(_: random.Random) -> Made:
+        draw = random.Random(seed)
+        model, inputs = chain(draw)
+        first = next(m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm)))
+        width = first.in_features if isinstance(first, nn.Linear) else first.normalized_shape[0]
+        return model, {"input": torch.randn(len(inputs["input"]), width)}
+
+    return make
+
+
+def _llama(draw: random.Random) -> Made:
+    return _language("llama", draw, hidden_size=64, intermediate_size=172, num_attention_heads=4,
+                     num_key_value_heads=2, num_hidden_layers=draw.choice([3, 6]))  # fmt: skip
+
+
+def _gpt2(draw: random.Random) -> Made:
+    return _language(
+        "gpt2", draw, n_embd=64, n_layer=draw.choice([3, 6]), n_head=4, n_positions=128
+    )
+
+
+def _language(kind: str, draw: random.Random, **options: Any) -> Made:
+    import transformers
+
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
+    vocabulary = draw.choice([128, 1000])
+    config = transformers.AutoConfig.for_model(kind, vocab_size=vocabulary, **special, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    tokens = torch.randint(3, 128, (draw.choice([2, 4]), 128))
+    inputs = (
+        {"input_ids": tokens, "labels": tokens} if draw.random() < 0.7 else {"input_ids": tokens}
+    )
+    return model, inputs
+
+
+def _vit(draw: random.Random, fused: bool = False) -> Made:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=64, num_hidden_layers=draw.choice([3, 6]), num_attention_heads=4,
+        intermediate_size=256, image_size=64, patch_size=8, num_channels=3, num_labels=10,
+    )  # fmt: skip
+    model = transformers.ViTForImageClassification(config).train()
+    if fused:
+        fusedckpt.fuse(model)
+    return model, {"pixel_values": torch.randn(8, 3, 64, 64)}
+
+
+def _t5(draw: random.Random) -> Made:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_heads=4, num_layers=3, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    tokens = torch.randint(3, 128, (4, 64))
+    model = transformers.T5ForConditionalGeneration(config).train()
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+MODELS: dict[str, Callable[[random.Random], Made]] = {
+    **{f"chain {i}": _chain(i) for i in range(12)},
+    "llama": _llama,
+    "gpt2": _gpt2,
+    "vit": _vit,
+    "vit fused": lambda draw: _vit(draw, fused=True),
+    "t5": _t5,
+    "resnet": lambda draw: (
+        ResNet((16, 32), draw.choice([2, 3])),
+        {"x": torch.randn(8, 3, 32, 32)},
+    ),
+    "convolutions": lambda draw: (
+        convolutional(6, flat=draw.random() < 0.5),
+        {"input": torch.randn(16, 1, 28, 28)},
+    ),
+    "code between": lambda draw: (Coded(128, draw.choice([6, 12])), {"x": torch.randn(1024, 128)}),
+    "transformer": lambda draw: (
+        transformer(draw.choice([4, 8])),
+        {"tokens": torch.randint(128, (4, 64))},
+    ),
+}
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return a loss of whatever a model returns."""
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    return sum(x.float().square().mean() for x in tensors_of(output) if x.requires_grad)
+
+
+class Result(NamedTuple):
+    """What a run found; bytes, then shares of a forward without a plan."""
+
+    asked: int
+    predicted: int
+    measured: int
+    claimed: float
+    actual: float
+    # seconds that planning took, and a step
+    planning: float
+    step: float
+
+
+def peak_of(model: nn.Module, inputs: dict[str, Any], steps: int) -> int:
+    """Return the peak of so many micro-batches, whose gradients add up."""
+
+    def loop() -> None:
+        for _ in range(steps):
+            output = model(**inputs)
+            loss = loss_of(output)
+            loss.backward()
+
+    model.zero_grad()
+    held = nbytes_of([*model.parameters(), *model.buffers(), *tensors_of(inputs)])
+    return held + peak_bytes(loop)
+
+
+def seconds_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
+    """Return the seconds of one forward, and of one step."""
+    # of this thread, whatever else the machine does
+    start = time.thread_time()
+    loss = loss_of(model(**inputs))
+    middle = time.thread_time()
+    loss.backward()
+    return middle - start, time.thread_time() - start
+
+
+def run(name: str, draw: random.Random, rounds: int) -> Result:
+    """Plan one model within a budget, and see."""
+    torch.manual_seed(draw.randrange(1 << 30))
+    model, inputs = MODELS[name](draw)
+    accumulate, share = draw.random() < 0.5, draw.random()
+    most, least = peak_of(model, inputs, 2 if accumulate else 1), 0
+    try:
+        fusedckpt.plan(model, budget=1, accumulate=accumulate, progress=False, **inputs)
+    except ValueError as error:
+        least = int(str(error).split(" bytes")[0].split()[-1])
+    budget = int(least + share * (most - least))
+    step = min(seconds_of(model, inputs)[1] for _ in range(3))
+    model.zero_grad()
+    start = time.thread_time()
+    found = fusedckpt.plan(model, budget=budget, accumulate=accumulate, progress=False, **inputs)
+    planning = time.thread_time() - start
+    found.apply(model)
+    measured = peak_of(model, inputs, 2 if accumulate else 1)
+    found.undo()
+    items = policy(found.chain, "none")
+    outcome = simulate(found.chain, items)
+    plain = replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
+    times: tuple[list[tuple[float, float]], ...] = [], []
+    for _ in range(rounds):
+        for each, plan in zip(times, (plain, found), strict=True):
+            plan.apply(model)
+            each.append(seconds_of(model, inputs))
+            plan.undo()
+    # round by round
+    slower = [b - a for (_, a), (_, b) in zip(*times, strict=True)]
+    actual = 0.0
+    if rounds:
+        actual = statistics.median(slower) / statistics.median(forward for forward, _ in times[0])
+    claimed = found.extra_ms / found.chain.forward
+    return Result(budget, found.predicted_bytes, measured, claimed, actual, planning, step)
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", choices=MODELS, help="this one alone")
+    parser.add_argument("--rounds", type=int, default=15, help="of timing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    exceeded, ratios, errors = 0, [], []
+    print("model            asked  predicted  measured  off      claimed  actual  planned in")
+    for i in range(args.runs):
+        draw = random.Random(f"{args.seed} {i}")
+        name = args.model or list(MODELS)[i % len(MODELS)]
+        found = run(name, draw, args.rounds)
+        exceeded += found.measured > found.asked
+        off = found.predicted / found.measured - 1
+        errors.append(off)
+        mib = [f"{x / 2**20:9.3f}" for x in (found.asked, found.predicted, found.measured)]
+        flag = "EXCEEDED" if found.measured > found.asked else ""
+        if args.rounds and found.claimed and max(found.claimed, found.actual) > 0.05:
+            ratios.append(found.actual / found.claimed)
+            flag += f" x{ratios[-1]:.2f}"
+        print(
+            f"{name:14}{' '.join(mib)}  {off:+6.1%}  {found.claimed:7.1%} {found.actual:7.1%}"
+            f"  {found.planning / found.step:5.1f} steps  {flag}",
+            flush=True,
+        )
+    errors.sort()
+    off = f"predicted {errors[0]:+.1%} to {errors[-1]:+.1%}"
+    print(f"{args.runs} runs, {exceeded} budgets exceeded; {off}")
+    if ratios:
+        within = sum(0.8 <= x <= 1.25 for x in ratios)
+        spread = f"median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"actual of claimed extra time: {spread}, {within} of {len(ratios)} in 0.8 to 1.25")
+    return exceeded > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
