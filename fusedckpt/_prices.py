@@ -40,7 +40,7 @@ class Prices:
         self._need, self._ms = optimistic.need, optimistic.ms
         self.segments = [ms.min(axis=1) for ms in self._ms]
         # ms of all units from one on, were memory free
-        fastest = [unit.fastest.extra for unit in reversed(chain.units)]
+        fastest = [min(x.extra for x in unit.levels) for unit in reversed(chain.units)]
         self._rest = np.cumsum([0.0, *fastest])[::-1]
         self.price = self._best_price()
         self.before, bound = self._at(self.price)

@@ -212,7 +212,8 @@ def _times(
         ways[_AGAIN] = segments[most]
         ways[_MIDDLE] = partial(_ways.middle, most, forward)
         ways[_END] = partial(_ways.end, runs[most])
-    flops = {name: call.flops(run) for name, run in ways.items() if name != PRODUCTS}
+    counted = ways.keys() - {PRODUCTS, _MIDDLE, _END}
+    flops = {name: call.flops(ways[name]) for name in counted}
     shares = {name: count / max(1, call.forward_flops) for name, count in flops.items()}
     times = _ways.Times(_ways.timed(kind, call, ways), shares)
     # what keeps less does not get faster by it: that would be noise
@@ -222,7 +223,7 @@ def _times(
         extra[PRODUCTS] = times.slower(PRODUCTS, most)
     rerun = tail = 0.0
     if most in segments:
-        rerun = times.slower(_MIDDLE, _END)
+        rerun = max(times.slower(_MIDDLE, _END), times.forward(levels) / 2)
         tail = rerun - times.slower(_AGAIN, most)
     return times.forward(levels), extra, rerun, tail
 

@@ -20,13 +20,17 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
 
     def unit(i: int) -> Unit:
         forward = draw.randrange(1, 30)
+        nested = [k > 0 and draw.random() < 0.2 for k in range(3)]
         levels = tuple(
             Level(
                 f"level{k}",
                 draw.randrange(most),
-                draw.randrange(12),
+                draw.randrange(12) + 12 * nested[k],
                 draw.randrange(most),
                 draw.choice((None, draw.randrange(most))),
+                nested=nested[k],
+                forward_transient=draw.choice((None, draw.randrange(most))),
+                again=draw.choice((None, draw.randrange(most))),
             )
             for k in range(draw.choice((1, 2, 2, 3)))
         )
@@ -36,10 +40,11 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
             forward,
             input=draw.randrange(most // 2),
             output=draw.randrange(most // 2),
-            tail=draw.randrange(forward + 1),
+            tail=draw.randrange(-3, forward + 1),
             forward_transient=draw.randrange(most),
             left=draw.choice((0, 0, draw.randrange(most))),
             fixed=draw.random() < 0.15,
+            rerun=draw.choice((None, forward + draw.randrange(5))),
         )
 
     return Chain(tuple(unit(i) for i in range(count)), base=draw.randrange(most))
@@ -79,13 +84,14 @@ def every_plan(chain: Chain):
     """Yield all plans, as items."""
     count = len(chain.units)
     names = [[level.name for level in unit.levels] for unit in chain.units]
+    inner = [[level.name for level in unit.levels if not level.nested] for unit in chain.units]
     for cuts in itertools.product((False, True), repeat=count - 1):
         ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [count]
         choices = []
         for start, stop in zip([0, *ends], ends, strict=False):
             choice = []
             if not any(unit.fixed for unit in chain.units[start:stop]):
-                levels = itertools.product(*names[start:stop])
+                levels = itertools.product(*inner[start:stop])
                 choice = [Segment(start, chosen) for chosen in levels]
             if stop == start + 1:
                 choice += [Keep(start, name) for name in names[start]]
@@ -121,7 +127,8 @@ def replay(chain: Chain, items) -> tuple[int, float]:
         if isinstance(item, Keep):
             (level,) = (level for level in unit.levels if level.name == item.level)
             memory.put(("kept", item.start), level.kept)
-            memory.pulse(unit.forward_transient)
+            transient = level.forward_transient
+            memory.pulse(unit.forward_transient if transient is None else transient)
             continue
         memory.put(("input", item.start), unit.input)
         for i in range(item.start, item.stop):
@@ -140,12 +147,13 @@ def replay(chain: Chain, items) -> tuple[int, float]:
         if isinstance(item, Segment):
             memory.live["dy"] = chain.units[item.stop - 1].output
             for i, level in chosen.items():
-                kept = level.kept
+                kept = level.kept if level.again is None else level.again
                 if i == item.start:
                     # of which the input is a part, if it is no less
                     memory.drop(("input", i))
                     kept = max(kept, chain.units[i].input)
-                extra += chain.units[i].forward
+                rerun = chain.units[i].rerun
+                extra += chain.units[i].forward if rerun is None else rerun
                 stops_early = i + 1 == item.stop and level.ending is not None
                 if stops_early:
                     memory.drop("dy")
@@ -253,13 +261,14 @@ def test_error_names_a_budget_that_works():
 
 def scaled(chain: Chain, by: int) -> Chain:
     def times(record, *names: str):
-        return replace(record, **{name: by * getattr(record, name) for name in names})
+        found = {name: getattr(record, name) for name in names}
+        return replace(record, **{name: by * x for name, x in found.items() if x is not None})
 
     units = [
         replace(
             times(unit, "input", "output", "forward_transient", "left"),
             levels=tuple(
-                times(level, "kept", "transient", *(["ending"] if level.ending else []))
+                times(level, "kept", "transient", "ending", "forward_transient", "again")
                 for level in unit.levels
             ),
         )
