@@ -70,7 +70,8 @@ def _is_block(module: nn.Module, count: int) -> bool:
     """Whether it is a Sequential of layers, one of `count` modules, that is no longer than that."""
     if not isinstance(module, nn.Sequential) or len(module) > count:
         return False
-    return not any(any(child.children()) for child in module)
+    # several with children of their own are a stage of blocks
+    return sum(any(child.children()) for child in module) < 2
 
 
 def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

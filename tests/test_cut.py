@@ -82,6 +82,10 @@ CUTS = {
         [f"{i}.{j}" for i in range(3) for j in range(2)],
     ),
     "blocks of layers": (nn.Sequential(*(block() for _ in range(3))), body("", 3)),
+    "blocks with one of layers inside": (
+        nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), block(), nn.Tanh()) for _ in range(3))),
+        body("", 3),
+    ),
     "two long Sequentials": (
         nn.Sequential(nn.Sequential(*linears(4)), nn.Sequential(*linears(3))),
         [*body("0", 4), *body("1", 3)],
