@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from fusedckpt import _roles
 from fusedckpt._calls import Call, Run
 
-__all__ = ["Times", "alone", "end", "middle", "packed", "timed"]
+__all__ = ["Times", "alone", "end", "middle", "once", "packed", "timed"]
 
 
 def alone(level: str, forward: Callable[..., Any]) -> Run:
@@ -56,18 +56,25 @@ def end(run: Run, args: Any, kwargs: Any) -> Any:
     return _roles.Chained(("preact",)).run(0, _needed, (run(args, kwargs),), {})
 
 
-# by kind and names of the ways to run it, what was timed
-_known: dict[Any, dict[str, list[tuple[float, float]]]] = {}
+T = TypeVar("T")
+
+# what was timed, by all that it depends on
+_known: dict[Any, Any] = {}
+
+
+def once(key: Any, measure: Callable[[], T]) -> T:
+    """Return what was measured first for this key."""
+    if key not in _known:
+        if len(_known) > 1000:
+            _known.clear()
+        _known[key] = measure()
+    return _known[key]
 
 
 def timed(kind: Any, call: Call, runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float]]]:
     """Return what `Call.milliseconds` returned first for units of this kind."""
     key = kind, call.device, torch.get_num_threads(), tuple(runs)
-    if key not in _known:
-        if len(_known) > 1000:
-            _known.clear()
-        _known[key] = call.milliseconds(runs)
-    return _known[key]
+    return once(key, lambda: call.milliseconds(runs))
 
 
 class Times:

@@ -308,3 +308,10 @@ def test_what_the_cheapest_level_keeps_does_not_count_for_others(share):
         peak = report(model, x).peak_bytes
         same.undo()
         assert peak <= outcome.peak <= 1.02 * peak
+
+
+def test_the_same_call_gives_the_same_plan():
+    model, x = transformer(3), tokens()
+    first, second = (plan(model, x, policy="memory", progress=False) for _ in range(2))
+    assert str(first) == str(second)
+    assert first == second
