@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fusedckpt import parity
+from fusedckpt.graph import Node, function, leaves
 from fusedckpt.held import Block, Path, Weight
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.recording import Node, Recording, function, leaves
+from fusedckpt.recording import Recording
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8
