@@ -25,8 +25,6 @@ from fusedckpt.graph import Node
 from fusedckpt.held import Path
 from fusedckpt.spying import Log, spied
 
-aten = torch.ops.aten
-
 _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero")
 # nodes that hold a number for every element of rows
 _ROWS = ("x", "product", "part", "point")
