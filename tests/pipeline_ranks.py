@@ -5,7 +5,6 @@ Run by test_pipelines.py as `pipeline_ranks.py STORE RANK`.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import gemm_flops  # after the path is set
+from support import as_rank, gemm_flops  # after the path is set
 
 import fusedckpt
 
@@ -156,9 +154,7 @@ def check(schedule: str, way: str, own: dict[int, nn.Sequential], count: int) ->
     assert gemms == expected, (gemms, expected)
 
 
-def main(store: str, rank: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def main(rank: int) -> None:
     made = []
     for schedules, places in PLACES.items():
         count = sum(map(len, places))
@@ -169,11 +165,7 @@ def main(store: str, rank: int) -> None:
         for schedule in schedules:
             print(schedule, way, flush=True)
             check(schedule, way, own, count)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
-    sys.stdout.flush()
-    # gloo's threads may abort while a busy interpreter takes itself down
-    os._exit(0)
+    as_rank(main)

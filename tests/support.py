@@ -207,3 +207,17 @@ def run_ranks(script: Path, store: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
+
+
+def as_rank(main: Callable[[int], None]) -> None:
+    """Be one of the two ranks that `run_ranks` starts: call `main` with its number, and exit."""
+    rank = int(sys.argv[2])
+    torch.set_num_threads(1)
+    store = f"file://{sys.argv[1]}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    main(rank)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    # gloo's threads may abort while a busy interpreter takes itself down
+    os._exit(0)

@@ -5,7 +5,6 @@ Run by test_wrapper.py as `checkpoint_ranks.py STORE RANK`.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential  # after the path is set
+from support import as_rank  # after the path is set
+
+from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential
 
 
 class Block(nn.Module):
@@ -113,9 +114,7 @@ def gradients(build: Callable[..., nn.Module], rank: int, *wraps: Any) -> dict[s
     return grads | {"names": tuple(map(tuple, states))}
 
 
-def main(store: str, rank: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def main(rank: int) -> None:
     builds = {
         "ddp": partial(ddp, find_unused_parameters=True),
         "ddp static": partial(ddp, static_graph=True),
@@ -143,11 +142,7 @@ def main(store: str, rank: int) -> None:
                 b = expected[key]
                 same = torch.equal(a, b) if isinstance(a, Tensor) else a == b
                 assert same, (name, way, key, a, b)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
-    sys.stdout.flush()
-    # gloo's threads may abort while a busy interpreter takes itself down
-    os._exit(0)
+    as_rank(main)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from own_classes import LlamaRMSNorm  # after the path is set
+from support import as_rank
 
 from fusedckpt import fuse
 
@@ -129,15 +129,12 @@ def check_fused_then_sharded(mesh) -> None:
         assert sorted(again.already.values()) == sorted(report.swapped.values()), again
 
 
-def main(store: str, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def main(_: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     check_tensor_parallel(mesh)
     check_fuse_of_sharded(mesh)
     check_fused_then_sharded(mesh)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    as_rank(main)

@@ -6,7 +6,6 @@ Run by test_plan_ranks.py as `plan_ranks.py STORE RANK`.
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from plan_models import tokens, transformer
+from support import as_rank
 
 from fusedckpt import _ranks, _roles, plan, planner
 from fusedckpt.memory import nbytes_of, peak_bytes
@@ -210,9 +210,7 @@ def check_sharded(rank: int) -> None:
         sharded(x).backward()
 
 
-def main(store: str, rank: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def main(rank: int) -> None:
     torch.manual_seed(0)
     check_differences(rank)
     check_who_raises(rank)
@@ -221,12 +219,7 @@ def main(store: str, rank: int) -> None:
     check_one_measures(rank)
     check_micro_batches_of_ddp(rank)
     check_sharded(rank)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
-    sys.stdout.flush()
-    # gloo's threads may abort while a busy interpreter takes itself down
-    os._exit(0)
+    as_rank(main)
