@@ -179,10 +179,8 @@ def measured(
     runs = {name: runs[name] for name in levels}
     # a segment cannot keep an argument that its own forward overwrites
     segments = {} if call.writes else {x: _ways.alone(x, forward) for x in runs if x != PRODUCTS}
-    packed = {}
-    for name in segments if has_levels(module) else ():
-        found = call.bytes(partial(_ways.packed, runs[name]))
-        packed[name] = found.kept - found.input + levels[name].input
+    hooked = segments if has_levels(module) else ()
+    packed = {name: _packed(call, runs[name], levels[name]) for name in hooked}
     forward_ms, extra, rerun, tail = _times(call, forward, runs, segments, levels, kind)
     if parts and not call.writes:
         least = min(levels.keys() - {PRODUCTS}, key=lambda name: levels[name].kept)
@@ -195,6 +193,12 @@ def measured(
         call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
         tuple(flows), any(module.children()),
     )  # fmt: skip
+
+
+def _packed(call: Call, run: Run, level: Bytes) -> int:
+    """Return the bytes that a run keeps where saved tensors go through hooks."""
+    found = call.bytes(partial(_ways.packed, run))
+    return found.kept - found.input + level.input
 
 
 def _times(

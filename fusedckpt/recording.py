@@ -62,9 +62,8 @@ def record(
     """
     log = Log()
     own = next((p.dtype for p in module.parameters()), torch.float32)
-    states = random.getstate(), np.random.get_state()
     try:
-        with parity.undisturbed(torch.device("meta")):
+        with _python_random(log), parity.undisturbed(torch.device("meta")):
             clone = spied(module, log, dtype, training, dropping)
             x = torch.empty(shape, dtype=dtype or own, device="meta")
             x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
@@ -78,12 +77,6 @@ def record(
                 y = type(module).forward(clone, x)
     except Exception as error:  # arbitrary code of others, on tensors without values
         return Recording(None, log, log.stop or f"its forward raised a {type(error).__name__}")
-    finally:
-        drew = states[0] != random.getstate() or _differ(states[1], np.random.get_state())
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-    if drew:
-        log.stopped("its forward draws random numbers in Python")
     for name, before, after in log.containers:
         if before != after:
             log.stopped(f"its forward writes to {name}")
@@ -94,8 +87,20 @@ def record(
     return Recording(recorder.node(y), log, None, (shape, tuple(y.shape)), (x.dtype, y.dtype))
 
 
-def _differ(before: Any, after: Any) -> bool:
-    return not (np.array_equal(before[1], after[1]) and before[2:] == after[2:])
+@contextmanager
+def _python_random(log: Log) -> Iterator[None]:
+    """Put back the random states of Python and numpy, and stop the log if they were drawn from."""
+    state: Any = random.getstate()
+    theirs: Any = np.random.get_state()
+    try:
+        yield
+    finally:
+        now: Any = np.random.get_state()
+        same = np.array_equal(theirs[1], now[1]) and theirs[2:] == now[2:]
+        if random.getstate() != state or not same:
+            log.stopped("its forward draws random numbers in Python")
+        random.setstate(state)
+        np.random.set_state(theirs)
 
 
 @contextmanager

@@ -268,10 +268,7 @@ def gated_mlp(
         # views: autograd puts their gradients together again
         halves = gate_weight.chunk(2)
         biases = (None, None) if gate_bias is None else gate_bias.chunk(2)
-        linears = {
-            "gate": (halves[0], biases[0]),
-            "up": (halves[1], biases[1]),
-            "down": linears["down"],
-        }
+        gate, up = zip(halves, biases, strict=True)
+        linears = {"gate": gate, "up": up, "down": linears["down"]}
     call = _Call(activation, norm, residual, level, chunks, kernel)
     return _mlp(call, x, dtype, linears)
