@@ -23,7 +23,7 @@ from fusedckpt.parity import is_transposed
 from fusedckpt.recording import record
 from fusedckpt.structure import NONE, activation_by
 
-__all__ = ["apart", "has_weights", "holds", "is_convolutional", "reason_of"]
+__all__ = ["apart", "holds", "reason_of"]
 
 _MODULES = tuple(getattr(activations, name) for name in activations.__all__)
 # of these, what is no function of single elements
@@ -48,20 +48,15 @@ def holds(module: nn.Module) -> str | None:
     count = len(_linears(module)) + len(_own(module))
     if not count or _is_linear(module) or type(module).forward is nn.Module.forward:
         return None
-    if not _has_activation(module) or is_convolutional(module):
+    if not _has_activation(module) or _is_convolutional(module):
         return None
     return "linear" if count == 1 else "mlp"
 
 
-def is_convolutional(module: nn.Module) -> bool:
+def _is_convolutional(module: nn.Module) -> bool:
     """Whether an activation follows convolutions, and a lone linear something else."""
     convolutions = any(isinstance(inner, _ConvNd) for inner in module.modules())
     return convolutions and len(_linears(module)) < 2
-
-
-def has_weights(module: nn.Module) -> bool:
-    """Whether a module holds what can be linears, itself or as children."""
-    return bool(_linears(module) or _own(module))
 
 
 def reason_of(module: nn.Module, found: str | None) -> str:
