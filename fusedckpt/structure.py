@@ -24,7 +24,6 @@ from fusedckpt.recording import Recording
 _TOL = 1e-8
 # a block is probed on slices of its weights: what it computes does not depend on its size
 _D, _F = 24, 40
-_BESIDE = "its forward uses its input beside its linears"
 NONE = "is no activation that can be fused"
 
 
@@ -137,9 +136,8 @@ def _strange(y: Node) -> str | None:
         names = dict.fromkeys(_described(node) for node in reversed(sources))
         return f"its forward computes {', '.join(names)}"
     for node in seen:
-        used = [one for one in node.of if one.kind in ("x", "part") and node.kind != "product"]
-        if any(one.kind == "x" for one in used):
-            return _BESIDE
+        if node.kind != "product" and any(one.kind == "x" for one in node.of):
+            return "its forward uses its input beside its linears"
     return None
 
 
