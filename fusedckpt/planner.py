@@ -19,7 +19,7 @@ from fusedckpt._ranks import Group, facts_of, group_of, together
 from fusedckpt._step import Step, default_loss
 from fusedckpt._text import enough
 from fusedckpt._unit_costs import PRODUCTS
-from fusedckpt.chain import Chain, Item, Keep, simulate
+from fusedckpt.chain import Chain, Item, Keep
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.plans import Plan, structure_of
 from fusedckpt.policies import policy as by_rule
@@ -30,6 +30,7 @@ from fusedckpt.solver import (
     least_outcome,
     least_peak,
     may_go_lower,
+    simulated,
     solve,
 )
 from fusedckpt.trial import tensors_of, trial
@@ -64,10 +65,9 @@ def plan(
 
     The model is cut into units, which run one after the other. Each is measured on the arguments
     that it gets, once of a kind (timed once in a process), with what fused layers inside keep at
-    every level; the units are then given
-    levels, or run again in backward as segments, so that the peak of the step stays below the
-    budget at the least extra time. At last one step is run under the plan, and its peak measured.
-    Afterwards everything is as before (see `trial`).
+    every level; the units are then given levels, or run again in backward as segments, so that the
+    peak of the step stays below the budget at the least extra time. At last one step is run under
+    the plan, and its peak measured. Afterwards everything is as before (see `trial`).
 
     Gradients that exist when this is called are there when the planned step begins, as after
     `zero_grad(set_to_none=False)`; others are made in it. With `accumulate` all are there. What the
@@ -245,7 +245,7 @@ def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
     # the model of memory rather takes too much than too little; what it finds far too large may not
     # fit the device at all, and is not run
     least = least_peak(chain)
-    last = [least, _by_rule(chain, "none")]
+    last = [least, simulated(chain, by_rule(chain, "none"))]
     tried = [
         _tried(step, _plan(step, "budget", chain, solution, limit))
         for solution in last
@@ -277,10 +277,8 @@ def _by_policy(policy: Policy, step: Step, chain: Chain, names: Sequence[str]) -
     else:
         # modules that were listed: each on its own
         items = by_rule(chain, policy if isinstance(policy, str) else "all")
-    outcome = simulate(chain, items)
     title = policy if isinstance(policy, str) else f"again: {', '.join(names)}"
-    solution = Solution(items, outcome.peak, outcome.extra, 0.0)
-    return _tried(step, _plan(step, title, chain, solution))
+    return _tried(step, _plan(step, title, chain, simulated(chain, items)))
 
 
 def _least(step: Step, chain: Chain) -> Plan:
@@ -289,18 +287,12 @@ def _least(step: Step, chain: Chain) -> Plan:
     The model of memory may be off by more than what is between them.
     """
     least = least_peak(chain)
-    rules = [_by_rule(chain, name) for name in ("all", "sqrt", "none")]
+    rules = [simulated(chain, by_rule(chain, name)) for name in ("all", "sqrt", "none")]
     ways = [least, *(rule for rule in rules if rule.peak <= _DOUBT * least.peak)]
     # a way that is there twice is tried once
     distinct = {way.items: way for way in reversed(ways)}
     tried = [_tried(step, _plan(step, "memory", chain, way)) for way in distinct.values()]
     return min(tried, key=lambda found: (_measured(found), found.extra_ms))
-
-
-def _by_rule(chain: Chain, name: str) -> Solution:
-    items = by_rule(chain, name)
-    outcome = simulate(chain, items)
-    return Solution(items, outcome.peak, outcome.extra, 0.0)
 
 
 def _plan(

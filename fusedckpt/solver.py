@@ -30,6 +30,7 @@ __all__ = [
     "least_outcome",
     "least_peak",
     "may_go_lower",
+    "simulated",
     "solve",
 ]
 
@@ -69,7 +70,7 @@ def solve(chain: Chain, budget: float) -> Solution:
             the chain holds 4 PiB or more.
     """
     _check_size(chain)
-    least = _simulated(chain, _least_items(chain))
+    least = simulated(chain, _least_items(chain))
     if not budget >= least.peak:
         raise ValueError(f"solve: the least feasible budget is {least.peak} bytes, got {budget}")
     return _improved(chain, budget, [least, *_by_rule(chain)])
@@ -78,7 +79,7 @@ def solve(chain: Chain, budget: float) -> Solution:
 def least_peak(chain: Chain) -> Solution:
     """Return the fastest of the plans with the least peak that any plan reaches."""
     _check_size(chain)
-    least = _simulated(chain, _least_items(chain))
+    least = simulated(chain, _least_items(chain))
     return _improved(chain, least.peak, [least, *_by_rule(chain)])
 
 
@@ -115,7 +116,8 @@ def _check_size(chain: Chain) -> None:
         raise ValueError(f"solve: a chain of less than {NEVER} bytes was expected, got {total}")
 
 
-def _simulated(chain: Chain, items: tuple[Item, ...]) -> Solution:
+def simulated(chain: Chain, items: tuple[Item, ...]) -> Solution:
+    """Return a plan that was made otherwise, which says nothing of others."""
     outcome = simulate(chain, items)
     return Solution(items, outcome.peak, outcome.extra, 0.0)
 
@@ -124,7 +126,7 @@ def _by_rule(chain: Chain) -> Iterator[Solution]:
     count = sum(not unit.fixed for unit in chain.units)
     powers = (1 << i for i in range(count.bit_length()))
     for name in ("none", "all", "sqrt", *(f"uniform:{k}" for k in powers)):
-        yield _simulated(chain, policy(chain, name))
+        yield simulated(chain, policy(chain, name))
 
 
 def _improved(chain: Chain, budget: float, known: list[Solution]) -> Solution:
@@ -137,7 +139,7 @@ def _improved(chain: Chain, budget: float, known: list[Solution]) -> Solution:
     for target, width in ((near, 512), (far, 64), (far, 512), (far, 4096)):
         items, lost = search.run(min(target, best.extra), width)
         if items is not None:
-            best = min(best, _simulated(chain, items), key=lambda plan: plan.extra)
+            best = min(best, simulated(chain, items), key=lambda plan: plan.extra)
             assert best.peak <= budget, "the search and the simulator disagree"
         if target == far and not lost:
             bound = bound if search.segments.thinned else best.extra
