@@ -75,6 +75,6 @@ class Parts:
         return Times(timed((self._kind, name), call, runs), {}).slower(_AGAIN, _PLAIN)
 
     def _with(self, parts: tuple[str, ...], args: Any, kwargs: Any) -> Any:
-        roles = {self._module.get_submodule(part): _roles.again() for part in parts}
-        with _roles.assigned(roles):
+        given = {self._module.get_submodule(part): _roles.again() for part in parts}
+        with _roles.assigned(given):
             return self._run(args, kwargs)

@@ -211,15 +211,15 @@ def _times(
 ) -> tuple[float, dict[str, float], float, float]:
     """Return ms of the forward, extra ms per level, ms to run it again, and what the last saves."""
     plain = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
-    most, ways = plain[0], dict(runs)
+    most, every = plain[0], dict(runs)
     if most in segments:
-        ways[_AGAIN] = segments[most]
-        ways[_MIDDLE] = partial(_ways.middle, most, forward)
-        ways[_END] = partial(_ways.end, runs[most])
-    counted = ways.keys() - {PRODUCTS, _MIDDLE, _END}
-    flops = {name: call.flops(ways[name]) for name in counted}
+        every[_AGAIN] = segments[most]
+        every[_MIDDLE] = partial(_ways.middle, most, forward)
+        every[_END] = partial(_ways.end, runs[most])
+    counted = every.keys() - {PRODUCTS, _MIDDLE, _END}
+    flops = {name: call.flops(every[name]) for name in counted}
     shares = {name: count / max(1, call.forward_flops) for name, count in flops.items()}
-    times = _ways.Times(_ways.timed(kind, call, ways), shares)
+    times = _ways.Times(_ways.timed(kind, call, every), shares)
     # what keeps less does not get faster by it: that would be noise
     slower = accumulate((times.slower(name, most) for name in plain), max)
     extra = dict(zip(plain, slower, strict=True))

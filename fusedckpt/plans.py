@@ -73,10 +73,10 @@ class Plan:
             if not unit.code:
                 self._unit(inner, unit.name)
         self._check_structure(inner)
-        roles = [(self._unit(inner, name), role) for name, role in self._roles()]
+        given = [(self._unit(inner, name), role) for name, role in self._roles()]
         if any(_roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
-        for module, role in roles:
+        for module, role in given:
             _roles.assign(module, role)
             self._applied.append(weakref.ref(module))
         return model
@@ -115,21 +115,21 @@ class Plan:
                 )
 
     def _roles(self) -> list[tuple[str, _roles.Role]]:
-        roles: list[tuple[str, _roles.Role]] = []
+        found: list[tuple[str, _roles.Role]] = []
         for item in self.items:
             names = [unit.name for unit in self.chain.units[item.start : item.stop]]
             if isinstance(item, Segment):
                 levels = tuple(map(_roles.inner_level, item.levels))
                 chained = _roles.Chained(levels)
-                roles += [(name, _roles.Member(chained, i)) for i, name in enumerate(names)]
+                found += [(name, _roles.Member(chained, i)) for i, name in enumerate(names)]
             else:
                 level, parts = parts_of_level(item.level)
                 if level == PRODUCTS:
-                    roles.append((names[0], _roles.Selecting()))
+                    found.append((names[0], _roles.Selecting()))
                 elif level in LEVELS:
-                    roles.append((names[0], _roles.Keeping(level)))
-                roles += [(f"{names[0]}.{part}", _roles.again()) for part in parts]
-        return roles
+                    found.append((names[0], _roles.Keeping(level)))
+                found += [(f"{names[0]}.{part}", _roles.again()) for part in parts]
+        return found
 
     def spans(self, count: int) -> list[tuple[int, int, AbstractContextManager[None] | None]]:
         """Return the plan of an nn.Sequential of `count` modules as (start, stop, context).

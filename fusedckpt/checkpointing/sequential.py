@@ -88,8 +88,8 @@ def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, i
         return segments.spans(len(functions))
     count = len(functions)
     rule = _starts.RULES.get(segments) if isinstance(segments, str) else None
-    starts = measured(rule, functions, input) if rule else _starts.given_starts(segments, count)
-    return [(a, b, None) for a, b in pairwise([*starts, count])]
+    first = measured(rule, functions, input) if rule else _starts.given_starts(segments, count)
+    return [(a, b, None) for a, b in pairwise([*first, count])]
 
 
 def measured(rule: _starts.Rule, functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
