@@ -4,7 +4,7 @@ from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
 from fusedckpt.autograd.phases import is_recomputing
-from fusedckpt.checkpointing.checkpoint import checkpoint
+from fusedckpt.checkpointing.function import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear

@@ -26,7 +26,7 @@ from fusedckpt._sharded import gathering
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.saved_tensor import is_plain, storage_of, version_of
-from fusedckpt.checkpointing.checkpoint import checkpoint, is_plain_call
+from fusedckpt.checkpointing.function import checkpoint, is_plain_call
 from fusedckpt.checkpointing.saved import Argument, layout_of
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.checkpointing.tape import Call
