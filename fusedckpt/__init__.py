@@ -7,6 +7,7 @@ from fusedckpt.autograd.phases import is_recomputing
 from fusedckpt.checkpointing.function import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
+from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
@@ -16,7 +17,6 @@ from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planner import plan
 from fusedckpt.plans import Plan
 from fusedckpt.reporting import MemoryReport, report
-from fusedckpt.swap import FuseReport, fuse, unfuse
 
 __all__ = [
     "MLP",

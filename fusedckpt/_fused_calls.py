@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from fusedckpt import running
 from fusedckpt.autograd import fallbacks
+from fusedckpt.fusing import running
 from fusedckpt.memory import SavedStorage
 
 __all__ = ["FusedCalls", "FusedModule"]

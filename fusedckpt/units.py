@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from fusedckpt.fusing.swapped import FusedMLP, FusedRMSNorm
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential, runs
-from fusedckpt.swapped import FusedMLP, FusedRMSNorm
 
 __all__ = ["candidates", "has_levels", "is_fused", "named", "parts_of"]
 

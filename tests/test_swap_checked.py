@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import fusedckpt
-from fusedckpt import fuse, parity, unfuse
+from fusedckpt import fuse, unfuse
+from fusedckpt.fusing import parity
 
 
 class Quantised(nn.Linear):

@@ -17,11 +17,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from fusedckpt import parity, reasons
+from fusedckpt.fusing import parity, reasons
+from fusedckpt.fusing.parity import is_transposed
+from fusedckpt.fusing.recording import record
+from fusedckpt.fusing.structure import NONE, activation_by
 from fusedckpt.layers.linear import Linear
-from fusedckpt.parity import is_transposed
-from fusedckpt.recording import record
-from fusedckpt.structure import NONE, activation_by
 
 __all__ = ["apart", "holds", "reason_of"]
 

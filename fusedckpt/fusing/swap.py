@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt import left, reasons, running
-from fusedckpt._wanted import Names, Wanted, patterns
 from fusedckpt.autograd import fallbacks, levels
 from fusedckpt.autograd.levels import LEVELS
-from fusedckpt.fuse_report import FuseReport
-from fusedckpt.held import MARK, Original, Part, child_at
+from fusedckpt.fusing import left, reasons, running
+from fusedckpt.fusing.fuse_report import FuseReport
+from fusedckpt.fusing.held import MARK, Original, Part, child_at
+from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.fusing.matcher import Matcher, unfit
+from fusedckpt.fusing.running import join
+from fusedckpt.fusing.swapped import Swap, is_made, subclass, within
+from fusedckpt.fusing.wanted import Names, Wanted, patterns
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
-from fusedckpt.match_sequentials import blocks_of
-from fusedckpt.matcher import Matcher, unfit
-from fusedckpt.running import join
-from fusedckpt.swapped import Swap, is_made, subclass, within
 
 __all__ = ["FuseReport", "fuse", "unfuse"]
 

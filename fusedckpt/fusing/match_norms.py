@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from fusedckpt import parity, reference
-from fusedckpt.held import Held
+from fusedckpt import reference
+from fusedckpt.fusing import parity
+from fusedckpt.fusing.held import Held
+from fusedckpt.fusing.recording import Recording, record
+from fusedckpt.fusing.swapped import FusedRMSNorm, NormPlan, Swap, subclass
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.recording import Recording, record
-from fusedckpt.swapped import FusedRMSNorm, NormPlan, Swap, subclass
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 _HALF = (torch.bfloat16, torch.float16)

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fusedckpt import parity
-from fusedckpt.graph import Node
-from fusedckpt.held import Path
-from fusedckpt.spying import Log, spied
+from fusedckpt.fusing import parity
+from fusedckpt.fusing.graph import Node
+from fusedckpt.fusing.held import Path
+from fusedckpt.fusing.spying import Log, spied
 
 _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero")
 # nodes that hold a number for every element of rows

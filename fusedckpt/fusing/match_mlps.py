@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fusedckpt import left, parity
-from fusedckpt.held import Block, Path, child_at
-from fusedckpt.recording import Recording, record
-from fusedckpt.spying import rates_of
-from fusedckpt.structure import block_of, features_of, sizes_of
-from fusedckpt.swapped import FusedMLP, MLPPlan, Swap, subclass
+from fusedckpt.fusing import left, parity
+from fusedckpt.fusing.held import Block, Path, child_at
+from fusedckpt.fusing.recording import Recording, record
+from fusedckpt.fusing.spying import rates_of
+from fusedckpt.fusing.structure import block_of, features_of, sizes_of
+from fusedckpt.fusing.swapped import FusedMLP, MLPPlan, Swap, subclass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE = (2, 3)

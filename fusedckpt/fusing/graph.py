@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fusedckpt.held import Path
+from fusedckpt.fusing.held import Path
 
 
 @dataclass(eq=False)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.held import Path
+from fusedckpt.fusing.held import Path
+from fusedckpt.fusing.swapped import Swap
 from fusedckpt.memory import saved_tensors
-from fusedckpt.swapped import Swap
 
 # rows of the random input: enough to tell rules of rounding apart, and few
 ROWS = 6

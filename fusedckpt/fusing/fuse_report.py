@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt import running
-from fusedckpt.held import Part
+from fusedckpt.fusing import running
+from fusedckpt.fusing.held import Part
 
 __all__ = ["FuseReport"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.held import MARK, Block, Held, Original, Part, Path, broken, child_at
+from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, Path, broken, child_at
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt import parity
-from fusedckpt.graph import Node, function, leaves
-from fusedckpt.held import Block, Path, Weight
+from fusedckpt.fusing import parity
+from fusedckpt.fusing.graph import Node, function, leaves
+from fusedckpt.fusing.held import Block, Path, Weight
+from fusedckpt.fusing.recording import Recording
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.recording import Recording
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8

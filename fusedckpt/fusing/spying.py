@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.held import MISSING, Held, Path, is_function, is_simple
+from fusedckpt.fusing.held import MISSING, Held, Path, is_function, is_simple
 
 # what every module has, and how modules call each other
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fusedckpt import left, reasons
 from fusedckpt.autograd import dispatch, fallbacks
-from fusedckpt.held import MARK, Original, Part
+from fusedckpt.fusing import left, reasons
+from fusedckpt.fusing.held import MARK, Original, Part
+from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.layers.sequential import Sequential
-from fusedckpt.match_sequentials import blocks_of
 
 __all__ = ["forget", "found", "join", "parts", "reason_now"]
 

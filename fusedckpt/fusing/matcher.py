@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt import parity, reasons
 from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.held import Part, is_simple
-from fusedckpt.match_mlps import mlp_swap
-from fusedckpt.match_norms import norm_swap
-from fusedckpt.match_sequentials import blocks_of
-from fusedckpt.swapped import Swap, unfit_layer
+from fusedckpt.fusing import parity, reasons
+from fusedckpt.fusing.held import Part, is_simple
+from fusedckpt.fusing.match_mlps import mlp_swap
+from fusedckpt.fusing.match_norms import norm_swap
+from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.fusing.swapped import Swap, unfit_layer
 
 # what every module has
 _OF_MODULES = frozenset(vars(nn.Module()))
