@@ -19,7 +19,7 @@ from bench.picture import family, save
 from bench.records import Line, blamed, build
 from bench.results import MIB, Timing
 from bench.text import significant
-from fusedckpt._figure import INK
+from fusedckpt.reporting.figure import INK
 
 __all__ = ["Capacity", "Fit", "append", "capacities", "draw", "markdown", "table"]
 

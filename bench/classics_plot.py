@@ -17,7 +17,7 @@ from bench.classics_results import Curve, Depths, Part, Result, Row
 from bench.figures import name_points
 from bench.picture import OURS, draw_clusters, family
 from bench.results import MIB
-from fusedckpt._figure import BLUE, FAINT, INK, STYLE
+from fusedckpt.reporting.figure import BLUE, FAINT, INK, STYLE
 
 __all__ = ["draw"]
 

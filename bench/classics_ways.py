@@ -23,10 +23,10 @@ import fusedckpt
 from bench.classics_results import Curve, Row
 from bench.results import MIB, Timing
 from bench.text import significant
-from fusedckpt._step import Step
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.reporting import MemoryReport, measure
-from fusedckpt.trial import trial
+from fusedckpt.reporting.memory_report import MemoryReport, measure
+from fusedckpt.reporting.step import Step
+from fusedckpt.reporting.trial import trial
 
 __all__ = [
     "BUDGETS", "NUM_PLANS", "Batch", "Trial", "Way", "Workload", "compare", "plans", "take_turns",

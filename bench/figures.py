@@ -14,7 +14,7 @@ from bench.picture import family, save
 from bench.results import MIB, Ceilings, Group, Row
 from bench.table import sources
 from bench.text import significant
-from fusedckpt._figure import INK
+from fusedckpt.reporting.figure import INK
 
 __all__ = ["draw_bars", "draw_pareto", "draw_roofline", "name_points", "pareto_front", "timed"]
 

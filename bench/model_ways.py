@@ -27,7 +27,7 @@ from bench.records import save
 from bench.text import console as wide_console
 from bench.text import steps
 from fusedckpt._budget import bytes_of
-from fusedckpt._step import default_loss
+from fusedckpt.reporting.step import default_loss
 from fusedckpt.units import candidates
 
 __all__ = ["Settings", "run", "settings"]

@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusedckpt._figure import BLUE, FAINT, GREY, INK, RED, STYLE
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 
 __all__ = ["OURS", "Family", "draw_clusters", "family", "save"]
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bench.picture import draw_clusters, family
 from bench.text import difference
-from fusedckpt._figure import FAINT, STYLE
+from fusedckpt.reporting.figure import FAINT, STYLE
 
 __all__ = ["Result", "Run", "draw", "table"]
 

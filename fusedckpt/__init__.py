@@ -16,7 +16,7 @@ from fusedckpt.layers.packing import pack_gate_up, repack_gate_up, unpack_gate_u
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planner import plan
 from fusedckpt.plans import Plan
-from fusedckpt.reporting import MemoryReport, report
+from fusedckpt.reporting.memory_report import MemoryReport, report
 
 __all__ = [
     "MLP",

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedckpt._timeline import Watch, timeline
 from fusedckpt.memory import profiled, saved_tensors
-from fusedckpt.trial import aliased, tensors_of
+from fusedckpt.reporting.timeline import Watch, timeline
+from fusedckpt.reporting.trial import aliased, tensors_of
 
 __all__ = ["Bytes", "Call", "NoGraph", "Run", "seconds"]
 

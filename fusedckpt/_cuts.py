@@ -15,14 +15,14 @@ from torch import nn
 from fusedckpt import _roles
 from fusedckpt._calls import seconds
 from fusedckpt._plan_input import Policy, names_of
-from fusedckpt._step import Step
 from fusedckpt._surroundings import chain_of
 from fusedckpt._unit_costs import kind_of
 from fusedckpt._ways import once
 from fusedckpt.chain import Chain
 from fusedckpt.costs import Kinds, Scout, Survey
 from fusedckpt.memory import nbytes_of
-from fusedckpt.trial import aliased, tensors_of
+from fusedckpt.reporting.step import Step
+from fusedckpt.reporting.trial import aliased, tensors_of
 from fusedckpt.units import candidates, parts_of
 
 __all__ = ["Cut", "chains", "cuts_of", "forward_of"]

@@ -15,7 +15,7 @@ from torch import nn
 from fusedckpt import _roles
 from fusedckpt._budget import bytes_of
 from fusedckpt.autograd.phases import current
-from fusedckpt.trial import tensors_of
+from fusedckpt.reporting.trial import tensors_of
 from fusedckpt.units import candidates, named
 
 __all__ = ["Policy", "check_model", "check_unit", "limit_of", "names_of", "unseen_in"]

@@ -9,9 +9,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusedckpt._figure import BLUE, FAINT, GREY, INK, RED, STYLE
 from fusedckpt.chain import Chain, moments, simulate
 from fusedckpt.policies import policy
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 from fusedckpt.solver import Solution, least_peak, solve
 
 if TYPE_CHECKING:

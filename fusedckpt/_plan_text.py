@@ -6,9 +6,9 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fusedckpt._text import Row, enough, held_by, size, table
 from fusedckpt.chain import Item, Segment, Unit, simulate
 from fusedckpt.policies import policy
+from fusedckpt.reporting.tables import Row, enough, held_by, size, table
 from fusedckpt.solver import least_outcome, may_go_lower
 
 if TYPE_CHECKING:

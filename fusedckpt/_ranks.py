@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedckpt._step import Step
-from fusedckpt._text import size
 from fusedckpt.memory import nbytes_of
 from fusedckpt.plans import Plan
+from fusedckpt.reporting.step import Step
+from fusedckpt.reporting.tables import size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -30,7 +30,7 @@ from fusedckpt.checkpointing.function import checkpoint, is_plain_call
 from fusedckpt.checkpointing.saved import Argument, layout_of
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.checkpointing.tape import Call
-from fusedckpt.trial import aliased
+from fusedckpt.reporting.trial import aliased
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"

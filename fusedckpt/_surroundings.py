@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt import _roles
-from fusedckpt._step import Step
-from fusedckpt._timeline import Moment, Watch, timeline
 from fusedckpt._unit_costs import PLAIN, Costs
 from fusedckpt.chain import Chain, Level, Unit, forward_of
 from fusedckpt.costs import Skipping
 from fusedckpt.memory import SavedTensors, profiled
+from fusedckpt.reporting.step import Step
+from fusedckpt.reporting.timeline import Moment, Watch, timeline
 
 __all__ = ["AFTER", "BEFORE", "chain_of"]
 

@@ -16,7 +16,7 @@ from fusedckpt._calls import NoGraph
 from fusedckpt._plan_input import check_unit, unseen_in
 from fusedckpt._unit_costs import Costs, kind_of, measured
 from fusedckpt.memory import nbytes_of
-from fusedckpt.trial import tensors_of
+from fusedckpt.reporting.trial import tensors_of
 
 __all__ = ["Kinds", "Scout", "Skipping", "Survey"]
 

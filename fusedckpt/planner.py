@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from fusedckpt._cuts import Cut, chains, cuts_of, forward_of
 from fusedckpt._plan_input import Policy, check_model, limit_of
 from fusedckpt._ranks import Group, facts_of, group_of, together
-from fusedckpt._step import Step, default_loss
-from fusedckpt._text import enough
 from fusedckpt._unit_costs import PRODUCTS
 from fusedckpt.chain import Chain, Item, Keep
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.plans import Plan, structure_of
 from fusedckpt.policies import policy as by_rule
-from fusedckpt.reporting import check_step, measure
+from fusedckpt.reporting.memory_report import check_step, measure
+from fusedckpt.reporting.step import Step, default_loss
+from fusedckpt.reporting.tables import enough
+from fusedckpt.reporting.trial import tensors_of, trial
 from fusedckpt.solver import (
     Solution,
     least_bytes,
@@ -33,7 +34,6 @@ from fusedckpt.solver import (
     simulated,
     solve,
 )
-from fusedckpt.trial import tensors_of, trial
 
 __all__ = ["plan"]
 

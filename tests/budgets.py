@@ -26,7 +26,7 @@ import fusedckpt
 from fusedckpt.chain import simulate
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.policies import policy
-from fusedckpt.trial import tensors_of
+from fusedckpt.reporting.trial import tensors_of
 
 Made = tuple[nn.Module, dict[str, Any]]
 

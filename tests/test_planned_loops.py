@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import Plan, plan
-from fusedckpt._text import size
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.trial import tensors_of
+from fusedckpt.reporting.tables import size
+from fusedckpt.reporting.trial import tensors_of
 
 LAYERS = 4
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt.memory import peak_bytes, saved_tensors
-from fusedckpt.reporting import report
+from fusedckpt.reporting.memory_report import report
 
 # sizes of float32 tensors on the CPU; the allocator of a GPU rounds up to 512 bytes
 R, D, F = 8, 16, 48
@@ -510,7 +510,7 @@ def test_plot(tmp_path, monkeypatch):
         assert f">{text}<" in drawn
     assert ">optimizer<" not in drawn
     assert f">in {found.peak.phase}, {found.peak.module}<" in drawn
-    monkeypatch.delitem(sys.modules, "fusedckpt._report_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "fusedckpt.reporting.memory_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"MemoryReport.plot: .* 'fusedckpt\[bench\]'"):
         found.plot(file)

@@ -10,7 +10,7 @@ import torch
 from support import DEVICE, randn
 from torch import nn
 
-from fusedckpt.trial import aliased, trial
+from fusedckpt.reporting.trial import aliased, trial
 
 
 class Noisy(nn.Module):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt._fused_calls import FusedCalls, FusedModule
-from fusedckpt._step import Step, default_loss
-from fusedckpt._timeline import Block, Moment, Watch, read
 from fusedckpt.memory import SavedStorage, SavedTensors, addresses_of, nbytes_of, profiled
-from fusedckpt.trial import tensors_of, trial
+from fusedckpt.reporting.fused_calls import FusedCalls, FusedModule
+from fusedckpt.reporting.step import Step, default_loss
+from fusedckpt.reporting.timeline import Block, Moment, Watch, read
+from fusedckpt.reporting.trial import tensors_of, trial
 
 __all__ = ["FusedModule", "MemoryReport", "report"]
 
@@ -98,7 +98,7 @@ class MemoryReport:
         return text
 
     def __str__(self) -> str:
-        return importlib.import_module("fusedckpt._report_text").text(self)
+        return importlib.import_module("fusedckpt.reporting.memory_text").text(self)
 
     def plot(self, path: str | Path) -> None:
         """Draw the saved bytes of every module, and the timeline with its peak.
@@ -106,7 +106,7 @@ class MemoryReport:
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
         try:
-            drawing = importlib.import_module("fusedckpt._report_plot")
+            drawing = importlib.import_module("fusedckpt.reporting.memory_plot")
         except ImportError as error:
             raise ImportError(
                 "MemoryReport.plot: expected matplotlib to be installed, as "

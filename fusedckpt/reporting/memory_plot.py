@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from fusedckpt._figure import BLUE, FAINT, GREY, INK, RED, STYLE
-from fusedckpt._text import size
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
+from fusedckpt.reporting.tables import size
 
 if TYPE_CHECKING:
-    from fusedckpt.reporting import MemoryReport
+    from fusedckpt.reporting.memory_report import MemoryReport
 
 __all__ = ["draw"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt._fused_calls import FusedCalls
-from fusedckpt._timeline import Watch
 from fusedckpt.memory import SavedTensors, addresses_of, nbytes_of, saved_tensors
-from fusedckpt.trial import aliased, tensors_of
+from fusedckpt.reporting.fused_calls import FusedCalls
+from fusedckpt.reporting.timeline import Watch
+from fusedckpt.reporting.trial import aliased, tensors_of
 
 __all__ = ["Step", "default_loss"]
 

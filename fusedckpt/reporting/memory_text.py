@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedckpt._text import Row, held_by, size, table
+from fusedckpt.reporting.tables import Row, held_by, size, table
 
 if TYPE_CHECKING:
-    from fusedckpt.reporting import FusedModule, MemoryReport
+    from fusedckpt.reporting.memory_report import FusedModule, MemoryReport
 
 __all__ = ["text"]
 
