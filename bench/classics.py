@@ -30,8 +30,8 @@ from bench.records import save
 from bench.results import MIB
 from bench.text import console as wide_console
 from bench.text import steps
-from fusedckpt._budget import bytes_of
 from fusedckpt.memory import nbytes_of
+from fusedckpt.planning.budget import bytes_of
 
 __all__ = ["Settings", "run", "settings"]
 

@@ -32,7 +32,7 @@ from bench.model import HEAD_DIM, GatedMLP
 from bench.records import save
 from bench.report import Result, Run, draw, table
 from bench.trainer import Trainer
-from fusedckpt.units import candidates
+from fusedckpt.planning.units import candidates
 
 __all__ = ["Settings", "run", "settings"]
 

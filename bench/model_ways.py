@@ -26,9 +26,9 @@ from bench.env import environment, summary
 from bench.records import save
 from bench.text import console as wide_console
 from bench.text import steps
-from fusedckpt._budget import bytes_of
+from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.units import candidates
 from fusedckpt.reporting.step import default_loss
-from fusedckpt.units import candidates
 
 __all__ = ["Settings", "run", "settings"]
 

@@ -14,8 +14,8 @@ from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.norm_spec import NormSpec
 from fusedckpt.layers.packing import pack_gate_up, repack_gate_up, unpack_gate_up
 from fusedckpt.layers.sequential import Sequential
-from fusedckpt.planner import plan
-from fusedckpt.plans import Plan
+from fusedckpt.planning.planner import plan
+from fusedckpt.planning.plans import Plan
 from fusedckpt.reporting.memory_report import MemoryReport, report
 
 __all__ = [

@@ -11,10 +11,10 @@ from torch import nn
 import fusedckpt
 from fusedckpt import Plan, plan, report
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.chain import Chain, Keep, Level, Segment, Unit, simulate
-from fusedckpt.policies import policy as by_rule
-from fusedckpt.solver import least_bytes, least_peak, may_go_lower, solve
-from fusedckpt.units import candidates
+from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
+from fusedckpt.planning.policies import policy as by_rule
+from fusedckpt.planning.solver import least_bytes, least_peak, may_go_lower, solve
+from fusedckpt.planning.units import candidates
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +237,7 @@ def by_flops(kind, call, runs):
 
 
 def test_blocks_of_layers_are_cut_up_where_that_pays(monkeypatch):
-    monkeypatch.setattr("fusedckpt._ways.timed", by_flops)
+    monkeypatch.setattr("fusedckpt.planning.ways.timed", by_flops)
     model, x = convolutional(6), images()
     most, least = (plan(model, x, policy=policy, progress=False) for policy in ("none", "memory"))
     assert "1" in {unit.name for unit in most.chain.units}

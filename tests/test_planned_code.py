@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedckpt import Plan, plan, report
-from fusedckpt.chain import Segment
+from fusedckpt.planning.chain import Segment
 
 LAYERS, WIDTH = 6, 64
 

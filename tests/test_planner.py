@@ -11,12 +11,13 @@ from plan_models import Chain, Pairs, convolutional, images, tokens, transformer
 from torch import nn
 
 import fusedckpt
-from fusedckpt import Checkpoint, checkpoint_sequential, plan, planner, report
-from fusedckpt._budget import bytes_of
+from fusedckpt import Checkpoint, checkpoint_sequential, plan, report
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.chain import simulate
-from fusedckpt.policies import policy as by_rule
-from fusedckpt.solver import solve
+from fusedckpt.planning import planner
+from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.chain import simulate
+from fusedckpt.planning.policies import policy as by_rule
+from fusedckpt.planning.solver import solve
 
 MODELS = {
     "transformer": (transformer, tokens),
@@ -481,8 +482,10 @@ def test_units_that_are_alike_are_measured_once(monkeypatch):
         torch.randn(4, 8),
     )
     kinds = []
-    measured = fusedckpt.costs.measured
-    monkeypatch.setattr("fusedckpt.costs.measured", lambda *a: kinds.append(1) or measured(*a))
+    measured = fusedckpt.planning.costs.measured
+    monkeypatch.setattr(
+        "fusedckpt.planning.costs.measured", lambda *a: kinds.append(1) or measured(*a)
+    )
     found = planned(model, x, policy="sqrt")
     assert len(units_of(found)) == 100
     # the first one's input requires no gradient

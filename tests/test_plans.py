@@ -13,12 +13,13 @@ from support import DEVICE, randn
 from torch import nn
 
 import fusedckpt
-from fusedckpt import Plan, _roles
-from fusedckpt._budget import bytes_of
+from fusedckpt import Plan
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.chain import Chain, Keep, Level, Segment, Unit, simulate
-from fusedckpt.policies import policy as by_rule
-from fusedckpt.solver import solve
+from fusedckpt.planning import roles
+from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
+from fusedckpt.planning.policies import policy as by_rule
+from fusedckpt.planning.solver import solve
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +65,8 @@ def test_copies_of_a_planned_model_are_planned(plan, copied):
     planned = plan.apply(copy.deepcopy(plain))
     twin = copied(planned)
     plan.undo(planned)
-    assert not any(_roles.is_assigned(module) for module in planned.modules())
-    assert any(_roles.is_assigned(module) for module in twin.modules())
+    assert not any(roles.is_assigned(module) for module in planned.modules())
+    assert any(roles.is_assigned(module) for module in twin.modules())
     assert same(twin, plain)
     plan.undo(twin)
     assert [type(m) for m in twin.modules()] == [type(m) for m in plain.modules()]
@@ -124,7 +125,7 @@ def test_apply_changes_nothing_where_it_cannot(plan):
     with pytest.raises(ValueError, match="a plan is applied"):
         plan.apply(model)
     plan.undo()
-    assert not any(_roles.is_assigned(module) for module in model.modules())
+    assert not any(roles.is_assigned(module) for module in model.modules())
 
 
 def test_what_was_undone_is_another_plans(plan):
@@ -132,7 +133,7 @@ def test_what_was_undone_is_another_plans(plan):
     plan.undo()
     copy.copy(plan).apply(model)
     plan.undo()
-    assert any(_roles.is_assigned(module) for module in model.modules())
+    assert any(roles.is_assigned(module) for module in model.modules())
 
 
 OTHERS = {
@@ -151,7 +152,7 @@ def test_a_plan_is_refused_by_another_structure(plan, name):
     model = made()
     with pytest.raises(ValueError, match=rf"^Plan\.apply: {message}"):
         plan.apply(model)
-    assert not any(_roles.is_assigned(module) for module in model.modules())
+    assert not any(roles.is_assigned(module) for module in model.modules())
 
 
 def test_plot_and_text(plan, tmp_path):

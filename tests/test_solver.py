@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from support import calls
 
-from fusedckpt.chain import Chain, Keep, Level, Segment, Unit, simulate
-from fusedckpt.policies import policy
-from fusedckpt.solver import _search, least_peak, solve
+from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
+from fusedckpt.planning.policies import policy
+from fusedckpt.planning.solver import _search, least_peak, solve
 
 
 def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
@@ -332,8 +332,8 @@ def test_bounds_hold_where_staircases_are_thinned(monkeypatch):
         budget = (2 * least + max(least, most)) // 3
         exact = solve(chain, budget)
         with monkeypatch.context() as patch:
-            patch.setattr("fusedckpt.solver._FEWEST", 2)
-            patch.setattr("fusedckpt.solver._MOST", 2)
+            patch.setattr("fusedckpt.planning.solver._FEWEST", 2)
+            patch.setattr("fusedckpt.planning.solver._MOST", 2)
             thinned = solve(chain, budget)
             priced = _search(chain, budget - chain.base).prices
         assert priced.lower_bound <= exact.extra + 1e-9

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusedckpt._prices import Prices
-from fusedckpt._search import Search
-from fusedckpt._staircase import NEVER, kept_needs, left_from, segment_levels, segments
-from fusedckpt.chain import Chain, Item, Keep, Outcome, Segment, simulate
-from fusedckpt.policies import policy
+from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, Segment, simulate
+from fusedckpt.planning.policies import policy
+from fusedckpt.planning.prices import Prices
+from fusedckpt.planning.search import Search
+from fusedckpt.planning.staircase import NEVER, kept_needs, left_from, segment_levels, segments
 
 __all__ = [
     "Solution",

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fusedckpt import _roles
-from fusedckpt._calls import seconds
-from fusedckpt._plan_input import Policy, names_of
-from fusedckpt._surroundings import chain_of
-from fusedckpt._unit_costs import kind_of
-from fusedckpt._ways import once
-from fusedckpt.chain import Chain
-from fusedckpt.costs import Kinds, Scout, Survey
 from fusedckpt.memory import nbytes_of
+from fusedckpt.planning import roles
+from fusedckpt.planning.calls import seconds
+from fusedckpt.planning.chain import Chain
+from fusedckpt.planning.code_between import chain_of
+from fusedckpt.planning.costs import Kinds, Scout, Survey
+from fusedckpt.planning.plan_input import Policy, names_of
+from fusedckpt.planning.unit_costs import kind_of
+from fusedckpt.planning.units import candidates, parts_of
+from fusedckpt.planning.ways import once
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import aliased, tensors_of
-from fusedckpt.units import candidates, parts_of
 
 __all__ = ["Cut", "chains", "cuts_of", "forward_of"]
 
@@ -96,7 +96,7 @@ def _survey(step: Step, names: Sequence[str], survey: Survey) -> None:
     """Measure the units, one after the other, where they are called."""
     modules = {name: step.model.get_submodule(name) for name in names}
     for role in (survey.scout.role, survey.probe):
-        with _roles.assigned({m: role(name, m) for name, m in modules.items()}):
+        with roles.assigned({m: role(name, m) for name, m in modules.items()}):
             args, kwargs = aliased((step.args, step.kwargs))
             step.model(*args, **kwargs)
 

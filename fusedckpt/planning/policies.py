@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fusedckpt.chain import Chain, Item, Keep, Segment
+from fusedckpt.planning.chain import Chain, Item, Keep, Segment
 
 __all__ = ["balanced", "policy"]
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedckpt import _roles
-from fusedckpt._calls import Call, Run
+from fusedckpt.planning import roles
+from fusedckpt.planning.calls import Call, Run
 
 __all__ = ["Times", "alone", "end", "middle", "once", "packed", "timed"]
 
 
 def alone(level: str, forward: Callable[..., Any]) -> Run:
-    chained = _roles.Chained((_roles.inner_level(level),))
-    return partial(_roles.Member(chained, 0).call, forward)
+    chained = roles.Chained((roles.inner_level(level),))
+    return partial(roles.Member(chained, 0).call, forward)
 
 
 def packed(run: Run, args: Any, kwargs: Any) -> Any:
@@ -48,12 +48,12 @@ def _needed(output: Any) -> Any:
 
 
 def middle(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    chained = _roles.Chained((_roles.inner_level(level), "preact"))
+    chained = roles.Chained((roles.inner_level(level), "preact"))
     return chained.run(1, _needed, (chained.run(0, forward, args, kwargs),), {})
 
 
 def end(run: Run, args: Any, kwargs: Any) -> Any:
-    return _roles.Chained(("preact",)).run(0, _needed, (run(args, kwargs),), {})
+    return roles.Chained(("preact",)).run(0, _needed, (run(args, kwargs),), {})
 
 
 T = TypeVar("T")

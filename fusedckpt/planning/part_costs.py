@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt import _roles
-from fusedckpt._calls import Bytes, Call, NoGraph, Run
-from fusedckpt._ways import Times, timed
 from fusedckpt.autograd.levels import LEVELS
+from fusedckpt.planning import roles
+from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run
+from fusedckpt.planning.ways import Times, timed
 
 __all__ = ["BUT", "Parts"]
 
@@ -48,7 +48,7 @@ class Parts:
         """Return what running each part again saves in bytes and takes in ms, if it is worth it."""
         calls: dict[str, list[Any]] = {part: [] for part in parts}
         modules = {part: self._module.get_submodule(part) for part in parts}
-        with _roles.assigned({m: _roles.Noting(calls[part]) for part, m in modules.items()}):
+        with roles.assigned({m: roles.Noting(calls[part]) for part, m in modules.items()}):
             self._call.run(self._run)
         found = {}
         for part, seen in calls.items():
@@ -66,15 +66,15 @@ class Parts:
     def _ms(self, name: str, part: nn.Module, forward: Any, args: Any, kwargs: Any) -> float:
         """Return the ms by which one part is slower."""
         call = Call(part, args, kwargs, None)
-        level = _roles.Keeping(self._level if self._level in LEVELS else None)
+        level = roles.Keeping(self._level if self._level in LEVELS else None)
 
         def again(args: Any, kwargs: Any) -> Any:
-            return level.call(partial(_roles.again().call, forward), (args, kwargs), {})
+            return level.call(partial(roles.again().call, forward), (args, kwargs), {})
 
         runs = {_PLAIN: partial(level.call, forward), _AGAIN: again}
         return Times(timed((self._kind, name), call, runs), {}).slower(_AGAIN, _PLAIN)
 
     def _with(self, parts: tuple[str, ...], args: Any, kwargs: Any) -> Any:
-        given = {self._module.get_submodule(part): _roles.again() for part in parts}
-        with _roles.assigned(given):
+        given = {self._module.get_submodule(part): roles.again() for part in parts}
+        with roles.assigned(given):
             return self._run(args, kwargs)

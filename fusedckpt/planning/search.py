@@ -17,9 +17,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedckpt._prices import Prices
-from fusedckpt._staircase import Bytes, Ms, Segments, kept_needs, left_from, pareto, segment_levels
-from fusedckpt.chain import Chain, Item, Keep, Segment
+from fusedckpt.planning.chain import Chain, Item, Keep, Segment
+from fusedckpt.planning.prices import Prices
+from fusedckpt.planning.staircase import (
+    Bytes,
+    Ms,
+    Segments,
+    kept_needs,
+    left_from,
+    pareto,
+    segment_levels,
+)
 
 __all__ = ["Search"]
 

@@ -13,19 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fusedckpt._cuts import Cut, chains, cuts_of, forward_of
-from fusedckpt._plan_input import Policy, check_model, limit_of
-from fusedckpt._ranks import Group, facts_of, group_of, together
-from fusedckpt._unit_costs import PRODUCTS
-from fusedckpt.chain import Chain, Item, Keep
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.plans import Plan, structure_of
-from fusedckpt.policies import policy as by_rule
-from fusedckpt.reporting.memory_report import check_step, measure
-from fusedckpt.reporting.step import Step, default_loss
-from fusedckpt.reporting.tables import enough
-from fusedckpt.reporting.trial import tensors_of, trial
-from fusedckpt.solver import (
+from fusedckpt.planning.chain import Chain, Item, Keep
+from fusedckpt.planning.cuts import Cut, chains, cuts_of, forward_of
+from fusedckpt.planning.plan_input import Policy, check_model, limit_of
+from fusedckpt.planning.plans import Plan, structure_of
+from fusedckpt.planning.policies import policy as by_rule
+from fusedckpt.planning.ranks import Group, facts_of, group_of, together
+from fusedckpt.planning.solver import (
     Solution,
     least_bytes,
     least_outcome,
@@ -34,6 +29,11 @@ from fusedckpt.solver import (
     simulated,
     solve,
 )
+from fusedckpt.planning.unit_costs import PRODUCTS
+from fusedckpt.reporting.memory_report import check_step, measure
+from fusedckpt.reporting.step import Step, default_loss
+from fusedckpt.reporting.tables import enough
+from fusedckpt.reporting.trial import tensors_of, trial
 
 __all__ = ["plan"]
 

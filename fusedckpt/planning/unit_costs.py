@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fusedckpt import _roles, _ways
-from fusedckpt._calls import Bytes, Call, Run
-from fusedckpt._part_costs import BUT, Parts
 from fusedckpt.autograd.levels import LEVELS
-from fusedckpt.chain import Level, Unit
-from fusedckpt.units import has_levels
+from fusedckpt.planning import roles, ways
+from fusedckpt.planning.calls import Bytes, Call, Run
+from fusedckpt.planning.chain import Level, Unit
+from fusedckpt.planning.part_costs import BUT, Parts
+from fusedckpt.planning.units import has_levels
 
 __all__ = ["BUT", "PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
 
@@ -166,19 +166,19 @@ def measured(
     """
     call = Call(module, args, kwargs, flows)
     runs: dict[str, Run] = {
-        level or PLAIN: partial(_roles.Keeping(level).call, forward)
+        level or PLAIN: partial(roles.Keeping(level).call, forward)
         for level in (LEVELS if has_levels(module) else (None,))
     }
     _check_repeats(call, next(iter(runs.values())), args, kwargs)
     if selective and not call.writes:
-        runs[PRODUCTS] = partial(_roles.Selecting().call, forward)
+        runs[PRODUCTS] = partial(roles.Selecting().call, forward)
     taken = {name: call.bytes(run) for name, run in runs.items()}
     # of levels that keep the same, the first one
     distinct = {(name == PRODUCTS, found.kept): name for name, found in reversed(taken.items())}
     levels = {name: taken[name] for name in sorted(distinct.values(), key=list(runs).index)}
     runs = {name: runs[name] for name in levels}
     # a segment cannot keep an argument that its own forward overwrites
-    segments = {} if call.writes else {x: _ways.alone(x, forward) for x in runs if x != PRODUCTS}
+    segments = {} if call.writes else {x: ways.alone(x, forward) for x in runs if x != PRODUCTS}
     hooked = segments if has_levels(module) else ()
     packed = {name: _packed(call, runs[name], levels[name]) for name in hooked}
     forward_ms, extra, rerun, tail = _times(call, forward, runs, segments, levels, kind)
@@ -197,7 +197,7 @@ def measured(
 
 def _packed(call: Call, run: Run, level: Bytes) -> int:
     """Return the bytes that a run keeps where saved tensors go through hooks."""
-    found = call.bytes(partial(_ways.packed, run))
+    found = call.bytes(partial(ways.packed, run))
     return found.kept - found.input + level.input
 
 
@@ -214,12 +214,12 @@ def _times(
     most, every = plain[0], dict(runs)
     if most in segments:
         every[_AGAIN] = segments[most]
-        every[_MIDDLE] = partial(_ways.middle, most, forward)
-        every[_END] = partial(_ways.end, runs[most])
+        every[_MIDDLE] = partial(ways.middle, most, forward)
+        every[_END] = partial(ways.end, runs[most])
     counted = every.keys() - {PRODUCTS, _MIDDLE, _END}
     flops = {name: call.flops(every[name]) for name in counted}
     shares = {name: count / max(1, call.forward_flops) for name, count in flops.items()}
-    times = _ways.Times(_ways.timed(kind, call, every), shares)
+    times = ways.Times(ways.timed(kind, call, every), shares)
     # what keeps less does not get faster by it: that would be noise
     slower = accumulate((times.slower(name, most) for name in plain), max)
     extra = dict(zip(plain, slower, strict=True))

@@ -14,11 +14,11 @@ from itertools import accumulate, pairwise
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedckpt import _roles
-from fusedckpt._unit_costs import PLAIN, Costs
-from fusedckpt.chain import Chain, Level, Unit, forward_of
-from fusedckpt.costs import Skipping
 from fusedckpt.memory import SavedTensors, profiled
+from fusedckpt.planning import roles
+from fusedckpt.planning.chain import Chain, Level, Unit, forward_of
+from fusedckpt.planning.costs import Skipping
+from fusedckpt.planning.unit_costs import PLAIN, Costs
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Moment, Watch, timeline
 
@@ -127,7 +127,7 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: flo
     def run() -> None:
         walk.saved = step.take(watch, held)
 
-    with _roles.assigned({module: walk.role(i, module) for i, module in enumerate(modules)}):
+    with roles.assigned({module: walk.role(i, module) for i, module in enumerate(modules)}):
         moments = timeline(profiled(run, device), device, resident)
     units = [
         one.unit(name, partial(walk.handed_on, i), walk.held(i))

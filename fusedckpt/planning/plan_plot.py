@@ -9,13 +9,13 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusedckpt.chain import Chain, moments, simulate
-from fusedckpt.policies import policy
+from fusedckpt.planning.chain import Chain, moments, simulate
+from fusedckpt.planning.policies import policy
+from fusedckpt.planning.solver import Solution, least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
-from fusedckpt.solver import Solution, least_peak, solve
 
 if TYPE_CHECKING:
-    from fusedckpt.plans import Plan
+    from fusedckpt.planning.plans import Plan
 
 __all__ = ["draw", "frontier"]
 

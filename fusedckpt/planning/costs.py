@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from fusedckpt._calls import NoGraph
-from fusedckpt._plan_input import check_unit, unseen_in
-from fusedckpt._unit_costs import Costs, kind_of, measured
 from fusedckpt.memory import nbytes_of
+from fusedckpt.planning.calls import NoGraph
+from fusedckpt.planning.plan_input import check_unit, unseen_in
+from fusedckpt.planning.unit_costs import Costs, kind_of, measured
 from fusedckpt.reporting.trial import tensors_of
 
 __all__ = ["Kinds", "Scout", "Skipping", "Survey"]

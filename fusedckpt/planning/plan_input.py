@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedckpt import _roles
-from fusedckpt._budget import bytes_of
 from fusedckpt.autograd.phases import current
+from fusedckpt.planning import roles
+from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.units import candidates, named
 from fusedckpt.reporting.trial import tensors_of
-from fusedckpt.units import candidates, named
 
 __all__ = ["Policy", "check_model", "check_unit", "limit_of", "names_of", "unseen_in"]
 
@@ -26,7 +26,7 @@ _POLICY = re.compile(r"budget|none|all|sqrt|uniform:[1-9]\d*|memory|speed")
 
 def check_model(model: nn.Module) -> None:
     """Refuse a model whose units cannot be given roles."""
-    if any(_roles.is_assigned(module) for module in model.modules()):
+    if any(roles.is_assigned(module) for module in model.modules()):
         raise ValueError("plan: a plan is applied to this model: undo it first")
     # who has compiled nothing is spared the seconds that importing it takes
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
-from fusedckpt._staircase import Ms, Segments, kept_needs, left_from
-from fusedckpt.chain import Chain
+from fusedckpt.planning.chain import Chain
+from fusedckpt.planning.staircase import Ms, Segments, kept_needs, left_from
 
 __all__ = ["Prices"]
 

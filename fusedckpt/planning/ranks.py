@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedckpt.memory import nbytes_of
-from fusedckpt.plans import Plan
+from fusedckpt.planning.plans import Plan
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.tables import size
 

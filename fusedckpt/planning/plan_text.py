@@ -6,13 +6,13 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fusedckpt.chain import Item, Segment, Unit, simulate
-from fusedckpt.policies import policy
+from fusedckpt.planning.chain import Item, Segment, Unit, simulate
+from fusedckpt.planning.policies import policy
+from fusedckpt.planning.solver import least_outcome, may_go_lower
 from fusedckpt.reporting.tables import Row, enough, held_by, size, table
-from fusedckpt.solver import least_outcome, may_go_lower
 
 if TYPE_CHECKING:
-    from fusedckpt.plans import Plan
+    from fusedckpt.planning.plans import Plan
 
 __all__ = ["text"]
 

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedckpt import _roles
-from fusedckpt._sharded import class_name
-from fusedckpt._unit_costs import BUT, PLAIN, PRODUCTS
 from fusedckpt.autograd.levels import LEVELS, saving
-from fusedckpt.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
-from fusedckpt.units import has_levels
+from fusedckpt.planning import roles
+from fusedckpt.planning.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
+from fusedckpt.planning.sharded import class_name
+from fusedckpt.planning.unit_costs import BUT, PLAIN, PRODUCTS
+from fusedckpt.planning.units import has_levels
 
 __all__ = ["Plan"]
 
@@ -74,10 +74,10 @@ class Plan:
                 self._unit(inner, unit.name)
         self._check_structure(inner)
         given = [(self._unit(inner, name), role) for name, role in self._roles()]
-        if any(_roles.is_assigned(module) for module in inner.modules()):
+        if any(roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
         for module, role in given:
-            _roles.assign(module, role)
+            roles.assign(module, role)
             self._applied.append(weakref.ref(module))
         return model
 
@@ -88,8 +88,8 @@ class Plan:
         """
         given = [ref() for ref in self._applied] if model is None else list(model.modules())
         for module in given:
-            if module is not None and _roles.is_assigned(module):
-                _roles.release(module)
+            if module is not None and roles.is_assigned(module):
+                roles.release(module)
         self._applied[:] = [ref for ref in self._applied if ref() not in (None, *given)]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,21 +114,21 @@ class Plan:
                     f"{expected}: call fusedckpt.plan for this model"
                 )
 
-    def _roles(self) -> list[tuple[str, _roles.Role]]:
-        found: list[tuple[str, _roles.Role]] = []
+    def _roles(self) -> list[tuple[str, roles.Role]]:
+        found: list[tuple[str, roles.Role]] = []
         for item in self.items:
             names = [unit.name for unit in self.chain.units[item.start : item.stop]]
             if isinstance(item, Segment):
-                levels = tuple(map(_roles.inner_level, item.levels))
-                chained = _roles.Chained(levels)
-                found += [(name, _roles.Member(chained, i)) for i, name in enumerate(names)]
+                levels = tuple(map(roles.inner_level, item.levels))
+                chained = roles.Chained(levels)
+                found += [(name, roles.Member(chained, i)) for i, name in enumerate(names)]
             else:
                 level, parts = parts_of_level(item.level)
                 if level == PRODUCTS:
-                    found.append((names[0], _roles.Selecting()))
+                    found.append((names[0], roles.Selecting()))
                 elif level in LEVELS:
-                    found.append((names[0], _roles.Keeping(level)))
-                found += [(f"{names[0]}.{part}", _roles.again()) for part in parts]
+                    found.append((names[0], roles.Keeping(level)))
+                found += [(f"{names[0]}.{part}", roles.again()) for part in parts]
         return found
 
     def spans(self, count: int) -> list[tuple[int, int, AbstractContextManager[None] | None]]:
@@ -182,7 +182,7 @@ class Plan:
             raise ValueError(f"Plan.load: {path} is not a plan: {why}") from error
 
     def __str__(self) -> str:
-        return importlib.import_module("fusedckpt._plan_text").text(self)
+        return importlib.import_module("fusedckpt.planning.plan_text").text(self)
 
     def plot(self, path: str | Path) -> None:
         """Draw time against peak for all budgets, with this plan and those made by rule.
@@ -192,7 +192,7 @@ class Plan:
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
         try:
-            drawing = importlib.import_module("fusedckpt._plan_plot")
+            drawing = importlib.import_module("fusedckpt.planning.plan_plot")
         except ImportError as error:
             raise ImportError(
                 "Plan.plot: expected matplotlib to be installed, as "

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedckpt.chain import Chain, Unit, forward_of
+from fusedckpt.planning.chain import Chain, Unit, forward_of
 
 __all__ = ["NEVER", "Bytes", "Ms", "Segments", "kept_needs", "left_from", "pareto", "segments"]
 

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fusedckpt._sharded import gathering
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.saved_tensor import is_plain, storage_of, version_of
@@ -30,6 +29,7 @@ from fusedckpt.checkpointing.function import checkpoint, is_plain_call
 from fusedckpt.checkpointing.saved import Argument, layout_of
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.checkpointing.tape import Call
+from fusedckpt.planning.sharded import gathering
 from fusedckpt.reporting.trial import aliased
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
