@@ -34,7 +34,12 @@ MEASURED = (STATE, FILE, "smoke", "tuned.json", CAPACITIES)
 # tests spend their time in the kernels' compiler, a process each, and hold little of the GPU
 PROCESSES = 8
 # what differs between a GPU and the interpreter
-KERNEL_TESTS = ("tiles", "activations", "norm", "linear", "mlp", "blocks", "contracts", "memory")
+KERNEL_TESTS = (
+    "kernels/test_tiles.py",
+    "kernels/test_activations.py",
+    *(f"layers/test_{name}.py" for name in ("norm", "linear", "mlp", "blocks", "contracts")),
+    "reporting/test_memory.py",
+)
 # seconds kept for the steps that only read
 RESERVE = 60
 
@@ -88,7 +93,7 @@ def _tests() -> tuple[str, ...]:
 def steps_of(chosen: Settings) -> list[Step]:
     """Return the steps: what others depend on first, then what matters most."""
     out, results = chosen.out, chosen.out / FILE
-    first = tuple(f"tests/test_{name}.py" for name in KERNEL_TESTS)
+    first = tuple(f"tests/{name}" for name in KERNEL_TESTS)
     tune = ("tune", "--plans", f"--cache={out / 'tuned.json'}")
     env = Step("env", _bench("env"))
     draw = [
@@ -97,7 +102,7 @@ def steps_of(chosen: Settings) -> list[Step]:
     ]
     if chosen.tiny:
         toy = ("--size=tiny", "--repeat=1", "--skip=compile")
-        one = ("tests/test_tiles.py", "-k", "row")
+        one = ("tests/kernels/test_tiles.py", "-k", "row")
         cases = Step("cases", _run(out, *toy, "--case=rms_norm", "--case=mlp"))
         return [env, Step("tests", (*_tests(), *one)), cases, *draw]
     # what a reader asks for first: blocks at one model's widths; then the other cases and widths

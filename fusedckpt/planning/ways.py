@@ -18,11 +18,13 @@ __all__ = ["Times", "alone", "end", "middle", "once", "packed", "timed"]
 
 
 def alone(level: str, forward: Callable[..., Any]) -> Run:
+    """Return the run of a unit that is a segment of its own."""
     chained = roles.Chained((roles.inner_level(level),))
     return partial(roles.Member(chained, 0).call, forward)
 
 
 def packed(run: Run, args: Any, kwargs: Any) -> Any:
+    """Run where saved tensors go through hooks, as inside a segment."""
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
         return run(args, kwargs)
 
@@ -48,11 +50,13 @@ def _needed(output: Any) -> Any:
 
 
 def middle(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a unit as the first of a segment that goes on."""
     chained = roles.Chained((roles.inner_level(level), "preact"))
     return chained.run(1, _needed, (chained.run(0, forward, args, kwargs),), {})
 
 
 def end(run: Run, args: Any, kwargs: Any) -> Any:
+    """Run a unit with the end of such a segment behind it."""
     return roles.Chained(("preact",)).run(0, _needed, (run(args, kwargs),), {})
 
 

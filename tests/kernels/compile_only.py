@@ -4,7 +4,7 @@ The interpreter proves a kernel's numbers; this proves, also without a GPU, that
 compiles for each chip and comes out without spills, serialised wgmma or an empty body. Whether a
 kernel is interpreted is fixed when it is decorated, so tests call `compile_all`, which runs
 
-    python tests/compile_only.py sm_90 MODULE:FUNC
+    python tests/kernels/compile_only.py sm_90 MODULE:FUNC
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def compile_all(function: str, targets: Sequence[str] = tuple(CHIPS)) -> list[Co
 def main() -> None:
     target, function = sys.argv[1:]
     module, _, name = function.partition(":")
-    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path.append(str(Path(__file__).parents[2]))
     # standard output is for the records alone
     with redirect_stdout(sys.stderr), compile_for(target) as records:
         getattr(importlib.import_module(module), name)()
