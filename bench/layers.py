@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.sizes import Size
-from fusedckpt.layers.norm_spec import NormSpec
+from fusedckpt.autograd.norm_spec import NormSpec
 
 __all__ = ["EPS", "LAYERS", "decoder_layer", "layer_shapes", "norm_of", "stack"]
 

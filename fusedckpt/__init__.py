@@ -3,6 +3,7 @@
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
+from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import is_recomputing
 from fusedckpt.checkpointing.function import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
@@ -11,7 +12,6 @@ from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.norm_spec import NormSpec
 from fusedckpt.layers.packing import pack_gate_up, repack_gate_up, unpack_gate_up
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planning.planner import plan

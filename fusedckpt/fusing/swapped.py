@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
+from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, Path, broken, child_at
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm import layer_norm, rms_norm
-from fusedckpt.layers.norm_spec import NormSpec
 
 # where a parameter was
 _GONE = "no parameter"
