@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .runtime import INTERPRETED, IS_INTERPRETED, arch, tl, triton
-from .tiles import Tile, tile_for
+from .runtime import INTERPRETED, TensorDescriptor, arch, tl, triton
+from .tiles import Tile, has_tensor_maps, tile_for
 
 GROUP_M = 8
 
@@ -69,28 +69,22 @@ def gemm_kernel(
 ):
     """One output tile.
 
-    TRANSPOSED: w lies as [K, N]; DESCRIPTORS: loads go by tensor descriptor instead of pointers.
+    TRANSPOSED: w lies as [K, N]; DESCRIPTORS: x and w are tensor descriptors instead of pointers.
     """
     tile_m, tile_n = grouped_tile(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
     rm = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
-    if DESCRIPTORS:
-        x_tiles = tl.make_tensor_descriptor(x, [m, k], [stride_xm, 1], [BLOCK_M, BLOCK_K])
-        if TRANSPOSED:
-            w_tiles = tl.make_tensor_descriptor(w, [k, n], [stride_w, 1], [BLOCK_K, BLOCK_N])
-        else:
-            w_tiles = tl.make_tensor_descriptor(w, [n, k], [stride_w, 1], [BLOCK_N, BLOCK_K])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # without the assumption and this form of range, triton 3.6 serialises every wgmma of the loop
     tl.assume(k > 0)
     for start in range(0, k, BLOCK_K):
         if DESCRIPTORS:
-            a = x_tiles.load([tile_m * BLOCK_M, start])
+            a = x.load([tile_m * BLOCK_M, start])
             if TRANSPOSED:
-                b = w_tiles.load([start, tile_n * BLOCK_N])
+                b = w.load([start, tile_n * BLOCK_N])
             else:
-                b = w_tiles.load([tile_n * BLOCK_N, start]).T
+                b = w.load([tile_n * BLOCK_N, start]).T
         else:
             inside = start + rk < k
             a_offsets = rm[:, None] * stride_xm + (start + rk)[None, :]
@@ -119,14 +113,12 @@ def gemm(
     assert x.stride(1) == 1 or k == 1
     assert 1 in w.stride() or w.numel() == 1
     tile = launch_tile(x, w, hybrid)
-    descriptors = fits_descriptors(x, w)
-    if descriptors and not IS_INTERPRETED:
-        triton.set_allocator(descriptor_scratch)
+    descriptors = has_tensor_maps(arch()) and fits_descriptors(x, w)
     grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)
     with torch.cuda.device_of(x):
         gemm_kernel[grid](
-            x,
-            w,
+            describe(x, tile.block_m, tile.block_k) if descriptors else x,
+            describe(w, tile.block_n, tile.block_k) if descriptors else w,
             out,
             m,
             n,
@@ -179,6 +171,9 @@ def fits_descriptors(x: Tensor, w: Tensor) -> bool:
     )
 
 
-def descriptor_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Allocate the device memory in which a launch builds its tensor descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+def describe(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe tiles [rows, columns] of t to the copy engine, or their transposes as t lies."""
+    block = [rows, columns]
+    if is_transposed(t):
+        t, block = t.t(), block[::-1]
+    return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block)

@@ -18,10 +18,12 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra import libdevice
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no wheel for this platform: every tensor takes the ATen path
     triton: Any = SimpleNamespace(jit=lambda fn: fn)
     tl: Any = SimpleNamespace(constexpr=lambda value: value)
     libdevice: Any = None
+    TensorDescriptor: Any = None
 
 HAS_TRITON = hasattr(triton, "__version__")
 # fixed for the process when triton was imported

@@ -80,6 +80,11 @@ def family(arch: str) -> str:
     return "gfx9" if arch.startswith("gfx") else arch
 
 
+def has_tensor_maps(arch: str) -> bool:
+    """Whether kernels load tiles by tensor descriptors that the host made: from Hopper on."""
+    return family(arch) in ("sm_90", "sm_100", "interpreter")
+
+
 def tile_for(
     arch: str,
     itemsize: int,
@@ -92,7 +97,7 @@ def tile_for(
 
     What was measured on this machine comes before the tables, see `tuned`.
 
-    `descriptors`: whether tensor descriptors can address both operands; `precision`: "tf32" or
+    `descriptors`: whether both operands are aligned as those want them; `precision`: "tf32" or
     "ieee", for float32 operands.
     """
     if itemsize == 4 and precision == "ieee" and arch != "interpreter":

@@ -21,7 +21,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # the tensors are small: more threads only wait for each other
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
-from fusedckpt.autograd.dispatch import forced_path  # noqa: E402  # after the environment is set
+from broken_device import end_if_broken  # noqa: E402  # after the environment is set
+
+from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,14 @@ def poisoned_memory():
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def unbroken_device(request):
+    """Let no test run on a device that an earlier one broke."""
+    yield
+    if torch.cuda.is_available():
+        end_if_broken(request.node)
 
 
 @pytest.fixture(params=["triton", "aten"])

@@ -1,0 +1,164 @@
+"""Runs every public function and its backward through Triton's own launcher, on no device.
+
+libcuda.c stands in for the driver, tensors lie on the CPU at the sizes of models, and the vendor's
+GEMMs return what they find in memory. Prints JSON: layer -> forward and backward -> launches, the
+Triton kernels by name and ATen's ops by theirs. Run by test_launches, in a process of its own:
+
+    python tests/kernels/launch_layers.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+_folder = tempfile.TemporaryDirectory(prefix="libcuda-")
+# before triton looks for a driver
+os.environ["TRITON_LIBCUDA_PATH"] = _folder.name
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# the profiler's own messages
+os.environ["KINETO_LOG_LEVEL"] = "99"
+sys.path.insert(0, str(HERE.parents[1]))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from fusedckpt import NormSpec, functional  # noqa: E402
+from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
+
+# what ATen does beside the kernels: the vendor's GEMMs and passes over what they wrote. Copies and
+# fills are not counted, as a CPU needs some where a GPU needs none
+ATEN = ("mm", "addmm", "add", "add_", "mul", "sum")
+TOKENS, D, F = 512, 4096, 14336
+WIDE, MISALIGNED = 12288, 1001
+
+
+def libcuda() -> ctypes.CDLL:
+    """Build the stand-in and load it under the name that Triton asks for."""
+    target = Path(_folder.name) / "libcuda.so.1"
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    options = ("-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", f"-I{headers}")
+    subprocess.run(["gcc", *options, "-o", target, HERE / "libcuda.c"], check=True)
+    library = ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
+    library.take_launches.restype = ctypes.c_char_p
+    return library
+
+
+class Hopper(CudaDriver):
+    """Triton's driver, but for what it asks torch."""
+
+    def __init__(self) -> None:
+        self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+        self.get_device_capability = lambda device=None: (9, 0)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device=None: 0
+        self.set_current_device = lambda device: None
+
+
+@contextmanager
+def counted(library: ctypes.CDLL) -> Iterator[Counter[str]]:
+    """Count launches by the name of the kernel or of ATen's op."""
+    found: Counter[str] = Counter()
+    library.take_launches()
+    with torch.profiler.profile() as profiler:
+        yield found
+    found.update(line.split()[0] for line in library.take_launches().decode().splitlines())
+    events = (event.name.removeprefix("aten::") for event in profiler.events())
+    found.update(f"aten::{name}" for name in events if name in ATEN)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, requires_grad=True)
+
+
+def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
+    """Name -> a function and what it takes, every tensor a leaf that wants its gradient."""
+    x, norm_weight, wide = leaf(TOKENS, D), leaf(D), leaf(TOKENS, WIDE)
+    gate, up, down = leaf(F, D), leaf(F, D), leaf(D, F)
+    bias, down_bias, query, key = leaf(F), leaf(D), leaf(D, D), leaf(1024, D)
+    odd, odd_weight = leaf(TOKENS, MISALIGNED), leaf(F, MISALIGNED)
+    linear_act, mlp, gated = functional.linear_act, functional.mlp, functional.gated_mlp
+
+    def block(x: Tensor, norm_weight: Tensor, *weights: Tensor, **options: Any) -> Tensor:
+        spec = NormSpec("rms", norm_weight)
+        return gated(x, *weights, norm=spec, residual=True, kernel="split", **options)
+
+    def projections(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Any:
+        return functional.norm_linear(x, NormSpec("rms", norm_weight), weights)
+
+    def plain(x: Tensor, *weights: Tensor, kernel: str) -> Tensor:
+        return mlp(x, *weights, kernel=kernel)
+
+    linear = (x, gate, bias)
+    return {
+        "linear": (lambda *a: linear_act(*a, activation="identity"), (x, query, down_bias)),
+        "linear_act split": (lambda *a: linear_act(*a, kernel="split"), linear),
+        "linear_act preact": (lambda *a: linear_act(*a, kernel="split", save="preact"), linear),
+        "linear_act fused": (lambda *a: linear_act(*a, kernel="fused"), linear),
+        "linear_act fused odd": (lambda *a: linear_act(*a, kernel="fused"), (odd, odd_weight)),
+        "linear_act fused float32": (
+            lambda *a: linear_act(*a, kernel="fused"),
+            [leaf(*t.shape, dtype=torch.float32) for t in linear],
+        ),
+        "rms_norm": (lambda x, w: functional.rms_norm(x, D, w), (x, norm_weight)),
+        "rms_norm frozen": (lambda x: functional.rms_norm(x, D), (x,)),
+        "rms_norm wide": (lambda x, w: functional.rms_norm(x, WIDE, w), (wide, leaf(WIDE))),
+        "layer_norm": (lambda x, w, b: functional.layer_norm(x, D, w, b), (x, down_bias, leaf(D))),
+        "add_rms_norm": (
+            lambda x, r, w: functional.add_rms_norm(x, r, D, w),
+            (x, leaf(TOKENS, D), norm_weight),
+        ),
+        "add_layer_norm": (
+            lambda x, r, w, b: functional.add_layer_norm(x, r, D, w, b),
+            (x, leaf(TOKENS, D), norm_weight, down_bias),
+        ),
+        "norm_linear": (projections, (x, norm_weight, query, key, leaf(1024, D))),
+        "mlp split": (lambda *a: plain(*a, kernel="split"), (x, gate, bias, down, down_bias)),
+        "mlp hybrid": (lambda *a: plain(*a, kernel="hybrid"), (x, gate, bias, down, down_bias)),
+        "gated_mlp split": (lambda *a: gated(*a, kernel="split"), (x, gate, up, down)),
+        "gated_mlp hybrid": (lambda *a: gated(*a, kernel="hybrid"), (x, gate, up, down)),
+        "norm, gated_mlp, residual": (block, (x, norm_weight, gate, up, down)),
+        "norm, gated_mlp, residual, preact": (
+            lambda *a: block(*a, save="preact"),
+            (x, norm_weight, gate, up, down),
+        ),
+    }
+
+
+def main() -> None:
+    # standard output is for the records alone
+    library = libcuda()
+    driver.set_active(Hopper())
+    products = torch.library.Library("aten", "IMPL")
+    products.impl("mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "CPU")
+    products.impl("addmm", lambda c, a, b, **_: a.new_empty(a.shape[0], b.shape[1]), "CPU")
+    products.impl("mm.out", lambda a, b, out: out, "CPU")
+    products.impl("addmm.out", lambda c, a, b, out, **_: out, "CPU")
+    found: dict[str, dict[str, Counter[str]]] = {}
+    with forced_path("triton"):
+        for name, (function, inputs) in layers().items():
+            with counted(library) as forward:
+                outputs = function(*inputs)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            grads = [torch.empty_like(y) for y in outputs]
+            with counted(library) as backward:
+                torch.autograd.grad(outputs, inputs, grads)
+            found[name] = {"forward": forward, "backward": backward}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
