@@ -13,6 +13,7 @@ from . import elementwise
 from .activations import ACTIVATIONS, Activation
 from .elementwise import HiddenGrad, store_hidden_grad
 from .gemm import gemm, launch_tile
+from .partials import sum_partials
 from .runtime import column_sums, row_blocks, triton
 
 
@@ -60,9 +61,9 @@ def hidden_grad(
             for t, need in zip((dz, dup), needs_db, strict=True)
         )
         return db, db_up
-    db, db_up = partial_sums(z, needs_db, elementwise.row_tiles(dh))
+    db, db_up = bias_shares(z, needs_db, elementwise.row_tiles(dh))
     elementwise.act_grad(dh, HiddenGrad(z, up, h, dz, dup, db, db_up), act.value_and_grad)
-    return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
+    return sum_partials(db, db_up)
 
 
 def hybrid_grad(
@@ -78,7 +79,7 @@ def hybrid_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Do what `hidden_grad` does for dh = dy @ down, down [K, N], without dh leaving the chip."""
     tile = launch_tile(dy, down.t(), hybrid=True)
-    db, db_up = partial_sums(z, needs_db, triton.cdiv(z.shape[0], tile.block_m))
+    db, db_up = bias_shares(z, needs_db, triton.cdiv(z.shape[0], tile.block_m))
     operands = HiddenGrad(z, up, h, dz, dup, db, db_up)
     gemm(
         dy,
@@ -88,10 +89,10 @@ def hybrid_grad(
         ACTIVATIONS[activation].value_and_grad,
         hybrid=True,
     )
-    return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
+    return sum_partials(db, db_up)
 
 
-def partial_sums(
+def bias_shares(
     z: Tensor, needs: tuple[bool, bool], row_tiles: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Allocate the first stage of the bias gradients' sums, a row per row tile."""

@@ -9,6 +9,7 @@ from .activations import ACTIVATIONS
 from .epilogues import StoreAct, StoreActGrad, store_act, store_act_grad
 from .gemm import gemm, launch_tile
 from .hidden import hidden, hidden_grad
+from .partials import sum_partials
 from .runtime import column_sums, triton
 
 
@@ -71,7 +72,7 @@ def fused_dz(
         db = dy.new_empty(tiles, dy.shape[1], dtype=torch.float32)
     operands = StoreActGrad(dz, dy, dy.stride(0), b, db)
     gemm(x, w, operands, store_act_grad, ACTIVATIONS[activation].value_and_grad)
-    return dz, None if db is None else db.sum(0)
+    return dz, sum_partials(db, None)[0]
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """RMSNorm and LayerNorm over rows, forward and backward from x alone: no statistic is ever stored.
 
-A row of up to MAX_BLOCK columns stays in registers (norm_rows); longer rows go through in column
-chunks (norm_wide), since one tile of 16384 columns spills.
+A row of up to MAX_BLOCK columns stays in registers (norm_rows), in backward one of up to
+MAX_GRAD_BLOCK, as a program's share of dw takes as many again; longer rows go through in column
+chunks (norm_wide).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from .norm_rows import norm_grad_kernel, norm_kernel
 from .norm_wide import wide_dw_kernel, wide_dx_kernel, wide_norm_kernel
-from .runtime import triton
+from .partials import sum_partials
+from .runtime import arch, triton
 
-MAX_BLOCK = 8192
+MAX_BLOCK = 16384
+MAX_GRAD_BLOCK = 8192
 # the wide kernels' chunk of a row, and the tile over which they sum dw
 CHUNK = 4096
 DW_TILE = {"BLOCK_M": 32, "BLOCK_N": 128}
@@ -47,12 +50,30 @@ class Rows(NamedTuple):
     block_n: int
     num_warps: int
 
+    @property
+    def resident(self) -> int:
+        """How many of norm_grad's programs a multiprocessor holds: 128 registers a thread."""
+        return 16 // self.num_warps
 
+
+@lru_cache
 def rows_for(n: int) -> Rows:
     """Return the tile for rows of n <= MAX_BLOCK columns: at least eight elements per thread."""
     block_n = triton.next_power_of_2(n)
-    block_m = max(1, 1024 // block_n)
+    # sixteen where rows are long: short ones' share of dw would take more than 128 registers
+    block_m = max(1, (2048 if block_n >= 1024 else 1024) // block_n)
     return Rows(block_m, block_n, max(4, min(16, block_n // 512)))
+
+
+def stages_for(*tensors: Tensor | None) -> int:
+    """Return how many tiles of rows of these are under way in norm_grad at once, and one more.
+
+    Six bytes per column, such as those of bf16 x, dy and dtotal, or eight: then 32 KiB or more are
+    on their way to a multiprocessor, and at most 192 KiB of its shared memory are taken.
+    """
+    if not arch().startswith("sm_"):
+        return 1
+    return 3 if sum(t.element_size() for t in tensors if t is not None) <= 6 else 2
 
 
 def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
@@ -62,11 +83,11 @@ def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor |
 
 
 @lru_cache
-def num_programs(device: torch.device) -> int:
-    """Return how many programs a kernel of persistent rows gets: two per multiprocessor."""
+def num_multiprocessors(device: torch.device) -> int:
+    """Return over how many multiprocessors persistent programs are spread."""
     if device.type != "cuda":
-        return 2
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def norm(
@@ -113,51 +134,72 @@ def norm_grad(
     weight: Tensor | None,
     rule: NormRule,
     needs: tuple[bool, bool, bool],
+    sums_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dx [M, N] (plus `dtotal`), dw [N] and db [N] (float32), each where needed."""
-    (m, n), wide = x.shape, x.shape[1] > MAX_BLOCK
+    """Return dx [M, N] (plus `dtotal`), dw [N] and db [N] in `sums_dtype`, each where needed."""
+    m, n = x.shape
     check_operands((dy, dtotal, x), (weight,))
-    rows_per_step = DW_TILE["BLOCK_M"] if wide else rows_for(n).block_m
-    programs = min(triton.cdiv(m, rows_per_step), num_programs(x.device))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
-    dw, db = (x.new_empty(programs, n, dtype=torch.float32) if need else None for need in needs[1:])
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
-    inputs = dy, dtotal, x, weight
+    launch = launch_grad if n <= MAX_GRAD_BLOCK else launch_wide_grad
     with torch.cuda.device_of(x):
-        if wide:
-            launch_wide_grad(inputs, dx, dw, db, strides, programs, rule)
-        else:
-            tile = rows_for(n)
-            norm_grad_kernel[(programs,)](
-                *inputs,
-                dx,
-                dw,
-                db,
-                m,
-                n,
-                *strides,
-                rule.eps,
-                rule.offset,
-                **rule.constexprs,
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps,
-            )
-    return dx, None if dw is None else dw.sum(0), None if db is None else db.sum(0)
+        dw, db = launch((dy, dtotal, x, weight), dx, needs[1:], strides, rule)
+    return dx, *sum_partials(dw, db, sums_dtype)
+
+
+def partials(
+    x: Tensor, needs: tuple[bool, bool], programs: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate the shares of dw and db that programs leave, a row each."""
+    dw, db = (
+        x.new_empty(programs, x.shape[1], dtype=torch.float32) if need else None for need in needs
+    )
+    return dw, db
+
+
+def launch_grad(
+    inputs: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+    dx: Tensor | None,
+    needs: tuple[bool, bool],
+    strides: tuple[int, int, int],
+    rule: NormRule,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill dx over whole rows, and return every program's share of dw and db."""
+    dy, dtotal, x, _ = inputs
+    (m, n), tile = x.shape, rows_for(x.shape[1])
+    programs = min(triton.cdiv(m, tile.block_m), tile.resident * num_multiprocessors(x.device))
+    dw, db = partials(x, needs, programs)
+    norm_grad_kernel[(programs,)](
+        *inputs,
+        dx,
+        dw,
+        db,
+        m,
+        n,
+        *strides,
+        rule.eps,
+        rule.offset,
+        **rule.constexprs,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STAGES=stages_for(dy, dtotal, x),
+        num_warps=tile.num_warps,
+    )
+    return dw, db
 
 
 def launch_wide_grad(
     inputs: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
     dx: Tensor | None,
-    dw: Tensor | None,
-    db: Tensor | None,
+    needs: tuple[bool, bool],
     strides: tuple[int, int, int],
-    programs: int,
     rule: NormRule,
-) -> None:
-    """Find the statistics and dx row by row, then sum dw and db column by column."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """Find the statistics and dx row by row, then programs' shares of dw and db by columns."""
     dy, _, x, _ = inputs
     m, n = x.shape
+    row_tiles = triton.cdiv(m, DW_TILE["BLOCK_M"])
+    dw, db = partials(x, needs, min(row_tiles, 2 * num_multiprocessors(x.device)))
     stats = x.new_empty(2, m, dtype=torch.float32)
     wide_dx_kernel[(m,)](
         *inputs,
@@ -172,7 +214,20 @@ def launch_wide_grad(
         BLOCK=CHUNK,
         num_warps=8,
     )
-    if dw is not None or db is not None:
-        wide_dw_kernel[(programs, triton.cdiv(n, DW_TILE["BLOCK_N"]))](
-            dy, x, stats, dw, db, m, n, strides[0], strides[2], **rule.constexprs, **DW_TILE
+    shares = db if dw is None else dw
+    if shares is not None:
+        wide_dw_kernel[(len(shares), triton.cdiv(n, DW_TILE["BLOCK_N"]))](
+            dy,
+            x,
+            stats,
+            dw,
+            db,
+            m,
+            n,
+            strides[0],
+            strides[2],
+            **rule.constexprs,
+            **DW_TILE,
+            STAGES=stages_for(dy, x),
         )
+    return dw, db

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .runtime import load, round_to, store, tl, triton
+from .runtime import INTERPRETED, load, round_to, store, tl, triton
 
 
 @triton.jit
@@ -26,21 +26,51 @@ def round_xhat(xhat, x, total):
 
 
 @triton.jit
-def row_mean(tile, n):
-    """Average whole rows, as a column; n is loop-invariant, and so is its reciprocal."""
-    return (tl.sum(tile, axis=1) * (1.0 / n))[:, None]
+def add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
-def normalise(row, mask, n, eps, LAYER: tl.constexpr):
-    """Return xhat and rstd of a tile of whole rows."""
+def add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def row_sums(a, b, c):
+    """Sum two or three tiles over whole rows in one reduction, as columns; c may be None."""
+    if INTERPRETED:
+        # where a reduction of several tiles is a loop in Python
+        sums = (tl.sum(a, axis=1), tl.sum(b, axis=1), tl.sum(b if c is None else c, axis=1))
+    elif c is None:
+        pair = tl.reduce((a, b), 1, add_pairs)
+        sums = (pair[0], pair[1], pair[1])
+    else:
+        sums = tl.reduce((a, b, c), 1, add_triples)
+    return sums[0][:, None], sums[1][:, None], sums[2][:, None]
+
+
+@triton.jit
+def inverse_std(variance, eps, inside):
+    """Return 1 / sqrt(variance + eps) of rows, 0 past the last, where eps = 0 would make NaN."""
+    # what was taken off may leave less than nothing
+    variance = tl.where(variance < 0.0, 0.0, variance)
+    return tl.where(inside, tl.rsqrt(variance + eps), 0.0)
+
+
+@triton.jit
+def normalise(row, inside, mask, n, eps, LAYER: tl.constexpr):
+    """Return xhat of a tile of whole rows."""
+    per_row = 1.0 / n
     if LAYER:
-        row = tl.where(mask, row - row_mean(row, n), 0.0)
-        # the mean was rounded: of equal numbers that would be left, times 1 / sqrt(eps)
-        row = tl.where(mask, row - row_mean(row, n), 0.0)
-    rstd = tl.rsqrt(row_mean(row * row, n) + eps)
-    # rows past the last are zeros, which eps = 0 would turn into NaN
-    return tl.where(mask, row * rstd, 0.0), rstd
+        row = tl.where(mask, row - tl.sum(row, axis=1)[:, None] * per_row, 0.0)
+        # the mean was rounded: of equal numbers its error would be left, times 1 / sqrt(eps)
+        error, squares, _ = row_sums(row, row * row, None)
+        error *= per_row
+        row -= error
+        variance = squares * per_row - error * error
+    else:
+        variance = tl.sum(row * row, axis=1)[:, None] * per_row
+    return row * inverse_std(variance, eps, inside)
 
 
 @triton.jit
@@ -62,20 +92,49 @@ def norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """One tile of rows: every load is issued before the first reduction waits."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     rn = tl.arange(0, BLOCK_N)[None, :]
     mask = (rm < m) & (rn < n)
     row = read_row(x, residual, total, rm * stride_xm + rn, rm * stride_rm + rn, mask)
+    if weight is not None:
+        scale = load(weight + rn, rn < n) + offset
+    if bias is not None:
+        shift = load(bias + rn, rn < n)
     if total is not None:
         store(total + rm * n + rn, row, mask)
-    xhat, _ = normalise(row, mask, n, eps, LAYER)
+    xhat = normalise(row, rm < m, mask, n, eps, LAYER)
     if ROUND:
         xhat = round_xhat(xhat, x, total)
     if weight is not None:
-        xhat *= load(weight + rn, rn < n) + offset
+        xhat *= scale
     if bias is not None:
-        xhat += load(bias + rn, rn < n)
+        xhat += shift
     store(y + rm * n + rn, xhat, mask)
+
+
+@triton.jit
+def grad_tile(row, grad, inside, mask, n, eps, LAYER: tl.constexpr):
+    """Return xhat, and the gradient of what was normalised from that of xhat.
+
+    RMSNorm takes one reduction: its sums are of x itself. LayerNorm takes two, of which the second
+    also sums what rounding left of the mean, see `normalise`.
+    """
+    per_row = 1.0 / n
+    if LAYER:
+        mean, grad_mean, _ = row_sums(row, grad, None)
+        grad -= grad_mean * per_row
+        row = tl.where(mask, row - mean * per_row, 0.0)
+        error, squares, product = row_sums(row, row * row, row * grad)
+        error *= per_row
+        row -= error
+        variance = squares * per_row - error * error
+    else:
+        squares, product, _ = row_sums(row * row, row * grad, None)
+        variance = squares * per_row
+    rstd = inverse_std(variance, eps, inside)
+    xhat = row * rstd
+    return xhat, (grad - xhat * (product * per_row * rstd)) * rstd
 
 
 @triton.jit
@@ -98,34 +157,36 @@ def norm_grad_kernel(
     ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Each program takes every so many-th row tile and keeps its share of dw, db in registers."""
+    """Each program takes every so many-th row tile and keeps its share of dw, db in registers.
+
+    A tile's loads are under way while the tiles before it are worked on.
+    """
     rn = tl.arange(0, BLOCK_N)[None, :]
     if weight is not None:
         scale = load(weight + rn, rn < n) + offset
-    dw_sum = tl.zeros((1, BLOCK_N), tl.float32)
-    db_sum = tl.zeros((1, BLOCK_N), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
+    dw_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    db_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    tiles = tl.cdiv(m, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
         mask = (rm < m) & (rn < n)
-        xhat, rstd = normalise(load(x + rm * stride_xm + rn, mask), mask, n, eps, LAYER)
-        dxhat = load(dy + rm * stride_dym + rn, mask)
+        row = load(x + rm * stride_xm + rn, mask)
+        dout = load(dy + rm * stride_dym + rn, mask)
+        grad = dout * scale if weight is not None else dout
+        xhat, grad = grad_tile(row, grad, rm < m, mask, n, eps, LAYER)
         if db is not None:
-            db_sum += tl.sum(dxhat, axis=0)[None, :]
+            db_sum += dout
         if dw is not None:
-            factor = round_xhat(xhat, x, None) if ROUND else xhat
-            dw_sum += tl.sum(dxhat * factor, axis=0)[None, :]
+            dw_sum += dout * (round_xhat(xhat, x, None) if ROUND else xhat)
         if dx is not None:
-            if weight is not None:
-                dxhat *= scale
-            grad = dxhat - xhat * row_mean(dxhat * xhat, n)
-            if LAYER:
-                grad -= row_mean(dxhat, n)
-            grad *= rstd
             if dtotal is not None:
+                # on its way since the tile before, like the others; read from there this late, it
+                # spares registers
                 grad += load(dtotal + rm * stride_tm + rn, mask)
             store(dx + rm * n + rn, grad, mask)
     if dw is not None:
-        tl.store(dw + tl.program_id(0) * n + rn, dw_sum, mask=rn < n)
+        tl.store(dw + tl.program_id(0) * n + rn, tl.sum(dw_sum, axis=0)[None, :], mask=rn < n)
     if db is not None:
-        tl.store(db + tl.program_id(0) * n + rn, db_sum, mask=rn < n)
+        tl.store(db + tl.program_id(0) * n + rn, tl.sum(db_sum, axis=0)[None, :], mask=rn < n)

@@ -141,21 +141,23 @@ def wide_dw_kernel(
     ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """A column tile's share of dw and db over every so many-th row tile."""
     rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dw_sum = tl.zeros((BLOCK_N,), tl.float32)
     db_sum = tl.zeros((BLOCK_N,), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
+    tiles = tl.cdiv(m, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = (rm < m)[:, None] & (rn < n)[None, :]
         row = load(x + rm[:, None] * stride_xm + rn[None, :], mask)
+        grad = load(dy + rm[:, None] * stride_dym + rn[None, :], mask)
         if LAYER:
             row -= load(stats + rm, rm < m)[:, None]
         xhat = row * load(stats + m + rm, rm < m)[:, None]
         if ROUND:
             xhat = round_xhat(xhat, x, None)
-        grad = load(dy + rm[:, None] * stride_dym + rn[None, :], mask)
         dw_sum += tl.sum(grad * xhat, axis=0)
         db_sum += tl.sum(grad, axis=0)
     if dw is not None:

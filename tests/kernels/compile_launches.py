@@ -47,7 +47,7 @@ def hybrids(
 
 
 def norms() -> None:
-    for n in (64, 4096, 8192, 16384):
+    for n in (32, 64, 512, 768, 2048, 4096, 8192, 16384, 32768):
         x, w = meta(4096, n), meta(n)
         for kind, cast in (("rms", "torch"), ("rms", "llama"), ("layer", "torch")):
             rule = norm.NormRule(kind, 1e-6, 0.0, cast)

@@ -1,4 +1,4 @@
-"""Every layer launches through Triton's own launcher, at models' sizes, as often as is written here.
+"""Every layer launches through Triton's own launcher, at models' sizes, as often as is listed here.
 
 Launches without a device: the driver is libcuda.c, which refuses what a real one refuses. On a GPU
 the other tests launch.
