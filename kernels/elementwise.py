@@ -54,13 +54,25 @@ class HiddenGrad(NamedTuple):
 
 
 @triton.jit
-def store_hidden_grad(dh, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
+def load_hidden(rm, rn, m, n, out):
+    """Return z and up, where there is one, as they lie in memory."""
+    mask = (rm < m)[:, None] & (rn < n)[None, :]
+    offsets = rm[:, None] * n + rn[None, :]
+    z = tl.load(out.z + offsets, mask, 0.0)
+    if out.up is not None:
+        result = (z, tl.load(out.up + offsets, mask, 0.0))
+    else:
+        result = (z, z)
+    return result
+
+
+@triton.jit
+def store_hidden_grad(dh, loaded, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
     """H, dz and dup of one tile from its dh: every read comes before the first write."""
     mask = (rm < m)[:, None] & (rn < n)[None, :]
     offsets = rm[:, None] * n + rn[None, :]
-    z = load(out.z + offsets, mask)
+    z, up = loaded[0].to(tl.float32), loaded[1].to(tl.float32)
     if out.up is not None:
-        up = load(out.up + offsets, mask)
         value, dz = ACTIVATION(z, dh * up, is_exact(out.dz))
         dup = dh * value
         value *= up
@@ -76,6 +88,9 @@ def store_hidden_grad(dh, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
     if out.db is not None:
         partial = tl.sum(tl.where(mask, dz, 0.0), axis=0)
         tl.store(out.db + tile_m * n + rn, partial, mask=rn < n)
+
+
+HIDDEN_GRAD = load_hidden, store_hidden_grad
 
 
 @triton.jit
@@ -95,7 +110,8 @@ def act_grad_kernel(
     rn = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rm < m)[:, None] & (rn < n)[None, :]
     tile = load(dh + rm[:, None] * stride_dhm + rn[None, :], mask)
-    store_hidden_grad(tile, rm, rn, m, n, tile_m, out, ACTIVATION)
+    loaded = load_hidden(rm, rn, m, n, out)
+    store_hidden_grad(tile, loaded, rm, rn, m, n, tile_m, out, ACTIVATION)
 
 
 def act_grad(dh: Tensor, out: HiddenGrad, activation: Any) -> None:

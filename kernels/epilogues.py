@@ -1,8 +1,9 @@
-"""What a GEMM tile becomes: one jit function and one record of operands each.
+"""What a GEMM tile becomes: two jit functions and one record of operands each.
 
-An epilogue gets the float32 accumulator of rows `rm` (int64) and columns `rn`, and the row tile's
-number for what it reduces over rows. Absent operands are None. The hybrid plan's epilogue, which
-turns a tile of dh into h and dz, is elementwise.store_hidden_grad.
+An epilogue's first function loads what it reads of rows `rm` (int64) and columns `rn`, the second
+gets the float32 accumulator, what was loaded, and the row tile's number for what it reduces over
+rows. Absent operands are None. The hybrid plan's epilogue, which turns a tile of dh into h and dz,
+is elementwise.HIDDEN_GRAD.
 """
 
 from __future__ import annotations
@@ -23,15 +24,26 @@ class StoreAct(NamedTuple):
 
 
 @triton.jit
-def store_act(acc, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
+def load_bias(rm, rn, m, n, out):
+    """Return the bias of a tile's columns, 0 for none."""
+    bias = 0.0
+    if out.bias is not None:
+        bias = load(out.bias + rn, rn < n)[None, :]
+    return bias
+
+
+@triton.jit
+def store_act(acc, bias, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
     """Y = act(acc + bias), and the pre-activation itself where z is wanted."""
     mask = (rm < m)[:, None] & (rn < n)[None, :]
     offsets = rm[:, None] * n + rn[None, :]
-    if out.bias is not None:
-        acc += load(out.bias + rn, rn < n)[None, :]
+    acc += bias
     if out.z is not None:
         store(out.z + offsets, acc, mask)
     store(out.y + offsets, ACTIVATION(acc, is_exact(out.y)), mask)
+
+
+ACT = load_bias, store_act
 
 
 class StoreActGrad(NamedTuple):
@@ -45,13 +57,22 @@ class StoreActGrad(NamedTuple):
 
 
 @triton.jit
-def store_act_grad(acc, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
+def load_dy(rm, rn, m, n, out):
+    """Return dy as it lies in memory, where it takes half the registers, and the bias."""
+    mask = (rm < m)[:, None] & (rn < n)[None, :]
+    dy = tl.load(out.dy + rm[:, None] * out.stride_dym + rn[None, :], mask, 0.0)
+    return dy, load_bias(rm, rn, m, n, out)
+
+
+@triton.jit
+def store_act_grad(acc, loaded, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
     """Dz = dy * act'(acc + bias), and this row tile's share of db in float32."""
     mask = (rm < m)[:, None] & (rn < n)[None, :]
-    if out.bias is not None:
-        acc += load(out.bias + rn, rn < n)[None, :]
-    dy = load(out.dy + rm[:, None] * out.stride_dym + rn[None, :], mask)
-    _, dz = ACTIVATION(acc, dy, is_exact(out.dz))
+    dy, bias = loaded
+    _, dz = ACTIVATION(acc + bias, dy.to(tl.float32), is_exact(out.dz))
     store(out.dz + rm[:, None] * n + rn[None, :], dz, mask)
     if out.db is not None:
         tl.store(out.db + tile_m * n + rn, tl.sum(tl.where(mask, dz, 0.0), axis=0), mask=rn < n)
+
+
+ACT_GRAD = load_dy, store_act_grad

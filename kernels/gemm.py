@@ -17,9 +17,14 @@ GROUP_M = 8
 
 
 @triton.jit
-def halves(acc):
-    """Split a tile into its left and right column halves without leaving registers."""
-    return acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+def column_slices(acc, SLICES: tl.constexpr):
+    """Cut a tile into a tuple of narrower ones without leaving registers."""
+    if SLICES == 1:
+        result = (acc,)
+    else:
+        left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+        result = column_slices(left, SLICES // 2) + column_slices(right, SLICES // 2)
+    return result
 
 
 @triton.jit
@@ -34,16 +39,32 @@ def grouped_tile(pid, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_
 
 @triton.jit
 def store_slices(
-    acc, rm, column, m, n, tile_m, out, STORE: tl.constexpr, ACT: tl.constexpr, SLICES: tl.constexpr
+    acc,
+    rm,
+    column,
+    m,
+    n,
+    tile_m,
+    out,
+    LOAD: tl.constexpr,
+    STORE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
-    """Run the epilogue on column slices: a narrower tile at a time keeps it in registers."""
-    if SLICES == 1:
-        STORE(acc, rm, column + tl.arange(0, acc.shape[1]), m, n, tile_m, out, ACT)
-    else:
-        left, right = halves(acc)
-        store_slices(left, rm, column, m, n, tile_m, out, STORE, ACT, SLICES // 2)
-        column += left.shape[1]
-        store_slices(right, rm, column, m, n, tile_m, out, STORE, ACT, SLICES // 2)
+    """Run the epilogue on column slices: a narrower tile at a time keeps it in registers.
+
+    What a slice reads is on its way before the slice before it is written.
+    """
+    WIDTH: tl.constexpr = acc.shape[1] // SLICES
+    slices = column_slices(acc, SLICES)
+    rn = column + tl.arange(0, WIDTH)
+    loaded = LOAD(rm, rn, m, n, out)
+    for index in tl.static_range(SLICES):
+        current = loaded
+        if index + 1 < SLICES:
+            loaded = LOAD(rm, rn + WIDTH, m, n, out)
+        STORE(slices[index], current, rm, rn, m, n, tile_m, out, ACTIVATION)
+        rn += WIDTH
 
 
 @triton.jit
@@ -56,6 +77,7 @@ def gemm_kernel(
     k,
     stride_xm,
     stride_w,
+    LOAD: tl.constexpr,
     STORE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -98,13 +120,18 @@ def gemm_kernel(
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     column = tile_n.to(tl.int64) * BLOCK_N
-    store_slices(acc, rm, column, m, n, tile_m, out, STORE, ACTIVATION, SLICES)
+    store_slices(acc, rm, column, m, n, tile_m, out, LOAD, STORE, ACTIVATION, SLICES)
 
 
 def gemm(
-    x: Tensor, w: Tensor, out: NamedTuple, store: Any, activation: Any, hybrid: bool = False
+    x: Tensor,
+    w: Tensor,
+    out: NamedTuple,
+    epilogue: tuple[Any, Any],
+    activation: Any,
+    hybrid: bool = False,
 ) -> None:
-    """Run `store(x @ w.T)` over all tiles.
+    """Run an epilogue, what it loads and what it does with a tile of x @ w.T, over all tiles.
 
     x [M, K] and w [N, K] have one dtype and no empty side, x adjacent columns, w those or adjacent
     rows; `hybrid` takes the tiles for epilogues that read as much as they write.
@@ -125,7 +152,8 @@ def gemm(
             k,
             x.stride(0),
             lead_stride(w),
-            STORE=store,
+            LOAD=epilogue[0],
+            STORE=epilogue[1],
             ACTIVATION=activation,
             TRANSPOSED=is_transposed(w),
             DESCRIPTORS=descriptors,

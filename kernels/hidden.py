@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import elementwise
 from .activations import ACTIVATIONS, Activation
-from .elementwise import HiddenGrad, store_hidden_grad
+from .elementwise import HIDDEN_GRAD, HiddenGrad
 from .gemm import gemm, launch_tile
 from .partials import sum_partials
 from .runtime import column_sums, row_blocks, triton
@@ -85,7 +85,7 @@ def hybrid_grad(
         dy,
         down.t(),
         operands,
-        store_hidden_grad,
+        HIDDEN_GRAD,
         ACTIVATIONS[activation].value_and_grad,
         hybrid=True,
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
-from .epilogues import StoreAct, StoreActGrad, store_act, store_act_grad
+from .epilogues import ACT, ACT_GRAD, StoreAct, StoreActGrad
 from .gemm import gemm, launch_tile
 from .hidden import hidden, hidden_grad
 from .partials import sum_partials
@@ -23,7 +23,7 @@ def linear_act(
     if kernel == "fused":
         h = x.new_empty(x.shape[0], w.shape[0])
         z = torch.empty_like(h) if keep_z else None
-        gemm(x, w, StoreAct(h, b, z), store_act, ACTIVATIONS[activation].value)
+        gemm(x, w, StoreAct(h, b, z), ACT, ACTIVATIONS[activation].value)
         return h, z
     z = linear(x, w, b)
     if activation == "identity":
@@ -71,7 +71,7 @@ def fused_dz(
         tiles = triton.cdiv(dy.shape[0], launch_tile(x, w).block_m)
         db = dy.new_empty(tiles, dy.shape[1], dtype=torch.float32)
     operands = StoreActGrad(dz, dy, dy.stride(0), b, db)
-    gemm(x, w, operands, store_act_grad, ACTIVATIONS[activation].value_and_grad)
+    gemm(x, w, operands, ACT_GRAD, ACTIVATIONS[activation].value_and_grad)
     return dz, sum_partials(db, None)[0]
 
 

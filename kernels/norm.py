@@ -137,11 +137,10 @@ def norm_grad(
     sums_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dx [M, N] (plus `dtotal`), dw [N] and db [N] in `sums_dtype`, each where needed."""
-    m, n = x.shape
     check_operands((dy, dtotal, x), (weight,))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
-    launch = launch_grad if n <= MAX_GRAD_BLOCK else launch_wide_grad
+    launch = launch_grad if x.shape[1] <= MAX_GRAD_BLOCK else launch_wide_grad
     with torch.cuda.device_of(x):
         dw, db = launch((dy, dtotal, x, weight), dx, needs[1:], strides, rule)
     return dx, *sum_partials(dw, db, sums_dtype)

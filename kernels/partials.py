@@ -44,6 +44,14 @@ def sum_partials(
     )
     with torch.cuda.device_of(given):
         sum_partials_kernel[(triton.cdiv(n, BLOCK_N),)](
-            first, second, total, second_total, m, n, BLOCK_M, BLOCK_N, num_warps=8
+            first,
+            second,
+            total,
+            second_total,
+            m,
+            n,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            num_warps=8,
         )
     return total, second_total

@@ -41,7 +41,7 @@ SHORT_K = 1024
 
 _SMALL = Tile(64, 64, 32, 8, 3, 1)
 _HOPPER = Tiles(
-    long=Tile(128, 256, 64, 8, 3, 4),
+    long=Tile(128, 256, 64, 8, 3, 8),
     short=Tile(128, 128, 64, 8, 3, 2),
     hybrid_long=Tile(256, 128, 64, 8, 3, 8),
     hybrid_short=Tile(128, 128, 64, 8, 3, 4),

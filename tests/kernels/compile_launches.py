@@ -2,6 +2,7 @@
 
 import torch
 
+from bench.sizes import DEFAULT_TOKENS, SIZES
 from fusedckpt.kernels import linear, norm
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.hidden import hidden_grad, hybrid_grad
@@ -46,23 +47,43 @@ def hybrids(
         hybrid_grad(dy, down, z, None, None, h, None, activation, (False, False))
 
 
-def norms() -> None:
-    for n in (32, 64, 512, 768, 2048, 4096, 8192, 16384, 32768):
-        x, w = meta(4096, n), meta(n)
-        for kind, cast in (("rms", "torch"), ("rms", "llama"), ("layer", "torch")):
-            rule = norm.NormRule(kind, 1e-6, 0.0, cast)
-            b = w if kind == "layer" else None
-            norm.norm(x, x, w, b, rule, torch.bfloat16)
-            norm.norm_grad(x, x, x, w, rule, (True, True, kind == "layer"))
-        norm.norm(x, None, None, None, rule, torch.bfloat16)
-        norm.norm_grad(x, None, x, None, rule, (False, True, False))
-        # the sum of two products, and a residual stream, that were not rounded
-        wide = meta(4096, n, dtype=torch.float32)
-        norm.norm_grad(wide, x, x, w, rule, (True, True, True))
-        norm.norm(x, wide, w, None, norm.NormRule("rms", 1e-6, 0.0, "llama"), torch.float32)
+def norms(n: int) -> None:
+    """The norms as layers call them: with a weight, and backward the residual's gradient."""
+    x, w = meta(4096, n), meta(n)
+    for kind, bias in (("rms", None), ("layer", w)):
+        rule = norm.NormRule(kind, 1e-6)
+        norm.norm(x, x, w, bias, rule, torch.bfloat16)
+        norm.norm_grad(x, x, x, w, rule, (True, True, bias is not None), w.dtype)
+
+
+def rare_norms(n: int) -> None:
+    """Without this or that, with another cast, in several dtypes."""
+    x, w = meta(4096, n), meta(n)
+    llama, layer = norm.NormRule("rms", 1e-6, 0.0, "llama"), norm.NormRule("layer", 1e-6)
+    norm.norm(x, None, w, None, llama, torch.bfloat16)
+    norm.norm_grad(x, None, x, w, llama, (True, True, False))
+    norm.norm(x, None, None, None, layer, torch.bfloat16)
+    norm.norm_grad(x, None, x, None, layer, (False, True, False))
+    # the sum of two products, and a residual stream, that were not rounded
+    wide = meta(4096, n, dtype=torch.float32)
+    norm.norm_grad(wide, x, x, w, layer, (True, True, True))
+    norm.norm(x, wide, w, None, llama, torch.float32)
+    norm.norm_grad(wide, wide, wide, w, layer, (True, True, True))
+
+
+def benchmarked() -> None:
+    """What `bench run` launches, at every size that it has."""
+    for size in {size for sizes in SIZES.values() for size in sizes}:
+        tokens, d, f = size.tokens or DEFAULT_TOKENS["cuda"], size.dim, size.hidden
+        norms(d)
+        linears("gelu", sizes=(tokens, f, d))
+        linears("gelu", sizes=(tokens, f, d), kernel="split")
+        hybrids("gelu", gated=False, sizes=(tokens, f, d))
+        hybrids("silu", gated=True, sizes=(tokens, f, d))
 
 
 def everything() -> None:
+    benchmarked()
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))
     # rows of 1001 bf16 elements are not 16-byte aligned: pointer loads
@@ -79,4 +100,6 @@ def everything() -> None:
     linears("gelu", dtype=torch.float32)
     linears("gelu", dtype=torch.float32, sizes=(431, 333, 1001))
     hybrids("gelu", gated=True, dtype=torch.float32)
-    norms()
+    for n in (64, 4096, 8192, 16384, 32768):
+        norms(n)
+        rare_norms(n)

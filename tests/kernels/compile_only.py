@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from sass import Body, body
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -87,6 +89,12 @@ class Compiled:
     # "bf16", "f32:ieee", "f32:tf32"
     dots: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    # of the first launch: blocks, elements and rows of a tile, bytes per element of its matrices
+    grid: int = 0
+    tile: tuple[int, int] = (0, 0)
+    operand_bytes: int = 0
+    # sass.Body, on NVIDIA
+    body: Sequence[int] = ()
 
 
 def check(record: Compiled) -> list[str]:
@@ -135,6 +143,7 @@ def compile_for(target: str) -> Iterator[Collection[Compiled]]:
         except Exception as error:
             read: dict[str, Any] = {"error": "".join(format_exception(error, limit=0))}
             kernel, key = None, label + read["error"]
+        read |= _geometry(self, args, kwargs, grid)
         known = records.get(key, Compiled(target, self.fn.__name__, label, **read))
         records[key] = replace(known, launches=known.launches + 1)
         return kernel
@@ -146,7 +155,7 @@ def compile_for(target: str) -> Iterator[Collection[Compiled]]:
         patch.object(CUDABackend, "make_cubin", _recording(CUDABackend.make_cubin)),
     ):
         # apart from the user's cache, whose kernels come without a log
-        knobs.cache.dir += "_compile_only"
+        knobs.cache.dir += "_compile_only2"
         yield records.values()
 
 
@@ -166,6 +175,7 @@ def _recording(make_cubin: Callable[..., bytes]) -> Callable[..., bytes]:
         line = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)"
         metadata["ptxas_log"] = log.getvalue()
         metadata["opcodes"] = Counter(re.findall(line, sass, re.M))
+        metadata["body"] = list(body(sass))
         return cubin
 
     return recording
@@ -196,6 +206,47 @@ def _read(kernel: Any) -> dict[str, Any]:
             name: sum(count for opcode, count in opcodes.items() if re.fullmatch(pattern, opcode))
             for name, pattern in OPCODES.items()
         },
+        "body": () if amdgcn else metadata.body,
+    }
+
+
+def _geometry(
+    kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any], grid: Sequence[int]
+) -> dict[str, Any]:
+    given = [value for name, value in zip(kernel.arg_names, args, strict=False)]
+    tensors = [value for _, value in _leaves("", tuple(given)) if isinstance(value, torch.Tensor)]
+    largest = max(t.numel() for t in tensors)
+    rows = kwargs.get("BLOCK_M", 1)
+    return {
+        "grid": math.prod(grid),
+        "tile": (rows * kwargs.get("BLOCK_N", kwargs.get("BLOCK", 1)), rows),
+        "operand_bytes": sum(t.element_size() for t in tensors if t.numel() == largest),
+    }
+
+
+def model(record: Compiled) -> dict[str, Any]:
+    """Return what an H200's multiprocessor does with a kernel of sm_90, counted, not measured.
+
+    blocks: on a multiprocessor; in_flight: bytes that they wait for at a time; moved, minimum:
+    bytes per element that threads ask for, caches included, and that there are; per row of a tile
+    barriers; per tile trips to memory, one after another; per element a thread's instructions.
+    """
+    found, threads, (elements, rows) = Body(*record.body), 32 * record.num_warps, record.tile
+    registers = -(-record.registers // 8) * 8 * threads
+    fitting = min(65536 // registers, (228 << 10) // (record.shared + 1024), 2048 // threads)
+    # without a device one multiprocessor's share of programs that persist is launched
+    fitting = min(fitting, record.grid)
+    ahead = found.copied * found.depth if found.copied else found.read // max(1, found.trips)
+    return {
+        "kernel": record.label,
+        "registers": record.registers,
+        "blocks": fitting,
+        "in_flight": fitting * threads * ahead,
+        "moved": threads * (found.read + found.copied + found.written) / elements,
+        "minimum": record.operand_bytes,
+        "barriers": found.barriers / rows,
+        "trips": found.trips,
+        "instructions": threads * found.instructions / elements,
     }
 
 

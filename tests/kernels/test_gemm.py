@@ -40,7 +40,7 @@ def real_tiles():
 
 @pytest.fixture
 def covered(monkeypatch):
-    """Collect the tile of every GEMM launched, with its tiles along M and N and its steps along K."""
+    """Collect how many tiles along M and N and steps along K every launch takes."""
     found = []
     launch = gemm.launch_tile
 

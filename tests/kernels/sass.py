@@ -1,0 +1,83 @@
+"""What NVIDIA's instructions say about a kernel: its loop, what it loads, where it waits.
+
+Bytes are those that threads ask for, whether they come from memory or from a cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);")
+LABEL = re.compile(r"^(\.L\w+):")
+# read into registers, on its way to shared memory, and to global memory
+READ, COPY, WRITE = r"LDG\b", r"(LDGSTS|UTMALDG)\b", r"(STG|ST)\b"
+WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+
+
+class Body(NamedTuple):
+    """A kernel's main loop, once around, or all of a kernel that has none; bytes per thread.
+
+    depth: how many times around its copies are ahead; trips: waits for memory, one after another.
+    """
+
+    instructions: int = 0
+    barriers: int = 0
+    read: int = 0
+    copied: int = 0
+    written: int = 0
+    depth: int = 0
+    trips: int = 0
+    # before the first load, and after the loop
+    before: int = 0
+    after: int = 0
+
+
+def width(opcode: str) -> int:
+    """Return how many bytes an access moves per thread."""
+    return next((WIDTHS[part] for part in opcode.split(".") if part in WIDTHS), 4)
+
+
+def body(sass: str) -> Body:
+    """Read the listing of one kernel."""
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, str]] = []
+    for line in sass.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(opcodes)
+        elif found := INSTRUCTION.match(line):
+            if found[1].startswith("BRA") and (target := re.search(r"\((\.L\w+)\)", found[2])):
+                jumps.append((len(opcodes), target[1]))
+            opcodes.append(found[1])
+    loops = [(labels[label], at + 1) for at, label in jumps if labels.get(label, at + 1) < at]
+    loads = [at for at, opcode in enumerate(opcodes) if re.match(f"{READ}|{COPY}", opcode)]
+    loops = [(start, end) for start, end in loops if any(start <= at < end for at in loads)]
+    start, end = max(loops, key=lambda span: span[1] - span[0], default=(0, len(opcodes)))
+    inside = opcodes[start:end]
+    return Body(
+        sum(opcode != "NOP" for opcode in inside),
+        sum(opcode.startswith("BAR.SYNC") for opcode in inside),
+        moved(inside, READ),
+        moved(inside, COPY),
+        moved(inside, WRITE),
+        moved(opcodes[:start], COPY) // max(1, moved(inside, COPY)),
+        trips(inside),
+        loads[0] if loads else 0,
+        sum(opcode != "NOP" for opcode in opcodes[end:]),
+    )
+
+
+def moved(opcodes: Sequence[str], pattern: str) -> int:
+    return sum(width(opcode) for opcode in opcodes if re.match(pattern, opcode))
+
+
+def trips(opcodes: Sequence[str]) -> int:
+    """Count groups of reads with barriers between them; copies are one, however many there are."""
+    groups, waits = int(any(re.match(COPY, opcode) for opcode in opcodes)), True
+    for opcode in opcodes:
+        if re.match(READ, opcode):
+            groups, waits = groups + waits, False
+        waits = waits or opcode.startswith("BAR.SYNC")
+    return groups
