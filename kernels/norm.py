@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm over rows, forward and backward from x alone: no statistic is ever stored.
 
 A row of up to MAX_BLOCK columns stays in registers (norm_rows), in backward one of up to
-MAX_GRAD_BLOCK, as a program's share of dw takes as many again; longer rows go through in column
-chunks (norm_wide).
+MAX_GRAD_BLOCK, as a program's share of dw takes as many again, or half that in float32; longer rows
+go through in column chunks (norm_wide).
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ class Rows(NamedTuple):
 
 
 @lru_cache
-def rows_for(n: int) -> Rows:
-    """Return the tile for rows of n <= MAX_BLOCK columns: at least eight elements per thread."""
+def rows_for(n: int, share: int = 16) -> Rows:
+    """Return the tile for rows of n <= MAX_BLOCK columns: at least eight elements per thread.
+
+    From `share` elements per thread on, warps are added, up to sixteen.
+    """
     block_n = triton.next_power_of_2(n)
     # sixteen where rows are long: short ones' share of dw would take more than 128 registers
     block_m = max(1, (2048 if block_n >= 1024 else 1024) // block_n)
-    return Rows(block_m, block_n, max(4, min(16, block_n // 512)))
+    return Rows(block_m, block_n, max(4, min(16, block_m * block_n // (32 * share))))
 
 
 def stages_for(*tensors: Tensor | None) -> int:
@@ -140,10 +143,20 @@ def norm_grad(
     check_operands((dy, dtotal, x), (weight,))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
-    launch = launch_grad if x.shape[1] <= MAX_GRAD_BLOCK else launch_wide_grad
+    wide = x.shape[1] * 16 > MAX_GRAD_BLOCK * share_for(dy, x, rule)
+    launch = launch_wide_grad if wide else launch_grad
     with torch.cuda.device_of(x):
         dw, db = launch((dy, dtotal, x, weight), dx, needs[1:], strides, rule)
     return dx, *sum_partials(dw, db, sums_dtype)
+
+
+def share_for(dy: Tensor, x: Tensor, rule: NormRule) -> int:
+    """Return how many elements per thread fit 128 registers in norm_grad.
+
+    Those of float32 are not packed by two while they wait, and LayerNorm sums more.
+    """
+    wide = x.element_size() > 2 or (rule.kind == "layer" and dy.element_size() > 2)
+    return 8 if wide else 16
 
 
 def partials(
@@ -165,7 +178,7 @@ def launch_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Fill dx over whole rows, and return every program's share of dw and db."""
     dy, dtotal, x, _ = inputs
-    (m, n), tile = x.shape, rows_for(x.shape[1])
+    (m, n), tile = x.shape, rows_for(x.shape[1], share_for(dy, x, rule))
     programs = min(triton.cdiv(m, tile.block_m), tile.resident * num_multiprocessors(x.device))
     dw, db = partials(x, needs, programs)
     norm_grad_kernel[(programs,)](

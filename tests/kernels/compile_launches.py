@@ -66,9 +66,10 @@ def rare_norms(n: int) -> None:
     norm.norm_grad(x, None, x, None, layer, (False, True, False))
     # the sum of two products, and a residual stream, that were not rounded
     wide = meta(4096, n, dtype=torch.float32)
-    norm.norm_grad(wide, x, x, w, layer, (True, True, True))
+    for rule in (norm.NormRule("rms", 1e-6), layer):
+        norm.norm_grad(wide, x, x, w, rule, (True, True, rule is layer))
+        norm.norm_grad(wide, wide, wide, w, rule, (True, True, rule is layer))
     norm.norm(x, wide, w, None, llama, torch.float32)
-    norm.norm_grad(wide, wide, wide, w, layer, (True, True, True))
 
 
 def benchmarked() -> None:

@@ -43,7 +43,7 @@ from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
 # fills are not counted, as a CPU needs some where a GPU needs none
 ATEN = ("mm", "addmm", "add", "add_", "mul", "sum")
 TOKENS, D, F = 512, 4096, 14336
-WIDE, MISALIGNED = 12288, 1001
+WIDE, MISALIGNED = 20480, 1001
 
 
 def libcuda() -> ctypes.CDLL:

@@ -79,7 +79,9 @@ def test_long_rows(function, shape):
     with launches() as count:
         compare(lambda *a: call(functional, *a), lambda *a: call(reference, *a), inputs)
     assert ("wide_norm_kernel" in count) == (n > MAX_BLOCK)
-    assert ("wide_dw_kernel" in count) == (n > MAX_GRAD_BLOCK)
+    # float32 takes twice the registers
+    fits = MAX_GRAD_BLOCK if options else MAX_GRAD_BLOCK // 2
+    assert ("wide_dw_kernel" in count) == (n > fits)
 
 
 @needs_triton
