@@ -61,7 +61,8 @@ TILES: dict[tuple[str, int], Tiles] = {
     ("sm_80", 4): Tiles(*5 * [_SMALL]),
     ("sm_90", 2): _HOPPER,
     ("sm_90", 4): _HOPPER_TF32,
-    ("sm_100", 2): _HOPPER,
+    # 256 rows of dh spill there
+    ("sm_100", 2): _HOPPER._replace(hybrid_long=_HOPPER.hybrid_short),
     ("sm_100", 4): _HOPPER_TF32,
     ("gfx9", 2): Tiles(_CDNA, _CDNA, _NARROW, _NARROW, _SMALL),
     ("gfx9", 4): Tiles(*5 * [_SMALL]),
