@@ -17,10 +17,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.fusing import parity, reasons
-from fusedckpt.fusing.parity import is_transposed
+from fusedckpt.fusing import reasons, replica
+from fusedckpt.fusing.layouts import NONE, activation_by
 from fusedckpt.fusing.recording import record
-from fusedckpt.fusing.structure import NONE, activation_by
+from fusedckpt.fusing.replica import is_transposed
 from fusedckpt.layers.linear import Linear
 
 __all__ = ["apart", "holds", "reason_of"]
@@ -74,7 +74,7 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return (_of_activation(module) if found.endswith(NONE) else None) or found
     if any(module.get_parameter(name).dim() == 3 for name in _own(module)):
         return "its weights are 3-dimensional: a mixture of experts is not fused"
-    if not parity.takes_one(module):
+    if not replica.takes_one(module):
         return "its forward takes more than one tensor"
     return f"{', '.join([*linears, *_own(module)])}: more linears than those of an MLP"
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.fusing import left, parity
+from fusedckpt.fusing import left, replica
+from fusedckpt.fusing.forwards import FusedMLP, MLPMatch, Swap, subclass
 from fusedckpt.fusing.held import Block, Path, child_at
+from fusedckpt.fusing.layouts import block_of, features_of, sizes_of
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.spying import rates_of
-from fusedckpt.fusing.structure import block_of, features_of, sizes_of
-from fusedckpt.fusing.swapped import FusedMLP, MLPPlan, Swap, subclass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE = (2, 3)
@@ -47,7 +47,7 @@ def mlp_swap(module: nn.Module, save: str) -> Swap | str | None:
     if type(module).forward is nn.Linear.forward or not _may_be_block(module):
         return None
     plan = _plan(module)
-    if not isinstance(plan, MLPPlan):
+    if not isinstance(plan, MLPMatch):
         return plan
     if any(_is_alone(child, module) for child in module.children()):
         return None
@@ -65,7 +65,7 @@ def _may_be_block(module: nn.Module) -> bool:
         1 <= dims.count(2) <= 4
         and dims.count(1) <= 4
         and len(dims) == dims.count(1) + dims.count(2)
-        and parity.takes_one(module)
+        and replica.takes_one(module)
     )
 
 
@@ -74,10 +74,10 @@ def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
     own = {id(p) for p in parent.parameters()}
     if own != {id(p) for p in child.parameters()} or not _may_be_block(child):
         return False
-    return isinstance(_plan(child), MLPPlan)
+    return isinstance(_plan(child), MLPMatch)
 
 
-def _plan(module: nn.Module) -> MLPPlan | str | None:
+def _plan(module: nn.Module) -> MLPMatch | str | None:
     """Record a module; return its block and all that this depends on, or why it is none.
 
     None for one that does not look like a block either.
@@ -116,7 +116,7 @@ def _first_recording(module: nn.Module) -> Recording:
 
 def _pinned(
     module: nn.Module, block: Block, recordings: list[Recording], dtypes: tuple[torch.dtype, ...]
-) -> MLPPlan:
+) -> MLPMatch:
     """Return the plan for all that the recordings read, and with the dropouts."""
     log = recordings[0].log
     for recording in recordings[1:]:
@@ -134,7 +134,7 @@ def _pinned(
     ]
     last = next((path for path in dropouts if _drops_result(module, shape, path, block)), None)
     inside = tuple(rate for rate in rates if rate[0] != last)
-    return MLPPlan(block, log.held({*rates}), inside, last, dtypes)
+    return MLPMatch(block, log.held({*rates}), inside, last, dtypes)
 
 
 def _drops_result(module: nn.Module, shape: tuple[int, ...], path: Path, block: Block) -> bool:
@@ -149,7 +149,7 @@ def _drops_result(module: nn.Module, shape: tuple[int, ...], path: Path, block: 
     return block_of(replace(found, y=y.of[0])) == block
 
 
-def _swap(module: nn.Module, plan: MLPPlan, save: str) -> Swap:
+def _swap(module: nn.Module, plan: MLPMatch, save: str) -> Swap:
     block = plan.block
     details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
     details += ["weights as [in, out]"] if any(one.transposed for one in block.linears) else []
@@ -160,7 +160,7 @@ def _swap(module: nn.Module, plan: MLPPlan, save: str) -> Swap:
         "linear" if block.kind == "linear_act" else "mlp",
         f"{type(module).__name__} -> {block.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
-        {"_fusedckpt_plan": plan, "save": save},
+        {"_fusedckpt_match": plan, "save": save},
         (features_of(block, shapes),),
         (features_of(block, small),),
         {id(parameters[path]): shape for path, shape in small.items()},
@@ -178,7 +178,7 @@ def _parameters(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.P
 
 
 def _numbers(
-    plan: MLPPlan, shapes: dict[Path, tuple[int, ...]], small: dict[Path, tuple[int, ...]]
+    plan: MLPMatch, shapes: dict[Path, tuple[int, ...]], small: dict[Path, tuple[int, ...]]
 ) -> dict[tuple[Path, str], Any]:
     """Return numbers for a replica: sizes that are as small as its parameters are, no rates."""
     sizes: dict[int, int] = {}

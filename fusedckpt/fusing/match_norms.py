@@ -17,10 +17,10 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt import reference
-from fusedckpt.fusing import parity
+from fusedckpt.fusing import replica
+from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap, subclass
 from fusedckpt.fusing.held import Held
 from fusedckpt.fusing.recording import Recording, record
-from fusedckpt.fusing.swapped import FusedRMSNorm, NormPlan, Swap, subclass
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
@@ -37,7 +37,7 @@ _LEAST = 1e-12
 
 def norm_swap(module: nn.Module) -> Swap | str | None:
     """Return how a norm is swapped, the reason why it cannot be, or None for what is no norm."""
-    if isinstance(module, (RMSNorm, LayerNorm, FusedRMSNorm)):
+    if isinstance(module, (RMSNorm, LayerNorm, FusedNorm)):
         return None
     for original, ours, attributes in (
         (nn.RMSNorm, RMSNorm, {"offset": 0.0, "cast": "torch"}),
@@ -69,7 +69,7 @@ def _of_any_class(module: nn.Module) -> Swap | str | None:
     names, weights = [*given], [*given.values()]
     if module._modules or [*module.buffers(recurse=False)] or len(weights) > 2:
         return None
-    if any(w.dim() != 1 or w.shape[0] == 0 for w in weights) or not parity.takes_one(module):
+    if any(w.dim() != 1 or w.shape[0] == 0 for w in weights) or not replica.takes_one(module):
         return None
     shape = getattr(module, "normalized_shape", None)
     is_one = isinstance(shape, (tuple, list)) and len(shape) == 1
@@ -107,15 +107,15 @@ def _held(recordings: list[Recording]) -> Held:
     return held
 
 
-def _swap(module: nn.Module, plan: NormPlan, width: int) -> Swap:
+def _swap(module: nn.Module, plan: NormMatch, width: int) -> Swap:
     rule = f"{plan.cast} cast" + (f", offset {plan.offset:g}" if plan.offset else "")
     change = f"rms_norm ({rule})" if plan.kind == "rms" else "layer_norm"
-    to = subclass(FusedRMSNorm, type(module))
+    to = subclass(FusedNorm, type(module))
     kind = type(module).__name__
-    return Swap("norm", f"{kind} -> {change}", to, {"_fusedckpt_plan": plan}, (width,))
+    return Swap("norm", f"{kind} -> {change}", to, {"_fusedckpt_match": plan}, (width,))
 
 
-def _layer_norm(recordings: list[Recording], width: int) -> NormPlan | None:
+def _layer_norm(recordings: list[Recording], width: int) -> NormMatch | None:
     """Return the plan of a forward that is one layer_norm of its input, None for any other."""
     plans = set()
     for recording in recordings:
@@ -128,18 +128,18 @@ def _layer_norm(recordings: list[Recording], width: int) -> NormPlan | None:
         if x.kind != "x" or list(shape) != [width] or not is_own:
             return None
         names = [path and path[0] for path in given]
-        plans.add(NormPlan(names[0], eps, 0.0, "torch", (), "layer", names[1]))
+        plans.add(NormMatch(names[0], eps, 0.0, "torch", (), "layer", names[1]))
     return plans.pop() if len(plans) == 1 else None
 
 
-def _proven(module: nn.Module, plan: NormPlan, names: list[str], width: int) -> NormPlan | None:
+def _proven(module: nn.Module, plan: NormMatch, names: list[str], width: int) -> NormMatch | None:
     """Return the plan with the dtypes in which it gives the module's bits, None for none."""
     draws = _Draws(module, names, width)
     found = tuple(pair for pair in draws.pairs if _same(draws.twin(plan, pair), draws.run(pair)))
     return plan._replace(dtypes=found, casts_back=draws.casts_back()) if found else None
 
 
-def _plan(module: nn.Module, names: list[str], eps: str | None, width: int) -> NormPlan | None:
+def _plan(module: nn.Module, names: list[str], eps: str | None, width: int) -> NormMatch | None:
     """Find the rule that gives the module's bits in most dtypes, its own among them."""
     draws = _Draws(module, names, width)
     name = names[0] if names else None
@@ -152,7 +152,7 @@ def _plan(module: nn.Module, names: list[str], eps: str | None, width: int) -> N
         if offset and name is None:
             continue
         # without one the root is clamped, as F.normalize does
-        plan = NormPlan(name, eps or _LEAST**2 / width, offset, cast, ())
+        plan = NormMatch(name, eps or _LEAST**2 / width, offset, cast, ())
         proven = tuple(
             pair
             for pair, y in expected.items()
@@ -170,7 +170,7 @@ class _Draws:
     """A norm's input and weights, and what it makes of them in any pair of dtypes."""
 
     def __init__(self, module: nn.Module, names: list[str], width: int):
-        draw = parity.Draw(module, (width,), rows=max(6, _ELEMENTS // width // 2 * 2))
+        draw = replica.Draw(module, (width,), rows=max(6, _ELEMENTS // width // 2 * 2))
         self.module = module
         self.x = draw.x
         # rows so small that epsilon counts, and large ones
@@ -185,14 +185,14 @@ class _Draws:
     def run(self, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
         """Return what the module computes, None where it cannot."""
         values = {key: value.to(pair[1]) for key, value in self.values.items()}
-        clone = parity.replica(self.module, values)
-        with parity.undisturbed(torch.device("cpu")), torch.no_grad():
+        clone = replica.replica(self.module, values)
+        with replica.undisturbed(torch.device("cpu")), torch.no_grad():
             try:
-                return parity.call(clone, self.x.to(pair[0]))
+                return replica.call(clone, self.x.to(pair[0]))
             except Exception:  # arbitrary code of others, in dtypes that it may not take
                 return None
 
-    def twin(self, plan: NormPlan, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
+    def twin(self, plan: NormMatch, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
         """Return what a rule computes, None where it cannot."""
         x = self.x.to(pair[0])
         eps = getattr(self.module, plan.eps) if isinstance(plan.eps, str) else plan.eps
@@ -200,7 +200,7 @@ class _Draws:
             None if name is None else self.values[self.keys[name]].to(pair[1])
             for name in (plan.weight, plan.bias)
         )
-        with parity.undisturbed(torch.device("cpu")), torch.no_grad():
+        with replica.undisturbed(torch.device("cpu")), torch.no_grad():
             if plan.kind == "rms":
                 return reference.rms_norm(
                     x, x.shape[-1:], weight, eps, offset=plan.offset, cast=plan.cast

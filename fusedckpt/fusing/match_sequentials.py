@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt.fusing.swapped import Swap
+from fusedckpt.fusing.forwards import Swap
 from fusedckpt.kernels.activations import name_of
 from fusedckpt.layers.sequential import Run, Sequential, runs
 

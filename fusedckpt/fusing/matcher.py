@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.fusing import parity, reasons
+from fusedckpt.fusing import reasons, replica
+from fusedckpt.fusing.forwards import Swap, unfit_layer
 from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import mlp_swap
 from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_sequentials import blocks_of
-from fusedckpt.fusing.swapped import Swap, unfit_layer
 
 # what every module has
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -61,10 +61,10 @@ class Matcher:
         return unfit(module, swap.attributes, *module.modules()) or self._check(module, swap)
 
     def _check(self, module: nn.Module, swap: Swap) -> Swap | str:
-        obstacle = parity.difference(module, swap) if self.verify else None
+        obstacle = replica.difference(module, swap) if self.verify else None
         if obstacle is not None:
             return obstacle
-        part = Part(swap.kind, swap.change, parity.saved_per_token(module, swap))
+        part = Part(swap.kind, swap.change, replica.saved_per_token(module, swap))
         return replace(swap, parts={"": part})
 
 

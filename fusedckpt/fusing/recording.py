@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fusedckpt.fusing import parity
+from fusedckpt.fusing import replica
 from fusedckpt.fusing.graph import Node
 from fusedckpt.fusing.held import Path
 from fusedckpt.fusing.spying import Log, spied
@@ -63,7 +63,7 @@ def record(
     log = Log()
     own = next((p.dtype for p in module.parameters()), torch.float32)
     try:
-        with _python_random(log), parity.undisturbed(torch.device("meta")):
+        with _python_random(log), replica.undisturbed(torch.device("meta")):
             clone = spied(module, log, dtype, training, dropping)
             x = torch.empty(shape, dtype=dtype or own, device="meta")
             x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x

@@ -14,12 +14,12 @@ from torch import nn
 from fusedckpt.autograd import fallbacks, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.fusing import left, reasons, running
+from fusedckpt.fusing.forwards import Swap, is_made, subclass, within
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.fusing.matcher import Matcher, unfit
 from fusedckpt.fusing.running import join
-from fusedckpt.fusing.swapped import Swap, is_made, subclass, within
 from fusedckpt.fusing.wanted import Names, Wanted, patterns
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
@@ -91,7 +91,7 @@ def fuse(
         swaps = [*_planned(name, module, wanted, matcher, report)]
         planned += [(module, swap) for swap in swaps]
         made = [module.__dict__, *(swap.attributes for swap in swaps)]
-        if any(_computes_inside(module, attributes.get("_fusedckpt_plan")) for attributes in made):
+        if any(_computes_inside(module, attributes.get("_fusedckpt_match")) for attributes in made):
             inside.update(module.modules())
     wanted.check(modules, report.kinds)
     running.forget(model)

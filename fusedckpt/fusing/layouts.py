@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt.fusing import parity
+from fusedckpt.fusing import replica
 from fusedckpt.fusing.graph import Node, function, leaves
 from fusedckpt.fusing.held import Block, Path, Weight
 from fusedckpt.fusing.recording import Recording
@@ -186,7 +186,7 @@ def gate_of(f: Callable[..., Any]) -> str | None:
 
 
 def _evaluated(f: Callable[..., Any], *values: Tensor) -> Any:
-    with parity.undisturbed(torch.device("cpu")), torch.no_grad():
+    with replica.undisturbed(torch.device("cpu")), torch.no_grad():
         try:
             return f(*(value.clone() for value in values))
         except Exception:  # arbitrary code of others
@@ -196,7 +196,7 @@ def _evaluated(f: Callable[..., Any], *values: Tensor) -> Any:
 def _are_equal(h: Any, act: Callable[[Tensor], Tensor], z: Tensor, up: Tensor | None) -> bool:
     if not isinstance(h, Tensor) or h.shape != z.shape:
         return False
-    with parity.undisturbed(torch.device("cpu")), torch.no_grad():
+    with replica.undisturbed(torch.device("cpu")), torch.no_grad():
         expected = act(z.clone())
         if up is None:
             return torch.allclose(h.double(), expected, rtol=_TOL, atol=_TOL)

@@ -37,7 +37,7 @@ class Swap:
 
     kind: "norm", "mlp" or "linear", as `fuse` switches them; change: what the report says of it;
     features: the trailing shape of what the module reads; small, sizes: a smaller such shape, and
-    shapes of parameters by their ids, in which parity is checked, and numbers that are sizes, by
+    shapes of parameters by their ids, in which it is checked, and numbers that are sizes, by
     path and name; empty for the real ones; parts: what the swapped module remembers for reports.
     """
 
@@ -122,7 +122,7 @@ def unfit_layer(module: nn.Module) -> str | None:
     return None if takes else f"{type(module).__name__}: only eager takes a parameter's class"
 
 
-class NormPlan(NamedTuple):
+class NormMatch(NamedTuple):
     """What a norm of some class computes: see `functional.rms_norm` and `layer_norm`.
 
     weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: the
@@ -171,13 +171,13 @@ class Swapped(nn.Module):
         raise NotImplementedError
 
 
-class FusedRMSNorm(Swapped):
+class FusedNorm(Swapped):
     """Forward of a norm of any class, keeping x alone where its rule is known to hold."""
 
-    _fusedckpt_plan: NormPlan
+    _fusedckpt_match: NormMatch
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
-        plan, given = self._fusedckpt_plan, self._parameters
+        plan, given = self._fusedckpt_match, self._parameters
         weight = None if plan.weight is None else given.get(plan.weight)
         bias = None if plan.bias is None else given.get(plan.bias)
         if not dispatch.are_plain(x, weight, bias):
@@ -194,7 +194,7 @@ class FusedRMSNorm(Swapped):
         return self._normalised(plan, x, weight, bias)
 
     def _normalised(
-        self, plan: NormPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
+        self, plan: NormMatch, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         shape = x.shape[-1:] if weight is None else weight.shape
         eps = getattr(self, plan.eps) if isinstance(plan.eps, str) else plan.eps
@@ -210,12 +210,12 @@ class FusedRMSNorm(Swapped):
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""
-        plan = self._fusedckpt_plan
+        plan = self._fusedckpt_match
         ours = ["layer_norm"] if plan.kind == "layer" else ["rms_norm", f"cast={plan.cast}"]
         return _described(super().extra_repr(), *ours)
 
 
-class MLPPlan(NamedTuple):
+class MLPMatch(NamedTuple):
     """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
 
     held: what must still hold; rates: paths and names of numbers that drop something inside while
@@ -233,11 +233,11 @@ class MLPPlan(NamedTuple):
 class FusedMLP(Swapped):
     """Forward of an MLP of any class, keeping what its save level names."""
 
-    _fusedckpt_plan: MLPPlan
+    _fusedckpt_match: MLPMatch
     save: str
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
-        plan = self._fusedckpt_plan
+        plan = self._fusedckpt_match
         obstacle = _obstacle(self, plan, x)
         if obstacle is not None:
             return obstacle
@@ -246,7 +246,7 @@ class FusedMLP(Swapped):
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""
-        block = self._fusedckpt_plan.block
+        block = self._fusedckpt_match.block
         now = f"{block.kind}, activation={block.activation}"
         return _described(super().extra_repr(), now, f"save={self.save}")
 
@@ -255,7 +255,7 @@ def _described(original: str, *ours: str) -> str:
     return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
 
 
-def _obstacle(module: nn.Module, plan: MLPPlan, x: Tensor) -> Fallback | None:
+def _obstacle(module: nn.Module, plan: MLPMatch, x: Tensor) -> Fallback | None:
     """Return what makes a call compute other than the plan says: replaced, watched, dropped."""
     found = broken(module, plan.held)
     if found is not None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Path
-from fusedckpt.fusing.swapped import Swap
 from fusedckpt.memory import saved_tensors
 
 # rows of the random input: enough to tell rules of rounding apart, and few
