@@ -1,7 +1,7 @@
-"""Swap the layers of a model in place for those that keep only their inputs, and back.
+"""Replace layers of a model in place by those that save only their inputs, and back.
 
 A swap changes a module's class and nothing else: the module object, its Parameters, hooks,
-children and state_dict stay.
+children and state_dict are unchanged.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def fuse(
     linear: bool = True,
     verify: bool = True,
 ) -> FuseReport:
-    """Swap, in place, the layers of `model` that keep more for backward than they need.
+    """Replace in place the layers of `model` that save more for the backward pass than they need.
 
-    Found by what they are made of and what they compute, not by their classes:
+    They are found by what they compute, not by their classes:
 
     - norms: nn.RMSNorm, nn.LayerNorm, subclasses that inherit their forward, and RMSNorms of any
       class that rounds as torch, Llama or Gemma do;
@@ -48,26 +48,26 @@ def fuse(
     - a linear with its activation, of any class;
     - an nn.Sequential with [norm,] linear, activation, linear, or part of that.
 
-    A swapped module gets a subclass of its class, or fusedckpt's where it was one of torch's; a
-    call that was not proven to be the same (inside dropout, another dtype, a child replaced or
-    hooked since) runs the old forward. Parameters, hooks, module names and the state_dict stay;
-    `unfuse` restores the classes. What is fused already stays as it is.
+    A swapped module gets a subclass of its class, or fusedckpt's where it was one of torch's. A
+    call that was not proven equal (dropout inside, another dtype, a child replaced or hooked since)
+    runs the original forward. Parameter objects, hooks, module names and the state_dict are
+    unchanged; `unfuse` restores the classes. A module that is fused already is unchanged.
 
     Args:
         model: any module; itself a norm, an MLP or a Sequential, too.
-        save: what blocks with an activation keep, "inputs", "gate" or "preact", see `functional`;
+        save: what blocks with an activation save, "inputs", "gate" or "preact", see `functional`;
             without a gate "gate" means "inputs".
-        only, skip: names of modules, or patterns as fnmatch has them; a list of them, or one.
+        only, skip: names of modules, or patterns of fnmatch; a list of them, or one.
         norm, mlp, linear: whether norms, MLPs, and linears with a norm or activation are swapped.
-        verify: hold every module's output and gradients, before it is swapped, against its own on
-            random numbers: errors against float64 at most twice its own plus 8 epsilons. A module
-            that differs stays and is named. Forwards of unknown classes are recorded on tensors
-            without values in any case. Nothing of the model is run with its own weights, and
-            neither its gradients, its buffers nor the random state change.
+        verify: compare every module's output and gradients, before it is swapped, with its own on
+            random numbers: the error against float64 may be twice its own plus 8 epsilons. A module
+            that differs is left and named. Forwards of unknown classes are recorded on meta tensors
+            in any case. Nothing of the model is run with its own weights; gradients, buffers and
+            RNG state do not change.
 
     Returns:
-        What was swapped, what was fused before, what was left as it is and why, and what one token
-        of training keeps. Printed after a step it tells, too, what did not run fused, and why.
+        What was swapped, what was fused before, what was left and why, and the bytes that one token
+        of training saves. Printed after a step it also says what did not run fused, and why.
 
     Raises:
         TypeError: `model` is no nn.Module, or names or `save` are no strings.
@@ -187,7 +187,7 @@ def _own_forward(kind: type[nn.Sequential]) -> str | None:
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo `fuse`: restore every original class, and return the model.
 
-    Works after training, deepcopy, pickling and loading. Layers built as fusedckpt's stay.
+    Works after training, deepcopy, pickling and loading. Layers built as fusedckpt's are unchanged.
 
     Raises:
         TypeError: `model` is no nn.Module.

@@ -167,12 +167,12 @@ def report(
 
         loss(model(*args, **kwargs)).backward(); optimizer.step()
 
-    Afterwards everything is as before (see `trial`). Gradients start from None. A second
-    step follows where the first one created state of the optimizer, as it is the one that repeats.
-    What modules keep inside stock checkpoints is not saved and so not listed; its recompute shows
-    in the timeline. Inside torch.compile'd code there is one module, the compiled one; call it once
-    before, so that the step holds no compilation. A model that calls torch.func.grad or the like
-    cannot be reported: torch then refuses the hooks that see saved tensors.
+    Afterwards everything is restored (see `trial`). Gradients start from None. Where the first step
+    creates optimizer state, a second one is reported, as later steps are like it. Inside torch's
+    checkpoints nothing is saved and so nothing listed; the recomputation shows in the timeline.
+    torch.compile'd code counts as one module; call it once before, so that the step holds no
+    compilation. A model that calls torch.func.grad or the like cannot be reported, as torch then
+    refuses the hooks that see saved tensors.
 
     On a CPU sizes are what was asked for, on CUDA what the caching allocator took for it. With
     several devices, `timeline` and `resident_bytes` are those of the first parameter's.
