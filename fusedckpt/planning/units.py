@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from fusedckpt.fusing.swapped import FusedMLP, FusedRMSNorm
+from fusedckpt.fusing.forwards import FusedMLP, FusedNorm
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
@@ -14,7 +14,7 @@ from fusedckpt.layers.sequential import Sequential, runs
 
 __all__ = ["candidates", "has_levels", "is_fused", "named", "parts_of"]
 
-_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedRMSNorm)
+_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedNorm)
 
 
 def is_fused(module: nn.Module) -> bool:
