@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.planning.chain import Chain, Item, Keep
-from fusedckpt.planning.cuts import Cut, chains, cuts_of, forward_of
-from fusedckpt.planning.plan_input import Policy, check_model, limit_of
+from fusedckpt.planning.budget import Policy, limit_of
+from fusedckpt.planning.calls import Recomputes, seconds
+from fusedckpt.planning.chain import Chain, Item, Keep, Segment, simulate
+from fusedckpt.planning.code_between import chain_of
+from fusedckpt.planning.plan_record import BUT, PRODUCTS, level_and_parts
 from fusedckpt.planning.plans import Plan, structure_of
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
@@ -29,11 +33,13 @@ from fusedckpt.planning.solver import (
     simulated,
     solve,
 )
-from fusedckpt.planning.unit_costs import PRODUCTS
+from fusedckpt.planning.survey import Kinds, Survey, ticking
+from fusedckpt.planning.unit_costs import kind_of, once
+from fusedckpt.planning.units import Cut, check_model, cuts_of
 from fusedckpt.reporting.memory_report import check_step, measure
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.tables import enough
-from fusedckpt.reporting.trial import tensors_of, trial
+from fusedckpt.reporting.trial import aliased, tensors_of, trial
 
 __all__ = ["plan"]
 
@@ -41,6 +47,8 @@ __all__ = ["plan"]
 _TRIES = 4
 # how far off the model of memory may be
 _DOUBT = 1.1
+# steps that are timed go on for so many seconds, and so many at most
+_SECONDS, _STEPS = 0.1, 5
 
 
 def plan(
@@ -184,19 +192,42 @@ def _planned(
     with trial(parts, step.optimizer, given), torch.enable_grad():
         stepping = _stepping(step)
         step.fresh()
-        rest = _rest(step) if is_rest else 0
-        forward_ms, last = forward_of(step)
+        held = [*step.parameters(), *step.gradients.values(), *step.state()]
+        rest = step.resident(held) if is_rest else 0
+        forward_ms, last = _forward(step)
         step = step._replace(last=last)
-        measured = chains(step, cuts, stepping, forward_ms, policy == "speed", progress)
-        chain, left_out = measured[0]
-        if len(measured) > 1:
-            chain, left_out = min(measured, key=lambda found: _cost(found[0], limit, rest))
+        kinds: Kinds = {}
+        with ticking(sum(len(cut.names) for cut in cuts), progress) as tick:
+            surveys = [Survey(cut, kinds, tick, policy == "speed") for cut in cuts]
+            for survey in surveys:
+                survey.run(step)
+        _check_units(step.model, surveys)
+        chains = [
+            (chain_of(step, survey.units(), stepping, forward_ms), survey)
+            for survey in surveys
+            if survey.units()
+        ]
+        chain, survey = chains[0]
+        if len(chains) > 1:
+            chain, survey = min(chains, key=lambda found: _cost(found[0], limit, rest))
         if limit is None:
             found = _by_policy(policy, step, chain, cuts[0].names)
         else:
             found = _within(limit + rest, step, chain, rest)
+        found = _timed(step, found)
     gradients = nbytes_of(step.gradients.values())
-    return replace(found, left_out=left_out, gradient_bytes=gradients)
+    return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
+
+
+def _check_units(model: nn.Module, surveys: Sequence[Survey]) -> None:
+    if any(survey.units() for survey in surveys):
+        return
+    why = [f"{name} {reason}" for name, reason in surveys[0].left_out().items()]
+    told = "; ".join([*why[:3], f"{len(why) - 3} more"] if len(why) > 4 else why)
+    raise ValueError(
+        f"plan: expected a unit of {type(model).__name__} that runs exactly once, "
+        f"name some with units=: {told or 'it has no parts'}"
+    )
 
 
 def _cost(chain: Chain, limit: int | None, rest: int) -> tuple[float, int]:
@@ -205,12 +236,6 @@ def _cost(chain: Chain, limit: int | None, rest: int) -> tuple[float, int]:
     if limit is None or least > limit + rest:
         return math.inf, least
     return solve(chain, limit + rest).extra, least
-
-
-def _rest(step: Step) -> int:
-    """Return the bytes of parameters, gradients and optimizer state."""
-    held = [*step.parameters(), *step.gradients.values(), *step.state()]
-    return step.resident(held)
 
 
 def _stepping(step: Step) -> int:
@@ -226,6 +251,80 @@ def _stepping(step: Step) -> int:
     if not optimizer.state:
         optimizer.step()
     return peak_bytes(optimizer.step, step.parameters()[0].device) if step.is_last else 0
+
+
+def _forward(step: Step) -> tuple[float, int]:
+    """Return the ms that the model's forward takes, and the bytes of what it returns."""
+    held = [*step.parameters(), *step.model.buffers(), *step.inputs()]
+    times, output = [], None
+    for _ in range(2):
+        args, kwargs = aliased((step.args, step.kwargs))
+        start = seconds(held[0].device)
+        # so that no more is kept than units may keep
+        with torch.no_grad():
+            output = step.model(*args, **kwargs)
+        times.append(1e3 * (seconds(held[0].device) - start))
+    found = once((_kind(step), "forward"), lambda: min(times))
+    return found, nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
+
+
+def _kind(step: Step) -> Any:
+    """Return what steps that take the same time have in common."""
+    kind = kind_of(step.model, step.args, step.kwargs)
+    return kind, step.parameters()[0].device, torch.get_num_threads()
+
+
+def _timed(step: Step, found: Plan) -> Plan:
+    """Return the plan with the time that its recomputes take in whole steps, measured there."""
+    key = _kind(step), found.items
+    units, modelled = found.chain.units, 0.0
+    for item in found.items:
+        inside, level = units[item.start : item.stop], item.level if isinstance(item, Keep) else ""
+        if isinstance(item, Segment):
+            modelled += sum(unit.forward for unit in inside) - inside[-1].tail
+        elif level == PRODUCTS:
+            modelled += inside[0].level(level).extra
+        elif BUT in level:
+            kept = inside[0].level(level_and_parts(level)[0])
+            modelled += inside[0].level(level).extra - kept.extra
+    if not modelled:
+        return found
+    found.apply(step.model)
+    try:
+        spent = once(key, lambda: _recomputes(step))
+    finally:
+        found.undo()
+    return _scaled(found, max(0.0, 1 + (spent - modelled) / found.extra_ms))
+
+
+def _recomputes(step: Step) -> float:
+    """Return the ms that recomputes take in a step."""
+    recomputes, times = Recomputes(step.parameters()[0].device), list[float]()
+    start = time.perf_counter()
+    while not times or (time.perf_counter() - start < _SECONDS and len(times) < _STEPS):
+        recomputes.seconds = 0.0
+        made, _ = step.fresh()
+        loss = made.loss(made.model(*made.args, **made.kwargs))
+        with recomputes.timed():
+            loss.backward()
+        times.append(1e3 * recomputes.seconds)
+    return median(times)
+
+
+def _scaled(found: Plan, ratio: float) -> Plan:
+    """Return the plan where all extra time is so many times what it was."""
+    units = tuple(
+        replace(
+            unit,
+            rerun=ratio * unit.again,
+            tail=ratio * unit.tail,
+            levels=tuple(replace(level, extra=ratio * level.extra) for level in unit.levels),
+        )
+        for unit in found.chain.units
+    )
+    chain = replace(found.chain, units=units)
+    extra, lower_bound = simulate(chain, found.items).extra, ratio * found.lower_bound_ms
+    return replace(found, chain=chain, extra_ms=extra, lower_bound_ms=min(lower_bound, extra))
 
 
 def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:

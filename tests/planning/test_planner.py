@@ -482,9 +482,9 @@ def test_units_that_are_alike_are_measured_once(monkeypatch):
         torch.randn(4, 8),
     )
     kinds = []
-    measured = fusedckpt.planning.costs.measured
+    measured = fusedckpt.planning.survey.measured
     monkeypatch.setattr(
-        "fusedckpt.planning.costs.measured", lambda *a: kinds.append(1) or measured(*a)
+        "fusedckpt.planning.survey.measured", lambda *a: kinds.append(1) or measured(*a)
     )
     found = planned(model, x, policy="sqrt")
     assert len(units_of(found)) == 100
