@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from fusedckpt.autograd.module_calls import watched
 from fusedckpt.memory import profiled, saved_tensors
+from fusedckpt.planning.roles import recomputes_timed
 from fusedckpt.reporting.timeline import Watch, timeline
 from fusedckpt.reporting.trial import aliased, tensors_of
 
-__all__ = ["Bytes", "Call", "NoGraph", "Recomputes", "Run", "Times", "seconds"]
+__all__ = ["Bytes", "Call", "NoGraph", "Run", "Times", "seconds"]
 
 Run = Callable[[Any, Any], Any]
 
@@ -64,39 +64,6 @@ class _Source(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         # zeros would be too easy on some kernels
         return tuple(torch.ones(s, dtype=d, device=on) for s, d, on in ctx.likes)
-
-
-class _Entrance(torch.autograd.Function):
-    """Makes an argument something that another unit computed, at no cost in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
-        return dx
-
-
-class Recomputes:
-    """Adds up how long the recomputes of checkpoints take."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.seconds = device, 0.0
-
-    @contextmanager
-    def _around(self, _: nn.Module | None) -> Iterator[None]:
-        start = seconds(self.device)
-        try:
-            yield
-        finally:
-            self.seconds += seconds(self.device) - start
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Time those that run inside."""
-        with watched(self._around):
-            yield
 
 
 class Call:
@@ -171,20 +138,19 @@ class Call:
 
     def _timed(self, run: Run) -> Times:
         args, kwargs = self._arguments()
-        recomputes = Recomputes(self.device)
         start = seconds(self.device)
         root: Any = _Source.apply(*self._outputs(run(args, kwargs)))
         middle = seconds(self.device)
-        with recomputes.timed():
+        with recomputes_timed(partial(seconds, self.device)) as again:
             root.backward()
         end = seconds(self.device)
         self._clear()
-        return Times(*(1e3 * x for x in (middle - start, end - middle, recomputes.seconds)))
+        return Times(*(1e3 * x for x in (middle - start, end - middle, sum(again))))
 
     def _arguments(self) -> tuple[Any, Any]:
-        fresh = aliased(self._given)
+        # as if another unit had computed them, at no cost in backward
         args, kwargs = pytree.tree_map_only(
-            Tensor, lambda x: _Entrance.apply(x) if x.requires_grad else x, fresh
+            Tensor, lambda x: x.clone() if x.requires_grad else x, aliased(self._given)
         )
         return tuple(args), kwargs
 

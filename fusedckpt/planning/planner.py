@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,38 +15,21 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.calls import Recomputes, seconds
-from fusedckpt.planning.chain import Chain, Item, Keep, Segment, simulate
+from fusedckpt.planning.calls import seconds
+from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
-from fusedckpt.planning.plan_record import BUT, PRODUCTS, level_and_parts
-from fusedckpt.planning.plans import Plan, structure_of
-from fusedckpt.planning.policies import policy as by_rule
+from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
-from fusedckpt.planning.solver import (
-    Solution,
-    least_bytes,
-    least_outcome,
-    least_peak,
-    may_go_lower,
-    simulated,
-    solve,
-)
+from fusedckpt.planning.solver import least_bytes, solve
 from fusedckpt.planning.survey import Kinds, Survey, ticking
-from fusedckpt.planning.unit_costs import kind_of, once
+from fusedckpt.planning.trials import Trials
+from fusedckpt.planning.unit_costs import once, step_kind
 from fusedckpt.planning.units import Cut, check_model, cuts_of
-from fusedckpt.reporting.memory_report import check_step, measure
+from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss
-from fusedckpt.reporting.tables import enough
 from fusedckpt.reporting.trial import aliased, tensors_of, trial
 
 __all__ = ["plan"]
-
-# plans tried for a budget before it is given up
-_TRIES = 4
-# how far off the model of memory may be
-_DOUBT = 1.1
-# steps that are timed go on for so many seconds, and so many at most
-_SECONDS, _STEPS = 0.1, 5
 
 
 def plan(
@@ -210,11 +191,11 @@ def _planned(
         chain, survey = chains[0]
         if len(chains) > 1:
             chain, survey = min(chains, key=lambda found: _cost(found[0], limit, rest))
-        if limit is None:
-            found = _by_policy(policy, step, chain, cuts[0].names)
-        else:
-            found = _within(limit + rest, step, chain, rest)
-        found = _timed(step, found)
+        names = ", ".join(cuts[0].names)
+        title = policy if isinstance(policy, str) else f"again: {names}"
+        trials = Trials(step, chain, title, limit and limit + rest)
+        found = trials.by_policy(policy) if limit is None else trials.within(limit + rest, rest)
+        found = trials.timed(found)
     gradients = nbytes_of(step.gradients.values())
     return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
 
@@ -264,160 +245,5 @@ def _forward(step: Step) -> tuple[float, int]:
         with torch.no_grad():
             output = step.model(*args, **kwargs)
         times.append(1e3 * (seconds(held[0].device) - start))
-    found = once((_kind(step), "forward"), lambda: min(times))
+    found = once((step_kind(step), "forward"), lambda: min(times))
     return found, nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
-
-
-def _kind(step: Step) -> Any:
-    """Return what steps that take the same time have in common."""
-    kind = kind_of(step.model, step.args, step.kwargs)
-    return kind, step.parameters()[0].device, torch.get_num_threads()
-
-
-def _timed(step: Step, found: Plan) -> Plan:
-    """Return the plan with the time that its recomputes take in whole steps, measured there."""
-    key = _kind(step), found.items
-    units, modelled = found.chain.units, 0.0
-    for item in found.items:
-        inside, level = units[item.start : item.stop], item.level if isinstance(item, Keep) else ""
-        if isinstance(item, Segment):
-            modelled += sum(unit.forward for unit in inside) - inside[-1].tail
-        elif level == PRODUCTS:
-            modelled += inside[0].level(level).extra
-        elif BUT in level:
-            kept = inside[0].level(level_and_parts(level)[0])
-            modelled += inside[0].level(level).extra - kept.extra
-    if not modelled:
-        return found
-    found.apply(step.model)
-    try:
-        spent = once(key, lambda: _recomputes(step))
-    finally:
-        found.undo()
-    return _scaled(found, max(0.0, 1 + (spent - modelled) / found.extra_ms))
-
-
-def _recomputes(step: Step) -> float:
-    """Return the ms that recomputes take in a step."""
-    recomputes, times = Recomputes(step.parameters()[0].device), list[float]()
-    start = time.perf_counter()
-    while not times or (time.perf_counter() - start < _SECONDS and len(times) < _STEPS):
-        recomputes.seconds = 0.0
-        made, _ = step.fresh()
-        loss = made.loss(made.model(*made.args, **made.kwargs))
-        with recomputes.timed():
-            loss.backward()
-        times.append(1e3 * recomputes.seconds)
-    return median(times)
-
-
-def _scaled(found: Plan, ratio: float) -> Plan:
-    """Return the plan where all extra time is so many times what it was."""
-    units = tuple(
-        replace(
-            unit,
-            rerun=ratio * unit.again,
-            tail=ratio * unit.tail,
-            levels=tuple(replace(level, extra=ratio * level.extra) for level in unit.levels),
-        )
-        for unit in found.chain.units
-    )
-    chain = replace(found.chain, units=units)
-    extra, lower_bound = simulate(chain, found.items).extra, ratio * found.lower_bound_ms
-    return replace(found, chain=chain, extra_ms=extra, lower_bound_ms=min(lower_bound, extra))
-
-
-def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
-    """Return the fastest plan whose step, when run, stays within the limit.
-
-    rest: what of the limit the caller did not ask for.
-    """
-    lowest, target = least_bytes(chain), limit
-    for _ in range(_TRIES):
-        if target < lowest:
-            break
-        found = _tried(step, _plan(step, "budget", chain, solve(chain, target), limit))
-        if _measured(found) <= limit:
-            return found
-        # what the model of memory missed, it may miss again
-        target = min(target, found.predicted_bytes) - (_measured(found) - limit)
-    # the model of memory rather takes too much than too little; what it finds far too large may not
-    # fit the device at all, and is not run
-    least = least_peak(chain)
-    last = [least, simulated(chain, by_rule(chain, "none"))]
-    tried = [
-        _tried(step, _plan(step, "budget", chain, solution, limit))
-        for solution in last
-        if solution.peak <= _DOUBT * limit
-    ]
-    found = min(tried, key=_measured, default=None)
-    if found is not None and _measured(found) <= limit:
-        return found
-    needed = least.peak if found is None else _measured(found)
-    finer = may_go_lower(chain, least_outcome(chain))
-    needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
-    raise ValueError(
-        f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
-        f"got {limit - rest} bytes" + (f": {finer}" if finer else "")
-    )
-
-
-def _measured(found: Plan) -> int:
-    assert found.measured_bytes is not None
-    return found.measured_bytes
-
-
-def _by_policy(policy: Policy, step: Step, chain: Chain, names: Sequence[str]) -> Plan:
-    """Return the plan of a rule, with the peak of a step under it."""
-    if policy == "memory":
-        return _least(step, chain)
-    if policy == "speed":
-        items = _selective(chain)
-    else:
-        # modules that were listed: each on its own
-        items = by_rule(chain, policy if isinstance(policy, str) else "all")
-    title = policy if isinstance(policy, str) else f"again: {', '.join(names)}"
-    return _tried(step, _plan(step, title, chain, simulated(chain, items)))
-
-
-def _least(step: Step, chain: Chain) -> Plan:
-    """Return, of the plan of least peak and those of rules that may come near, the one that does.
-
-    The model of memory may be off by more than what is between them.
-    """
-    least = least_peak(chain)
-    rules = [simulated(chain, by_rule(chain, name)) for name in ("all", "sqrt", "none")]
-    ways = [least, *(rule for rule in rules if rule.peak <= _DOUBT * least.peak)]
-    # a way that is there twice is tried once
-    distinct = {way.items: way for way in reversed(ways)}
-    tried = [_tried(step, _plan(step, "memory", chain, way)) for way in distinct.values()]
-    return min(tried, key=lambda found: (_measured(found), found.extra_ms))
-
-
-def _plan(
-    step: Step, policy: str, chain: Chain, solution: Solution, limit: int | None = None
-) -> Plan:
-    costs = solution.peak, solution.extra, solution.lower_bound
-    names = ["", *(unit.name for unit in chain.units[1:-1] if not unit.code)]
-    structure = {name: structure_of(step.model.get_submodule(name)) for name in names}
-    title = type(step.model).__name__
-    return Plan(title, policy, limit, chain, solution.items, *costs, structure=structure)
-
-
-def _tried(step: Step, found: Plan) -> Plan:
-    """Run a step under the plan, and write down its peak, and what it held unseen."""
-    found.apply(step.model)
-    try:
-        measured = measure(step)
-        return replace(found, measured_bytes=measured.peak_bytes, held=measured.held)
-    finally:
-        found.undo()
-
-
-def _selective(chain: Chain) -> tuple[Item, ...]:
-    """Keep the outputs of products, but where the next unit writes into what it is given."""
-    overwritten = [unit.fixed and not unit.code for unit in chain.units[1:]]
-    return tuple(
-        Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
-        for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))
-    )

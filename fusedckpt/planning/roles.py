@@ -32,6 +32,7 @@ from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.saved_tensor import is_plain, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
+from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.saved import Argument, layout_of
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.checkpointing.tape import Call
@@ -231,6 +232,15 @@ class HandingOn(Segment):
                 self._outputs[_place_of(leaf)] = known
         return output
 
+    def _recompute(self, keeps: bool = False) -> Recompute:
+        if not _clocks:
+            return super()._recompute(keeps)
+        clock, spent = _clocks[-1]
+        start = clock()
+        found = super()._recompute(keeps)
+        spent.append(clock() - start)
+        return found
+
     def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
         part = _Part(fn, args, kwargs, self.tape.options, self._hold)
         part.level, part.number = self._level, len(self.tape.calls)
@@ -243,6 +253,20 @@ class HandingOn(Segment):
             return super()._hold(tensor)
         self._last_uses[known[2].place] = len(self.tape.calls)
         return known[2]
+
+
+# what times recomputes, and what they took
+_clocks: list[tuple[Callable[[], float], list[float]]] = []
+
+
+@contextmanager
+def recomputes_timed(clock: Callable[[], float]) -> Iterator[list[float]]:
+    """Yield a list that gets how long each recompute of a segment takes that runs inside."""
+    _clocks.append((clock, []))
+    try:
+        yield _clocks[-1][1]
+    finally:
+        _clocks.pop()
 
 
 def _place_of(tensor: Tensor) -> Any:

@@ -17,9 +17,10 @@ from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times
 from fusedckpt.planning.chain import Level, Unit
 from fusedckpt.planning.plan_record import BUT, PLAIN, PRODUCTS
 from fusedckpt.planning.units import has_levels
+from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import aliased
 
-__all__ = ["Costs", "kind_of", "measured", "once"]
+__all__ = ["Costs", "kind_of", "measured", "once", "step_kind"]
 
 # more bytes than random states take
 _STATES = 2**14
@@ -146,6 +147,12 @@ def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
     modes = [(type(child), child.training) for child in module.modules()]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return repr(module), tuple(shapes), tuple(modes), tuple(map(_like, leaves)), str(spec)
+
+
+def step_kind(step: Step) -> Any:
+    """Return what steps that take the same time have in common."""
+    kind = kind_of(step.model, step.args, step.kwargs)
+    return kind, step.parameters()[0].device, torch.get_num_threads()
 
 
 def _like(x: Any) -> Any:
