@@ -182,7 +182,11 @@ class _Rest:
         return self._live[phase][0] - self._counted[i] - of_unit
 
     def _most(self, phase: str, i: int) -> int:
-        return max(self._live.get(phase, [0])) - self._counted[i] - self.kept[i]
+        live = self._live.get(phase, [0])
+        # what callers of the unit still hold as it returns was held in its forward, too
+        while phase.startswith("left") and live[1:] and live[1] <= live[0]:
+            live = live[1:]
+        return max(live) - self._counted[i] - self.kept[i]
 
     def chain(self, stepping: int) -> Chain:
         """Return the units with what is before, between and after them."""
@@ -210,11 +214,11 @@ class _Rest:
                 level,
                 transient=max(level.transient + backward, behind),
                 ending=None if level.ending is None else max(level.ending + backward, behind),
-                forward_transient=max(level.forward_transient or 0, before) + self.forward[i],
+                forward_transient=max((level.forward_transient or 0) + self.forward[i], before),
             )
             for level in unit.levels
         )
-        forward = max(unit.forward_transient, before) + self.forward[i]
+        forward = max(unit.forward_transient + self.forward[i], before)
         return replace(unit, levels=tuple(levels), forward_transient=forward, left=left)
 
     def _before(self, stepping: int) -> Unit:
