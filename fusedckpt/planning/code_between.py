@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedckpt.memory import SavedTensors, profiled
 from fusedckpt.planning.chain import Chain, Level, Unit
 from fusedckpt.planning.plan_record import PLAIN
-from fusedckpt.planning.survey import assigned
+from fusedckpt.planning.survey import dropping
 from fusedckpt.planning.unit_costs import Costs
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, timeline
@@ -118,7 +118,7 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: flo
     def run() -> None:
         walk.saved = step.take(watch, held)
 
-    with assigned(walk, [step.model.get_submodule(name) for name in costs]):
+    with dropping(walk, [step.model.get_submodule(name) for name in costs]):
         moments = timeline(profiled(run, device), device, resident)
     live: dict[str, list[int]] = {}
     for moment in moments:

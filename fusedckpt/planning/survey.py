@@ -6,9 +6,9 @@ import importlib
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import is_dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from fusedckpt.planning.units import Cut
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import aliased, tensors_of
 
-__all__ = ["Kinds", "Survey", "assigned", "ticking"]
+__all__ = ["Kinds", "Survey", "dropping", "ticking"]
 
 
 class _Skip(torch.autograd.Function):
@@ -57,31 +57,19 @@ class _Skip(torch.autograd.Function):
         return None, None, None, *grads
 
 
-class _Visitor(Protocol):
-    """Is told of the forward and backward of unit i, by number."""
-
-    def enter(self, i: int, call: tuple[Any, Any, Any], given: list[Tensor]) -> list[Tensor]:
-        """See a call, and what it gets that requires grad; return what of that is for it alone."""
-        ...
-
-    def left(self, i: int, output: Any, tensors: list[Tensor]) -> None:
-        """See what it returned, and the tensors in that."""
-        ...
-
-    def entered(self, i: int, nbytes: int) -> None:
-        """See its backward begin, with gradients of so many bytes."""
-        ...
-
-
 class _DropActivations(NamedTuple):
-    """A role: run the module without a graph, and put one node in its place that keeps nothing."""
+    """A role: run unit i without a graph, and put one node in its place that keeps nothing.
 
-    visitor: _Visitor
+    visitor: its `enter` sees the call, and what it gets that requires grad, and returns what of
+    that is for this unit alone; `left` sees what it returns, and the tensors in that; `entered` the
+    beginning of its backward, with gradients of so many bytes.
+    """
+
+    visitor: Any
     i: int
     module: nn.Module
 
     def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run it, telling the visitor."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         tensors = list(tensors_of([args, kwargs]))
@@ -107,8 +95,8 @@ def _flows(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def assigned(visitor: _Visitor, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Let units keep nothing meanwhile, and the visitor see them."""
+def dropping(visitor: Any, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Let units keep nothing meanwhile, and the visitor see them by number."""
     given = {module: _DropActivations(visitor, i, module) for i, module in enumerate(modules)}
     return roles.assigned(given)
 
@@ -125,8 +113,8 @@ class Survey:
 
     def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], selective: bool):
         self._cut, self._kinds, self._tick, self._selective = cut, kinds, tick, selective
-        self._calls: Counter[str] = Counter()
         self._modules: list[nn.Module] = []
+        self._calls: Counter[str] = Counter()
         # in the order of the forward
         self._costs: dict[str, Costs | None] = {}
         # what each call got, and how many got the same
@@ -138,7 +126,7 @@ class Survey:
     def run(self, step: Step) -> None:
         """Run the model's forward."""
         self._modules = [step.model.get_submodule(name) for name in self._cut.names]
-        with assigned(self, self._modules):
+        with dropping(self, self._modules):
             args, kwargs = aliased((step.args, step.kwargs))
             step.model(*args, **kwargs)
 
@@ -156,13 +144,15 @@ class Survey:
         self._counts.update({storage.cdata for storage in storages})
         self._calls[name] += 1
         if self._calls[name] == 1:
-            parts = tuple(self._cut.parts.get(name, ()))
-            key = kind_of(self._modules[i], args, kwargs), parts
-            if key not in self._kinds:
-                self._kinds[key] = _costs(
-                    self._modules[i], forward, args, kwargs, key[0], parts, self._selective
-                )
-            self._costs[name] = self._kinds[key]
+            module, parts = self._modules[i], tuple(self._cut.parts.get(name, ()))
+            kind = kind_of(module, args, kwargs)
+            if (kind, parts) not in self._kinds:
+                self._kinds[kind, parts] = None
+                with suppress(NoGraph):
+                    self._kinds[kind, parts] = measured(
+                        module, forward, args, kwargs, kind, parts, self._selective
+                    )
+            self._costs[name] = self._kinds[kind, parts]
         self._tick()
         return list(tensors_of([args, kwargs]))
 
@@ -171,9 +161,6 @@ class Survey:
         for part in output if isinstance(output, (tuple, list)) else [output]:
             if is_dataclass(part) and next(tensors_of(part), None) is None:
                 self._hidden[self._cut.names[i]] = type(part).__name__
-
-    def entered(self, i: int, nbytes: int) -> None:
-        """Nothing: there is no backward."""
 
     def units(self) -> dict[str, Costs]:
         """Return what the units cost, in the order in which they run."""
@@ -202,13 +189,6 @@ class Survey:
                 "tensor, tuple or dict"
             )
         return "returns nothing that requires a gradient"
-
-
-def _costs(*call: Any) -> Costs | None:
-    try:
-        return measured(*call)
-    except NoGraph:
-        return None
 
 
 @contextmanager
