@@ -24,11 +24,9 @@ from torch.utils.checkpoint import (
 
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
-from fusedckpt.autograd.saved_tensor import is_plain, storage_of, version_of
+from fusedckpt.checkpointing.calls import Argument, Call, layout_of, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
-from fusedckpt.checkpointing.saved import Argument, layout_of
 from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.checkpointing.tape import Call
 from fusedckpt.planning.sharded import gathering
 from fusedckpt.reporting.trial import aliased
 
@@ -163,6 +161,8 @@ def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 class _Output(Argument):
     """An argument that an earlier call of the segment returned, as its leaf of that number."""
 
+    storage = 0
+
     def __init__(self, call: int, leaf: int):
         self.place = call, leaf
 
@@ -200,7 +200,7 @@ class HandingOn(Segment):
         self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], level: str = "preact"
     ) -> Any:
         """Call `fn`, fused layers in it keeping in the recompute what `level` says."""
-        number, self._level = len(self.tape.calls), level
+        number, self._level = len(self.calls), level
         if number:
             # an output of an earlier call may be anywhere in them
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -214,24 +214,25 @@ class HandingOn(Segment):
         return output
 
     def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
-        part = _Part(fn, args, kwargs, self.tape.options, self._hold)
-        part.level, part.number = self._level, len(self.tape.calls)
+        part = _Part(fn, args, kwargs, self.options, self._hold)
+        part.level, part.number = self._level, len(self.calls)
         part.last_uses = self._last_uses
         return part
 
     def _hold(self, tensor: Tensor) -> Argument:
         known = self._outputs.get(_place_of(tensor))
         if known is None or known[0]() is None or known[1] != version_of(tensor):
-            return super()._hold(tensor)
-        self._last_uses[known[2].place] = len(self.tape.calls)
+            return Argument(tensor)
+        self._last_uses[known[2].place] = len(self.calls)
         return known[2]
 
 
 def _place_of(tensor: Tensor) -> Any:
     """Return what a tensor has in common with an alias of it, which hooks of a call may make."""
-    if not is_plain(tensor):
+    storage = storage_of(tensor)
+    if not storage:
         return id(tensor)
-    return storage_of(tensor), layout_of(tensor), tensor.dtype, tensor.requires_grad
+    return storage, layout_of(tensor), tensor.dtype, tensor.requires_grad
 
 
 class _Flat:
