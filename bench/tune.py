@@ -34,7 +34,7 @@ from fusedckpt.autograd.dispatch import path_of
 from fusedckpt.kernels import tuned
 from fusedckpt.kernels.runtime import arch
 from fusedckpt.kernels.tiles import SHORT_K, TILES, family, tile_for
-from fusedckpt.kernels.tuned import PlanKey, TileKey, Tuned
+from fusedckpt.kernels.tuned import TileKey, Tuned, VariantKey
 
 __all__ = ["Settings", "run", "settings"]
 
@@ -100,9 +100,9 @@ class Tuner:
         self.choices = tuned.load(chosen.cache)
         self.deadline = time.monotonic() + 60 * chosen.minutes
 
-    def keep(self, tiles: dict[TileKey, Any], plans: dict[PlanKey, str]) -> None:
+    def keep(self, tiles: dict[TileKey, Any], variants: dict[VariantKey, str]) -> None:
         """Add choices and replace the file."""
-        self.choices = Tuned(self.choices.tiles | tiles, self.choices.plans | plans)
+        self.choices = Tuned(self.choices.tiles | tiles, self.choices.variants | variants)
         tuned.store(self.choices, self.chosen.cache)
 
     def race(self, case: str, size: Size, tokens: int, ways: dict[str, Function]) -> str | None:
@@ -187,7 +187,7 @@ def rows_of(choices: Tuned, arch: str) -> Iterator[str]:
 
 def plans_of(choices: Tuned, arch: str) -> Iterator[str]:
     """Yield a line for each plan that was measured."""
-    for (op, where, itemsize, n, k, power), plan in choices.plans.items():
+    for (op, where, itemsize, n, k, power), plan in choices.variants.items():
         if where == arch:
             yield f"    {op}, {itemsize} bytes, [{2**power}, {n}, {k}]: {plan}"
 

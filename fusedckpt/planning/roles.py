@@ -30,12 +30,9 @@ from torch.utils.checkpoint import (
 from fusedckpt.autograd.backward import backward_id
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
-from fusedckpt.autograd.saved_tensor import is_plain, storage_of, version_of
+from fusedckpt.checkpointing.calls import Argument, Call, layout_of, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
-from fusedckpt.checkpointing.recompute import Recompute
-from fusedckpt.checkpointing.saved import Argument, layout_of
-from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.checkpointing.tape import Call
+from fusedckpt.checkpointing.segment import Recompute, Segment
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
@@ -182,6 +179,8 @@ def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 class _Output(Argument):
     """An argument that an earlier call of the segment returned, as its leaf of that number."""
 
+    storage = 0
+
     def __init__(self, call: int, leaf: int):
         self.place = call, leaf
 
@@ -219,7 +218,7 @@ class HandingOn(Segment):
         self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], level: str = "preact"
     ) -> Any:
         """Call `fn`, fused layers in it keeping in the recompute what `level` says."""
-        number, self._level = len(self.tape.calls), level
+        number, self._level = len(self.calls), level
         if number:
             # an output of an earlier call may be anywhere in them
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -232,26 +231,26 @@ class HandingOn(Segment):
                 self._outputs[_place_of(leaf)] = known
         return output
 
-    def _recompute(self, keeps: bool = False) -> Recompute:
+    def _recompute(self, backward: int, keeps: bool = False) -> Recompute:
         if not _clocks:
-            return super()._recompute(keeps)
+            return super()._recompute(backward, keeps)
         clock, spent = _clocks[-1]
         start = clock()
-        found = super()._recompute(keeps)
+        found = super()._recompute(backward, keeps)
         spent.append(clock() - start)
         return found
 
     def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
-        part = _Part(fn, args, kwargs, self.tape.options, self._hold)
-        part.level, part.number = self._level, len(self.tape.calls)
+        part = _Part(fn, args, kwargs, self.options, self._hold)
+        part.level, part.number = self._level, len(self.calls)
         part.last_uses = self._last_uses
         return part
 
     def _hold(self, tensor: Tensor) -> Argument:
         known = self._outputs.get(_place_of(tensor))
         if known is None or known[0]() is None or known[1] != version_of(tensor):
-            return super()._hold(tensor)
-        self._last_uses[known[2].place] = len(self.tape.calls)
+            return Argument(tensor)
+        self._last_uses[known[2].place] = len(self.calls)
         return known[2]
 
 
@@ -271,9 +270,10 @@ def recomputes_timed(clock: Callable[[], float]) -> Iterator[list[float]]:
 
 def _place_of(tensor: Tensor) -> Any:
     """Return what a tensor has in common with an alias of it, which hooks of a call may make."""
-    if not is_plain(tensor):
+    storage = storage_of(tensor)
+    if not storage:
         return id(tensor)
-    return storage_of(tensor), layout_of(tensor), tensor.dtype, tensor.requires_grad
+    return storage, layout_of(tensor), tensor.dtype, tensor.requires_grad
 
 
 class _Flat:

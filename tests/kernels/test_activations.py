@@ -9,7 +9,8 @@ from torch import nn
 
 from fusedckpt.autograd.accuracy import allowed
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL, name_of
-from fusedckpt.kernels.hidden import hidden, hidden_grad
+from fusedckpt.kernels.elementwise import HiddenGrad
+from fusedckpt.kernels.linear import hidden, hidden_grad
 from fusedckpt.kernels.runtime import HAS_TRITON
 
 each = pytest.mark.parametrize("name", ACTIVATIONS)
@@ -21,7 +22,7 @@ def evaluate(path, name, z, dh):
     h, dz = z.clone(), z.clone()
     with launches() as count:
         hidden(h, None, h, name, path)
-        hidden_grad(dh, dz, None, None, dz, None, name, (False, False), path)
+        hidden_grad(dh, HiddenGrad(dz, None, None, dz, None), name, (False, False), path)
     assert count == ({} if path == "aten" else {"act_kernel": 1, "act_grad_kernel": 1})
     return h, dz
 
