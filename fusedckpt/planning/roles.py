@@ -35,7 +35,7 @@ from fusedckpt.checkpointing.function import checkpoint, is_plain_call
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.saved import Argument, layout_of
 from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.checkpointing.tape import Call
+from fusedckpt.checkpointing.tape import Call, Options
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
@@ -208,8 +208,8 @@ class _Part(Call):
 class HandingOn(Segment):
     """A segment of several calls in a row, which hand on their outputs instead of keeping them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
         # by place in memory, while they live as they were returned
         self._outputs: dict[Any, tuple[weakref.ref[Tensor], int, _Output]] = {}
         self._last_uses: dict[tuple[int, int], int] = {}
