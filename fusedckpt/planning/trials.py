@@ -121,7 +121,7 @@ class Trials(NamedTuple):
     def timed(self, found: Plan, packing: Mapping[str, float]) -> Plan:
         """Return the plan with the time that its recomputes take in steps under it.
 
-        packing: ms that the forward of a unit takes more in a segment.
+        packing: ms that a unit takes more in a segment besides.
         """
         modelled = sum(_recompute_ms(self.chain, item, packing) for item in found.items)
         if not modelled:

@@ -38,7 +38,7 @@ class Costs(NamedTuple):
     again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
     hooks, as in a segment, where norms are not shared. extra: ms that a step takes more than at the
     level that keeps most. rerun: ms of a recompute of all of it, alone: of one that stops early,
-    where it ends the segment; packing: ms that its forward takes more in a segment. given: bytes of
+    where it ends the segment; packing: ms that it takes more in a segment besides. given: bytes of
     arguments that require grad; flows: whether each was made for this unit alone. writes: whether
     it writes into them.
     """
@@ -221,9 +221,11 @@ def measured(
             levels[least + BUT + name], extra[least + BUT + name] = found, extra[least] + ms
     once = times[most].forward
     again, whole = (times.get(name, Times(once, 0.0, once)) for name in (_AGAIN, _WHOLE))
+    # hooks see every tensor that is saved, and again as it is read
+    packing = max(0.0, sums.get(_AGAIN, 0.0) - again.again - sums[most])
     return Costs(
         levels, {name: call.bytes(run) for name, run in segments.items()}, packed,
-        extra, once, max(whole.again, again.again), again.again, max(0.0, again.forward - once),
+        extra, once, max(whole.again, again.again), again.again, packing,
         call.given, call.output, call.left, call.writes, any(module.children()),
     )  # fmt: skip
 
