@@ -53,6 +53,8 @@ class FuseCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare for the first batch."""
+        if self.plan is None and not self.report:
+            return
         at_first_batch(
             pl_module.get_submodule(self.module),
             plan=self.plan and {"accumulate": trainer.accumulate_grad_batches, **self.plan},

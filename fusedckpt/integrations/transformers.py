@@ -32,6 +32,9 @@ class FuseCallback(TrainerCallback):
         plan, report: as in `at_first_batch`, once for each `train()`.
         log: gets the FuseReport, Plan and MemoryReport, of the first process alone.
         options: those of `fusedckpt.fuse`.
+
+    Raises:
+        ValueError: when training begins: plan or report with torch_compile on several processes.
     """
 
     def __init__(
@@ -61,9 +64,12 @@ class FuseCallback(TrainerCallback):
             self._fuse(model, state)
         if self.checkpoint and args.gradient_checkpointing:
             use_checkpoint(model)
-        if (self.plan or self.report) and args.torch_compile and args.world_size > 1:
+        # not even a hook: inside what DDP or FSDP compiles, one would end the compilation
+        if self.plan is None and not self.report:
+            return
+        if args.torch_compile and args.world_size > 1:
             raise ValueError(
-                "FuseCallback: plan and report of one process, or without torch_compile, got "
+                "FuseCallback: expected one process, or no torch_compile, for plan and report, got "
                 f"torch_compile=True and {args.world_size} processes"
             )
         at_first_batch(

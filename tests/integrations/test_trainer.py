@@ -1,5 +1,7 @@
 """A callback for transformers' Trainer, and our checkpoint under its gradient checkpointing."""
 
+import types
+
 import pytest
 import torch
 from little_llama import LAYERS, VOCAB, build, history, trainer, transformers
@@ -39,7 +41,7 @@ class Before(transformers.TrainerCallback):
     """Note which modules are fused when accelerate gets the model."""
 
     def __init__(self):
-        self.seen = None
+        self.seen = self.hooks = None
 
     def watch(self, trainer):
         prepare = trainer.accelerator.prepare
@@ -51,13 +53,17 @@ class Before(transformers.TrainerCallback):
 
         trainer.accelerator.prepare = watched
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.hooks = len(kwargs["model"]._forward_pre_hooks)
+
 
 def test_it_fuses_before_accelerate_prepares(tmp_path):
     seen, before = [], Before()
-    ours = trainer(tmp_path, model=build(), callbacks=[FuseCallback(log=seen.append)])
+    ours = trainer(tmp_path, model=build(), callbacks=[FuseCallback(log=seen.append), before])
     before.watch(ours)
     found = history(ours)
     assert before.seen == [True] * LAYERS
+    assert before.hooks == 0
     assert [type(report) for report in seen] == [fusedckpt.FuseReport]
     assert len(seen[0].swapped) == 3 * LAYERS + 1
     theirs = history(trainer(tmp_path, model=build()))
@@ -97,6 +103,14 @@ def test_plan_and_report_on_the_first_batch(tmp_path):
     # the plan stays, and what it was made for is reported anew
     ours.train()
     assert [type(one).__name__ for one in seen[3:]] == ["MemoryReport"]
+
+
+def test_what_several_processes_compile_is_not_planned(tmp_path):
+    options = {"model": build(), "callbacks": [FuseCallback(report=True)]}
+    ours = trainer(tmp_path, torch_compile=True, torch_compile_backend="eager", **options)
+    two = types.SimpleNamespace(gradient_checkpointing=False, torch_compile=True, world_size=2)
+    with pytest.raises(ValueError, match="expected one process"):
+        ours.callback_handler.on_train_begin(two, ours.state, ours.control)
 
 
 def test_gradient_checkpointing_is_ours(tmp_path, segments):
