@@ -11,6 +11,7 @@ from functools import cache
 from types import CodeType
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn import functional
 from torch.nn.modules import activation as activations
 from torch.nn.modules.batchnorm import _NormBase
@@ -149,6 +150,8 @@ def _own(module: nn.Module) -> list[str]:
 def _is_linear(child: nn.Module) -> bool:
     if isinstance(child, nn.Linear):
         return getattr(child, "activation", "identity") == "identity" or type(child) is not Linear
+    if isinstance(child, ScriptModule):
+        return False
     lazy = any(p is not None and is_lazy(p) for p in child._parameters.values())
     return not lazy and (is_transposed(child) or reasons.is_adapter(child))
 
@@ -179,8 +182,8 @@ def _has_activation(module: nn.Module) -> bool:
 def _is_activation(child: nn.Module) -> bool:
     if isinstance(child, _MODULES):
         return not isinstance(child, _OTHERS)
-    name = type(child).__name__.lower()
-    return _has_nothing(child) and any(known in name for known in _NAMES)
+    kind = child.original_name if isinstance(child, ScriptModule) else type(child).__name__
+    return _has_nothing(child) and any(known in kind.lower() for known in _NAMES)
 
 
 @cache

@@ -90,7 +90,9 @@ def _state(module: nn.Module) -> Hashable:
             name,
             type(part),
             has_hooks(part),
-            tuple((n, described(t)) for n, t in (part._parameters | part._buffers).items()),
+            tuple(
+                (n, described(t)) for n, t in [*part._parameters.items(), *part._buffers.items()]
+            ),
             tuple((n, value(v)) for n, v in vars(part).items() if n not in _OF_MODULES),
         )
         for name, part in module.named_modules(remove_duplicate=False)

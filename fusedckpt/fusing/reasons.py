@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
@@ -99,6 +100,9 @@ def of_storage(module: nn.Module) -> str | None:
     Its children's, too. Those of FSDP are views of memory that is freed between two forwards: to
     read them can end the process.
     """
+    for name, layer in [("it", module), *module.named_children()]:
+        if isinstance(layer, torch.jit.ScriptModule):
+            return f"TorchScript compiled {name}: fuse before scripting"
     layers = [module, *module.children()]
     if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
         return "its parameters are sharded by FSDP: fuse before sharding"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from fusedckpt.autograd import fallbacks, levels
 from fusedckpt.autograd.levels import LEVELS
@@ -109,6 +110,11 @@ def _swap_of(
         return None
     if type(module).__module__.startswith("fusedckpt."):
         return None
+    if isinstance(module, ScriptModule):
+        if wanted.has(name, "mlp") and any(True for _ in module.parameters()):
+            reason = reasons.of_storage(module)
+            report.leave(name, "mlp", str(reason), module.original_name)
+        return None
     kinds = ["norm", "mlp"]
     if isinstance(module, nn.Sequential):
         if not ((wanted.mlp or wanted.linear) and matcher.is_one_block(module)):
@@ -133,14 +139,14 @@ def _swap_of(
 
 
 def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
-    """Whether a swapped module computes what its children would, so that they are not asked for.
+    """Whether a module computes what its children would, so that they are not asked for.
 
-    Those of a block that drops inside are run while training.
+    Those of a swapped block that drops inside are run while training.
     """
     match = attributes.get("_fusedckpt_match")
     rates = getattr(match, "rates", ())
     dropping = any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
-    return match is not None and not dropping
+    return isinstance(module, ScriptModule) or (match is not None and not dropping)
 
 
 def _sequential(

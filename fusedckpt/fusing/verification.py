@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.accuracy import FLOOR, Errors
 from fusedckpt.fusing.forwards import Swap
-from fusedckpt.fusing.replica import Draw, call, replica, undisturbed
+from fusedckpt.fusing.held import child_at
+from fusedckpt.fusing.replica import Draw, call, replica, resized, undisturbed
 from fusedckpt.memory import saved_tensors
 
 # of the inputs: limits that a module keeps to show where they are reached
@@ -30,6 +32,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device
     sizes = small_sizes(module) if swap.is_sized else {}
+    small = _with_sizes(swap, module, sizes)
     counts = [math.prod([sizes.get(n, n) for n in p.shape]) for p in module.parameters()]
     draws = min(16, math.ceil(256 / max(1, min(counts, default=256))))
     with undisturbed(device):
@@ -44,7 +47,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
                     except Exception:  # arbitrary code of others, in a dtype that it may not take
                         name = str(dtype).removeprefix("torch.")
                         return f"it does not run in {name}, in which it would be checked"
-                ours = run.results(first.dtype, device, swap)
+                ours = run.results(first.dtype, device, small)
                 found = found or [Errors(first.dtype) for _ in ours]
                 for errors, mine, truth, theirs in zip(found, ours, *eager, strict=True):
                     errors.add(mine, theirs, truth)
@@ -64,6 +67,23 @@ def small_sizes(module: nn.Module) -> dict[int, int]:
         half = found.get(size // 2) if size % 2 == 0 else None
         found[size] = min(size, 24 + 16 * len(found)) if half is None else 2 * half
     return found
+
+
+def _with_sizes(swap: Swap, module: nn.Module, sizes: Mapping[int, int]) -> Swap:
+    """Return the swap of a replica, which must hold other numbers where these are sizes."""
+    match = swap.attributes.get("_fusedckpt_match")
+    if not sizes or match is None:
+        return swap
+    held = []
+    for one in match.held:
+        own = vars(child_at(module, one.path))
+        reads = (
+            (names, resized(value, sizes) if names[0] in own and len(names) == 1 else value)
+            for names, value in one.reads
+        )
+        held.append(one._replace(reads=tuple(reads)))
+    attributes = {**swap.attributes, "_fusedckpt_match": match._replace(held=tuple(held))}
+    return replace(swap, attributes=attributes)
 
 
 def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> str | None:

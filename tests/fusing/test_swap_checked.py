@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE, randn
 from swap_cases import kinds
+from test_found import Split
 from test_swap_mlps import Conv1D, D, Gated, H, LoraLinear, Packed, Plain, assert_same
 from test_swap_norms import Llama
 from torch import nn
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrize
 import fusedckpt
 from fusedckpt import fuse, unfuse
 from fusedckpt.fusing import verification
+from fusedckpt.fusing.forwards import FusedMLP
 
 
 class Quantised(nn.Linear):
@@ -202,6 +204,14 @@ def test_a_wrong_rule_is_named(monkeypatch):
     assert sorted(report.left) == ["0", "1", "2", "3", "4", "5.0"]
     assert all(reason.startswith("output: error") for reason in report.left.values())
     assert kinds(model) == before
+
+
+def test_a_module_that_knows_its_sizes_is_checked(monkeypatch):
+    """Ours is run on a smaller copy of it, though that holds other numbers."""
+    real = FusedMLP._fused
+    monkeypatch.setattr(FusedMLP, "_fused", lambda self, x: real(self, x) * 1.001)
+    for module in (Split(), Plain(linear=Conv1D)):
+        assert fuse(module.to(DEVICE)).left[""].startswith("output: error")
 
 
 def sequential():
