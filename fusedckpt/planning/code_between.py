@@ -132,9 +132,11 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: flo
     found = _Rest(live, units, replays, walk, resident).chain(
         stepping + sum(x.numel() * x.element_size() for x in made)
     )
-    # what is not in units, wherever it is
-    before = replace(found.units[0], forward=max(0.0, forward_ms - found.forward))
-    return replace(found, units=(before, *found.units[1:]))
+    # what is not in units, wherever it is; in calls of their own units may take longer
+    before, rest = found.units[0], max(0.0, forward_ms - found.forward)
+    share = forward_ms / (found.forward + rest)
+    units = (replace(unit, forward=share * unit.forward) for unit in found.units[1:])
+    return replace(found, units=(replace(before, forward=rest), *units))
 
 
 class _Rest:
