@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedckpt.autograd.surroundings import no_trace
 from fusedckpt.checkpointing.function import is_plain_call
-from fusedckpt.memory import saved_tensors, strided
+from fusedckpt.memory import saved_tensors, storages_of
 
 
 def given_starts(segments: Any, count: int) -> list[int]:
@@ -152,5 +152,5 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _storages(values: Any) -> dict[StorageWeakRef, int]:
     """Return the bytes of the storages of tensors, in any nesting."""
-    parts = [part.untyped_storage() for tensor in _tensors(values) for part in strided(tensor)]
-    return {StorageWeakRef(storage): storage.nbytes() for storage in parts}
+    storages = storages_of(_tensors(values))
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
