@@ -91,11 +91,11 @@ def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str
     if kernel != "aten":
         elementwise.act(z, up, h, act.value)
     elif up is None:
-        act.write(z, h)
+        act.write(z, out=h)
     else:
         for rows in row_blocks(z):
             # a block's value stays in cache until up meets it
-            torch.mul(act.write(z[rows], torch.empty_like(z[rows])), up[rows], out=h[rows])
+            torch.mul(act.write(z[rows], out=torch.empty_like(z[rows])), up[rows], out=h[rows])
     return h
 
 
@@ -158,7 +158,7 @@ def plain_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:
         place = dz[rows] if scratch is None else scratch[: rows.stop - rows.start]
         act.write_grad(dh[rows], z[rows], place)
         if h is not None:
-            act.write(z[rows], h[rows])
+            act.write(z[rows], out=h[rows])
         if scratch is not None:
             dz[rows] = place
 
@@ -172,7 +172,7 @@ def gated_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:
     scratch = z.new_empty(2, blocks[0].stop, z.shape[1])
     for rows in blocks:
         value, product = scratch[:, : rows.stop - rows.start]
-        act.write(z[rows], value)
+        act.write(z[rows], out=value)
         torch.mul(dh[rows], up[rows], out=product)
         # z is read for the last time, then up, then dh
         act.write_grad(product, z[rows], dz[rows])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norm_rows import norm_grad_kernel, norm_kernel
+from .norm_rows import Norm, NormGrad, norm_grad_kernel, norm_kernel
 from .norm_wide import wide_dw_kernel, wide_dx_kernel, wide_norm_kernel
 from .runtime import triton
 
@@ -40,19 +40,11 @@ class NormRule(NamedTuple):
         return {"LAYER": self.kind == "layer", "ROUND": self.cast == "llama"}
 
 
-class Rows(NamedTuple):
-    """A launch over whole rows: block sizes and warps for rows of one length."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-
-
-def rows_for(n: int) -> Rows:
+def rows_for(n: int) -> dict[str, int]:
     """Return the tile for rows of n <= MAX_BLOCK columns: at least eight elements per thread."""
     block_n = triton.next_power_of_2(n)
-    block_m = max(1, 1024 // block_n)
-    return Rows(block_m, block_n, max(4, min(16, block_n // 512)))
+    num_warps = max(4, min(16, block_n // 512))
+    return {"BLOCK_M": max(1, 1024 // block_n), "BLOCK_N": block_n, "num_warps": num_warps}
 
 
 def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
@@ -87,22 +79,18 @@ def norm(
     total = None
     if residual is not None:
         total = x.new_empty(m, n, dtype=torch.promote_types(x.dtype, residual.dtype))
-    strides = x.stride(0), 0 if residual is None else residual.stride(0)
-    operands = x, residual, weight, bias, y, total, m, n, *strides, rule.eps, rule.offset
+    stride_rm = 0 if residual is None else residual.stride(0)
+    t = Norm(x, residual, weight, bias, y, total, x.stride(0), stride_rm)
+    args = t, m, n, rule.eps, rule.offset
     with torch.cuda.device_of(x):
         if n > MAX_BLOCK:
             # a whole chunk of two dtypes spills eight bytes on sm_90
             block = CHUNK if residual is None or residual.dtype == x.dtype else CHUNK // 2
-            wide_norm_kernel[(m,)](*operands, **rule.constexprs, BLOCK=block, num_warps=8)
+            wide_norm_kernel[(m,)](*args, **rule.constexprs, BLOCK=block, num_warps=8)
         else:
             tile = rows_for(n)
-            norm_kernel[(triton.cdiv(m, tile.block_m),)](
-                *operands,
-                **rule.constexprs,
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps,
-            )
+            grid = (triton.cdiv(m, tile["BLOCK_M"]),)
+            norm_kernel[grid](*args, **rule.constexprs, **tile)
     return y, total
 
 
@@ -117,62 +105,21 @@ def norm_grad(
     """Return dx [M, N] (plus `dtotal`), dw [N] and db [N] (float32), each where needed."""
     (m, n), wide = x.shape, x.shape[1] > MAX_BLOCK
     check_operands((dy, dtotal, x), (weight,))
-    rows_per_step = DW_TILE["BLOCK_M"] if wide else rows_for(n).block_m
-    programs = min(triton.cdiv(m, rows_per_step), num_programs(x.device))
+    tile = DW_TILE if wide else rows_for(n)
+    programs = min(triton.cdiv(m, tile["BLOCK_M"]), num_programs(x.device))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dw, db = (x.new_empty(programs, n, dtype=torch.float32) if need else None for need in needs[1:])
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
-    inputs = dy, dtotal, x, weight
+    t = NormGrad(dy, dtotal, x, weight, dx, dw, db, *strides)
+    numbers = m, n, rule.eps, rule.offset
     with torch.cuda.device_of(x):
-        if wide:
-            launch_wide_grad(inputs, dx, dw, db, strides, programs, rule)
+        if not wide:
+            norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **tile)
         else:
-            tile = rows_for(n)
-            norm_grad_kernel[(programs,)](
-                *inputs,
-                dx,
-                dw,
-                db,
-                m,
-                n,
-                *strides,
-                rule.eps,
-                rule.offset,
-                **rule.constexprs,
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps,
-            )
+            # the statistics and dx row by row, then dw and db column by column
+            stats = x.new_empty(2, m, dtype=torch.float32)
+            wide_dx_kernel[(m,)](t, stats, *numbers, **rule.constexprs, BLOCK=CHUNK, num_warps=8)
+            if dw is not None or db is not None:
+                grid = (programs, triton.cdiv(n, tile["BLOCK_N"]))
+                wide_dw_kernel[grid](t, stats, m, n, **rule.constexprs, **tile)
     return dx, None if dw is None else dw.sum(0), None if db is None else db.sum(0)
-
-
-def launch_wide_grad(
-    inputs: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
-    dx: Tensor | None,
-    dw: Tensor | None,
-    db: Tensor | None,
-    strides: tuple[int, int, int],
-    programs: int,
-    rule: NormRule,
-) -> None:
-    """Find the statistics and dx row by row, then sum dw and db column by column."""
-    dy, _, x, _ = inputs
-    m, n = x.shape
-    stats = x.new_empty(2, m, dtype=torch.float32)
-    wide_dx_kernel[(m,)](
-        *inputs,
-        dx,
-        stats,
-        m,
-        n,
-        *strides,
-        rule.eps,
-        rule.offset,
-        **rule.constexprs,
-        BLOCK=CHUNK,
-        num_warps=8,
-    )
-    if dw is not None or db is not None:
-        wide_dw_kernel[(programs, triton.cdiv(n, DW_TILE["BLOCK_N"]))](
-            dy, x, stats, dw, db, m, n, strides[0], strides[2], **rule.constexprs, **DW_TILE
-        )

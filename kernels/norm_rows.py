@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from torch import Tensor
+
 from .runtime import load, round_to, store, tl, triton
+
+
+class Norm(NamedTuple):
+    """Operands of a norm: matrices [M, N] with adjacent columns, vectors [N]; None where absent."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    y: Tensor
+    total: Tensor | None
+    stride_xm: int
+    stride_rm: int
+
+
+class NormGrad(NamedTuple):
+    """Operands of its gradient: dw and db [programs, N] take float32 sums over rows."""
+
+    dy: Tensor
+    dtotal: Tensor | None
+    x: Tensor
+    weight: Tensor | None
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+    stride_dym: int
+    stride_tm: int
+    stride_xm: int
 
 
 @triton.jit
@@ -45,16 +77,9 @@ def normalise(row, mask, n, eps, LAYER: tl.constexpr):
 
 @triton.jit
 def norm_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    y,
-    total,
+    t,
     m,
     n,
-    stride_xm,
-    stride_rm,
     eps,
     offset,
     LAYER: tl.constexpr,
@@ -62,36 +87,28 @@ def norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Several whole rows per program; `t` is a Norm."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     rn = tl.arange(0, BLOCK_N)[None, :]
     mask = (rm < m) & (rn < n)
-    row = read_row(x, residual, total, rm * stride_xm + rn, rm * stride_rm + rn, mask)
-    if total is not None:
-        store(total + rm * n + rn, row, mask)
+    row = read_row(t.x, t.residual, t.total, rm * t.stride_xm + rn, rm * t.stride_rm + rn, mask)
+    if t.total is not None:
+        store(t.total + rm * n + rn, row, mask)
     xhat, _ = normalise(row, mask, n, eps, LAYER)
     if ROUND:
-        xhat = round_xhat(xhat, x, total)
-    if weight is not None:
-        xhat *= load(weight + rn, rn < n) + offset
-    if bias is not None:
-        xhat += load(bias + rn, rn < n)
-    store(y + rm * n + rn, xhat, mask)
+        xhat = round_xhat(xhat, t.x, t.total)
+    if t.weight is not None:
+        xhat *= load(t.weight + rn, rn < n) + offset
+    if t.bias is not None:
+        xhat += load(t.bias + rn, rn < n)
+    store(t.y + rm * n + rn, xhat, mask)
 
 
 @triton.jit
 def norm_grad_kernel(
-    dy,
-    dtotal,
-    x,
-    weight,
-    dx,
-    dw,
-    db,
+    t,
     m,
     n,
-    stride_dym,
-    stride_tm,
-    stride_xm,
     eps,
     offset,
     LAYER: tl.constexpr,
@@ -101,31 +118,31 @@ def norm_grad_kernel(
 ):
     """Each program takes every so many-th row tile and keeps its share of dw, db in registers."""
     rn = tl.arange(0, BLOCK_N)[None, :]
-    if weight is not None:
-        scale = load(weight + rn, rn < n) + offset
+    if t.weight is not None:
+        scale = load(t.weight + rn, rn < n) + offset
     dw_sum = tl.zeros((1, BLOCK_N), tl.float32)
     db_sum = tl.zeros((1, BLOCK_N), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
         mask = (rm < m) & (rn < n)
-        xhat, rstd = normalise(load(x + rm * stride_xm + rn, mask), mask, n, eps, LAYER)
-        dxhat = load(dy + rm * stride_dym + rn, mask)
-        if db is not None:
+        xhat, rstd = normalise(load(t.x + rm * t.stride_xm + rn, mask), mask, n, eps, LAYER)
+        dxhat = load(t.dy + rm * t.stride_dym + rn, mask)
+        if t.db is not None:
             db_sum += tl.sum(dxhat, axis=0)[None, :]
-        if dw is not None:
-            factor = round_xhat(xhat, x, None) if ROUND else xhat
+        if t.dw is not None:
+            factor = round_xhat(xhat, t.x, None) if ROUND else xhat
             dw_sum += tl.sum(dxhat * factor, axis=0)[None, :]
-        if dx is not None:
-            if weight is not None:
+        if t.dx is not None:
+            if t.weight is not None:
                 dxhat *= scale
             grad = dxhat - xhat * row_mean(dxhat * xhat, n)
             if LAYER:
                 grad -= row_mean(dxhat, n)
             grad *= rstd
-            if dtotal is not None:
-                grad += load(dtotal + rm * stride_tm + rn, mask)
-            store(dx + rm * n + rn, grad, mask)
-    if dw is not None:
-        tl.store(dw + tl.program_id(0) * n + rn, dw_sum, mask=rn < n)
-    if db is not None:
-        tl.store(db + tl.program_id(0) * n + rn, db_sum, mask=rn < n)
+            if t.dtotal is not None:
+                grad += load(t.dtotal + rm * t.stride_tm + rn, mask)
+            store(t.dx + rm * n + rn, grad, mask)
+    if t.dw is not None:
+        tl.store(t.dw + tl.program_id(0) * n + rn, dw_sum, mask=rn < n)
+    if t.db is not None:
+        tl.store(t.db + tl.program_id(0) * n + rn, db_sum, mask=rn < n)

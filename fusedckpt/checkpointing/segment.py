@@ -21,27 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import TensorWeakRef
 
+from fusedckpt.autograd import phases
 from fusedckpt.autograd.backward import at_end_of_backward, backward_id
 from fusedckpt.autograd.module_calls import PutsBackBuffers, recomputed
-from fusedckpt.autograd.phases import (
-    Likes,
-    Phase,
-    Tensors,
-    can_see_hooks,
-    current,
-    fitting,
-    top_hooks,
-)
+from fusedckpt.autograd.phases import Likes, Phase, Tensors
 from fusedckpt.autograd.uncompiled import uncompiled
-from fusedckpt.checkpointing.calls import (
-    Argument,
-    Call,
-    Options,
-    Packed,
-    layout_of,
-    stale,
-    storage_of,
-)
+from fusedckpt.checkpointing import calls
+from fusedckpt.checkpointing.calls import Argument, Call, Options, Packed, layout_of, stale
 from fusedckpt.checkpointing.determinism import Run
 
 
@@ -67,15 +53,15 @@ class Segment(Phase):
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call `fn`, dropping what autograd saves."""
-        self.is_complete, around = False, current()
+        self.is_complete, around = False, phases.current()
         # what comes back through hooks is elsewhere in memory
-        self._is_hooked = top_hooks() is not None
+        self._is_hooked = phases.top_hooks() is not None
         self.watched = run = Run(fn) if self.options.debug else None
         try:
             call = self._call(fn, args, kwargs)
             self.calls.append(call)
             # what an enclosing checkpoint recomputes, it gives back once only
-            for held in call.held if around is None and can_see_hooks() else ():
+            for held in call.held if around is None and phases.can_see_hooks() else ():
                 if isinstance(held, Argument) and held.storage:
                     self._arguments[held.storage] = held
             if around is not None:
@@ -107,11 +93,13 @@ class Segment(Phase):
         owner = tensor if tensor._base is None else tensor._base
         if owner.is_leaf and (owner.requires_grad or isinstance(owner, nn.Parameter)):
             # how a view of another kind of tensor is made again is for a recompute to know
-            if tensor is owner or (tensor.dtype == owner.dtype and _share_storage(tensor, owner)):
+            if tensor is owner or (
+                tensor.dtype == owner.dtype and calls.storage_of(tensor) and calls.storage_of(owner)
+            ):
                 packed.source, packed.version = TensorWeakRef(owner), owner._version
                 packed.layout = None if tensor is owner else layout_of(tensor)
         elif self._arguments:
-            argument = self._arguments.get(storage_of(tensor))
+            argument = self._arguments.get(calls.storage_of(tensor))
             if argument is not None and argument.dtype == tensor.dtype:
                 layout = layout_of(tensor)
                 # the whole comes back through any hooks, a view not
@@ -177,11 +165,6 @@ def _recall(of: weakref.ref[Segment], slot: int, extras: Tensors) -> Tensors:
     segment = of()
     recompute = None if segment is None else segment._recomputes.get(backward_id())
     return extras if recompute is None else recompute.extras.pop(slot, extras)
-
-
-def _share_storage(a: Tensor, b: Tensor) -> bool:
-    storage = storage_of(a)
-    return storage != 0 and storage == storage_of(b)
 
 
 class Stop(BaseException):
@@ -319,7 +302,8 @@ class Recompute(Phase):
         if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
             return False
         # an output is saved written, and again by what takes it as input
-        return not _share_storage(before, tensor)
+        storage = calls.storage_of(tensor)
+        return storage == 0 or storage != calls.storage_of(before)
 
     def take(self, index: int) -> Tensor | None:
         """Hand over a tensor; None where it was handed over before and not kept."""
@@ -363,4 +347,4 @@ class Recompute(Phase):
                 f"fused layer {index} was {expected} in forward and is {name} when recomputed"
             )
         elif slot is not None and slot() is not None:
-            self.extras[index] = fitting(extras, likes)
+            self.extras[index] = phases.fitting(extras, likes)
