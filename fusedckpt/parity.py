@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.autograd.accuracy import largest_error
 from fusedckpt.held import Path
 from fusedckpt.memory import saved_tensors
 from fusedckpt.swapped import Swap
@@ -199,9 +200,8 @@ def _verdict(sums: Tensor, dtype: torch.dtype, scale: float) -> str | None:
     is_judged = scale == 1 or dtype not in (torch.float16, torch.bfloat16)
     for index, (mine, eagers, truth, count, strays) in enumerate(sums.tolist()):
         ours, theirs, size = (math.sqrt(value / max(1, count)) for value in (mine, eagers, truth))
-        wide = torch.promote_types(dtype, torch.float32)
-        strays = strays and is_judged
-        if strays or ours > 2 * theirs + floor * torch.finfo(wide).eps * max(scale, size):
+        limit = largest_error(theirs, max(scale, size), dtype, floor=floor)
+        if (strays and is_judged) or ours > limit:
             what = ("output", "gradient of x")[index] if index < 2 else "gradient of a parameter"
             what += at
             return f"{what}: error {ours:.3g} where the original's is {theirs:.3g}"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from fusedckpt.autograd.accuracy import largest_error
 from fusedckpt.kernels import gemm
 from fusedckpt.memory import saved_tensors
 
@@ -108,10 +109,9 @@ def compare(
     rms = (torch.stack(sums).sum(0) / counts[:, None]).sqrt().tolist()
     worst = 0.0
     for index, (mine, eagers, scale) in enumerate(rms):
-        wide = torch.promote_types(ours[index].dtype, torch.float32)
-        floor = 8 * torch.finfo(wide).eps * max(1.0, scale)
-        assert mine <= slack * eagers + floor, (
-            f"result {index}: error {mine:.3g}, eager's {eagers:.3g}, floor {floor:.3g}"
+        limit = largest_error(eagers, scale, ours[index].dtype, slack)
+        assert mine <= limit, (
+            f"result {index}: error {mine:.3g}, eager's {eagers:.3g}, allowed {limit:.3g}"
         )
         worst = max(worst, mine / eagers if eagers else 0.0)
     return worst
