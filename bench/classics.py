@@ -27,8 +27,8 @@ from bench.results import Row, median, save
 from bench.tables import MIB, difference, mib, progress, show, significant
 from bench.training import NUM_PLANS, Batch, Trial, Way, Workload, in_segments, slowdown
 from bench.training_figures import draw_classics
-from fusedckpt._budget import bytes_of
 from fusedckpt.memory import nbytes_of
+from fusedckpt.planning.budget import bytes_of
 
 SEGMENTS = {"conv": (1, 2, 4, 8, 16, 32), "mlp": (2, 3, 5, 10)}
 # besides a number of segments

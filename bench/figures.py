@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.tables import significant
-from fusedckpt._figure import BLUE, FAINT, GREY, INK, RED, STYLE
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 
 # inches: as wide as READMEs show pictures, so that letters are as large as those of the text
 WIDTH = 10.0

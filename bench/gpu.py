@@ -31,7 +31,12 @@ MEASURED = (STATE, "run.jsonl", "smoke", "tuned.json", "capacity.jsonl")
 # tests spend their time in the kernels' compiler, a process each, and hold little of the GPU
 PROCESSES = 8
 # what differs between a GPU and the interpreter
-KERNEL_TESTS = ("tiles", "activations", "norm", "linear", "mlp", "blocks", "contracts", "memory")
+KERNEL_TESTS = (
+    "kernels/test_tiles.py",
+    "kernels/test_activations.py",
+    *(f"layers/test_{name}.py" for name in ("norm", "linear", "mlp", "blocks", "contracts")),
+    "reporting/test_memory.py",
+)
 # seconds kept for the steps that only read
 RESERVE = 60
 # of these a step is done with; one that a signal killed may have had bad luck
@@ -85,7 +90,7 @@ def _tests() -> tuple[str, ...]:
 def steps_of(out: Path, minutes: float, tiny: bool) -> list[Step]:
     """Return the steps: what others depend on first, then what matters most."""
     measured = _bench("run", "--resume", f"--out={out}")
-    first = tuple(f"tests/test_{name}.py" for name in KERNEL_TESTS)
+    first = tuple(f"tests/{name}" for name in KERNEL_TESTS)
     env = Step("env", _bench("env"))
     draw = [
         Step("table", _bench("table", str(out / "run.jsonl")), 0.5, only_reads=True),
@@ -93,7 +98,7 @@ def steps_of(out: Path, minutes: float, tiny: bool) -> list[Step]:
     ]
     if tiny:
         toy = ("--size=tiny", "--repeat=1", "--skip=compile", "--case=rms_norm", "--case=mlp")
-        tests = Step("tests", (*_tests(), "tests/test_tiles.py", "-k", "row"))
+        tests = Step("tests", (*_tests(), "tests/kernels/test_tiles.py", "-k", "row"))
         return [env, tests, Step("cases", (*measured, *toy)), *draw]
     # what a reader asks for first: blocks at one model's widths; then the other cases and widths
     main = ("--case=gated_mlp", "--case=norm_gated_mlp_residual", "--case=mlp", "--case=rms_norm")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from fusedckpt._text import table
+from fusedckpt.reporting.tables import table
 
 MIB = 2**20
 

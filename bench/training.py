@@ -25,7 +25,7 @@ from bench.results import Row, median, ratios, rounded
 from bench.tables import MIB, difference, mib, show, significant
 from fusedckpt import MemoryReport
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.trial import trial
+from fusedckpt.reporting.trial import trial
 
 # equally long parts of a step; of each a curve has the highest
 SLICES = 160

@@ -24,9 +24,9 @@ from bench.results import save
 from bench.tables import progress
 from bench.training import BUDGETS, NOTES, Batch, Way, Workload, compare, plans, show_ways
 from bench.training_figures import draw_classics
-from fusedckpt._budget import bytes_of
-from fusedckpt._step import default_loss
-from fusedckpt.units import candidates
+from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.units import candidates
+from fusedckpt.reporting.step import default_loss
 
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
 

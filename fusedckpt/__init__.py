@@ -3,20 +3,20 @@
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
+from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import is_recomputing
-from fusedckpt.checkpointing.checkpoint import checkpoint
+from fusedckpt.checkpointing.function import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
+from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.norm_spec import NormSpec
 from fusedckpt.layers.packing import pack_gate_up, repack_gate_up, unpack_gate_up
 from fusedckpt.layers.sequential import Sequential
-from fusedckpt.planner import plan
-from fusedckpt.plans import Plan
-from fusedckpt.reporting import MemoryReport, report
-from fusedckpt.swap import FuseReport, fuse, unfuse
+from fusedckpt.planning.planner import plan
+from fusedckpt.planning.plans import Plan
+from fusedckpt.reporting.memory_report import MemoryReport, report
 
 __all__ = [
     "MLP",

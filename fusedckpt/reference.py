@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
-from fusedckpt.layers.norm_spec import NormSpec
 
 __all__ = [
     "add_layer_norm",

@@ -23,10 +23,10 @@ from plan_models import convolutional, transformer
 from torch import Tensor, nn
 
 import fusedckpt
-from fusedckpt.chain import simulate
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.policies import policy
-from fusedckpt.trial import tensors_of
+from fusedckpt.planning.chain import simulate
+from fusedckpt.planning.policies import policy
+from fusedckpt.reporting.trial import tensors_of
 
 Made = tuple[nn.Module, dict[str, Any]]
 

@@ -12,7 +12,7 @@ from support import DEVICE, Function
 from torch import Tensor
 
 from fusedckpt import functional, reference
-from fusedckpt.layers.norm_spec import NormSpec
+from fusedckpt.autograd.norm_spec import NormSpec
 
 
 @dataclass(frozen=True)

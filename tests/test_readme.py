@@ -1,4 +1,4 @@
-"""README's first lines run as they stand, on a transformers model."""
+"""The first lines of README and of the page on plans run as they stand, on a transformers model."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from fusedckpt.autograd.dispatch import forced_path
 
+ROOT = Path(__file__).parents[1]
 transformers = pytest.importorskip("transformers", reason="needs the test extra")
 
 
@@ -34,15 +35,27 @@ def saved_model(folder: Path) -> str:
     return str(folder)
 
 
-def test_the_first_lines_run(tmp_path):
-    readme = Path(__file__).parent.parent / "README.md"
-    code = re.search(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+def first_code(page: str) -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+
+
+def test_the_first_lines_run(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="needs the bench extra")
+    monkeypatch.chdir(tmp_path)
     # no downloads: the name of the model is all that is another
     ours = f"name = {saved_model(tmp_path)!r}\n"
-    code, count = re.subn(r'^name = ".*"\n', lambda _: ours, code[1], flags=re.MULTILINE)
+    code, count = re.subn(
+        r'^name = ".*"\n', lambda _: ours, first_code("README.md"), flags=re.MULTILINE
+    )
     assert count == 1
     found = {}
     with forced_path("aten"):
         exec(code, found)
-    assert found["loss"].isfinite()
-    assert all(p.grad is not None for p in found["model"].parameters())
+        gradients = [p.grad for p in found["model"].parameters()]
+        assert found["loss"].isfinite()
+        assert all(gradient is not None for gradient in gradients)
+        exec(first_code("fusedckpt/planning/README.md"), found)
+    assert found["plan"].measured_bytes <= 20 * 2**30
+    assert (tmp_path / "plan.json").exists()
+    assert (tmp_path / "plan.png").exists()

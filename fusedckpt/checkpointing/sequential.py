@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fusedckpt import _starts
-from fusedckpt.checkpointing.checkpoint import OPTIONS, checkpoint, is_plain_call
+from fusedckpt.checkpointing import starts
+from fusedckpt.checkpointing.function import OPTIONS, checkpoint, is_plain_call
 
 __all__ = ["checkpoint_sequential"]
 
@@ -87,17 +87,17 @@ def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, i
     if hasattr(segments, "spans"):
         return segments.spans(len(functions))
     count = len(functions)
-    rule = _starts.RULES.get(segments) if isinstance(segments, str) else None
-    starts = measured(rule, functions, input) if rule else _starts.given_starts(segments, count)
-    return [(a, b, None) for a, b in pairwise([*starts, count])]
+    rule = starts.RULES.get(segments) if isinstance(segments, str) else None
+    first = measured(rule, functions, input) if rule else starts.given_starts(segments, count)
+    return [(a, b, None) for a, b in pairwise([*first, count])]
 
 
-def measured(rule: _starts.Rule, functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
+def measured(rule: starts.Rule, functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
     """Return the indices of the functions that start a segment."""
     count = len(functions)
     if count < 2 or is_plain_call():
         return [0][:count]
     if torch.compiler.is_compiling():
-        alike = math.isqrt(count) if rule is _starts.least_starts else count
-        return _starts.given_starts(alike, count)
-    return _starts.measured_starts(rule, functions, input)
+        alike = math.isqrt(count) if rule is starts.least_starts else count
+        return starts.given_starts(alike, count)
+    return starts.measured_starts(rule, functions, input)

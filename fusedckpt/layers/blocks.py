@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers import constructors, validate
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm_linear import norm_linear
-from fusedckpt.layers.norm_spec import NormSpec
 from fusedckpt.layers.sequential import letter_of, spec_of
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]

@@ -22,11 +22,11 @@ from fusedckpt import reference
 from fusedckpt.autograd import dispatch, levels, phases
 from fusedckpt.autograd.backward import wanted_gradients
 from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.norm_spec import NormSpec, rule_of
 from fusedckpt.autograd.versioned import Versioned
 from fusedckpt.kernels.mlp import Needs, Weights
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.mlp_ops import Options, mlp_backward_ops, mlp_op
-from fusedckpt.layers.norm_spec import NormSpec, rule_of
 
 __all__ = ["gated_mlp", "mlp"]
 

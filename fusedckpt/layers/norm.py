@@ -15,11 +15,11 @@ from fusedckpt import reference
 from fusedckpt.autograd import arguments, dispatch, fallbacks, phases
 from fusedckpt.autograd.backward import wanted_gradients
 from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.layers import constructors, norm_sharing, validate
 from fusedckpt.layers.norm_ops import norm_backward_op, norm_op
-from fusedckpt.layers.norm_spec import NormSpec, output_dtype, rule_of
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 

@@ -13,12 +13,12 @@ from fusedckpt import reference
 from fusedckpt.autograd import dispatch, phases
 from fusedckpt.autograd.backward import wanted_gradients
 from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.norm_spec import NormSpec, rule_of
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.layers import validate
 from fusedckpt.layers.norm_ops import norm_backward_op, norm_op
-from fusedckpt.layers.norm_spec import NormSpec, rule_of
 
 __all__ = ["norm_linear"]
 

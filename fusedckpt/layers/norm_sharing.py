@@ -21,11 +21,11 @@ from torch._compile import _disable_dynamo
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import Hooks, can_see_hooks, top_hooks
 from fusedckpt.autograd.versioned import Versioned, versions_of
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.layers.norm_ops import norm_op
-from fusedckpt.layers.norm_spec import NormSpec
 
 
 class Source(NamedTuple):

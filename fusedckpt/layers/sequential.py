@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
 from fusedckpt.layers import constructors, validate
 from fusedckpt.layers.linear import Linear, linear_act
 from fusedckpt.layers.mlp import MLP_LEVELS, mlp
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.norm_linear import norm_linear
-from fusedckpt.layers.norm_spec import NormSpec
 
 __all__ = ["Sequential"]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
+from fusedckpt.autograd.norm_spec import NormSpec, output_dtype
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
-from fusedckpt.layers.norm_spec import NormSpec, output_dtype
 
 CASTS = ("torch", "llama", "gemma")
 HALF = (torch.bfloat16, torch.float16)

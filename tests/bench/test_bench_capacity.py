@@ -12,12 +12,13 @@ from fusedckpt.autograd.dispatch import forced_path
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
-from bench import __main__ as command
-from bench import capacity, cases, ways
 from bench.capacity_report import capacities
 from bench.records import lines
-from bench.results import MIB
 from bench.sizes import SIZES
+
+from bench import __main__ as command
+from bench import capacity, cases, ways
+from bench.results import MIB
 
 TINY = [
     *("capacity", "--device=cpu", "--size=tiny", "--memory=1", "--repeat=1"),

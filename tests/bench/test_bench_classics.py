@@ -20,14 +20,14 @@ from fusedckpt.autograd.dispatch import forced_path
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
-from rich.console import Console
-
-from bench import __main__ as command
-from bench import classics, classics_models
 from bench.classics_depth import RECIPES, Stack, deepest
 from bench.classics_models import conv_net, images, mlp, scale
 from bench.classics_ways import NUM_PLANS, Batch, Way, Workload, compare
 from bench.text import steps
+from rich.console import Console
+
+from bench import __main__ as command
+from bench import classics, classics_models
 
 SIZES = {
     "layers": 6,

@@ -17,13 +17,13 @@ from support import HANGS
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+from bench.steps import Step, Stops, take
 from stepping import Clock
 
 from bench import __main__ as command
 from bench import gpu
 from bench import steps as processes
 from bench.gpu import Settings
-from bench.steps import Step, Stops, take
 
 CPU = ["gpu", "--allow-cpu", "--tiny", "--minutes=9"]
 

@@ -8,14 +8,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from bench.contender import Contender, Work
+from bench.sizes import SIZES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench import cases, peers
 from bench.cases import Way
-from bench.contender import Contender, Work
 from bench.measure import Truth
-from bench.sizes import SIZES
 
 (SIZE,) = SIZES["tiny"]
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+from bench.capacity_report import Capacity, Fit
 from matplotlib.figure import Figure
 
 from bench import __main__ as command
 from bench import capacity_report, compare, figures, picture
-from bench.capacity_report import Capacity, Fit
 from bench.results import Ceilings, Group, Load, Row, Timing, append, read
 from bench.table import markdown, notes, source, sources, table
 

@@ -16,12 +16,13 @@ from fusedckpt.autograd.dispatch import forced_path
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
-from bench import __main__ as command
-from bench import cases, contender, jobs, measure, peers, run, ways
 from bench.layers import LAYERS
-from bench.results import Ceilings, Group, Load, read
 from bench.sizes import SIZES
 from bench.supervisor import INTERRUPTED, Journal
+
+from bench import __main__ as command
+from bench import cases, contender, jobs, measure, peers, run, ways
+from bench.results import Ceilings, Group, Load, read
 from bench.table import table
 
 TINY = ["run", "--device=cpu", "--size=tiny", "--repeat=3"]

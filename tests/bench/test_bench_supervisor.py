@@ -14,9 +14,10 @@ from support import HANGS
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+from bench.supervisor import Event, Journal, supervise
+
 from bench import __main__ as command
 from bench.results import read
-from bench.supervisor import Event, Journal, supervise
 
 ROOT = Path(__file__).parents[1]
 # stands for the command: its part is to note who is at work, and to leave out who crashed

@@ -8,7 +8,7 @@ from checkpoints import same
 from support import DEVICE, randn
 from torch import nn
 
-from fusedckpt._roles import HandingOn
+from fusedckpt.planning.roles import HandingOn
 
 
 def part(of, fn, args):

@@ -11,7 +11,7 @@ from test_swap_mlps import Plain, is_fused
 from torch import nn
 
 from fusedckpt import fuse
-from fusedckpt.match_mlps import mlp_swap
+from fusedckpt.fusing.match_mlps import mlp_swap
 
 D, H = 12, 20
 

@@ -220,7 +220,7 @@ def test_an_inlined_mlp_is_named():
 
 def test_what_runs_once_for_all_is_the_same_for_all(monkeypatch):
     """Identical modules are checked once, others each."""
-    from fusedckpt import parity
+    from fusedckpt.fusing import parity
 
     real, calls = parity.difference, []
     monkeypatch.setattr(parity, "difference", lambda *a: calls.append(a) or real(*a))

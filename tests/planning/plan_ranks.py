@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from plan_models import tokens, transformer
 from support import as_rank
 
-from fusedckpt import _ranks, _roles, plan, planner
+from fusedckpt import plan
 from fusedckpt.memory import nbytes_of, peak_bytes
+from fusedckpt.planning import planner, ranks, roles
 
 
 def planned(model: nn.Module, *args: Any, **options: Any):
@@ -100,7 +101,7 @@ def check_who_raises(rank: int) -> None:
 
 def check_who_is_alone(rank: int) -> None:
     x = tokens()
-    before, _ranks._PATIENCE = _ranks._PATIENCE, 0.2
+    before, ranks._PATIENCE = ranks._PATIENCE, 0.2
     for who in (0, 1):
         # the other one calls when it is too late
         if rank != who:
@@ -110,7 +111,7 @@ def check_who_is_alone(rank: int) -> None:
         if rank == who:
             dist.barrier()
         dist.barrier()
-    _ranks._PATIENCE = before
+    ranks._PATIENCE = before
 
 
 def check_groups(rank: int) -> None:
@@ -206,7 +207,7 @@ def check_sharded(rank: int) -> None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
         found.undo(sharded)
         assert type(sharded.blocks[0]).__name__ == "FSDPBlock"
-        assert not any(_roles.is_assigned(module) for module in sharded.modules())
+        assert not any(roles.is_assigned(module) for module in sharded.modules())
         sharded(x).backward()
 
 

@@ -10,8 +10,8 @@ from torch.utils import checkpoint as torchs
 
 import fusedckpt
 from fusedckpt import Plan, plan, report
-from fusedckpt._text import size
-from fusedckpt._timeline import read
+from fusedckpt.reporting.tables import size
+from fusedckpt.reporting.timeline import read
 
 # sizes of float32 tensors on the CPU; the allocator of a GPU rounds up to 512 bytes
 R, D = 8, 16
@@ -234,7 +234,7 @@ def test_live_bytes_by_kind():
 
 @pytest.mark.parametrize("adam", [False, True])
 def test_the_figures_kinds_add_up(adam):
-    drawing = pytest.importorskip("fusedckpt._report_plot", exc_type=ImportError)
+    drawing = pytest.importorskip("fusedckpt.reporting.memory_plot", exc_type=ImportError)
     model, x = nn.Sequential(mlp(), nn.Sequential(mlp(), nn.Tanh())), torch.randn(R, D)
     optimizer = torch.optim.Adam(model.parameters(), foreach=True) if adam else None
     found = report(model, x, optimizer=optimizer)

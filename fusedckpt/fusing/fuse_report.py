@@ -1,0 +1,130 @@
+"""What fuse did, and what runs fused since, as a record and as text."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fusedckpt.fusing import running
+from fusedckpt.fusing.held import Part
+
+__all__ = ["FuseReport"]
+
+_KINDS = ("norm", "mlp", "linear")
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """What `fuse` did.
+
+    swapped: a module's name -> its change; already: the same of what was fused before; left: a name
+    -> the reason why it stays; kinds: the name of any of these -> "norm", "mlp" or "linear";
+    classes: the name of one that stays -> its class's; saved: the name of a fused module -> the
+    bytes that one token of training kept before and keeps now, its input among them, measured on
+    meta tensors at the module's own widths and dtype; not there for a module that cannot run on
+    those.
+
+    `fallbacks` tells which of them did not run fused since.
+    """
+
+    swapped: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    saved: dict[str, tuple[float, float]] = field(default_factory=dict)
+    already: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    _model: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Fused modules that ran as their class would, and why: the name -> the last reason.
+
+        Of calls with gradients since `fuse`, as without them nothing is kept; of a Sequential's
+        blocks, as they are now. Empty once the model is gone.
+        """
+        model = self._model[0]() if self._model else None
+        if model is None:
+            return {}
+        known = {**self.swapped, **self.already}
+        return {name: why for name, why in running.found(model).items() if name in known}
+
+    def watch(self, model: nn.Module) -> None:
+        """Remember whose modules these are, without holding them."""
+        self._model[:] = [weakref.ref(model)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy in another process has no model to look at
+        return {**self.__dict__, "_model": []}
+
+    def swap(self, name: str, part: Part) -> None:
+        """Add a module that is swapped."""
+        self.swapped[name] = part.change
+        self._add(name, part)
+
+    def keep(self, name: str, part: Part) -> None:
+        """Add a module that was fused before."""
+        self.already[name] = part.change
+        self._add(name, part)
+
+    def _add(self, name: str, part: Part) -> None:
+        self.kinds[name] = part.kind
+        if part.saved is not None:
+            self.saved[name] = part.saved
+
+    def leave(self, name: str, kind: str, reason: str, what: str) -> None:
+        """Add a module that stays, and say why; `what` is its class."""
+        self.swapped.pop(name, None)
+        self.saved.pop(name, None)
+        self.left[name], self.kinds[name], self.classes[name] = reason, kind, what
+
+    def __str__(self) -> str:
+        before = f", {len(self.already)} fused before" if self.already else ""
+        lines = [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
+        if self.kinds:
+            lines.append("  kind    matched  swapped  left  bytes kept per token")
+            lines += [self._row(kind) for kind in _KINDS if kind in self.kinds.values()]
+        for changes, when in ((self.swapped, ""), (self.already, " (before)")):
+            by_kind = sorted(changes, key=lambda name: _KINDS.index(self.kinds[name]))
+            counts = Counter(changes[name] for name in by_kind)
+            lines += [f"  {count:4d} x {change}{when}" for change, count in counts.items()]
+        left = {name: (self.classes[name], reason) for name, reason in self.left.items()}
+        lines += [f"  left {line}" for line in _grouped(left)]
+        return "\n".join([*lines, *self._unfused()])
+
+    def _unfused(self) -> Iterator[str]:
+        """Yield what did not run fused, and what that costs."""
+        known, found = {**self.swapped, **self.already}, self.fallbacks
+        if found:
+            yield f"not run fused: {len(found)} of {len(known)}"
+        groups = {name: (known[name], reason) for name, reason in found.items()}
+        costs = {name: self.saved.get(name) for name in groups}
+        yield from (f"  {line}" for line in _grouped(groups, costs))
+
+    def _row(self, kind: str) -> str:
+        names = [name for name, one in self.kinds.items() if one == kind]
+        swapped, left = (sum(name in part for name in names) for part in (self.swapped, self.left))
+        pairs = [self.saved[name] for name in names if name in self.saved]
+        before, after = (round(sum(pair[i] for pair in pairs)) for i in (0, 1))
+        kept = f"{before:,} -> {after:,}" if pairs else "-"
+        return f"  {kind:6s}  {len(names):7d}  {swapped:7d}  {left:4d}  {kept}"
+
+
+def _grouped(
+    groups: dict[str, tuple[str, str]], costs: dict[str, tuple[float, float] | None] | None = None
+) -> Iterator[str]:
+    """Yield a line for every pair of what it is and why, the most frequent first."""
+    for group, count in Counter(groups.values()).most_common():
+        what, reason = group
+        names = [name or "root" for name, one in groups.items() if one == group]
+        others = f" and {count - 1} more" if count > 1 else ""
+        cost = ""
+        if costs is not None:
+            pairs = [costs[name] for name, one in groups.items() if one == group]
+            more = round(sum(pair[0] - pair[1] for pair in pairs if pair is not None))
+            cost = f": up to {more:,} bytes per token more" if more else ""
+        yield f"{count} x {what}: {reason} ({names[0]}{others}){cost}"

@@ -1,0 +1,147 @@
+"""Why a module was left, or ran as its class would, in words."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch
+from fusedckpt.autograd.fallbacks import Fallback
+from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.fusing.parity import is_transposed
+
+__all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
+
+_CALLS = {
+    "arguments": "called with other arguments than one tensor",
+    "child": "{} is another module than when it was fused",
+    "hook": "{}: a hook watches it, or its forward was replaced",
+    "weight": "{} is of a class with ops of its own",
+    "changed": "{} is not what it was when it was fused",
+    "dropout": "{} drops inside while training",
+    "input": "its input is a {}, which only its own class takes",
+    "dtype": "its input is {}, in which it was not proven equal or which its weights are not",
+}
+
+
+def of_call(module: nn.Module, fallback: Fallback) -> str:
+    """Say why a call of a swapped module ran the forward of its own class."""
+    what, about = fallback
+    if what == "weight":
+        reason = of_weight(about, _attribute(module, about))
+    elif what in ("child", "hook"):
+        # what a child is says more than that it is watched: sharding hooks it, too
+        child = _attribute(module, about)
+        reason = of_linear(about, child) if isinstance(child, nn.Module) else None
+    else:
+        reason = None
+    name = _name(about) if isinstance(about, type) else about
+    return reason or _CALLS.get(what, f"{what}: {{}}").format(name)
+
+
+def of_linear(name: str, child: nn.Module) -> str | None:
+    """Say why a child that stands for a linear is not computed by ours, None if it can be."""
+    return of_class(name, child) or of_hooks(name, child)
+
+
+def of_class(name: str, child: nn.Module) -> str | None:
+    """Say so of what a child is, whatever watches it."""
+    kind = type(child)
+    if is_adapter(child):
+        return f"{name} is a {_adapter(kind)}: adapters are not fused"
+    if not isinstance(child, nn.Linear) and not is_transposed(child):
+        return None
+    if "parametrizations" in child._modules:
+        return f"{name}: a parametrization makes its weights"
+    for key, weight in child._parameters.items():
+        reason = None if weight is None else of_weight(f"{name}.{key}", weight)
+        if reason is not None:
+            return reason
+    if isinstance(child, nn.Linear) and kind.forward is not nn.Linear.forward:
+        return f"{name} is a {_name(kind)}, a linear with a forward of its own"
+    return None
+
+
+def of_hooks(name: str, child: nn.Module) -> str | None:
+    """Say that a child has to be called, None if it has not."""
+    return _CALLS["hook"].format(name) if has_hooks(child) else None
+
+
+def of_weight(name: str, weight: Any) -> str | None:
+    """Say why ours cannot take a parameter, None if it can."""
+    if not isinstance(weight, Tensor) or dispatch.are_plain(weight):
+        return None
+    if type(weight).__name__ == "DTensor":
+        return f"{name} is a DTensor: sharded parameters are not fused"
+    if dispatch.is_plain(type(weight)):
+        return f"{name} must be a dense tensor, got layout {weight.layout}"
+    return f"{name} is a {_name(type(weight))}: quantised weights and the like are not fused"
+
+
+def of_layer(module: nn.Module) -> str | None:
+    """Say why no kernel takes a module's own parameters, None if one may."""
+    found = (of_weight(name, one) for name, one in module.named_parameters(recurse=False))
+    return next((reason for reason in found if reason is not None), None)
+
+
+def of_storage(module: nn.Module) -> str | None:
+    """Say why a module's parameters are not to be looked at, None if they are all there.
+
+    Its children's, too. Those of FSDP are views of memory that is freed between two forwards: to
+    read them can end the process.
+    """
+    layers = [module, *module.children()]
+    if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
+        return "its parameters are sharded by FSDP: fuse before sharding"
+    given = [p for layer in layers for p in layer._parameters.values() if p is not None]
+    if any(nn.parameter.is_lazy(parameter) for parameter in given):
+        return "its parameters have no shape yet: call the model once before"
+    if any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in given):
+        return "its parameters are sharded by DeepSpeed: fuse before sharding"
+    if any(_is_freed(parameter) for parameter in given):
+        return "the memory of its parameters is freed"
+    return None
+
+
+def _is_freed(x: Tensor) -> bool:
+    if x.is_meta or not dispatch.are_plain(x) or x.numel() == 0:
+        return False
+    return x.untyped_storage().nbytes() == 0
+
+
+def is_adapter(child: nn.Module) -> bool:
+    """Whether a layer wraps a linear and adds to it, as LoRA does."""
+    if isinstance(child, (nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return False
+    base = getattr(child, "base_layer", None)
+    return isinstance(base, nn.Module) or (
+        any(isinstance(inner, nn.Linear) for inner in child.children())
+        and hasattr(child, "in_features")
+        and hasattr(child, "out_features")
+    )
+
+
+def _adapter(kind: type) -> str:
+    """Name an adapter by the base that its library's adapters of one method share."""
+    library = kind.__module__.partition(".")[0]
+    for base in kind.__mro__:
+        if base.__name__.endswith("Layer") and base.__module__.startswith(library + "."):
+            return _name(base)
+    return _name(kind)
+
+
+def _name(kind: type) -> str:
+    """Name a class with the library that it is from."""
+    library = kind.__module__.partition(".")[0]
+    file = getattr(sys.modules.get(library), "__file__", None) or ""
+    is_library = library != "torch" and "site-packages" in file
+    return f"{library} {kind.__name__}" if is_library else kind.__name__
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found

@@ -1,0 +1,91 @@
+"""A plan as a figure: extra time against peak for every budget, and memory through a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fusedckpt.planning.chain import Chain, moments, simulate
+from fusedckpt.planning.policies import policy
+from fusedckpt.planning.solver import Solution, least_peak, solve
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
+
+if TYPE_CHECKING:
+    from fusedckpt.planning.plans import Plan
+
+__all__ = ["draw", "frontier"]
+
+_MIB = 2**20
+_POINTS = 24
+_RULES = {"none": "keep everything", "sqrt": "sqrt(n) segments", "all": "every unit again"}
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Write the figure in the format that the path's ending names."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(13, 5), dpi=160, layout="constrained")
+        trade, step = figure.subplots(1, 2)
+        _draw(trade, plan)
+        _draw_step(step, plan)
+        figure.savefig(path)
+
+
+def _draw(axes: Axes, plan: Plan) -> None:
+    chain = plan.chain
+    forward = chain.forward or 1.0
+    points = frontier(chain)
+    axes.step(
+        [point.peak / _MIB for point in points],
+        [100 * point.extra / forward for point in points],
+        where="post",
+        color=BLUE,
+        label="best plan for each budget",
+    )
+    for marker, (rule, label) in zip("s^D", _RULES.items(), strict=True):
+        outcome = simulate(chain, policy(chain, rule))
+        spot = outcome.peak / _MIB, 100 * outcome.extra / forward
+        axes.plot(*spot, marker, color=GREY, markersize=8, label=label)
+    spot = plan.predicted_bytes / _MIB, 100 * plan.extra_ms / forward
+    axes.plot(*spot, "o", color=RED, markersize=10, label=f"this plan ({plan.policy})")
+    if plan.budget_bytes is not None:
+        axes.axvline(plan.budget_bytes / _MIB, color=FAINT, linewidth=1, linestyle=":")
+        axes.annotate(
+            " budget", (plan.budget_bytes / _MIB, 1), xycoords=("data", "axes fraction"), va="top"
+        )
+    axes.set_title(f"{plan.model}: time against memory", color=INK)
+    axes.set_xlabel("peak of a training step, MiB")
+    axes.set_ylabel("extra time, % of the forward")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.legend(frameon=False)
+
+
+def _draw_step(axes: Axes, plan: Plan) -> None:
+    """Draw live bytes through a step as predicted, under this plan and where everything is kept."""
+    ways = {
+        "keep everything": (policy(plan.chain, "none"), GREY),
+        f"this plan ({plan.policy})": (plan.items, RED),
+    }
+    for label, (items, colour) in ways.items():
+        live = [nbytes / _MIB for nbytes, _ in moments(plan.chain, items)]
+        axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {max(live):,.1f}")
+    # a forward is a moment for each unit
+    axes.axvline(len(plan.chain.units) + 0.5, color=FAINT, linewidth=1, linestyle=":")
+    if plan.budget_bytes is not None:
+        axes.axhline(plan.budget_bytes / _MIB, color=FAINT, linewidth=1, linestyle=":")
+    axes.set_title("One step, as predicted: live bytes and their peak (MiB)")
+    axes.set_xlabel("unit by unit: forward, then backward with what runs again")
+    axes.set_ylim(bottom=0)
+    axes.legend(facecolor="white", edgecolor="none", framealpha=1.0, loc="lower center")
+
+
+def frontier(chain: Chain) -> list[Solution]:
+    """Return the best plans from the least feasible peak to that of keeping everything."""
+    least = least_peak(chain)
+    most = simulate(chain, policy(chain, "none")).peak
+    step = max(1, (most - least.peak) // (_POINTS - 1))
+    budgets = range(least.peak, most, step)
+    return [least, *(solve(chain, budget) for budget in budgets[1:]), solve(chain, most)]

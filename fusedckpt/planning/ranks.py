@@ -1,0 +1,219 @@
+"""Ranks that plan together: the first one measures, all take its plan.
+
+What they tell each other goes through the store that every process group has, whatever its backend.
+A rank that comes alone is told so after a while, where a collective would hang.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fusedckpt.memory import nbytes_of
+from fusedckpt.planning.plans import Plan
+from fusedckpt.reporting.step import Step
+from fusedckpt.reporting.tables import size
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Group", "facts_of", "group_of", "together"]
+
+Group: TypeAlias = "ProcessGroup | DeviceMesh | Literal[False] | None"
+
+# seconds in which all ranks of a group are to call plan
+_PATIENCE = 60.0
+# seconds between two looks into the store, at first and at most
+_PAUSES = (0.01, 0.5)
+
+Facts = Mapping[str, str]
+Prepare = Callable[[], tuple[Facts, Callable[[], Plan]]]
+
+
+def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group whose ranks plan together, None where this rank plans alone.
+
+    default: the group that a model's wrapper shows, if one does.
+
+    Raises:
+        TypeError: `group` is no group.
+        ValueError: it is a mesh of several dimensions, or this rank is not in it.
+    """
+    if not dist.is_available():
+        return None
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise ValueError(f"plan: expected a mesh of one dimension, got {group}: slice it")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("plan: expected a group that this rank is in")
+    if not (group is None or group is False or isinstance(group, dist.ProcessGroup)):
+        came = type(group).__name__
+        raise TypeError(
+            f"plan: group must be a ProcessGroup, a DeviceMesh, None or False, got {came}"
+        )
+    if group is False or not dist.is_initialized():
+        return None
+    found = group or default or dist.group.WORLD
+    assert found is not None
+    return found if found.size() > 1 else None
+
+
+def facts_of(
+    step: Step, names: Sequence[str], policy: Any, limit: int | None, is_rest: bool
+) -> Facts:
+    """Return what is to be the same on all ranks, by what it is of."""
+    optimizer = "none" if step.optimizer is None else type(step.optimizer).__name__
+    facts = {
+        f"the {'activation ' * is_rest}budget": "none" if limit is None else _bytes(limit),
+        "the policy": policy if isinstance(policy, str) else "a list of modules",
+        "the optimizer": f"{optimizer} with {_bytes(nbytes_of(step.state()))} of state",
+        "what gradients hold": _bytes(nbytes_of(step.gradients.values()) + step.beside),
+    }
+    for name, module in step.model.named_modules():
+        # addresses are each rank's own
+        extra = re.sub(r" at 0x\w+", "", module.extra_repr())
+        facts[f"module {name}" if name else "the model"] = f"{type(module).__name__}({extra})"
+        for own, x in [*module.named_parameters("", False), *module.named_buffers("", False)]:
+            kind = "trained" if x.requires_grad else "not trained"
+            facts[f"{name}.{own}" if name else own] = f"{_like(x)}, {kind}"
+    facts["the list of units"] = ", ".join(names)
+    for path, leaf in pytree.tree_flatten_with_path((step.args, step.kwargs))[0]:
+        facts[f"argument {pytree.keystr(path)}"] = _like(leaf)
+    return facts
+
+
+def _bytes(count: int) -> str:
+    return f"{size(count)} ({count} bytes)"
+
+
+def _like(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    return type(x).__name__
+
+
+def together(group: ProcessGroup | None, prepare: Prepare) -> Plan:
+    """Return the first rank's plan once all ranks have the same facts.
+
+    prepare: returns the facts, and what makes the plan.
+
+    Raises:
+        ValueError: facts differ, or ranks do not come, or the first one has no plan: on all ranks.
+    """
+    if group is None:
+        return prepare()[1]()
+    try:
+        facts, make = prepare()
+    except Exception as error:
+        _Meeting(group).fail(f"{type(error).__name__}: {error}")
+        raise
+    return _Meeting(group).plan(facts, make)
+
+
+class _Meeting:
+    """One call of plan by all ranks of a group, of which the first one leads."""
+
+    def __init__(self, group: ProcessGroup):
+        self._ranks = dist.get_process_group_ranks(group)
+        self._rank = dist.get_rank()
+        self._store = dist.distributed_c10d._get_default_store()
+        # disjoint groups may have one name
+        place = f"fusedckpt.plan/{group.group_name}/{self._ranks[0]}"
+        self._place = f"{place}/{self._store.add(f'{place}/calls of {self._rank}', 1)}/"
+
+    def plan(self, facts: Facts, make: Callable[[], Plan]) -> Plan:
+        """Make the plan, or take it from the rank that does."""
+        first, *others = self._ranks
+        if self._rank != first:
+            return self._taken(first, facts)
+        self._put("facts", facts)
+        try:
+            self._await([f"verdict of {rank}" for rank in others])
+            verdicts = (self._get(f"verdict of {rank}") for rank in others)
+            if wrong := next(filter(None, verdicts), None):
+                raise ValueError(f"plan: {wrong}")
+            found = make()
+        except BaseException as error:
+            # an interrupt, too: or the others would wait for ever
+            self._put("plan", (type(error).__name__, str(error)))
+            raise
+        self._put("plan", found)
+        return found
+
+    def fail(self, why: str) -> None:
+        """Let the others know that this rank has nothing to plan."""
+        if self._rank == self._ranks[0]:
+            self._put("facts", why)
+        else:
+            self._put(f"verdict of {self._rank}", f"rank {self._rank} raised {why}")
+
+    def _taken(self, first: int, facts: Facts) -> Plan:
+        self._await(["facts"])
+        theirs = self._get("facts")
+        if isinstance(theirs, str):
+            raise ValueError(f"plan: rank {first} raised {theirs}")
+        self._put(f"verdict of {self._rank}", self._difference(first, theirs, facts))
+        # which takes the time that it takes
+        self._comes(["plan"], math.inf)
+        found = self._get("plan")
+        if isinstance(found, tuple):
+            kind, text = found
+            if kind == "ValueError":
+                raise ValueError(text)
+            raise RuntimeError(f"plan: rank {first} raised {kind}: {text}")
+        return found
+
+    def _difference(self, first: int, theirs: Facts, mine: Facts) -> str | None:
+        for name in dict.fromkeys([*theirs, *mine]):
+            one, other = theirs.get(name, "not there"), mine.get(name, "not there")
+            if one != other:
+                return (
+                    f"{name} is {one} on rank {first} and {other} on rank {self._rank}: all ranks "
+                    "of a group plan the same; those that train another model, such as stages of "
+                    "a pipeline, pass a group= of their own, or group=False to plan alone"
+                )
+        return None
+
+    def _await(self, keys: list[str]) -> None:
+        """Wait for what other ranks put as they call plan."""
+        if self._comes(keys, _PATIENCE):
+            return
+        missing = [self._ranks[0]]
+        if keys != ["facts"]:
+            missing = [int(key.split()[-1]) for key in keys if not self._has(key)]
+        who = "rank" if len(missing) < 2 else "ranks"
+        raise ValueError(
+            f"plan: {who} {', '.join(map(str, missing))} did not call plan within "
+            f"{_PATIENCE:.0f} s of rank {self._rank}: all ranks of the group {self._ranks} must "
+            "call it; pass group= to plan with others, or group=False to plan alone"
+        )
+
+    def _comes(self, keys: list[str], seconds: float) -> bool:
+        """Whether all keys are there in time; its own wait would print warnings."""
+        end, (pause, longest) = time.monotonic() + seconds, _PAUSES
+        while not all(map(self._has, keys)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return True
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([self._place + key])
+
+    def _put(self, key: str, value: Any) -> None:
+        # typed as text; get returns bytes
+        self._store.set(self._place + key, pickle.dumps(value))  # type: ignore[arg-type]
+
+    def _get(self, key: str) -> Any:
+        return pickle.loads(self._store.get(self._place + key))

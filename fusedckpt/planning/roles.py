@@ -1,0 +1,303 @@
+"""How a module of someone's model is made to run under a plan: by a class that asks its role.
+
+The module's class becomes a subclass made for it, so that its parameters, hooks, names, state_dict,
+isinstance and attributes stay; `release` puts the class back.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+
+from fusedckpt.autograd.levels import LEVELS, saving
+from fusedckpt.autograd.phases import current
+from fusedckpt.autograd.saved_tensor import is_plain, storage_of, version_of
+from fusedckpt.checkpointing.function import checkpoint, is_plain_call
+from fusedckpt.checkpointing.saved import Argument, layout_of
+from fusedckpt.checkpointing.segment import Segment
+from fusedckpt.checkpointing.tape import Call
+from fusedckpt.planning.sharded import gathering
+from fusedckpt.reporting.trial import aliased
+
+# in the module's __dict__: its role, and a forward that was set on it and not on its class
+_ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
+
+
+class Role(Protocol):
+    """What happens in place of a module's forward."""
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the module's own forward in some way, and return what it returns."""
+        ...
+
+
+class Planned(nn.Module):
+    """The base of every class made here."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward in its role."""
+        own = self.__dict__.get(_FORWARD) or super().forward
+        return self.__dict__[_ROLE].call(gathering(self, own), args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # the class was made here, and has no name to be found by
+        return _rebuild, (_unplanned(type(self)),), self.__dict__
+
+
+@cache
+def _planned(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (Planned, kind), {"__module__": kind.__module__})
+
+
+@cache
+def _unplanned(kind: Any) -> Any:
+    """Return the class that a planned one was, also where a subclass was made of that since."""
+    if Planned in kind.__bases__:
+        return kind.__bases__[1]
+    bases = tuple(
+        _unplanned(base) if issubclass(base, Planned) else base for base in kind.__bases__
+    )
+    inside = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, bases, inside)
+
+
+def _rebuild(kind: type[nn.Module]) -> nn.Module:
+    return object.__new__(_planned(kind))
+
+
+def assign(module: nn.Module, role: Role) -> None:
+    """Let `module` run in `role`."""
+    module.__class__ = _planned(type(module))
+    module.__dict__[_ROLE] = role
+    if "forward" in module.__dict__:
+        module.__dict__[_FORWARD] = module.__dict__.pop("forward")
+
+
+def release(module: nn.Module) -> None:
+    """Undo `assign`."""
+    module.__class__ = _unplanned(type(module))
+    del module.__dict__[_ROLE]
+    if _FORWARD in module.__dict__:
+        module.__dict__["forward"] = module.__dict__.pop(_FORWARD)
+
+
+@contextmanager
+def assigned(roles: Mapping[nn.Module, Role]) -> Iterator[None]:
+    """Let modules run in roles meanwhile."""
+    with ExitStack() as undo:
+        for module, role in roles.items():
+            assign(module, role)
+            undo.callback(release, module)
+        yield
+
+
+def is_assigned(module: nn.Module) -> bool:
+    """Whether a module runs in a role."""
+    return isinstance(module, Planned)
+
+
+def inner_level(level: str) -> str:
+    """Return what fused layers keep in a segment's recompute, by the name of the unit's level."""
+    return level if level in LEVELS else "preact"
+
+
+class Keeping(NamedTuple):
+    """Keep what autograd keeps, fused layers inside at `level`; None leaves them as they are."""
+
+    level: str | None
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run it under `saving`."""
+        if self.level is None:
+            return forward(*args, **kwargs)
+        with saving(self.level):
+            return forward(*args, **kwargs)
+
+
+class Noting(NamedTuple):
+    """Note how it is called: its forward, args and kwargs."""
+
+    calls: list[tuple[Callable[..., Any], Any, Any]]
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run it as it is."""
+        self.calls.append((forward, *aliased((args, kwargs))))
+        return forward(*args, **kwargs)
+
+
+class Selecting(NamedTuple):
+    """Keep the outputs of matrix products and convolutions, recompute the rest."""
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run it under torch's selective checkpointing."""
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
+        if is_plain_call() or current() is not None:
+            return forward(*args, **kwargs)
+        return checkpoint(functools.partial(forward, **kwargs), *args, context_fn=contexts)
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
+
+
+def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().split("::")[-1].split(".")[0]
+    product = (
+        getattr(op, "namespace", "") == "fusedckpt" or name in _PRODUCTS or "attention" in name
+    )
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Output(Argument):
+    """An argument that an earlier call of the segment returned, as its leaf of that number."""
+
+    def __init__(self, call: int, leaf: int):
+        self.place = call, leaf
+
+    def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
+        """Return what that call returned in this recompute."""
+        assert made is not None
+        return made[self.place]
+
+
+class _Part(Call):
+    """A call that may take and leave outputs; `last_uses` says which calls take them last."""
+
+    number, last_uses = 0, {}
+
+    def again(self, made: dict[Any, Any]) -> Any:
+        """Call it again, and leave what later ones take."""
+        result = super().again(made)
+        made |= {(self.number, i): leaf for i, leaf in enumerate(pytree.tree_leaves(result))}
+        for place in [p for p in made if self.last_uses.get(p, 0) <= self.number]:
+            del made[place]
+        return result
+
+
+class HandingOn(Segment):
+    """A segment of several calls in a row, which hand on their outputs instead of keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # by place in memory, while they live as they were returned
+        self._outputs: dict[Any, tuple[weakref.ref[Tensor], int, _Output]] = {}
+        self._last_uses: dict[tuple[int, int], int] = {}
+        self._level = "preact"
+
+    def run(
+        self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], level: str = "preact"
+    ) -> Any:
+        """Call `fn`, fused layers in it keeping in the recompute what `level` says."""
+        number, self._level = len(self.tape.calls), level
+        if number:
+            # an output of an earlier call may be anywhere in them
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            output = super().run(_Flat(fn, spec), leaves, {})
+        else:
+            output = super().run(fn, args, kwargs)
+        for i, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                known = weakref.ref(leaf), version_of(leaf), _Output(number, i)
+                self._outputs[_place_of(leaf)] = known
+        return output
+
+    def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
+        part = _Part(fn, args, kwargs, self.tape.options, self._hold)
+        part.level, part.number = self._level, len(self.tape.calls)
+        part.last_uses = self._last_uses
+        return part
+
+    def _hold(self, tensor: Tensor) -> Argument:
+        known = self._outputs.get(_place_of(tensor))
+        if known is None or known[0]() is None or known[1] != version_of(tensor):
+            return super()._hold(tensor)
+        self._last_uses[known[2].place] = len(self.tape.calls)
+        return known[2]
+
+
+def _place_of(tensor: Tensor) -> Any:
+    """Return what a tensor has in common with an alias of it, which hooks of a call may make."""
+    if not is_plain(tensor):
+        return id(tensor)
+    return storage_of(tensor), layout_of(tensor), tensor.dtype, tensor.requires_grad
+
+
+class _Flat:
+    """A function of the leaves of its arguments."""
+
+    def __init__(self, fn: Callable[..., Any], spec: pytree.TreeSpec):
+        self.fn, self.spec = fn, spec
+        # the module that a bound method is of
+        self.__self__ = getattr(fn, "__self__", None)
+
+    def __call__(self, *leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.fn(*args, **kwargs)
+
+
+class Chained:
+    """Several modules, called one after the other, checkpointed as one segment."""
+
+    def __init__(self, levels: tuple[str, ...]):
+        self.levels = levels
+        self._running = _Running()
+
+    def __reduce__(self) -> Any:
+        return Chained, (self.levels,)
+
+    def run(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run member `index`; called out of order, it starts a segment of its own."""
+        running = self._running
+        # inside a checkpoint it is run again anyway, and perhaps without the members before it
+        if is_plain_call() or current() is not None:
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(functools.partial(forward, **kwargs), *args)
+        segment = running.segment() if index and running.expected == index else None
+        running.segment = _no_segment
+        if segment is None:
+            segment = HandingOn()
+        output = segment.run(forward, args, kwargs, self.levels[index])
+        if index + 1 < len(self.levels):
+            running.segment, running.expected = weakref.ref(segment), index + 1
+        return output
+
+
+def _no_segment() -> None:
+    return None
+
+
+class _Running(threading.local):
+    """The segment that the next member goes on with, while a graph holds it."""
+
+    def __init__(self) -> None:
+        self.segment: Callable[[], HandingOn | None] = _no_segment
+        self.expected = 0
+
+
+class Member(NamedTuple):
+    """One module of several that are checkpointed as one."""
+
+    chained: Chained
+    place: int
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run it as its part of the segment."""
+        return self.chained.run(self.place, forward, args, kwargs)
+
+
+def again() -> Role:
+    """Return the role of a module that runs again in backward on its own."""
+    return Member(Chained(("preact",)), 0)

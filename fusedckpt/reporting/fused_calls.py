@@ -1,0 +1,105 @@
+"""Which fused modules a step's forward runs, how, and what it costs where that is not fused."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from fusedckpt.autograd import fallbacks
+from fusedckpt.fusing import running
+from fusedckpt.memory import SavedStorage
+
+__all__ = ["FusedCalls", "FusedModule"]
+
+
+@dataclass(frozen=True)
+class FusedModule:
+    """A fused module in one step.
+
+    change: what `fuse` made of it; calls: how often its forward was called, 0 in torch.compile'd
+    code too, which is not looked into; reason: why it ran as its class would in the last such call,
+    None if all ran fused; extra_bytes: what it keeps more for that, at most; None if unknown.
+    """
+
+    name: str
+    change: str
+    calls: int
+    reason: str | None
+    extra_bytes: int | None
+
+
+class FusedCalls:
+    """Sees the calls of fused modules in a forward."""
+
+    def __init__(self, model: nn.Module):
+        self._parts = list(running.parts(model))
+        self._inner: dict[nn.Module, list[str]] = {}
+        for _, module, inner, _ in self._parts:
+            self._inner.setdefault(module, []).append(inner)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._calls: Counter[nn.Module] = Counter()
+        self._tokens: dict[nn.Module, int] = {}
+        self._reasons: dict[tuple[nn.Module, str], str] = {}
+        running.forget(model)
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Follow every module call made inside."""
+        hook = register_module_forward_hook(self._leave)
+        try:
+            yield
+        finally:
+            hook.remove()
+        # compiled code leaves notes, too
+        for module in self._inner:
+            self._note(module)
+
+    def found(self, saved: Iterable[SavedStorage]) -> tuple[FusedModule, ...]:
+        """Return every fused module, given what the step saved."""
+        storages = list(saved)
+        found = []
+        for name, module, inner, part in self._parts:
+            reason, tokens = self._reasons.get((module, inner)), self._tokens.get(module)
+            extra = 0 if reason is None else None
+            if reason is not None and tokens is not None and part.saved is not None:
+                more = round(tokens * (part.saved[0] - part.saved[1]))
+                # what a checkpoint around it drops, it does not keep
+                extra = min(more, _kept(self._names[module], storages))
+            found.append(FusedModule(name, part.change, self._calls[module], reason, extra))
+        return tuple(found)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or module not in self._inner:
+            return
+        self._calls[module] += 1
+        if self._note(module) and isinstance(output, Tensor):
+            self._tokens[module] = self._tokens.get(module, 0) + _tokens(output)
+
+    def _note(self, module: nn.Module) -> bool:
+        reasons = {inner: running.reason_now(module, inner) for inner in self._inner[module]}
+        fallbacks.taken(module)
+        found = {(module, inner): why for inner, why in reasons.items() if why is not None}
+        self._reasons.update(found)
+        return bool(found)
+
+
+def _kept(name: str, storages: list[SavedStorage]) -> int:
+    """Return the bytes that a module and those in it saved."""
+    inside = [s for s in storages if not name or f"{s.owner}.".startswith(f"{name}.")]
+    return sum(storage.nbytes for storage in inside)
+
+
+def _tokens(output: Tensor) -> int:
+    """Return how many rows this process has of a module's output, whose class may be any."""
+    local = getattr(output, "_local_tensor", output)
+    if local.is_nested:
+        return local.values().shape[0] if local.layout == torch.jagged else 0
+    return math.prod(local.shape[:-1])

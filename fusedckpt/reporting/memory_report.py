@@ -1,0 +1,217 @@
+"""Where the memory of one training step goes: what autograd keeps per module, and when it peaks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedckpt.memory import SavedStorage, SavedTensors, addresses_of, nbytes_of, profiled
+from fusedckpt.reporting.fused_calls import FusedCalls, FusedModule
+from fusedckpt.reporting.step import Step, default_loss
+from fusedckpt.reporting.timeline import Block, Moment, Watch, read
+from fusedckpt.reporting.trial import tensors_of, trial
+
+__all__ = ["FusedModule", "MemoryReport", "report"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What `report` found. Sizes are in bytes, of distinct storages.
+
+    `saved` are the storages that autograd keeps between forward and backward, under the names of
+    modules that they were kept in: "(model)" is the model's own code, "(loss)" the loss. `held` are
+    the bytes that live on from a module's forward by other means, the largest first: attributes of
+    an autograd function, as a chunked `F.linear_cross_entropy` has gradients in, random states of
+    checkpoints, caches. `timeline` holds live bytes after every allocation and free; the
+    first of its highest is the peak. `fused` tells of every module that `fuse` swapped whether it
+    ran fused, or why not and what that cost.
+    """
+
+    model: str
+    device: str
+    parameter_bytes: int
+    buffer_bytes: int
+    input_bytes: int
+    # None without an optimizer
+    optimizer_bytes: int | None
+    gradient_bytes: int
+    # what of parameters, buffers, inputs and optimizer lives on `device` when the step begins
+    resident_bytes: int
+    saved: tuple[SavedStorage, ...]
+    timeline: tuple[Moment, ...]
+    fused: tuple[FusedModule, ...] = ()
+    held: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd's saved tensors keep between forward and backward."""
+        return sum(storage.nbytes for storage in self.saved)
+
+    @property
+    def saved_by_module(self) -> dict[str, int]:
+        """Saved bytes by the name of the module that kept them first, the largest first."""
+        counts: Counter[str] = Counter()
+        for storage in self.saved:
+            counts[storage.owner] += storage.nbytes
+        return dict(counts.most_common())
+
+    @property
+    def peak(self) -> Moment:
+        """When memory was highest: `live_bytes`, `time_ns`, and the `phase` and `module` then."""
+        return max(self.timeline, key=lambda moment: moment.live_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that lived at once, what was there when the step began included."""
+        return self.peak.live_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as numbers, strings, lists and dicts; the timeline by column."""
+        found = asdict(self)
+        peak = self.peak
+        found["saved"] = [asdict(storage) for storage in self.saved]
+        found["timeline"] = {
+            name: [getattr(moment, name) for moment in self.timeline] for name in Moment._fields
+        }
+        found["saved_bytes"], found["saved_bytes_by_module"] = (
+            self.saved_bytes,
+            self.saved_by_module,
+        )
+        found["peak_bytes"], found["peak_time_ns"] = peak.live_bytes, peak.time_ns
+        found["peak_phase"], found["peak_module"] = peak.phase, peak.module
+        return found
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return `to_dict()` as JSON, and write it to `path` if given."""
+        text = json.dumps(self.to_dict())
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def __str__(self) -> str:
+        return importlib.import_module("fusedckpt.reporting.memory_text").text(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the saved bytes of every module, and the timeline with its peak.
+
+        The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
+        """
+        try:
+            drawing = importlib.import_module("fusedckpt.reporting.memory_plot")
+        except ImportError as error:
+            raise ImportError(
+                "MemoryReport.plot: expected matplotlib to be installed, as "
+                f"pip install 'fusedckpt[bench]' does: {error}"
+            ) from error
+        drawing.draw(self, Path(path))
+
+
+def report(
+    model: nn.Module,
+    *args: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    **kwargs: Any,
+) -> MemoryReport:
+    """Run one real training step and say where its memory goes.
+
+        loss(model(*args, **kwargs)).backward(); optimizer.step()
+
+    Afterwards everything is as before (see `trial`). Gradients start from None. A second
+    step follows where the first one created state of the optimizer, as it is the one that repeats.
+    What modules keep inside stock checkpoints is not saved and so not listed; its recompute shows
+    in the timeline. Inside torch.compile'd code there is one module, the compiled one; call it once
+    before, so that the step holds no compilation. A model that calls torch.func.grad or the like
+    cannot be reported: torch then refuses the hooks that see saved tensors.
+
+    On a CPU sizes are what was asked for, on CUDA what the caching allocator took for it. With
+    several devices, `timeline` and `resident_bytes` are those of the first parameter's.
+
+    Args:
+        model: any module. Its name is "(model)", its parts are named as by `named_modules`.
+        args, kwargs: what the model gets, tensors in any nesting of lists, tuples and dicts.
+        loss: maps the model's output to a scalar. None takes the output's `.loss`, and where there
+            is none the sum, over all floating-point tensors in the output that require grad, of
+            the mean of their squares in float32.
+        optimizer: steps after the backward if given.
+
+    Raises:
+        TypeError: `model` is no nn.Module, `loss` not callable, `optimizer` no Optimizer.
+        ValueError: nothing requires grad, a parameter is not initialised yet, a tensor was made in
+            inference mode, the loss is no scalar that requires grad.
+        RuntimeError: the step wrote to a parameter that `optimizer` does not have, see `trial`.
+    """
+    check_step("report", model, loss, optimizer, (args, kwargs))
+    parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
+    step = Step(model, args, kwargs, loss or default_loss, optimizer)
+    with trial(parts, optimizer, (args, kwargs)), torch.enable_grad():
+        before = nbytes_of(step.state())
+        found = measure(step)
+        if nbytes_of(step.state()) > before:
+            found = measure(step)
+    return found
+
+
+def check_step(name: str, model: Any, loss: Any, optimizer: Any, inputs: Any) -> None:
+    """Refuse what is no training step; `name` is the public function's."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"{name}: loss must be callable or None, got {type(loss).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"{name}: optimizer must be a torch.optim.Optimizer or None, got {kind}")
+    for key, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"{name}: {key} is not initialised: call the model once before")
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            f"{name}: expected a parameter or an input that requires grad, none of the "
+            f"{type(model).__name__}'s does"
+        )
+
+
+def measure(step: Step) -> MemoryReport:
+    """Take the step from the gradients that it begins with."""
+    step, held = step.fresh()
+    parameters, buffers = step.parameters(), list(step.model.buffers())
+    inputs = step.inputs()
+    device = held[0].device
+    resident = step.resident(held)
+    watch, calls, saved = Watch(step.model), FusedCalls(step.model), list[SavedTensors]()
+    events = profiled(lambda: saved.append(step.take(watch, held, calls)), device)
+    gradients = [x.grad for x in [*parameters, *inputs] if x.grad is not None]
+    found = read(events, device, resident, addresses_of(gradients))
+    return MemoryReport(
+        model=type(step.model).__name__,
+        device=str(device),
+        parameter_bytes=nbytes_of(parameters),
+        buffer_bytes=nbytes_of(buffers),
+        input_bytes=nbytes_of(inputs),
+        optimizer_bytes=None if step.optimizer is None else nbytes_of(step.state()),
+        gradient_bytes=nbytes_of(gradients),
+        resident_bytes=resident,
+        saved=saved[0].storages,
+        timeline=tuple(found.moments),
+        fused=calls.found(saved[0].storages),
+        held=_by_module(block for block in found.held if block.address not in saved[0].known),
+    )
+
+
+def _by_module(blocks: Iterable[Block]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        counts[block.module] += block.nbytes
+    return dict(counts.most_common())

@@ -1,0 +1,250 @@
+"""Compiles kernel launches for a chip that is not there and reads what the compiler made of them.
+
+The interpreter proves a kernel's numbers; this proves, also without a GPU, that the same source
+compiles for each chip and comes out without spills, serialised wgmma or an empty body. Whether a
+kernel is interpreted is fixed when it is decorated, so tests call `compile_all`, which runs
+
+    python tests/kernels/compile_only.py sm_90 MODULE:FUNC
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from traceback import format_exception
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Chip(NamedTuple):
+    """`shared`: bytes that a block may use; `mma`: what any but an exact dot must become."""
+
+    target: GPUTarget
+    shared: int
+    mma: str
+
+
+CHIPS = {
+    "sm_80": Chip(GPUTarget("cuda", 80, 32), 163 << 10, "mma_sync"),
+    "sm_90": Chip(GPUTarget("cuda", 90, 32), 227 << 10, "wgmma"),
+    "sm_100": Chip(GPUTarget("cuda", 100, 32), 227 << 10, "tcgen05"),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10, "mfma"),
+}
+
+# what `Compiled.counts` counts. Stores: to global memory; ATOMG only publishes TMA descriptors
+OPCODES = {
+    "wgmma": r"[BDHIQ]GMMA",
+    "tcgen05": r"UTC[A-Z]*MMA",
+    "mma_sync": r"[BDHIOQ]MMA",
+    "mfma": r"v_s?mfma\w*",
+    "cp_async": r"LDGSTS",
+    "tma_loads": r"UTMALDG",
+    "stores": r"STG?|REDG?|UTMASTG|UTMAREDG|(global|buffer|flat)_(store|atomic)\w*",
+    "instructions": r"(?!NOP$|s_nop$).*",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation of a kernel on one chip."""
+
+    target: str
+    kernel: str
+    # the name with dtypes, constexprs and absent operands
+    label: str
+    launches: int = 0
+    error: str | None = None
+    num_warps: int = 0
+    num_stages: int = 0
+    # per thread: registers (AMD: VGPRs), bytes spilled as stores and loads (AMD: registers)
+    registers: int = 0
+    spills: dict[str, int] = field(default_factory=dict)
+    # per block: bytes, columns
+    shared: int = 0
+    tensor_memory: int = 0
+    # ptxas' C75xx remarks: wgmma serialised, setmaxnreg ignored
+    remarks: list[str] = field(default_factory=list)
+    # "bf16", "f32:ieee", "f32:tf32"
+    dots: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def check(record: Compiled) -> list[str]:
+    """What is wrong with a compiled kernel, a sentence each."""
+    return [f"{record.label} on {record.target} {problem}" for problem in _problems(record)]
+
+
+def _problems(record: Compiled) -> Iterator[str]:
+    if record.error:
+        yield f"does not compile: {record.error}"
+        return
+    chip, counts = CHIPS[record.target], record.counts
+    if any(record.spills.values()):
+        yield "spills " + ", ".join(f"{what} {size}" for what, size in record.spills.items())
+    yield from (f"draws from ptxas: {remark}" for remark in record.remarks)
+    fast = [dot for dot in record.dots if dot not in ("f32:ieee", "f64")]
+    if fast and counts[chip.mma] == 0:
+        yield f"multiplies {', '.join(fast)} without {chip.mma}"
+    if record.shared > chip.shared:
+        yield f"takes {record.shared} bytes of shared memory of {chip.shared}"
+    # triton turns such a kernel into an empty one and raises only at a launch
+    if record.tensor_memory > 512:
+        yield f"takes {record.tensor_memory} columns of tensor memory of 512"
+    if counts["stores"] == 0:
+        yield f"stores nothing in its {counts['instructions']} instructions"
+
+
+@contextmanager
+def compile_for(target: str) -> Iterator[Collection[Compiled]]:
+    """Compile launches on meta tensors for `target`; yields a live view of what came of each."""
+    assert not knobs.runtime.interpret, "kernels are interpreted: unset TRITON_INTERPRET"
+    records: dict[str, Compiled] = {}
+    launch: Any = JITFunction.run
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: CHIPS[target].target,
+        # kernels keep what they compiled by device: a name keeps the chips apart
+        get_current_device=lambda: target,
+        get_current_stream=lambda device: 0,
+    )
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        label = _label(self, args, kwargs)
+        try:
+            kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+            key, read = kernel.hash, _read(kernel)
+        except Exception as error:
+            read: dict[str, Any] = {"error": "".join(format_exception(error, limit=0))}
+            kernel, key = None, label + read["error"]
+        known = records.get(key, Compiled(target, self.fn.__name__, label, **read))
+        records[key] = replace(known, launches=known.launches + 1)
+        return kernel
+
+    with (
+        knobs.cache.scope(),
+        patch.object(driver, "_active", stand_in),
+        patch.object(JITFunction, "run", run),
+        patch.object(CUDABackend, "make_cubin", _recording(CUDABackend.make_cubin)),
+    ):
+        # apart from the user's cache, whose kernels come without a log
+        knobs.cache.dir += "_compile_only"
+        yield records.values()
+
+
+def _recording(make_cubin: Callable[..., bytes]) -> Callable[..., bytes]:
+    """`make_cubin` that leaves ptxas' log and the opcodes in the metadata, which triton caches."""
+
+    def recording(self: CUDABackend, src: str, metadata: dict[str, Any], *args: Any) -> bytes:
+        with knobs.nvidia.scope(), redirect_stdout(StringIO()) as log:
+            knobs.nvidia.dump_ptxas_log = True
+            cubin = make_cubin(self, src, metadata, *args)
+        with NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            # triton's own disassembler loses what follows the 4096th instruction
+            command = [knobs.nvidia.nvdisasm.path, "--print-code", "--no-dataflow", file.name]
+            sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        line = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)"
+        metadata["ptxas_log"] = log.getvalue()
+        metadata["opcodes"] = Counter(re.findall(line, sass, re.M))
+        return cubin
+
+    return recording
+
+
+def _read(kernel: Any) -> dict[str, Any]:
+    metadata, ttir, amdgcn = kernel.metadata, kernel.asm["ttir"], kernel.asm.get("amdgcn", "")
+    if amdgcn:
+        log, opcodes = "", Counter(re.findall(r"^\t([a-z]\w*)", amdgcn, re.M))
+        registers = re.findall(r"\.vgpr_count: +(\d+)", amdgcn)
+        spills = re.findall(r"\.([sv]gpr)_spill_count: +(\d+)", amdgcn)
+    else:
+        log, opcodes = metadata.ptxas_log, metadata.opcodes
+        registers = re.findall(r"Used (\d+) registers", log)
+        spills = [pair[::-1] for pair in re.findall(r"(\d+) bytes spill (\w+)", log)]
+    # triton writes tf32 beside 16-bit operands too, and nothing for ieee
+    dots = re.findall(r"tt\.dot.*?(?:inputPrecision = (\w+).*?)?: tensor<[\dx]*x(\w+)>", ttir)
+    return {
+        "num_warps": metadata.num_warps,
+        "num_stages": metadata.num_stages,
+        "registers": max(map(int, registers)),
+        "spills": {name: sum(int(n) for what, n in spills if what == name) for name, _ in spills},
+        "shared": metadata.shared,
+        "tensor_memory": getattr(metadata, "tmem_size", None) or 0,
+        "remarks": re.findall(r"\(C75\d\d\).*", log),
+        "dots": sorted({f"f32:{how or 'ieee'}" if d == "f32" else d for how, d in dots}),
+        "counts": {
+            name: sum(count for opcode, count in opcodes.items() if re.fullmatch(pattern, opcode))
+            for name, pattern in OPCODES.items()
+        },
+    }
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, tuple):
+        for member, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            yield from _leaves(f"{name}.{member}", item)
+    else:
+        yield name, value
+
+
+def _label(kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    known = {name: value for name, value in kwargs.items() if name in kernel.signature.parameters}
+    bound = kernel.signature.bind_partial(*args, **known)
+    bound.apply_defaults()
+    dtypes, parts = [], []
+    for param in kernel.params:
+        for name, value in _leaves(param.name, bound.arguments.get(param.name)):
+            if isinstance(value, torch.Tensor):
+                dtypes.append(str(value.dtype).removeprefix("torch."))
+            elif param.is_constexpr or value is None:
+                parts.append(f"{name}={getattr(value, '__name__', value)}")
+    return f"{kernel.fn.__name__}[{', '.join([*dict.fromkeys(dtypes), *parts])}]"
+
+
+def compile_all(function: str, targets: Sequence[str] = tuple(CHIPS)) -> list[Compiled]:
+    """What `MODULE:FUNC` launches, compiled for each target in a process of its own."""
+    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
+
+    def compile_one(target: str) -> list[Compiled]:
+        command = [sys.executable, __file__, target, function]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        return [Compiled(**{k: line[k] for k in line if k != "problems"}) for line in lines]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [record for records in pool.map(compile_one, targets) for record in records]
+
+
+def main() -> None:
+    target, function = sys.argv[1:]
+    module, _, name = function.partition(":")
+    sys.path.append(str(Path(__file__).parents[2]))
+    # standard output is for the records alone
+    with redirect_stdout(sys.stderr), compile_for(target) as records:
+        getattr(importlib.import_module(module), name)()
+    for record in records:
+        print(json.dumps(asdict(record) | {"problems": check(record)}))
+
+
+if __name__ == "__main__":
+    main()

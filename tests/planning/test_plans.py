@@ -1,0 +1,204 @@
+"""What one does with a plan: apply, copy, save and load, draw, and take it elsewhere."""
+
+import copy
+import json
+import pickle
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from plan_models import Transformer, tokens, transformer
+from support import DEVICE, randn
+from torch import nn
+
+import fusedckpt
+from fusedckpt import Plan
+from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.planning import roles
+from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
+from fusedckpt.planning.policies import policy as by_rule
+from fusedckpt.planning.solver import solve
+
+
+@pytest.fixture(autouse=True)
+def on_aten():
+    with forced_path("aten"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A segment of one unit and one of two, and a unit that keeps a level."""
+    with forced_path("aten"):
+        found = fusedckpt.plan(transformer(4, fused=True), tokens(), policy="all", progress=False)
+    before, *_, after = found.items
+    items = (
+        before,
+        Segment(1, ("preact",)),
+        Segment(2, ("preact", "inputs")),
+        Keep(4, "inputs"),
+        after,
+    )
+    outcome = simulate(found.chain, items)
+    return replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
+
+
+def gradients(model) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    loss = model(tokens()).float().square().mean()
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(gradients(a), gradients(b), strict=True))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deep", "pickle"],
+)
+def test_copies_of_a_planned_model_are_planned(plan, copied):
+    plain = transformer(4, fused=True)
+    planned = plan.apply(copy.deepcopy(plain))
+    twin = copied(planned)
+    plan.undo(planned)
+    assert not any(roles.is_assigned(module) for module in planned.modules())
+    assert any(roles.is_assigned(module) for module in twin.modules())
+    assert same(twin, plain)
+    plan.undo(twin)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in plain.modules()]
+    assert list(twin.state_dict()) == list(plain.state_dict())
+
+
+def test_a_loaded_plan_is_the_saved_one(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = Plan.load(path)
+    assert loaded == plan
+    assert str(loaded) == str(plan)
+    plain = transformer(4, fused=True)
+    assert same(loaded.apply(copy.deepcopy(plain)), plain)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda found: found.pop("items"),
+        lambda found: found.update(version=99),
+        lambda found: found.update(format="something.else"),
+        lambda found: found["items"].pop(),
+        lambda found: found["items"][0].update(start=1),
+        lambda found: found["items"][0].update(level="nonsense"),
+        lambda found: found["chain"]["units"][1].update(output=-1),
+        lambda found: found.update(predicted_bytes=1),
+        lambda found: found.update(surprise=1),
+    ],
+)
+def test_an_edited_plan_is_refused(plan, tmp_path, edit):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    found = json.loads(path.read_text())
+    edit(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"Plan\.load: .* is not a plan"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"format": "fusedckpt.plan"}'])
+def test_what_is_no_plan_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"Plan\.load: .* is not a plan"):
+        Plan.load(path)
+
+
+def test_apply_changes_nothing_where_it_cannot(plan):
+    other = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"Plan\.apply: Sequential has no unit 'blocks\.0'"):
+        plan.apply(other)
+    with pytest.raises(TypeError, match=r"Plan\.apply: expected an nn\.Module, got list"):
+        plan.apply([other])
+    model = plan.apply(transformer(4, fused=True))
+    with pytest.raises(ValueError, match="a plan is applied"):
+        plan.apply(model)
+    plan.undo()
+    assert not any(roles.is_assigned(module) for module in model.modules())
+
+
+def test_what_was_undone_is_another_plans(plan):
+    model = plan.apply(transformer(4, fused=True))
+    plan.undo()
+    copy.copy(plan).apply(model)
+    plan.undo()
+    assert any(roles.is_assigned(module) for module in model.modules())
+
+
+OTHERS = {
+    "more blocks": (lambda: transformer(6, fused=True), "the model is a Transformer of 3"),
+    "not fused": (
+        lambda: transformer(4),
+        "the model is a Transformer of 2.* with fused layers: call",
+    ),
+    "wider": (lambda: Transformer(4, 128), "the model is a Transformer of 8"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_plan_is_refused_by_another_structure(plan, name):
+    made, message = OTHERS[name]
+    model = made()
+    with pytest.raises(ValueError, match=rf"^Plan\.apply: {message}"):
+        plan.apply(model)
+    assert not any(roles.is_assigned(module) for module in model.modules())
+
+
+def test_plot_and_text(plan, tmp_path):
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = str(plan)
+    for item in plan.items:
+        assert plan.chain.units[item.start].name in text
+    assert "measured peak" in text
+
+
+def test_text_folds_what_is_alike_and_names_budgets_that_hold():
+    # an odd number of bytes, which no text of a tenth of a MiB is
+    level = Level("plain", 400_001, 0.0, 50_003)
+    inner = (Unit(f"blocks.{i}", (level,), 1.0, 100_003, 100_003) for i in range(12))
+    ends = (Unit(name, (level,), 0.0, 0, 0, fixed=True) for name in ("(before)", "(after)"))
+    chain = Chain((next(ends), *inner, next(ends)), 1_000_003)
+    found = {}
+    for name in ("none", "all", "uniform:4"):
+        items = by_rule(chain, name)
+        outcome = simulate(chain, items)
+        found[name] = str(Plan("Net", name, None, chain, items, outcome.peak, outcome.extra, 0.0))
+    assert all(text.count("blocks.0 to blocks.11") == 1 for text in found.values())
+    assert "12 x 390.6 KiB" in found["none"]
+    assert "again, in segments 1 to 12 " in found["all"]
+    assert "again, in segments 1 to 4 of 3 units" in found["uniform:4"]
+    least = re.search("least feasible +(.*)", found["all"])[1]
+    # which raises where it is too little
+    budget = bytes_of("plan", least, torch.device("cpu"))
+    assert solve(chain, budget).peak <= budget
+    everything = re.search("keep everything +(.*)", found["all"])[1]
+    assert solve(chain, bytes_of("plan", everything, torch.device("cpu"))).extra == 0
+
+
+def test_a_plan_in_checkpoint_sequential():
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    layers, x = layers.to(DEVICE), randn(5, 6)
+    expected = torch.autograd.grad(layers(x).sum(), [x, *layers.parameters()])
+    for policy in ("none", "all", "uniform:2"):
+        found = fusedckpt.plan(layers, x, policy=policy, progress=False)
+        counts = {"none": 0, "all": 4, "uniform:2": 2}
+        spans = found.spans(4)
+        assert sum(context is None for *_, context in spans) == counts[policy]
+        y = fusedckpt.checkpoint_sequential(layers, found, x)
+        grads = torch.autograd.grad(y.sum(), [x, *layers.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    with pytest.raises(ValueError, match="a plan of 2 functions was expected"):
+        fusedckpt.checkpoint_sequential(layers[:2], found, x)

@@ -1,0 +1,455 @@
+"""Plans against brute force in another simulator, and at the sizes that models have."""
+
+import itertools
+import math
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import calls
+
+from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
+from fusedckpt.planning.policies import policy
+from fusedckpt.planning.solver import _search, least_peak, solve
+
+
+def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
+    """Draw units of one to three levels, with transients, tails and gradients left behind."""
+
+    def unit(i: int) -> Unit:
+        forward = draw.randrange(1, 30)
+        nested = [k > 0 and draw.random() < 0.2 for k in range(3)]
+        levels = tuple(
+            Level(
+                f"level{k}",
+                draw.randrange(most),
+                draw.randrange(12) + 12 * nested[k],
+                draw.randrange(most),
+                draw.choice((None, draw.randrange(most))),
+                nested=nested[k],
+                forward_transient=draw.choice((None, draw.randrange(most))),
+                again=draw.choice((None, draw.randrange(most))),
+            )
+            for k in range(draw.choice((1, 2, 2, 3)))
+        )
+        return Unit(
+            f"unit{i}",
+            levels,
+            forward,
+            input=draw.randrange(most // 2),
+            output=draw.randrange(most // 2),
+            tail=draw.randrange(-3, forward + 1),
+            forward_transient=draw.randrange(most),
+            left=draw.choice((0, 0, draw.randrange(most))),
+            fixed=draw.random() < 0.15,
+            rerun=draw.choice((None, forward + draw.randrange(5))),
+        )
+
+    return Chain(tuple(unit(i) for i in range(count)), base=draw.randrange(most))
+
+
+def llama_like(num_layers: int, noise: float = 0.1) -> Chain:
+    """Attention and MLP in turn: 8192 tokens of width 4096, hidden 14336, in bfloat16.
+
+    Times are those of the GEMMs at 400 TFLOP/s, each layer's off by up to half of `noise`.
+    """
+    draw = random.Random(0)
+    x, hidden, key_value = (8192 * width * 2 for width in (4096, 14336, 2048))
+    units = []
+    for i in range(num_layers):
+        slow = 1 + noise * (draw.random() - 0.5)
+        # ms of the projections in and out, of attention, of one GEMM of the MLP
+        qkv, out, attention, up = (slow * ms for ms in (1.03, 0.69, 0.69, 2.4))
+        if i % 2:
+            levels = (
+                Level("inputs", x, 2 * up, 2 * x + 4 * hidden),
+                Level("gate", x + hidden, up, 2 * x + 3 * hidden),
+                Level("preact", x + 2 * hidden, 0.0, 2 * x + 2 * hidden),
+            )
+            unit = Unit(f"mlp{i}", levels, 3 * up, x, x, up, x + hidden)
+        else:
+            levels = (
+                Level("inputs", x, qkv + attention, 5 * x),
+                Level("qkv", 2 * x + key_value, attention, 4 * x),
+                Level("preact", 4 * x + key_value, 0.0, 3 * x),
+            )
+            unit = Unit(f"attention{i}", levels, qkv + attention + out, x, x, out, 2 * x)
+        units.append(unit)
+    return Chain(tuple(units))
+
+
+def every_plan(chain: Chain):
+    """Yield all plans, as items."""
+    count = len(chain.units)
+    names = [[level.name for level in unit.levels] for unit in chain.units]
+    inner = [[level.name for level in unit.levels if not level.nested] for unit in chain.units]
+    for cuts in itertools.product((False, True), repeat=count - 1):
+        ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [count]
+        choices = []
+        for start, stop in zip([0, *ends], ends, strict=False):
+            choice = []
+            if not any(unit.fixed for unit in chain.units[start:stop]):
+                levels = itertools.product(*inner[start:stop])
+                choice = [Segment(start, chosen) for chosen in levels]
+            if stop == start + 1:
+                choice += [Keep(start, name) for name in names[start]]
+            choices.append(choice)
+        yield from itertools.product(*choices)
+
+
+class Memory:
+    """Named tensors that come and go; the peak of their sum."""
+
+    def __init__(self):
+        self.live, self.peak = {}, 0
+
+    def put(self, name, size):
+        assert name not in self.live
+        self.live[name] = size
+        self.peak = max(self.peak, sum(self.live.values()))
+
+    def drop(self, name):
+        del self.live[name]
+
+    def pulse(self, size):
+        self.put("pulse", size)
+        self.drop("pulse")
+
+
+def replay(chain: Chain, items) -> tuple[int, float]:
+    """Return peak and extra time of a plan by acting out what becomes of each tensor."""
+    memory, extra = Memory(), 0.0
+    memory.put("base", chain.base)
+    for item in items:
+        unit = chain.units[item.start]
+        if isinstance(item, Keep):
+            (level,) = (level for level in unit.levels if level.name == item.level)
+            memory.put(("kept", item.start), level.kept)
+            transient = level.forward_transient
+            memory.pulse(unit.forward_transient if transient is None else transient)
+            continue
+        memory.put(("input", item.start), unit.input)
+        for i in range(item.start, item.stop):
+            memory.pulse(chain.units[i].forward_transient)
+            # replaces the tensor that flowed into this unit
+            if ("flow", i - 1) in memory.live:
+                memory.drop(("flow", i - 1))
+            if i + 1 < item.stop:
+                memory.live["flow", i] = chain.units[i].output
+    for item in items[::-1]:
+        chosen = {}
+        names = [item.level] if isinstance(item, Keep) else item.levels
+        for i, name in zip(range(item.start, item.stop), names, strict=True):
+            chosen[i] = {level.name: level for level in chain.units[i].levels}[name]
+            extra += chosen[i].extra
+        if isinstance(item, Segment):
+            memory.live["dy"] = chain.units[item.stop - 1].output
+            for i, level in chosen.items():
+                kept = level.kept if level.again is None else level.again
+                if i == item.start:
+                    # of which the input is a part, if it is no less
+                    memory.drop(("input", i))
+                    kept = max(kept, chain.units[i].input)
+                rerun = chain.units[i].rerun
+                extra += chain.units[i].forward if rerun is None else rerun
+                stops_early = i + 1 == item.stop and level.ending is not None
+                if stops_early:
+                    memory.drop("dy")
+                memory.put(("kept", i), kept)
+                memory.pulse(level.ending if stops_early else chain.units[i].forward_transient)
+            extra -= chain.units[item.stop - 1].tail
+            memory.live.pop("dy", None)
+        for i in reversed(chosen):
+            ends = isinstance(item, Segment) and i + 1 == item.stop
+            if not ends or chosen[i].ending is None:
+                memory.pulse(chosen[i].transient)
+            memory.drop(("kept", i))
+            memory.live["left", i] = chain.units[i].left
+    assert set(memory.live) <= {"base", *(("left", i) for i in range(len(chain.units)))}
+    return memory.peak, extra
+
+
+def test_simulator_agrees_with_a_replay_of_every_tensor():
+    draw = random.Random(1)
+    for _ in range(60):
+        chain = random_chain(draw, draw.randint(1, 4))
+        for items in every_plan(chain):
+            outcome = simulate(chain, items)
+            assert (outcome.peak, outcome.extra) == pytest.approx(replay(chain, items))
+
+
+def test_a_peak_worked_out_by_hand():
+    a = Unit("a", (Level("plain", 10, 0, 7),), 3, input=4, output=5, forward_transient=6, left=2)
+    b = Unit("b", (Level("plain", 8, 0, 9),), 2, input=5, output=1, tail=1, left=30)
+    chain = Chain((a, b), base=100)
+    kept = simulate(chain, [Keep(0, "plain"), Keep(1, "plain")])
+    # a's backward: its 10 and 7, and what b left
+    assert (kept.peak, kept.extra, kept.where) == (147, 0, "backward of a")
+    both = simulate(chain, [Segment(0, ("plain", "plain"))])
+    assert (both.peak, both.extra) == (147, 4)
+    alone = simulate(chain, [Segment(0, ("plain",)), Keep(1, "plain")])
+    # a runs again: its 10 and 6, its output's gradient of 5, and what b left
+    assert (alone.peak, alone.extra, alone.where) == (151, 3, "recompute of a")
+
+
+def best_of(outcomes: list[tuple[int, float]], budget: float) -> float | None:
+    return min((extra for peak, extra in outcomes if peak <= budget), default=None)
+
+
+def test_equals_brute_force():
+    draw = random.Random(2)
+    for number in range(300):
+        chain = random_chain(draw, 1 + number % 4 if number < 275 else 5)
+        outcomes = [replay(chain, items) for items in every_plan(chain)]
+        least, most = min(outcomes)[0], max(outcomes)[0]
+        for budget in (least - 1, least, draw.randint(least, most), (least + most) // 2):
+            expected = best_of(outcomes, budget)
+            if expected is None:
+                with pytest.raises(ValueError, match=f"least feasible budget is {least} bytes"):
+                    solve(chain, budget)
+                continue
+            plan = solve(chain, budget)
+            assert replay(chain, plan.items) == pytest.approx((plan.peak, plan.extra))
+            assert plan.peak <= budget
+            assert plan.extra == pytest.approx(expected)
+            assert plan.lower_bound == pytest.approx(expected)
+
+
+def test_least_peak_equals_brute_force():
+    draw = random.Random(3)
+    for _ in range(100):
+        chain = random_chain(draw, draw.randint(1, 4))
+        outcomes = [replay(chain, items) for items in every_plan(chain)]
+        plan = least_peak(chain)
+        assert (plan.peak, plan.extra) == pytest.approx(min(outcomes))
+
+
+def test_more_budget_never_costs_time():
+    draw = random.Random(4)
+    for count in (6, 12, 24):
+        chain = random_chain(draw, count, most=10**6)
+        least, most = least_peak(chain).peak, simulate(chain, policy(chain, "none")).peak
+        budgets = [least + (most - least) * share // 12 for share in range(14)]
+        extras = [solve(chain, budget).extra for budget in budgets]
+        assert extras == sorted(extras, reverse=True)
+        assert extras[0] > extras[-1]
+
+
+def test_no_limit_costs_no_time():
+    draw = random.Random(5)
+    for count in (1, 7, 40):
+        chain = random_chain(draw, count)
+        fastest = sum(unit.fastest.extra for unit in chain.units)
+        assert solve(chain, math.inf).extra == fastest
+    assert solve(llama_like(32), math.inf).extra == 0
+
+
+def test_error_names_a_budget_that_works():
+    draw = random.Random(6)
+    for chain in (random_chain(draw, 9), random_chain(draw, 50), llama_like(200)):
+        with pytest.raises(ValueError, match="solve: the least feasible budget is") as error:
+            solve(chain, chain.base)
+        (least,) = map(int, re.findall(r"is (\d+) bytes", str(error.value)))
+        assert solve(chain, least).peak == least
+        with pytest.raises(ValueError, match=f"is {least} bytes, got {least - 1}"):
+            solve(chain, least - 1)
+    with pytest.raises(ValueError, match="got nan"):
+        solve(chain, math.nan)
+
+
+def scaled(chain: Chain, by: int) -> Chain:
+    def times(record, *names: str):
+        found = {name: getattr(record, name) for name in names}
+        return replace(record, **{name: by * x for name, x in found.items() if x is not None})
+
+    units = [
+        replace(
+            times(unit, "input", "output", "forward_transient", "left"),
+            levels=tuple(
+                times(level, "kept", "transient", "ending", "forward_transient", "again")
+                for level in unit.levels
+            ),
+        )
+        for unit in chain.units
+    ]
+    return Chain(tuple(units), base=by * chain.base)
+
+
+def test_bytes_have_no_unit():
+    draw = random.Random(7)
+    for count in (5, 20, 60):
+        chain = random_chain(draw, count, most=10**4)
+        least, most = least_peak(chain).peak, simulate(chain, policy(chain, "none")).peak
+        for budget in (least, (least + most) // 2):
+            plan, larger = solve(chain, budget), solve(scaled(chain, 977), 977 * budget)
+            assert larger.extra == pytest.approx(plan.extra, rel=1e-9)
+            assert larger.peak <= 977 * budget
+
+
+def share_of(chain: Chain, share: float) -> int:
+    """Return a share of the peak of a step that keeps all."""
+    return int(share * simulate(chain, policy(chain, "none")).peak)
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "noise"),
+    [(100, 1_000_000, 0.1), (100, 1_000_000, 0.0), (1000, 10_000_000, 0.0)],
+)
+def test_is_quick_and_near_the_bound(count, most, noise):
+    chain = llama_like(count, noise)
+    budget = share_of(chain, 0.25)
+    found = []
+    # a million calls take about two seconds
+    assert calls(lambda: found.append(solve(chain, budget))) < most
+    (plan,) = found
+    assert plan.peak <= budget
+    assert 0 < plan.lower_bound <= plan.extra <= 1.002 * plan.lower_bound
+
+
+def test_never_slower_than_sqrt_at_its_peak():
+    draw = random.Random(8)
+    chains = [random_chain(draw, draw.randint(1, 60), most=10**6) for _ in range(30)]
+    for chain in [*chains, llama_like(60)]:
+        rule = simulate(chain, policy(chain, "sqrt"))
+        plan = solve(chain, rule.peak)
+        assert plan.peak <= rule.peak
+        assert plan.extra <= rule.extra
+
+
+def test_beats_sqrt_clearly_on_a_transformer():
+    chain = llama_like(100)
+    rule = simulate(chain, policy(chain, "sqrt"))
+    assert solve(chain, rule.peak).extra < 0.85 * rule.extra
+
+
+def test_bounds_hold_where_staircases_are_thinned(monkeypatch):
+    draw = random.Random(9)
+    chains = [random_chain(draw, draw.randint(4, 7)) for _ in range(60)]
+    for chain in chains:
+        least, most = least_peak(chain).peak, simulate(chain, policy(chain, "none")).peak
+        budget = (2 * least + max(least, most)) // 3
+        exact = solve(chain, budget)
+        with monkeypatch.context() as patch:
+            patch.setattr("fusedckpt.planning.solver._FEWEST", 2)
+            patch.setattr("fusedckpt.planning.solver._MOST", 2)
+            thinned = solve(chain, budget)
+            priced = _search(chain, budget - chain.base).prices
+        assert priced.lower_bound <= exact.extra + 1e-9
+        assert exact.lower_bound == exact.extra
+        assert thinned.lower_bound <= exact.extra + 1e-9
+        assert exact.extra <= thinned.extra + 1e-9
+
+
+def test_policies_cover_the_chain():
+    chain = random_chain(random.Random(10), 17)
+    chain = replace(chain, units=tuple(replace(unit, fixed=False) for unit in chain.units))
+    count = {"none": 17, "all": 17, "uniform:1": 1, "uniform:5": 5, "uniform:17": 17}
+    for name, expected in count.items():
+        items = policy(chain, name)
+        simulate(chain, items)
+        assert len(items) == expected
+        assert all(isinstance(item, Keep) == (name == "none") for item in items)
+    lengths = [item.stop - item.start for item in policy(chain, "uniform:5")]
+    assert sorted(lengths) == [3, 3, 3, 4, 4]
+
+
+def test_policies_keep_fixed_units():
+    chain = random_chain(random.Random(10), 9)
+    fixed = {0, 4, 8}
+    units = [replace(unit, fixed=i in fixed) for i, unit in enumerate(chain.units)]
+    chain = replace(chain, units=tuple(units))
+    starts = {"none": range(9), "all": range(9), "uniform:1": (0, 1, 4, 5, 8)}
+    for name, expected in starts.items():
+        items = policy(chain, name)
+        simulate(chain, items)
+        assert [item.start for item in items] == list(expected)
+    with pytest.raises(ValueError, match="uniform:1 to 6"):
+        policy(chain, "uniform:7")
+
+
+def test_sqrt_balances_bytes():
+    kept = [1] * 12 + [12] * 4
+    units = [Unit(f"u{i}", (Level("plain", k, 0, 0),), 1, 1, 1) for i, k in enumerate(kept)]
+    items = policy(Chain(tuple(units)), "sqrt")
+    sizes = [sum(kept[item.start : item.stop]) for item in items]
+    assert len(items) <= 4
+    # 60 bytes in four segments, of which single units take 12
+    assert max(sizes) == 24
+
+
+def test_bad_input_is_refused():
+    level = Level("plain", 1, 0, 1)
+    unit = Unit("a", (level,), 1, 1, 1)
+    chain = Chain((unit, replace(unit, name="b")))
+    with pytest.raises(ValueError, match="Level: kept is int, finite and not negative, got -1"):
+        replace(level, kept=-1)
+    with pytest.raises(ValueError, match="Level: extra is float, finite and not negative, got inf"):
+        replace(level, extra=math.inf)
+    with pytest.raises(ValueError, match=r"Unit: input is int, .* got 1\.5"):
+        replace(unit, input=1.5)
+    with pytest.raises(ValueError, match="needs levels of distinct names"):
+        replace(unit, levels=(level, level))
+    with pytest.raises(ValueError, match="tail of a takes longer"):
+        replace(unit, tail=2.0)
+    with pytest.raises(ValueError, match="at least one unit"):
+        Chain(())
+    for name in ("square", "uniform", "uniform:0", "uniform:3", "uniform:x"):
+        with pytest.raises(ValueError, match="uniform:1 to 2 expected"):
+            policy(chain, name)
+    with pytest.raises(ValueError, match="starts at unit 1 was expected"):
+        simulate(chain, [Keep(0, "plain"), Keep(0, "plain")])
+    with pytest.raises(ValueError, match="covers 1 of 2 units"):
+        simulate(chain, [Keep(0, "plain")])
+    with pytest.raises(ValueError, match="a has no level 'preact'"):
+        simulate(chain, [Keep(0, "preact"), Keep(1, "plain")])
+    with pytest.raises(ValueError, match="a chain of less than"):
+        solve(scaled(chain, 1 << 52), math.inf)
+
+
+def integer_program(chain: Chain, limit: int) -> tuple[float, float]:
+    """Return extra ms and a lower bound by HiGHS, all units of a segment at one kind of level."""
+    optimize = pytest.importorskip("scipy.optimize")
+    sparse = pytest.importorskip("scipy.sparse")
+    count, kinds = len(chain.units), range(len(chain.units[0].levels))
+    # an item: its ends, what it keeps, its peak beyond all kept before, its time
+    edges = []
+    for i, unit in enumerate(chain.units):
+        for level in unit.levels:
+            peak = level.kept + max(unit.forward_transient, level.transient)
+            edges.append((i, i + 1, level.kept, peak, level.extra))
+        for stop, kind in itertools.product(range(i + 1, count + 1), kinds):
+            part = Chain(chain.units[i:stop])
+            names = tuple(u.levels[kind].name for u in part.units)
+            outcome = simulate(part, [Segment(0, names)])
+            if outcome.peak <= limit:
+                edges.append((i, stop, unit.input, outcome.peak, outcome.extra))
+    starts, stops, kept, peaks, extra = map(np.array, zip(*edges, strict=True))
+    nodes = np.arange(count)[:, None]
+    flow = (starts == nodes).astype(float) - (stops == nodes)
+    # what was kept up to a unit and the peak of the item that starts there
+    memory = np.where(stops <= nodes, kept, 0) + np.where(starts == nodes, peaks, 0)
+    found = optimize.milp(
+        extra,
+        integrality=np.ones(len(edges)),
+        bounds=optimize.Bounds(0, 1),
+        constraints=[
+            optimize.LinearConstraint(sparse.csr_array(flow), *2 * [(nodes[:, 0] == 0) * 1.0]),
+            optimize.LinearConstraint(sparse.csr_array(memory / limit), -np.inf, 1.0),
+        ],
+        options={"mip_rel_gap": 1e-3, "time_limit": 15},
+    )
+    return (math.inf if found.fun is None else found.fun), found.mip_dual_bound
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_agrees_with_an_integer_program(share):
+    chain = llama_like(32)
+    budget = share_of(chain, share)
+    plan = solve(chain, budget)
+    best, bound = integer_program(chain, budget)
+    # its plans are some of ours: none beats our bound, nor our plan by more than our gap
+    assert best >= plan.lower_bound * (1 - 1e-9)
+    assert plan.extra <= best + (plan.extra - plan.lower_bound) + 1e-9
+    assert bound <= best

@@ -1,0 +1,78 @@
+"""Imports run one way, between folders and between files, those that come late included."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import fusedckpt
+
+PACKAGE = Path(fusedckpt.__file__).parent
+# what each folder and top file may import: whatever stands before it, where it is named
+ALLOWED = {
+    "kernels": set(),
+    "memory": set(),
+    "autograd": {"kernels"},
+    "reference": {"kernels", "autograd"},
+    "layers": {"kernels", "autograd", "reference"},
+    "functional": {"layers"},
+    "checkpointing": {"autograd", "memory"},
+    "fusing": {"kernels", "autograd", "reference", "layers", "memory"},
+    "reporting": {"autograd", "memory", "fusing"},
+    "planning": {"autograd", "memory", "layers", "checkpointing", "fusing", "reporting"},
+}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(("fusedckpt", *parts)).removesuffix(".__init__")
+
+
+FILES = {module_of(path): path for path in sorted(PACKAGE.glob("**/*.py"))}
+FILES |= {module_of(path): path for path in sorted((PACKAGE / "kernels").glob("*.py"))}
+
+
+def imports_of(module: str) -> set[str]:
+    """Return what a file imports, at whatever time, and what it names in a string to import."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            package = module.rsplit(".", node.level)[0] if node.level else ""
+            base = ".".join(filter(None, (package, node.module)))
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    # `from fusedckpt import x` names the package too, which imports everything
+    return (found & FILES.keys()) - {module, "fusedckpt"}
+
+
+GRAPH = {module: imports_of(module) for module in FILES}
+
+
+def folder_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_no_circles():
+    assert "fusedckpt.autograd.dispatch" in GRAPH["fusedckpt.layers.linear"]
+    assert any(module.startswith("fusedckpt.kernels.") for module in GRAPH)
+    tuple(TopologicalSorter(GRAPH).static_order())
+
+
+def test_folders_import_what_stands_below():
+    wrong = [
+        (module, other)
+        for module, others in GRAPH.items()
+        for other in others
+        if module != "fusedckpt"
+        and folder_of(other) != folder_of(module)
+        and folder_of(other) not in ALLOWED[folder_of(module)]
+    ]
+    assert not wrong
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    functions = {name for name in fusedckpt.__all__ if callable(getattr(fusedckpt, name))}
+    assert "checkpoint" in functions
+    assert not functions & {module.rpartition(".")[2] for module in FILES}
