@@ -14,7 +14,6 @@ import pytest
 import torch
 from support import HANGS
 
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench.steps import Step, Stops, take

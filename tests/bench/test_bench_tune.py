@@ -173,7 +173,6 @@ def test_the_file_is_read_once(tmp_path, monkeypatch, environment, name):
 
 
 # what follows is the command
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command  # noqa: E402
