@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ pytest.importorskip("matplotlib", reason="needs the bench extra")
 import crashing
 
 from bench import __main__ as command
-from bench import jobs
+from bench import jobs, processes
 from bench.jobs import Job, Measuring
 from bench.processes import Stops
 from bench.results import groups, read
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 JOB = Job("rms_norm", "tiny", SIZE, 48, torch.device("cpu"), torch.float32, ("eager",))
 
 
-def rows_of(work, *names: str, timeout: float = HANGS) -> list[dict]:
+def rows_of(work, *names: str, tick=lambda name, **kwargs: None) -> list[dict]:
     how = Measuring(
         work,
         options=lambda job: names,
@@ -38,8 +39,8 @@ def rows_of(work, *names: str, timeout: float = HANGS) -> list[dict]:
         is_kept=lambda job, rows: True,
         show=lambda rows: None,
     )
-    chosen = Namespace(in_process=False, timeout=timeout)
-    rows, is_interrupted = jobs._rows(JOB, chosen, how, Stops(), lambda *args, **kwargs: None)
+    chosen = Namespace(in_process=False, timeout=HANGS)
+    rows, is_interrupted = jobs._rows(JOB, chosen, how, Stops(), tick)
     assert not is_interrupted
     return rows
 
@@ -57,10 +58,17 @@ def test_what_crashes_is_left_out(capfd):
 
 
 def test_what_hangs_is_left_out(monkeypatch):
-    monkeypatch.setattr("bench.processes.GRACE", 0.1)
-    # long enough for the process to start on a busy machine
-    rows = rows_of(crashing.measure, "eager", "hang", timeout=20.0)
-    assert [row["failure"] for row in rows] == [None, "crashed: out of time after 20 s"]
+    """Time passes once it is at work, and by what happens."""
+    now = iter(range(0, 10**9, HANGS + 1))
+    at_work = []
+    stand_in = Namespace(sleep=time.sleep, monotonic=lambda: next(now) if at_work else 0)
+    monkeypatch.setattr(processes, "time", stand_in)
+
+    def tick(name: str, **kwargs) -> None:
+        at_work[:] = [name] if name == "hang" else []
+
+    rows = rows_of(crashing.measure, "hang", "eager", tick=tick)
+    assert [row["failure"] for row in rows] == ["crashed: out of time after 600 s", None]
 
 
 def test_a_crash_between_implementations_costs_one_case():
