@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.cases import Function, Tensors
 from bench.clock import Step, Stopwatch, capture
 from bench.results import Row, rounded
-from fusedckpt.autograd.accuracy import largest_error
+from fusedckpt.autograd.accuracy import allowed
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 # rounds that fill caches and tune kernels
@@ -262,7 +262,7 @@ class Truth:
         for index, (error, eagers) in enumerate(pairs):
             size = self.results[index].square().mean().sqrt().item()
             # so written, a NaN fails
-            if not error <= largest_error(eagers, size, found[index].dtype):
+            if not error <= allowed(eagers, size, found[index].dtype):
                 return f"result {index} is off by {error:.1e}, eager by {eagers:.1e}"
         return None
 

@@ -122,9 +122,9 @@ class Tuner:
         self.arch, self.itemsize = arch(), self.dtype.itemsize
         self.choices = tuned.load(chosen.cache)
 
-    def store(self, tiles: dict[Any, Any], plans: dict[Any, str]) -> None:
+    def store(self, tiles: dict[Any, Any], variants: dict[Any, str]) -> None:
         """Add choices and replace the file."""
-        self.choices = Tuned(self.choices.tiles | tiles, self.choices.plans | plans)
+        self.choices = Tuned(self.choices.tiles | tiles, self.choices.variants | variants)
         tuned.store(self.choices, self.chosen.cache)
 
     def race(
@@ -208,7 +208,7 @@ def rows_of(choices: Tuned, arch: str) -> Iterator[str]:
 
 def variants_of(choices: Tuned, arch: str) -> Iterator[str]:
     """Yield a line for each variant that was measured."""
-    for (op, where, itemsize, n, k, power), variant in choices.plans.items():
+    for (op, where, itemsize, n, k, power), variant in choices.variants.items():
         if where == arch:
             yield f"    {op}, {itemsize} bytes, [{2**power}, {n}, {k}]: {variant}"
 

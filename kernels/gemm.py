@@ -1,6 +1,10 @@
 """The one GEMM mainloop: x [M, K] @ w [N, K].T, tile by tile, each tile handed to an epilogue.
 
 w may lie in memory as it is or as the transpose of a [K, N] matrix: both are read in place.
+
+An epilogue is a jit function and a record of its operands, None where absent. It gets the float32
+accumulator of rows `rm` (int64) and columns `rn`, and the row tile's number for what it reduces
+over rows. Another is `elementwise.store_hidden_grad`, of the hybrid variant.
 """
 
 from __future__ import annotations
@@ -10,10 +14,53 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .runtime import INTERPRETED, IS_INTERPRETED, arch, tl, triton
+from .runtime import INTERPRETED, IS_INTERPRETED, arch, is_exact, load, store, tl, triton
 from .tiles import Tile, tile_for
 
 GROUP_M = 8
+
+
+class StoreAct(NamedTuple):
+    """Operands of `store_act`: y [M, N], bias [N] or None, z [M, N] or None; rows contiguous."""
+
+    y: Tensor
+    bias: Tensor | None
+    z: Tensor | None
+
+
+@triton.jit
+def store_act(acc, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
+    """Y = act(acc + bias), and the pre-activation itself where z is wanted."""
+    mask = (rm < m)[:, None] & (rn < n)[None, :]
+    offsets = rm[:, None] * n + rn[None, :]
+    if out.bias is not None:
+        acc += load(out.bias + rn, rn < n)[None, :]
+    if out.z is not None:
+        store(out.z + offsets, acc, mask)
+    store(out.y + offsets, ACTIVATION(acc, is_exact(out.y)), mask)
+
+
+class StoreActGrad(NamedTuple):
+    """Operands of `store_act_grad`: dz, dy [M, N], bias [N] or None, db [row tiles, N] or None."""
+
+    dz: Tensor
+    dy: Tensor
+    stride_dym: int
+    bias: Tensor | None
+    db: Tensor | None
+
+
+@triton.jit
+def store_act_grad(acc, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
+    """Dz = dy * act'(acc + bias), and this row tile's share of db in float32."""
+    mask = (rm < m)[:, None] & (rn < n)[None, :]
+    if out.bias is not None:
+        acc += load(out.bias + rn, rn < n)[None, :]
+    dy = load(out.dy + rm[:, None] * out.stride_dym + rn[None, :], mask)
+    _, dz = ACTIVATION(acc, dy, is_exact(out.dz))
+    store(out.dz + rm[:, None] * n + rn[None, :], dz, mask)
+    if out.db is not None:
+        tl.store(out.db + tile_m * n + rn, tl.sum(tl.where(mask, dz, 0.0), axis=0), mask=rn < n)
 
 
 @triton.jit
@@ -108,9 +155,9 @@ def gemm_kernel(
 
 
 def gemm(
-    x: Tensor, w: Tensor, out: NamedTuple, store: Any, activation: Any, hybrid: bool = False
+    x: Tensor, w: Tensor, out: NamedTuple, epilogue: Any, activation: Any, hybrid: bool = False
 ) -> None:
-    """Run `store(x @ w.T)` over all tiles.
+    """Run `epilogue(x @ w.T)` over all tiles.
 
     x [M, K] and w [N, K] have one dtype and no empty side, x adjacent columns, w those or adjacent
     rows; `hybrid` takes the tiles for epilogues that read as much as they write.
@@ -133,7 +180,7 @@ def gemm(
             k,
             x.stride(0),
             lead_stride(w),
-            STORE=store,
+            STORE=epilogue,
             ACTIVATION=activation,
             TRANSPOSED=is_transposed(w),
             DESCRIPTORS=descriptors,

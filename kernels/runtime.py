@@ -77,8 +77,10 @@ def column_sums(x: Tensor) -> Tensor:
 def row_blocks(x: Tensor) -> list[slice]:
     """Cut x [M, N] into blocks of rows that fit a core's cache: one off the CPU, one of no rows."""
     m, n = x.shape
-    step = max(1, BLOCK_ELEMENTS // max(n, 1)) if x.device.type == "cpu" else max(m, 1)
-    return [slice(start, min(start + step, m)) for start in range(0, max(m, 1), step)]
+    step = max(1, BLOCK_ELEMENTS // max(n, 1))
+    if m <= step or x.device.type != "cpu":
+        return [slice(0, m)]
+    return [slice(start, min(start + step, m)) for start in range(0, m, step)]
 
 
 @triton.jit

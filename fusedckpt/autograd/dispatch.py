@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fusedckpt.autograd import arguments
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 from fusedckpt.kernels.tiles import gains_by_fusion
-from fusedckpt.kernels.tuned import PLANS, tuned
+from fusedckpt.kernels.tuned import VARIANTS, tuned
 
 logger = logging.getLogger("fusedckpt")
 
@@ -33,8 +33,8 @@ Result = TypeVar("Result")
 
 # read once: the plan of every layer that has it, where a call names none
 _PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
-if _PREFERRED not in (None, *PLANS):
-    raise ValueError(f"FUSEDCKPT_KERNEL must be one of {', '.join(PLANS)}, got {_PREFERRED!r}")
+if _PREFERRED not in (None, *VARIANTS):
+    raise ValueError(f"FUSEDCKPT_KERNEL must be one of {', '.join(VARIANTS)}, got {_PREFERRED!r}")
 
 DISABLED = os.environ.get("FUSEDCKPT_DISABLE", "0") not in ("", "0")
 
@@ -84,7 +84,7 @@ def plan_for(
     if kernel is None and _PREFERRED in ("split", fused):
         kernel = _PREFERRED
     if kernel is None:
-        measured = tuned().plan(op, arch(), dtype.itemsize, sizes)
+        measured = tuned().variant(op, arch(), dtype.itemsize, sizes)
         kernel = measured if measured in ("split", fused) else None
     if kernel is None:
         kernel = fused if gains_by_fusion(arch(), dtype.itemsize, sizes[-1]) else "split"

@@ -56,9 +56,9 @@ def test_no_file_is_no_choice(tmp_path):
         "[]",
         "[" * 100_000,
         '{"format": "another program"}',
-        changed(lambda record: record.update(format="fusedckpt tuned 2")),
+        changed(lambda record: record.update(format="fusedckpt tuned 3")),
         changed(lambda record: record.update(triton="0.1")),
-        changed(lambda record: record.pop("plans")),
+        changed(lambda record: record.pop("variants")),
         changed(lambda record: record.update(tiles=[])),
         changed(lambda record: record["tiles"].update({"sm_90/2/tall": {}})),
         changed(lambda record: record["tiles"].update({"sm_90/2/long": [1, 2]})),
@@ -70,10 +70,10 @@ def test_no_file_is_no_choice(tmp_path):
         changed(lambda record: tile_of(record).update(block_n="128")),
         changed(lambda record: tile_of(record).update(block_n=-128)),
         changed(lambda record: tile_of(record).pop("slices")),
-        changed(lambda record: record["plans"].update({"mlp/sm_90/2/1/1/1": "fast"})),
-        changed(lambda record: record["plans"].update({"mlp/sm_90/2/1/1/1": ["split"]})),
-        changed(lambda record: record["plans"].update({"mlp/sm_90/2/1": "split"})),
-        changed(lambda record: record["plans"].update({"mlp": "split"})),
+        changed(lambda record: record["variants"].update({"mlp/sm_90/2/1/1/1": "fast"})),
+        changed(lambda record: record["variants"].update({"mlp/sm_90/2/1/1/1": ["split"]})),
+        changed(lambda record: record["variants"].update({"mlp/sm_90/2/1": "split"})),
+        changed(lambda record: record["variants"].update({"mlp": "split"})),
     ],
 )
 def test_a_file_that_is_not_ours_is_ignored_aloud(tmp_path, text):
@@ -117,16 +117,17 @@ def test_tiles_measured_come_before_those_shipped():
 
 def test_the_nearest_number_of_rows_decides():
     sizes = 4096, 1024
-    plans = {m: CHOICES.plan("mlp", "sm_90", 2, (m, *sizes)) for m in (1, 2048, 4095, 8192, 65536)}
-    assert plans == {1: "split", 2048: "split", 4095: "split", 8192: "hybrid", 65536: "hybrid"}
+    rows = (1, 2048, 4095, 8192, 65536)
+    found = {m: CHOICES.variant("mlp", "sm_90", 2, (m, *sizes)) for m in rows}
+    assert found == {1: "split", 2048: "split", 4095: "split", 8192: "hybrid", 65536: "hybrid"}
     # as near to both: the lower
-    assert CHOICES.plan("mlp", "sm_90", 2, (4096, *sizes)) == "split"
-    assert CHOICES.plan("gated_mlp", "sm_90", 2, (2048, *sizes)) is None
-    assert CHOICES.plan("mlp", "sm_90", 2, (2048, 1024, 4096)) is None
+    assert CHOICES.variant("mlp", "sm_90", 2, (4096, *sizes)) == "split"
+    assert CHOICES.variant("gated_mlp", "sm_90", 2, (2048, *sizes)) is None
+    assert CHOICES.variant("mlp", "sm_90", 2, (2048, 1024, 4096)) is None
 
 
 @interpreted
-def test_plans_measured_come_after_a_call_and_before_the_rule(monkeypatch):
+def test_variants_measured_come_after_a_call_and_before_the_rule(monkeypatch):
     x = torch.ones(8, 16)
 
     def plan(kernel: str | None = None, fused: str = "hybrid") -> str:
@@ -142,7 +143,7 @@ def test_plans_measured_come_after_a_call_and_before_the_rule(monkeypatch):
         monkeypatch.undo()
         with forced_path("aten"):
             assert plan() == "aten"
-    # a plan that this layer has not
+    # a variant that this layer has not
     with tuned.using(Tuned({}, {key: "fused"})):
         assert plan() == "hybrid"
 
@@ -166,7 +167,7 @@ def test_the_file_is_read_once(tmp_path, monkeypatch, environment, name):
     tuned._from_file.cache_clear()
     try:
         assert tuned.tuned() == (CHOICES if name else NOTHING)
-        tuned.store(Tuned({}, CHOICES.plans), path)
+        tuned.store(Tuned({}, CHOICES.variants), path)
         assert tuned.tuned() == (CHOICES if name else NOTHING)
     finally:
         tuned._from_file.cache_clear()
@@ -201,7 +202,7 @@ def test_tuning_fills_the_cache(tmp_path, monkeypatch, capsys, one_key):
     # another chip's choices stay
     assert found.tiles.items() >= before.tiles.items()
     assert found.tiles["interpreter", 4, "short"] in [(32, 64, 16, 4, 1, 2), (32, 32, 16, 4, 1, 1)]
-    assert found.plans == {("linear_act", "interpreter", 4, 80, 32, 3): "split"}
+    assert found.variants == {("linear_act", "interpreter", 4, 80, 32, 3): "split"}
     # each candidate was really launched
     assert {tuple(tile) for tile in used} == {(32, 64, 16, 4, 1, 2), (32, 32, 16, 4, 1, 1)}
     out = capsys.readouterr().out
@@ -222,7 +223,7 @@ def test_what_is_printed_can_be_pasted_into_the_table():
             ("sm_86", 4, "short"): TILE,
             ("sm_90", 2, "long"): TILE,
         },
-        CHOICES.plans,
+        CHOICES.variants,
     )
     half = TILES["sm_80", 2]._replace(long=Tile(*TILE), pointers=Tile(64, 64, 32, 4, 4, 1))
     single = TILES["sm_80", 4]._replace(short=Tile(*TILE))
@@ -248,7 +249,7 @@ def test_a_file_that_is_not_ours_is_not_replaced(tmp_path, capsys, text):
     [
         tuned.dump(CHOICES),
         tuned.dump(CHOICES)[:40],
-        changed(lambda record: record.update(format="fusedckpt tuned 2")),
+        changed(lambda record: record.update(format="fusedckpt tuned 3")),
         changed(lambda record: record.update(triton="0.1")),
     ],
 )

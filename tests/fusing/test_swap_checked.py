@@ -1,4 +1,4 @@
-"""fuse: what is left of unknown classes and why, the parity check, and what a call chooses."""
+"""fuse: what is left of unknown classes and why, the check of numbers, and what a call chooses."""
 
 import copy
 
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt.fusing import parity
+from fusedckpt.fusing import verification
 
 
 class Quantised(nn.Linear):
@@ -188,14 +188,14 @@ def test_a_wrong_rule_is_named(monkeypatch):
     """Every kind of swap is really checked: ours is broken on purpose."""
     model = nn.Sequential(Llama(), Plain(), Packed(), nn.LayerNorm(D), nn.RMSNorm(D), sequential())
     model.to(DEVICE)
-    real = parity.results
+    real = verification.results
 
-    def off(module, leaves, x, dout):
-        found = real(module, leaves, x, dout)
+    def off(module, wanted, dout):
+        found = real(module, wanted, dout)
         ours = "_fusedckpt_original" in module.__dict__
         return [found[0] * 1.001, *found[1:]] if ours else found
 
-    monkeypatch.setattr(parity, "results", off)
+    monkeypatch.setattr(verification, "results", off)
     before = kinds(model)
     report = fuse(model)
     assert report.swapped == {}
@@ -244,7 +244,7 @@ def test_nothing_is_touched(monkeypatch):
 def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     model = nn.Sequential(Plain(), Llama(), nn.LayerNorm(D)).to(DEVICE)
     before, attributes = kinds(model), [set(m.__dict__) for m in model.modules()]
-    real, calls = parity.difference, []
+    real, calls = verification.difference, []
 
     def fails(*args):
         calls.append(args)
@@ -252,7 +252,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
             raise MemoryError("no more")
         return real(*args)
 
-    monkeypatch.setattr(parity, "difference", fails)
+    monkeypatch.setattr(verification, "difference", fails)
     with pytest.raises(MemoryError, match="no more"):
         fuse(model)
     assert kinds(model) == before
