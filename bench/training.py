@@ -256,7 +256,7 @@ def _resident(report: MemoryReport) -> int:
 
 
 def _curve(report: MemoryReport) -> Row:
-    """Return memory through a step: its ms, those of its forward, the highest of each part."""
+    """Return memory through a step: ms, ms of the forward, the highest of each part and the end."""
     times = np.array([moment.time_ns for moment in report.timeline])
     lives = np.array([moment.live_bytes for moment in report.timeline]) - _resident(report)
     starts = np.arange(SLICES) * times[-1] / SLICES
@@ -264,7 +264,7 @@ def _curve(report: MemoryReport) -> Row:
     highest = lives[np.searchsorted(times, starts, side="right") - 1]
     np.maximum.at(highest, np.searchsorted(starts, times, side="right") - 1, lives)
     forward = next(m.time_ns for m in report.timeline if m.phase == "backward")
-    mib = [round(nbytes / MIB, 3) for nbytes in highest.tolist()]
+    mib = [round(nbytes / MIB, 3) for nbytes in [*highest.tolist(), lives[-1].item()]]
     return {"ms": times[-1].item() / 1e6, "forward_ms": forward / 1e6, "mib": mib}
 
 

@@ -32,7 +32,7 @@ _DEPTH = _NUMBERS | {"ms": "list", "layers": "int", "peak_bytes": "int"}
 
 def drawing(record: Any) -> Callable[[Path], None] | None:
     """Return what draws a record; None for what is none. Raises ValueError for a damaged one."""
-    if not isinstance(record, dict) or not {"runs", "depth"} & record.keys():
+    if not isinstance(record, dict) or not {"runs", "depth", "own"} & record.keys():
         return None
     checked(record, _RECORD)
     if "runs" in record:
@@ -155,7 +155,7 @@ def _draw_curves(figure: SubFigure, shown: Rows) -> None:
     for axes, row in zip(panels, shown, strict=True):
         curve, colour = row["curve"], _colour(row["name"])
         count = len(curve["mib"])
-        times = [curve["ms"] * index / count for index in range(count)]
+        times = [curve["ms"] * index / (count - 1) for index in range(count)]
         axes.fill_between(times, curve["mib"], color=colour, alpha=0.25, linewidth=0)
         axes.plot(times, curve["mib"], color=colour, linewidth=1.2)
         axes.axvline(curve["forward_ms"], color=INK, linewidth=0.8, linestyle=":")
