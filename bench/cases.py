@@ -72,6 +72,11 @@ class Case(NamedTuple):
         return (*[x] * self.num_inputs, *self.shapes(size))
 
 
+def _named(name: str) -> Callable[..., Any]:
+    """Call a function of the library as it is."""
+    return lambda lib, size, *inputs, **options: getattr(lib, name)(*inputs, **options)
+
+
 def _rms_norm(lib: Any, size: Size, x: Tensor, weight: Tensor) -> Any:
     return lib.rms_norm(x, (size.dim,), weight, EPS)
 
@@ -84,20 +89,8 @@ def _add_rms_norm(lib: Any, size: Size, x: Tensor, residual: Tensor, weight: Ten
     return lib.add_rms_norm(x, residual, (size.dim,), weight, EPS)
 
 
-def _linear_act(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
-    return lib.linear_act(*inputs, **options)
-
-
 def _norm_linear(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor) -> Any:
     return lib.norm_linear(x, NormSpec("rms", norm, eps=EPS), weights)
-
-
-def _mlp(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
-    return lib.mlp(*inputs, **options)
-
-
-def _gated_mlp(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
-    return lib.gated_mlp(*inputs, **options)
 
 
 def _block(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor, **options: Any) -> Any:
@@ -173,10 +166,10 @@ _ROWS = (
     Case(_rms_norm, _vector),
     Case(_layer_norm, lambda size: _vector(size) * 2),
     Case(_add_rms_norm, _vector, num_inputs=2),
-    Case(_linear_act, lambda size: _mlp_shapes(size)[:2], LEVELS, FUSED),
+    Case(_named("linear_act"), lambda size: _mlp_shapes(size)[:2], LEVELS, FUSED),
     Case(_norm_linear, _qkv_shapes),
-    Case(_mlp, _mlp_shapes, LEVELS, HYBRID),
-    Case(_gated_mlp, _gated_shapes, GATED_LEVELS, HYBRID),
+    Case(_named("mlp"), _mlp_shapes, LEVELS, HYBRID),
+    Case(_named("gated_mlp"), _gated_shapes, GATED_LEVELS, HYBRID),
     Case(_block, lambda size: _vector(size) + _gated_shapes(size), GATED_LEVELS, HYBRID),
     Case(_decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True),
     Case(stack, lambda size: _layer_shapes(size) * LAYERS, LEVELS, sequences=True),

@@ -22,6 +22,7 @@ from bench.results import Row, rounded
 from fusedckpt.autograd.accuracy import allowed
 from fusedckpt.memory import peak_bytes, saved_tensors
 
+MEMORY = ("saved_bytes", "peak_bytes", "backward_peak_bytes")
 # rounds that fill caches and tune kernels
 WARMUP = 2
 # of one implementation, beside the timed ones: numbers, memory, warm-up, numbers again
@@ -180,20 +181,13 @@ class Implementation:
     def row(self) -> Row:
         """What is known, as columns of a result: no time where anything failed."""
         failure = self.failure or (None if self.samples else "interrupted")
-        forward, backward, both = (
-            (None, None, None) if failure else map(rounded, zip(*self.samples, strict=True))
-        )
-        saved, peak, backward_peak = self.memory
+        times = (None,) * 3 if failure else map(rounded, zip(*self.samples, strict=True))
         return {
             "name": self.name,
             "failure": failure,
             "is_wrong": self.is_wrong,
-            "forward_ms": forward,
-            "backward_ms": backward,
-            "both_ms": both,
-            "saved_bytes": saved,
-            "peak_bytes": peak,
-            "backward_peak_bytes": backward_peak,
+            **dict(zip(("forward_ms", "backward_ms", "both_ms"), times, strict=True)),
+            **dict(zip(MEMORY, self.memory, strict=True)),
             "errors": self.errors,
             "is_graph": self.is_graph,
         }

@@ -128,7 +128,8 @@ def isolated(
 
     seconds: that it may be silent; beyond them it is out of time.
     """
-    _CONTEXT.set_forkserver_preload(["bench.run", "bench.capacity"])
+    # what each process would take seconds to import
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", "bench.run", "bench.capacity"])
     here, there = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_begin, args=(there, work, args))
     process.start()
@@ -150,6 +151,7 @@ def isolated(
     # what it said at last
     while here.poll() and listen():
         pass
+    here.close()
     if outcome != "ended":
         return outcome if stops.count else f"{outcome} after {seconds:g} s"
     status = process.exitcode or 0
