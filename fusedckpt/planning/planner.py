@@ -195,7 +195,8 @@ def _planned(
         title = policy if isinstance(policy, str) else f"again: {names}"
         trials = Trials(step, chain, title, limit and limit + rest)
         found = trials.by_policy(policy) if limit is None else trials.within(limit + rest, rest)
-        found = trials.timed(found)
+        packing = {name: costs.packing for name, costs in survey.units().items()}
+        found = trials.timed(found, packing)
     gradients = nbytes_of(step.gradients.values())
     return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
 

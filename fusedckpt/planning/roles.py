@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 from fusedckpt.autograd.backward import backward_id
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
-from fusedckpt.checkpointing.calls import Argument, Call, layout_of, storage_of, version_of
+from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
 from fusedckpt.checkpointing.segment import Recompute, Segment
 
@@ -207,8 +207,8 @@ class _Part(Call):
 class HandingOn(Segment):
     """A segment of several calls in a row, which hand on their outputs instead of keeping them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
         # by place in memory, while they live as they were returned
         self._outputs: dict[Any, tuple[weakref.ref[Tensor], int, _Output]] = {}
         self._last_uses: dict[tuple[int, int], int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -117,12 +118,12 @@ class Trials(NamedTuple):
         tried = map(self.tried, distinct.values())
         return min(tried, key=lambda found: (_peak(found), found.extra_ms))
 
-    def timed(self, found: Plan) -> Plan:
-        """Return the plan with its times as they are in whole steps, where caches are cold.
+    def timed(self, found: Plan, packing: Mapping[str, float]) -> Plan:
+        """Return the plan with the time that its recomputes take in steps under it.
 
-        Recomputes, which are the most of them, are timed there, in steps under the plan.
+        packing: ms that a unit takes more in a segment besides.
         """
-        modelled = sum(_recompute_ms(self.chain, item) for item in found.items)
+        modelled = sum(_recompute_ms(self.chain, item, packing) for item in found.items)
         if not modelled:
             return found
         found.apply(self.step.model)
@@ -130,7 +131,7 @@ class Trials(NamedTuple):
             spent = once((step_kind(self.step), found.items), lambda: _recomputes(self.step))
         finally:
             found.undo()
-        return _scaled(found, spent / modelled)
+        return _scaled(found, 1 + (spent - modelled) / found.extra_ms)
 
 
 def _peak(found: Plan) -> int:
@@ -147,11 +148,11 @@ def _selective(chain: Chain) -> tuple[Item, ...]:
     )
 
 
-def _recompute_ms(chain: Chain, item: Item) -> float:
-    """Return the ms that recomputes of an item take by themselves, as units were measured."""
+def _recompute_ms(chain: Chain, item: Item, packing: Mapping[str, float]) -> float:
+    """Return the ms that the recompute of an item takes, as units were measured."""
     units = chain.units[item.start : item.stop]
     if isinstance(item, Segment):
-        return sum(unit.forward for unit in units) - units[-1].tail
+        return sum(unit.again - packing[unit.name] for unit in units) - units[-1].tail
     if BUT not in item.level:
         return 0.0
     level, kept = (units[0].level(x) for x in (item.level, level_and_parts(item.level)[0]))

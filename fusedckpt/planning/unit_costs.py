@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedckpt.autograd.levels import LEVELS
+from fusedckpt.checkpointing.calls import Options
 from fusedckpt.planning import roles
 from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times
 from fusedckpt.planning.chain import Level, Unit
@@ -26,8 +28,8 @@ __all__ = ["Costs", "kind_of", "measured", "once", "step_kind"]
 _STATES = 2**14
 # what running a part again saves at least of what the unit keeps
 _WORTH = 0.02
-# the way to run a unit as a segment of its own
-_AGAIN = "again"
+# ways to run a unit: as a segment of its own, and as one whose recompute does not stop early
+_AGAIN, _WHOLE = "again", "whole"
 
 
 class Costs(NamedTuple):
@@ -35,9 +37,10 @@ class Costs(NamedTuple):
 
     again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
     hooks, as in a segment, where norms are not shared. extra: ms that a step takes more than at the
-    level that keeps most. rerun: ms of the recompute of a segment of this unit alone; packing: what
-    such a segment's forward takes more than the unit's. given: bytes of arguments that require
-    grad; flows: whether each was made for this unit alone. writes: whether it writes into them.
+    level that keeps most. rerun: ms of a recompute of all of it, alone: of one that stops early,
+    where it ends the segment; packing: ms that it takes more in a segment besides. given: bytes of
+    arguments that require grad; flows: whether each was made for this unit alone. writes: whether
+    it writes into them.
     """
 
     levels: dict[str, Bytes]
@@ -46,6 +49,7 @@ class Costs(NamedTuple):
     extra: dict[str, float]
     forward: float
     rerun: float
+    alone: float
     packing: float
     given: tuple[int, ...]
     output: int
@@ -105,8 +109,8 @@ class Costs(NamedTuple):
             forward=self.forward,
             input=self.own(self.given) - held + self.replay,
             output=self.output,
-            tail=self.forward - self.rerun,
-            rerun=self.forward + self.packing,
+            tail=self.rerun - self.alone,
+            rerun=self.rerun + self.packing,
             # while it runs again in a segment: the states that are put back afterwards
             forward_transient=self.replay + most,
             left=self.left,
@@ -202,7 +206,9 @@ def measured(
     hooked = segments if has_levels(module) else ()
     packed = {name: call.bytes(partial(_packed, runs[name])).made for name in hooked}
     ways = {name: runs[name] for name in levels}
-    times = _timed(kind, call, ways | ({_AGAIN: segments[most]} if segments else {}))
+    if segments:
+        ways |= {_AGAIN: segments[most], _WHOLE: partial(_whole, most, forward)}
+    times = _timed(kind, call, ways)
     sums = {name: found.forward + found.backward for name, found in times.items()}
     # what keeps less does not get faster by it: that would be noise
     slower = accumulate((max(0.0, sums[name] - sums[most]) for name in plain), max)
@@ -213,11 +219,13 @@ def measured(
         finer = _with_parts(module, call, runs[least], _all(levels[least]), parts, kind)
         for name, (found, ms) in finer.items():
             levels[least + BUT + name], extra[least + BUT + name] = found, extra[least] + ms
-    alone = times[most].forward
-    again = times.get(_AGAIN, Times(alone, 0.0, alone))
+    once = times[most].forward
+    again, whole = (times.get(name, Times(once, 0.0, once)) for name in (_AGAIN, _WHOLE))
+    # hooks see every tensor that is saved, and again as it is read
+    packing = max(0.0, sums.get(_AGAIN, 0.0) - again.again - sums[most])
     return Costs(
         levels, {name: call.bytes(run) for name, run in segments.items()}, packed,
-        extra, alone, again.again, max(0.0, again.forward - alone),
+        extra, once, max(whole.again, again.again), again.again, packing,
         call.given, call.output, call.left, call.writes, any(module.children()),
     )  # fmt: skip
 
@@ -230,6 +238,11 @@ def _packed(run: Run, args: Any, kwargs: Any) -> Any:
     """Run where saved tensors go through hooks, as inside a segment."""
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
         return run(args, kwargs)
+
+
+def _whole(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a unit as in the middle of a segment, whose recompute needs all of it."""
+    return roles.HandingOn(Options(early_stop=False)).run(forward, args, kwargs, level)
 
 
 T = TypeVar("T")
@@ -275,40 +288,31 @@ def _with_parts(
         call.once(run)
     costs: dict[str, tuple[float, float]] = {}
     for name, seen in calls.items():
-        if len(seen) != 1:
-            continue
-        (forward, *given) = seen[0]
-        try:
-            saved = kept - _all(bytes_with([name]))
-            if saved > _WORTH * kept:
-                ways = {_AGAIN: partial(roles.again(), forward)}
-                ms = _timed((kind, name), Call(modules[name], *given), ways)[_AGAIN].again
-                costs[name] = ms / saved, ms
-        except (NoGraph, RuntimeError):
-            # it has no graph of its own; what it is given or returns is written into
-            continue
+        # one without a graph of its own is none
+        with suppress(NoGraph):
+            for forward, *given in seen if len(seen) == 1 else ():
+                part, again = Call(modules[name], *given), partial(roles.again(), forward)
+                ms = _timed((kind, name), part, {_AGAIN: again})[_AGAIN].again
+                saves = part.bytes(partial(roles.SaveAt(PLAIN), forward)).made
+                costs[name] = ms / max(1, saves), ms
     found: dict[str, tuple[Bytes, float]] = {}
-    chosen: list[str] = []
+    chosen, least, ms = list[str](), kept, 0.0
     for name in sorted(costs, key=lambda name: costs[name]):
-        chosen.append(name)
-        taken = bytes_with(chosen)
-        if _all(taken) < kept:
-            kept, ms = _all(taken), sum(costs[x][1] for x in chosen)
-            found[", ".join(chosen)] = taken, ms
+        # what it is given, or returns, may be written into
+        with suppress(RuntimeError):
+            taken = bytes_with([*chosen, name])
+            if least - _all(taken) > _WORTH * kept:
+                chosen, least, ms = [*chosen, name], _all(taken), ms + costs[name][1]
+                found[", ".join(chosen)] = taken, ms
     return found
 
 
-Objects = Mapping[Any, list[Any]]
-
-
-def _states(args: Any, kwargs: Any) -> Objects:
-    """Return, by place among the arguments, what tells whether an object was changed."""
+def _states(args: Any, kwargs: Any) -> dict[Any, list[Any]]:
+    """Return, by place and kind, what tells whether an object among the arguments was changed."""
     given = [*enumerate(args), *kwargs.items()]
-    return {
-        (name, type(x).__name__): [*_state(x)]
-        for name, x in given
-        if hasattr(x, "__dict__") and not isinstance(x, (Tensor, nn.Module))
-    }
+    objects = [(name, x) for name, x in given if hasattr(x, "__dict__")]
+    known = (Tensor, nn.Module)
+    return {(name, type(x)): [*_state(x)] for name, x in objects if not isinstance(x, known)}
 
 
 def _state(value: Any, depth: int = 5) -> Iterator[Any]:
@@ -323,12 +327,12 @@ def _state(value: Any, depth: int = 5) -> Iterator[Any]:
             yield from _state(part, depth - 1)
 
 
-def _check_repeats(before: Objects, after: Objects) -> None:
+def _check_repeats(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
     """Refuse a unit that changes an object it is given, such as a cache of keys and values."""
     for (name, kind), state in before.items():
         if after[name, kind] != state:
             raise ValueError(
                 "plan: expected units that do the same each time they are called, one changes its "
-                f"argument {name}, a {kind}: for a cache of keys and values, pass use_cache=False "
-                "to the model"
+                f"argument {name}, a {kind.__name__}: for a cache of keys and values, pass "
+                "use_cache=False to the model"
             )
