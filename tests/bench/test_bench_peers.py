@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench import cases, peers
-from bench.cases import Way
-from bench.contender import Contender, Work
-from bench.measure import Truth
-from bench.sizes import SIZES
+from bench.measure import Implementation, Truth, Work
+from bench.settings import SIZES
 
 (SIZE,) = SIZES["tiny"]
 CPU = torch.device("cpu")
@@ -28,9 +26,8 @@ def work_of(name: str, dtype: torch.dtype = torch.float32) -> Work:
     return work._replace(douts=[torch.randn_like(y) for y in work.forward(case.eager(SIZE))])
 
 
-def failure_of(way: Way, work: Work, name: str) -> str | None:
-    """Hold a way of computing a case to eager's numbers."""
-    found = Contender("peer", way)
+def failure_of(found: Implementation, work: Work, name: str) -> str | None:
+    """Hold an implementation of a case to eager's numbers."""
     found.attempt(Truth(work, cases.CASES[name].eager(SIZE)).check)
     return found.failure
 
@@ -140,13 +137,13 @@ ENGINE = [(peer.name, peer.case) for peer in peers.PEERS if peer.package == peer
 
 @pytest.mark.parametrize(("name", "case"), ENGINE)
 def test_backward_of_a_module_sees_our_weights(engine, name, case):
-    way = peers.peers_of(case, SIZE)[name]
+    found = {one.name: one for one in peers.peers_of(case, SIZE)}[name]
     work = work_of(case)
-    assert failure_of(way, work, case) is None
+    assert failure_of(found, work, case) is None
     # other weights than those that the module was first called with, then another dtype
     weights = [nn.Parameter(x.detach() * 0.5) for x in work.inputs[1:]]
-    assert failure_of(way, work._replace(inputs=[work.inputs[0], *weights]), case) is None
-    assert failure_of(way, work_of(case, torch.bfloat16), case) is None
+    assert failure_of(found, work._replace(inputs=[work.inputs[0], *weights]), case) is None
+    assert failure_of(found, work_of(case, torch.bfloat16), case) is None
 
 
 class Doubled(torch.autograd.Function):
@@ -182,10 +179,10 @@ def test_whoever_writes_to_what_all_are_given_is_wrong():
         None: eager,
     }
     for failure, fn in fns.items():
-        contender = Contender("peer", Way(fn))
-        contender.attempt(truth.check)
-        assert contender.failure == failure
-        assert contender.is_wrong == str(failure).startswith("wrong")
+        found = Implementation("peer", fn)
+        found.attempt(truth.check)
+        assert found.failure == failure
+        assert found.is_wrong == str(failure).startswith("wrong")
         assert all(
             torch.equal(x, old) for x, old in zip((*work.inputs, *work.douts), given, strict=True)
         )

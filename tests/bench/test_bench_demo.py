@@ -13,13 +13,13 @@ from torch import nn
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
 
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from matplotlib.figure import Figure
 
 from bench import __main__ as command
-from bench import data, demo, env, report
+from bench import demo, env, tasks, training_figures
+from bench.settings import parsers
 
 STEPS, LAYERS, DIM, SEQ, BATCH = 4, 2, 64, 48, 3
 SIZES = {"steps": STEPS, "layers": LAYERS, "dim": DIM, "seq": SEQ, "batch": BATCH}
@@ -79,9 +79,9 @@ def test_the_legend_lies_on_no_words(result, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, path: (seen.append(figure), before(figure, path))
     )
-    runs = [report.Run(**run) for run in result["runs"]]
     words = "\n".join(2 * ["as many words as fit beside one another " * 3])
-    report.draw(report.Result("title", words, {}, {}, "", tuple(runs)), tmp_path / "demo.png")
+    changed = result | {"title": "title", "subtitle": words}
+    training_figures.draw_demo(changed, tmp_path / "demo.png")
     (figure,) = seen
     (legend,) = figure.legends
     place = legend.get_window_extent()
@@ -155,9 +155,10 @@ def test_demo_with_gated_mlps(tmp_path):
 
 
 def test_gated_mlps_start_as_eager_ones_do():
-    chosen = demo.settings("cpu", Path("."), **SIZES, model="own", mlp="swiglu", seed=3)
+    options = [*TINY[1:], "--mlp=swiglu", "--seed=3", "--dtype=float32"]
+    chosen = env.settled(vars(parsers()[1]["demo"].parse_args(options)))
     tokens = torch.randint(256, (BATCH, SEQ))
-    trainers, _ = demo._trainers(chosen, (tokens, tokens))
+    trainers, _ = demo.trainers_of(chosen, (tokens, tokens))
     eager, *others = (trainer.model.state_dict() for trainer in trainers)
     for state in others:
         assert list(eager) == list(state)
@@ -211,12 +212,12 @@ def test_bad_options_end_in_one_line_before_any_work(option, message, monkeypatc
 
 def test_no_text_to_train_on(tmp_path):
     with pytest.raises(ValueError, match="holds no Python sources"):
-        data.stdlib_text(tmp_path)
+        tasks.stdlib_text(tmp_path)
 
 
 def test_batches_repeat_and_shift():
     text = torch.arange(200, dtype=torch.uint8)
-    first, second = (data.Batches(text, 5, 7, 3, torch.device("cpu")) for _ in range(2))
+    first, second = (tasks.Batches(text, 5, 7, 3, torch.device("cpu")) for _ in range(2))
     tokens, targets = first.draw()
     assert tokens.shape == (5, 7)
     assert torch.equal(targets, tokens + 1)
@@ -238,7 +239,6 @@ def test_libraries_are_named_where_they_are_installed(monkeypatch):
 
     monkeypatch.setattr(env.metadata, "version", version)
     facts = env.environment(torch.device("cpu"), torch.float32)
-    env.complete(facts)
     assert facts["flash-attn"] == "2.8"
     assert "liger-kernel" not in facts
     assert env.summary(facts).endswith(f"fusedckpt {fusedckpt.__version__}, flash-attn 2.8")
@@ -276,5 +276,5 @@ def test_a_missing_extra_names_its_install_command(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(["env"])
     assert ended.value.code == 2
-    message = 'bench needs rich and matplotlib: pip install -c constraints.txt -e ".[bench]"\n'
+    message = 'bench needs matplotlib: pip install -c constraints.txt -e ".[bench]"\n'
     assert capsys.readouterr().err == message

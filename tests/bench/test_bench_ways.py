@@ -11,11 +11,12 @@ from torch import nn
 
 from fusedckpt.autograd.dispatch import forced_path
 
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command
-from bench import model_ways
+from bench import ways
+from bench.env import settled
+from bench.settings import parsers
 
 SOURCE = """
 import torch
@@ -103,18 +104,21 @@ def test_the_table_of_a_model(file, capsys):
     assert command.main(["plot", str(file.parent / "ways.json")]) == 0
 
 
+def prepared(spec: str, out: Path):
+    options = [f"--model={spec}", "--steps=1", "--repeat=1", f"--out={out}"]
+    return ways.prepare(settled(vars(parsers()[1]["ways"].parse_args(options))))
+
+
 @pytest.mark.parametrize("factory", ["by_name", "both"])
 def test_a_factory_gives_arguments_by_name_too(file, factory):
-    spec = f"{file}:{factory}"
-    batch = model_ways.settings(spec, None, 0, file.parent, steps=1, repeat=1).batch
+    batch = prepared(f"{file}:{factory}", file.parent).batch
     args, kwargs = (0, {"x"}) if factory == "by_name" else (1, set())
     assert (len(batch.args), batch.kwargs.keys()) == (args, kwargs)
 
 
 def test_a_module_can_be_named(file, monkeypatch):
     monkeypatch.syspath_prepend(str(file.parent))
-    found = model_ways.settings("net_of_the_caller:make", None, 0, file.parent, steps=1, repeat=1)
-    assert isinstance(found.model, nn.Module)
+    assert isinstance(prepared("net_of_the_caller:make", file.parent).made, nn.Module)
 
 
 def test_budgets_that_no_plan_fits_and_ways_that_fail_are_told(file, capsys):
@@ -130,10 +134,10 @@ def test_budgets_that_no_plan_fits_and_ways_that_fail_are_told(file, capsys):
 
 
 def test_a_cache_of_keys_and_values_is_turned_off(file, capsys):
-    found = model_ways.settings(f"{file}:make", None, 0, file.parent, steps=1, repeat=1)
-    found.model.config = type("Config", (), {"use_cache": True})()
-    assert model_ways.run(found) == 0
-    assert found.model.config.use_cache is False
+    found = prepared(f"{file}:make", file.parent)
+    found.made.config = type("Config", (), {"use_cache": True})()
+    assert ways.run(found) == 0
+    assert found.made.config.use_cache is False
     assert "model.config.use_cache was set to False" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench import steps as processes
+from bench import processes
 
 
 class Clock:

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from fusedckpt.autograd.dispatch import forced_path
 
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
-from bench import __main__ as command
-from bench import capacity, cases, ways
-from bench.capacity_report import capacities
-from bench.records import lines
-from bench.results import MIB
-from bench.sizes import SIZES
 
+from bench import __main__ as command
+from bench import capacity, cases, implementations
+from bench.measure import Implementation
+from bench.results import read
+from bench.settings import SIZES
+
+MIB = 2**20
 TINY = [
-    *("capacity", "--device=cpu", "--size=tiny", "--memory=1", "--repeat=1"),
+    *("capacity", "--in-process", "--device=cpu", "--size=tiny", "--memory=1", "--repeat=1"),
     "--case=gated_mlp",
 ]
 
 
 @pytest.fixture(autouse=True)
 def cheap_path(monkeypatch):
-    for name in [name for name in ways.BASELINES if name.startswith("torch.compile")]:
-        monkeypatch.delitem(ways.BASELINES, name)
+    baselines = implementations.BASELINES
+    for name in [name for name in baselines if name.startswith("torch.compile")]:
+        monkeypatch.delitem(baselines, name)
     with forced_path("aten"):
         yield
 
@@ -61,21 +60,21 @@ def test_sequences_are_as_long_for_everyone():
 
 def test_what_fits_is_found_and_timed(tmp_path, capsys):
     assert command.main([*TINY, f"--out={tmp_path}"]) == 0
-    (found,) = capacities(lines(tmp_path / "capacity.jsonl"))
-    rows = {row.name: row for row in found.rows if row.failure != "not installed"}
+    found = read(tmp_path / "capacity.jsonl")
+    rows = {row["name"]: row for row in found if row["failure"] != "not installed"}
     assert list(rows) == [
         *("eager", "checkpoint", "fusedckpt inputs", "fusedckpt gate", "fusedckpt preact")
     ]
     for row in rows.values():
-        assert row.tokens > 0
-        assert row.tokens % 48 == 0
+        tokens, peak = row["tokens"], row["peak_bytes"]
+        assert tokens > 0
+        assert tokens % 48 == 0
         # another eighth, or step, would not have fitted
-        assert row.peak_bytes * (row.tokens + max(48, row.tokens / 8)) / row.tokens > MIB
-        assert row.peak_bytes <= MIB
-        assert row.both_ms is not None
-        assert row.tokens_per_second == pytest.approx(row.tokens / row.both_ms.median * 1e3)
-    assert rows["fusedckpt inputs"].tokens > rows["checkpoint"].tokens
-    assert found.environment["torch"] == torch.__version__
+        assert peak * (tokens + max(48, tokens / 8)) / tokens > MIB
+        assert peak <= MIB
+        assert len(row["both_ms"]) == 1
+    assert rows["fusedckpt inputs"]["tokens"] > rows["checkpoint"]["tokens"]
+    assert found[0]["torch"] == torch.__version__
     assert command.main(["plot", str(tmp_path / "capacity.jsonl")]) == 0
     (figure,) = tmp_path.glob("*.png")
     assert figure.name == "capacity-gated_mlp-tiny-32-1-float32.png"
@@ -91,17 +90,18 @@ def test_who_is_wrong_or_fails_has_no_capacity(tmp_path, monkeypatch):
 
         return fn
 
-    monkeypatch.setitem(ways.BASELINES, "limited", limited)
-    monkeypatch.setitem(ways.BASELINES, "off", lambda eager: lambda *inputs: 1.01 * eager(*inputs))
+    monkeypatch.setitem(implementations.BASELINES, "limited", limited)
+    monkeypatch.setitem(
+        implementations.BASELINES, "off", lambda eager: lambda *inputs: 1.01 * eager(*inputs)
+    )
 
     def crash(*inputs):
         raise ValueError("not on [this] device")
 
-    monkeypatch.setitem(ways.BASELINES, "crash", lambda eager: crash)
+    monkeypatch.setitem(implementations.BASELINES, "crash", lambda eager: crash)
     options = ("--only=limited", "--only=off", "--only=crash", "--memory=8", f"--out={tmp_path}")
     assert command.main([*TINY, *options]) == 1
-    (line,) = (tmp_path / "capacity.jsonl").read_text().splitlines()
-    rows = {row["name"]: row for row in json.loads(line)["rows"]}
+    rows = {row["name"]: row for row in read(tmp_path / "capacity.jsonl")}
     assert rows["limited"]["tokens"] == 96
     assert rows["limited"]["failure"] is None
     assert rows["off"]["failure"].startswith("wrong: result 0")
@@ -111,32 +111,32 @@ def test_who_is_wrong_or_fails_has_no_capacity(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
-    before, left = capacity.Rival.time, iter(range(2 * 2 + 1))
+    before, left = Implementation.time, iter(range(2 * 2 + 1))
 
-    def interrupt(self, watch) -> None:
+    def interrupt(*args) -> None:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        before(self, watch)
+        before(*args)
 
-    monkeypatch.setattr(capacity.Rival, "time", interrupt)
+    monkeypatch.setattr(Implementation, "time", interrupt)
     options = ("--case=mlp", "--only=checkpoint", "--repeat=5", f"--out={tmp_path}")
     assert command.main([*TINY, *options]) == 130
-    (found,) = capacities(lines(tmp_path / "capacity.jsonl"))
-    assert [row.failure for row in found.rows] == [None, "interrupted"]
+    found = read(tmp_path / "capacity.jsonl")
+    assert [row["failure"] for row in found] == [None, "interrupted"]
 
 
 def test_an_interrupt_shows_what_fits_and_keeps_what_there_was(tmp_path, monkeypatch, capsys):
-    def interrupt(self, watch) -> None:
+    def interrupt(*args) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(capacity.Rival, "time", interrupt)
+    monkeypatch.setattr(Implementation, "time", interrupt)
     options = ("--case=mlp", "--only=checkpoint", f"--out={tmp_path}")
     assert command.main([*TINY, *options]) == 130
-    (found,) = capacities(lines(tmp_path / "capacity.jsonl"))
+    found = read(tmp_path / "capacity.jsonl")
     out = capsys.readouterr().out
-    assert all(f"{row.name:<14}" in out and f"{row.tokens:,}" in out for row in found.rows)
+    assert all(f"{row['name']:<14}" in out and f"{row['tokens']:,}" in out for row in found)
     # nothing is known yet that could stand in its place
-    monkeypatch.setattr(capacity.Rival, "fit", lambda *args: interrupt(*args[:2]))
+    monkeypatch.setattr(capacity.Search, "fit", interrupt)
     before = (tmp_path / "capacity.jsonl").read_text()
     assert command.main([*TINY, *options]) == 130
     assert (tmp_path / "capacity.jsonl").read_text() == before
@@ -146,7 +146,7 @@ def test_it_fails_where_ours_raises(tmp_path, monkeypatch, capsys):
     def crash(*inputs):
         raise ValueError("not here")
 
-    monkeypatch.setitem(ways.BASELINES, "ours(crash)", lambda eager: crash)
+    monkeypatch.setitem(implementations.BASELINES, "ours(crash)", lambda eager: crash)
     assert command.main([*TINY, "--only=ours", f"--out={tmp_path}"]) == 1
     assert "ours(crash): ValueError: not here" in capsys.readouterr().out
 

@@ -174,7 +174,6 @@ def test_the_file_is_read_once(tmp_path, monkeypatch, environment, name):
 
 
 # what follows is the command
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command  # noqa: E402
@@ -187,7 +186,7 @@ TINY = ["tune", "--device=cpu", "--size=tiny", "--tokens=8", "--dtype=float32", 
 def one_key(monkeypatch):
     # the interpreter takes seconds a candidate
     monkeypatch.setattr(tune, "TILE_CASES", {"short": "linear_act"})
-    monkeypatch.setattr(tune, "PLAN_CASES", ("linear_act",))
+    monkeypatch.setattr(tune, "VARIANT_CASES", ("linear_act",))
 
 
 @interpreted
@@ -207,7 +206,9 @@ def test_tuning_fills_the_cache(tmp_path, monkeypatch, capsys, one_key):
     # each candidate was really launched
     assert {tuple(tile) for tile in used} == {(32, 64, 16, 4, 1, 2), (32, 32, 16, 4, 1, 1)}
     out = capsys.readouterr().out
-    _, rows, plans = re.split("rows for TILES in kernels/tiles.py:|plans, which .* alone .*:", out)
+    _, rows, plans = re.split(
+        "rows for TILES in kernels/tiles.py:|variants, which .* alone .*:", out
+    )
     measured = {"short": Tile(*found.tiles["interpreter", 4, "short"])}
     row = TILES["interpreter", 4]._replace(**measured)
     assert eval(f"{{{rows}}}", vars(tiles)) == {("interpreter", 4): row}
@@ -229,7 +230,7 @@ def test_what_is_printed_can_be_pasted_into_the_table():
     printed = "\n".join(tune.rows_of(choices, "sm_86"))
     assert eval(f"{{{printed}}}", vars(tiles)) == {("sm_80", 2): half, ("sm_80", 4): single}
     # nothing was measured here: no row, and no heading for one
-    assert [*tune.report(choices, "sm_100", Path("file"))] == ["\nsm_100, kept in file"]
+    assert [*tune.report(choices, "sm_100", Path("file"))] == ["\nsm_100, stored in file"]
 
 
 @interpreted
@@ -255,7 +256,7 @@ def test_a_file_that_is_not_ours_is_not_replaced(tmp_path, capsys, text):
 def test_a_file_of_ours_is_replaced_whatever_its_version(tmp_path, text):
     path = tmp_path / "tuned.json"
     path.write_text(text)
-    tune._check_place(path)
+    tune.check_place(path)
     assert path.read_text() == text
     assert [*tmp_path.iterdir()] == [path]
 
@@ -311,7 +312,7 @@ def test_an_interrupt_keeps_what_was_chosen(tmp_path, monkeypatch, one_key):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tune.Tuner, "race", lambda self, case, size, tokens, ways: [*ways][-1])
-    monkeypatch.setattr(tune.Tuner, "plan", interrupt)
+    monkeypatch.setattr(tune.Tuner, "variant", interrupt)
     path = tmp_path / "tuned.json"
     assert command.main([*TINY, f"--cache={path}"]) == 130
     assert list(tuned.load(path).tiles) == [("interpreter", 4, "short")]
@@ -325,7 +326,7 @@ def test_there_is_nothing_to_tune_on_aten(tmp_path, capsys):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_shipped_candidates_are_tiles_that_the_cache_takes():
-    from bench.candidates import candidates
+    from bench.tune import candidates
 
     for itemsize in (2, 4):
         for tile in candidates("sm_90", itemsize):

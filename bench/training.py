@@ -7,7 +7,7 @@ Memory is that of a step which finds gradients there, as all but a first micro-b
 from __future__ import annotations
 
 import copy
-import time
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,28 +16,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.benchmark.utils.timer import timer
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedckpt
-from bench.classics_results import Curve, Row
-from bench.results import MIB, Timing
-from bench.text import significant
+from bench.results import Row, median, ratios, rounded
+from bench.tables import MIB, difference, mib, show, significant
+from fusedckpt import MemoryReport
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.reporting.memory_report import MemoryReport, measure
-from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import trial
-
-__all__ = [
-    "BUDGETS", "NUM_PLANS", "Batch", "Trial", "Way", "Workload", "compare", "plans", "take_turns",
-]  # fmt: skip
 
 # equally long parts of a step; of each a curve has the highest
 SLICES = 160
-# of the way from the least peak that a plan reaches to that of keeping everything
+# of the way from the least peak that a plan reaches to that of saving everything
 BUDGETS = (0.25, 0.5, 0.75)
 POLICIES = ("all", "sqrt", "speed", "memory")
 NUM_PLANS = len(POLICIES) + len(BUDGETS)
+NOTES = (
+    "saved: for backward; peak: of a step, beside parameters and gradients, which are there",
+    "already; asked, predicted: that peak, as a plan's activation budget and by the plan;",
+    "again: FLOPs that backward repeats, of the forward's; ms: of forward and backward;",
+    "MiB per ms: what the peak loses for each millisecond more; last loss: of the last step;",
+    "diff.: the largest of all steps to the first row's",
+)
 
 
 class Way(NamedTuple):
@@ -47,17 +49,13 @@ class Way(NamedTuple):
     run: Callable[..., Any]
     plan: fusedckpt.Plan | None = None
 
-    @classmethod
-    def torch(cls, model: Any, segments: int) -> Way:
-        """PyTorch's checkpoint_sequential."""
-        run = partial(checkpoint_sequential, model, segments, use_reentrant=False)
-        return cls(f"torch {segments}", run)
 
-    @classmethod
-    def ours(cls, model: Any, segments: int | str) -> Way:
-        """Ours."""
-        run = partial(fusedckpt.checkpoint_sequential, model, segments)
-        return cls(f"fusedckpt {segments}", run)
+def in_segments(model: Any, whose: str, segments: int | str) -> Way:
+    """Return torch's checkpoint_sequential, or ours."""
+    run = partial(fusedckpt.checkpoint_sequential, model, segments)
+    if whose == "torch":
+        run = partial(checkpoint_sequential, model, segments, use_reentrant=False)
+    return Way(f"{whose} {segments}", run)
 
 
 class Batch(NamedTuple):
@@ -71,11 +69,14 @@ class Batch(NamedTuple):
 class _Run(nn.Module):
     """A way of running a model, as a module that has the model's parameters."""
 
-    def __init__(self, run: Callable[..., Any], model: nn.Module):
+    def __init__(self, run: Callable[..., Any], model: nn.Module, accumulates: bool = False):
         super().__init__()
-        self.run, self.model = run, model
+        self.run, self.model, self.accumulates = run, model, accumulates
 
     def forward(self, batch: Batch) -> Any:
+        for parameter in self.parameters() if self.accumulates else ():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         return self.run(*batch.args, **batch.kwargs)
 
 
@@ -86,11 +87,6 @@ class Workload(NamedTuple):
     batches: Sequence[Batch]
     loss: Callable[[Any, Any], Tensor]
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return next(self.model.parameters()).device
 
     def backward(self, run: Callable[..., Any], batch: Batch | None = None) -> Tensor:
         """Run forward and backward, by default on the first batch."""
@@ -109,42 +105,35 @@ class Workload(NamedTuple):
     def planned(self, name: str, model: nn.Module | None = None, **options: Any) -> Way:
         """Plan a copy of the model, or the one that is given, for the first batch."""
         model = self.copied() if model is None else model
-        args, kwargs, target = self.batches[0]
-        loss = partial(self._loss_of, target)
+        args, kwargs, _ = self.batches[0]
+        loss = self._first_loss
         plan = fusedckpt.plan(model, *args, loss=loss, progress=False, **options, **kwargs)
         return Way(name, plan.apply(model), plan)
 
-    def _loss_of(self, target: Any, output: Any) -> Tensor:
-        return self.loss(output, target)
+    def _first_loss(self, output: Any) -> Tensor:
+        return self.loss(output, self.batches[0].target)
 
     def report(self, run: Callable[..., Any]) -> MemoryReport:
         """Take a step on the first batch where gradients are there already."""
-        batch = self.batches[0]
-        trained: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
-        gradients = {parameter: torch.zeros_like(parameter) for parameter in trained}
-        loss = partial(self._loss_of, batch.target)
-        step = Step(_Run(run, self.model), (batch,), {}, loss, None, gradients)
-        with trial(step.model, None, batch):
-            return measure(step)
+        model = _Run(run, self.model, accumulates=True)
+        return fusedckpt.report(model, self.batches[0], loss=self._first_loss)
 
-    def flops(self, run: Callable[..., Any]) -> int:
-        """Return the FLOPs of forward and backward."""
-        with trial(_Run(run, self.model)), FlopCounterMode(display=False) as counter:
-            self.backward(run)
-        return counter.get_total_flops()
-
-    def forward_flops(self) -> int:
-        """Return the FLOPs of the forward alone."""
+    def flops(self, run: Callable[..., Any], backward: bool = True) -> int:
+        """Return the FLOPs of forward and backward, or of the forward alone."""
         args, kwargs, _ = self.batches[0]
-        with trial(self.model), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self.model(*args, **kwargs)
+        with trial(_Run(run, self.model)), FlopCounterMode(display=False) as counter:
+            if backward:
+                self.backward(run)
+            else:
+                with torch.no_grad():
+                    run(*args, **kwargs)
         return counter.get_total_flops()
 
     def peak_bytes(self, run: Callable[..., Any]) -> int:
         """Return the peak of forward and backward, parameters and new gradients included."""
         held = [*self.model.parameters(), *self.model.buffers(), *self.batches[0].args]
         with trial(_Run(run, self.model)):
-            return nbytes_of(held) + peak_bytes(lambda: self.backward(run), self.device)
+            return nbytes_of(held) + peak_bytes(lambda: self.backward(run), held[0].device)
 
 
 class Trial:
@@ -164,24 +153,25 @@ class Trial:
         self.losses.append([])
         with trial(_Run(self.way.run, self.work.model), optimizer):
             for batch in self.work.batches:
-                began = self._now()
+                # synchronises a GPU
+                began = timer()
                 loss = self.work.backward(self.way.run, batch)
-                self.samples.append(1e3 * (self._now() - began))
+                self.samples.append(1e3 * (timer() - began))
                 self.losses[-1].append(loss.item())
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-    def _now(self) -> float:
-        if self.work.device.type == "cuda":
-            torch.cuda.synchronize(self.work.device)
-        return time.perf_counter()
-
-    def difference(self, reference: Trial) -> float:
-        """Return how far any loss of any turn is from the reference's."""
+    def columns(self, reference: Trial) -> Row:
+        """Return what it found, beside another's."""
         # torch's max keeps a NaN, Python's may drop it
         mine = torch.tensor(self.losses, dtype=torch.float64)
         theirs = torch.tensor(reference.losses[0], dtype=torch.float64)
-        return (mine - theirs).abs().max().item()
+        return {
+            "name": self.way.name,
+            "ms": rounded(self.samples),
+            "losses": self.losses[0],
+            "loss_difference": (mine - theirs).abs().max().item(),
+        }
 
 
 def take_turns(trials: Sequence[Trial], repeat: int, tick: Callable[[str], None]) -> None:
@@ -224,13 +214,13 @@ def compare(
     tick: Callable[[str], None],
     shown: Container[str] = (),
     failures: list[str] | None = None,
-) -> tuple[Row, ...]:
-    """Weigh and time all ways; the first is the one that others are held to.
+) -> list[Row]:
+    """Measure memory and time of all ways; others are held to the first.
 
     shown: those whose memory through a step is recorded, too; failures: where to note what others
     than the first raised, instead of raising it.
     """
-    forward_flops = work.forward_flops()
+    forward_flops = work.flops(work.model, backward=False)
     found: list[tuple[Trial, MemoryReport, int]] = []
     for way in ways:
         tick(way.name)
@@ -242,33 +232,31 @@ def compare(
             failures.append(f"{way.name}: {type(error).__name__}: {error}")
     trials = [trial for trial, *_ in found]
     take_turns(trials, repeat, tick)
-    return tuple(
-        Row(
-            trial.way.name,
-            saved_bytes=report.saved_bytes,
-            rise_bytes=report.peak_bytes - _resident(report),
-            asked_bytes=_rise(report, trial.way.plan and trial.way.plan.budget_bytes),
-            predicted_bytes=_rise(report, trial.way.plan and trial.way.plan.predicted_bytes),
-            recomputed=(total - found[0][2]) / forward_flops if forward_flops else 0.0,
-            ms=Timing.of(trial.samples),
-            losses=tuple(trial.losses[0]),
-            loss_difference=trial.difference(trials[0]),
-            curve=_curve(report) if trial.way.name in shown else None,
+    rows = []
+    for one, report, flops in found:
+        plan, there = one.way.plan, _resident(report)
+        asked = (plan.budget_bytes, plan.predicted_bytes) if plan else (None, None)
+        rows.append(
+            {
+                **one.columns(trials[0]),
+                "saved_bytes": report.saved_bytes,
+                "rise_bytes": report.peak_bytes - there,
+                "asked_bytes": None if asked[0] is None else asked[0] - there,
+                "predicted_bytes": None if asked[1] is None else asked[1] - there,
+                "recomputed": (flops - found[0][2]) / forward_flops if forward_flops else 0.0,
+                "curve": _curve(report) if one.way.name in shown else None,
+            }
         )
-        for trial, report, total in found
-    )
+    return rows
 
 
 def _resident(report: MemoryReport) -> int:
     """Return the bytes of parameters and gradients, which no activation budget bounds."""
-    return report.resident_bytes - report.input_bytes - report.buffer_bytes
+    return report.parameter_bytes + report.gradient_bytes
 
 
-def _rise(report: MemoryReport, peak: int | None) -> int | None:
-    return None if peak is None else peak - _resident(report)
-
-
-def _curve(report: MemoryReport) -> Curve:
+def _curve(report: MemoryReport) -> Row:
+    """Return memory through a step: ms, ms of the forward, the highest of each part and the end."""
     times = np.array([moment.time_ns for moment in report.timeline])
     lives = np.array([moment.live_bytes for moment in report.timeline]) - _resident(report)
     starts = np.arange(SLICES) * times[-1] / SLICES
@@ -276,5 +264,47 @@ def _curve(report: MemoryReport) -> Curve:
     highest = lives[np.searchsorted(times, starts, side="right") - 1]
     np.maximum.at(highest, np.searchsorted(starts, times, side="right") - 1, lives)
     forward = next(m.time_ns for m in report.timeline if m.phase == "backward")
-    mib = tuple(round(nbytes / MIB, 3) for nbytes in highest.tolist())
-    return Curve(times[-1].item() / 1e6, forward / 1e6, mib)
+    mib = [round(nbytes / MIB, 3) for nbytes in [*highest.tolist(), lives[-1].item()]]
+    return {"ms": times[-1].item() / 1e6, "forward_ms": forward / 1e6, "mib": mib}
+
+
+def slowdown(row: Row, reference: Row) -> float:
+    """Return the median of the ratios within turns, where load that comes and goes cancels."""
+    return median(ratios(row["ms"], reference["ms"]))
+
+
+def worst_difference(rows: Sequence[Row]) -> float:
+    """Return the largest difference of losses; NaN if there is one."""
+    # Python's max may drop a NaN
+    return max((row["loss_difference"] for row in rows), key=lambda x: (math.isnan(x), x))
+
+
+def _trade(row: Row, reference: Row) -> str:
+    """What of the peak a millisecond more buys; "-" where none is added."""
+    added = median([a - b for a, b in zip(row["ms"], reference["ms"], strict=True)])
+    if row is reference or added <= 0:
+        return "-"
+    # a zero loses its sign
+    rate = (reference["rise_bytes"] - row["rise_bytes"]) / MIB / added
+    return f"{round(rate, 2) + 0.0:.2f}"
+
+
+def show_ways(title: str, notes: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print a line per way."""
+    sizes = ("saved_bytes", "asked_bytes", "predicted_bytes", "rise_bytes")
+    heads = [f"{name}\nMiB" for name in ("saved", "asked", "predicted", "peak")]
+    heads += ["again\n%", "MiB\nper ms", "ms", f"of\n{rows[0]['name']}", "last\nloss", "diff."]
+    lines = [
+        [
+            row["name"],
+            *(mib(row[size]) for size in sizes),
+            f"{100 * row['recomputed']:.0f}",
+            _trade(row, rows[0]),
+            significant(median(row["ms"])),
+            f"{slowdown(row, rows[0]):.2f}x",
+            f"{row['losses'][-1]:.4f}",
+            difference(row["loss_difference"]),
+        ]
+        for row in rows
+    ]
+    show(title, ["way", *heads], lines, notes)

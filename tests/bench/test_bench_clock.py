@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
-from bench import clock, contender
-from bench.cases import Way
+from bench import clock
+from bench.measure import Implementation, Work
 
 POOL = (0, 7)
 
@@ -130,12 +129,12 @@ def test_who_cannot_be_captured_is_launched(device):
         return x * 2
 
     x = torch.ones(3, requires_grad=True)
-    work = contender.Work([x], [torch.ones(3)], torch.device("cpu"))
-    one = contender.Contender("one", Way(fn))
+    work = Work([x], [torch.ones(3)], torch.device("cpu"))
+    one = Implementation("one", fn)
     forward, backward = one.steps(work, POOL)
     assert not one.is_graph
     assert torch.equal(forward()[0], x * 2)
     assert torch.equal(backward()[0], torch.full((3,), 2.0))
-    other = contender.Contender("other", Way(torch.sin))
+    other = Implementation("other", torch.sin)
     other.steps(work, POOL)
     assert other.is_graph

@@ -14,16 +14,16 @@ import pytest
 import torch
 from support import HANGS
 
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from stepping import Clock
 
 from bench import __main__ as command
-from bench import gpu
-from bench import steps as processes
-from bench.gpu import Settings
-from bench.steps import Step, Stops, take
+from bench import gpu, processes
+from bench.env import settled
+from bench.gpu import Step
+from bench.processes import Stops, take
+from bench.settings import parsers
 
 CPU = ["gpu", "--allow-cpu", "--tiny", "--minutes=9"]
 
@@ -35,7 +35,7 @@ def python(code: str) -> tuple[str, ...]:
 @pytest.fixture
 def steps(monkeypatch):
     made: list[Step] = []
-    monkeypatch.setattr(gpu, "steps_of", lambda chosen: made)
+    monkeypatch.setattr(gpu, "steps_of", lambda *chosen: made)
     return made
 
 
@@ -109,7 +109,7 @@ def test_time_that_is_up_interrupts_first(tmp_path, request, monkeypatch, handle
     signal.signal(signal.SIGINT, handler)
     log = tmp_path / "log"
     Clock(monkeypatch, log, grace_ends=False)
-    assert take(Step("slow", python(SLEEPER)), log, 3.0, Stops()) == ("out of time", 130)
+    assert take(python(SLEEPER), log, 3.0, Stops()) == ("out of time", 130)
     assert log.read_text() == "half\nkept\n"
 
 
@@ -118,7 +118,7 @@ def test_who_does_not_stop_is_killed(tmp_path, monkeypatch):
     clock = Clock(monkeypatch, log, grace_ends=True)
     code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     code += "; print('deaf', flush=True); time.sleep(3600)"
-    outcome, status = take(Step("deaf", python(code)), log, 2.0, Stops())
+    outcome, status = take(python(code), log, 2.0, Stops())
     assert (outcome, status) == ("out of time", -9)
     assert clock.sent == [signal.SIGINT, signal.SIGKILL]
 
@@ -180,7 +180,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path, monkeypatch, steps, outer):
 def test_nothing_of_a_step_outlives_it(tmp_path):
     sleeper = [*python("import time; time.sleep(3600)")]
     code = f"import subprocess; print(subprocess.Popen({sleeper}).pid)"
-    assert take(Step("parent", python(code)), tmp_path / "log", HANGS, Stops()) == ("ok", 0)
+    assert take(python(code), tmp_path / "log", HANGS, Stops()) == ("ok", 0)
     stat = Path(f"/proc/{(tmp_path / 'log').read_text().strip()}/stat")
     with suppress(FileNotFoundError, ProcessLookupError):
         # a zombie until someone waits for it
@@ -224,11 +224,16 @@ def test_a_restart_measures_again_and_keeps_what_was(tmp_path, steps):
     assert (tmp_path / "mine.txt").exists()
 
 
+def prepared(*options: str):
+    return gpu.prepare(settled(vars(parsers()[1]["gpu"].parse_args(["--allow-cpu", *options]))))
+
+
 def test_a_folder_is_meant_from_where_the_command_is_called(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    chosen = gpu.settings(9.0, Path("here"), True, True, False)
+    chosen = prepared("--out=here", "--tiny")
     assert chosen.out == tmp_path / "here"
-    assert any(str(tmp_path / "here") in word for s in gpu.steps_of(chosen) for word in s.command)
+    steps = gpu.steps_of(chosen.out, 9.0, True)
+    assert any(str(tmp_path / "here") in word for s in steps for word in s.command)
 
 
 @pytest.mark.parametrize(
@@ -283,14 +288,15 @@ def test_what_takes_all_it_may_ends_in_time(tmp_path, monkeypatch, minutes):
     """Each step as long as its limit, and then the grace."""
     now = [0.0]
 
-    def slowly(step, log, seconds, stops):
+    def slowly(command, log, seconds, stops):
         now[0] += seconds + processes.GRACE
         log.touch()
         return "out of time", -9
 
     monkeypatch.setattr(gpu, "take", slowly)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
-    chosen = Settings(minutes, tmp_path, False, False)
+    chosen = prepared(f"--minutes={minutes}", f"--out={tmp_path}")
+    chosen.tiny = False
     assert gpu.run(chosen) == 1
     assert now[0] <= 60 * minutes
     # with the time it has by default, what reads is read even then
@@ -300,9 +306,9 @@ def test_what_takes_all_it_may_ends_in_time(tmp_path, monkeypatch, minutes):
 @pytest.mark.parametrize(("has_xdist", "cores"), [(True, 16), (True, 1), (False, 16)])
 def test_tests_share_the_gpu_where_they_can(tmp_path, monkeypatch, has_xdist, cores):
     found = object() if has_xdist else None
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: found)
     monkeypatch.setattr(gpu.os, "cpu_count", lambda: cores)
-    steps = gpu.steps_of(Settings(9.0, tmp_path, False, False))
+    steps = gpu.steps_of(tmp_path, 9.0, False)
     commands = [" ".join(step.command) for step in steps if "pytest" in step.command]
     assert len(commands) == 2
     for words in commands:
@@ -310,24 +316,23 @@ def test_tests_share_the_gpu_where_they_can(tmp_path, monkeypatch, has_xdist, co
 
 
 def test_the_steps_of_a_gpu_are_commands_that_exist(tmp_path, monkeypatch):
-    chosen = Settings(9.0, tmp_path, False, False)
     seen = []
     monkeypatch.setattr(command, "_run", lambda parser, args: seen.append(args) or 0)
-    steps = gpu.steps_of(chosen)
+    steps = gpu.steps_of(tmp_path, 9.0, False)
     for step in steps:
         if step.command[1:3] == ("-m", "bench"):
             assert command.main(step.command[3:]) == 0
     assert {args.command for args in seen} == {"env", "run", "tune", "capacity", "table", "plot"}
-    assert all((gpu.ROOT / f"tests/test_{name}.py").exists() for name in gpu.KERNEL_TESTS)
+    assert all((gpu.ROOT / "tests" / name).exists() for name in gpu.KERNEL_TESTS)
     assert [step.name for step in steps][:3] == ["env", "smoke", "tests"]
 
 
 def test_a_cpu_goes_through_the_same_steps(tmp_path, monkeypatch, capsys):
     # a process takes seconds: two of them show that the commands are right
-    chosen = gpu.steps_of(Settings(9.0, tmp_path, True, False))
+    chosen = gpu.steps_of(tmp_path, 9.0, True)
     # interpreted kernels would take longer
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(gpu, "steps_of", lambda _: [chosen[2], chosen[3]])
+    monkeypatch.setattr(gpu, "steps_of", lambda *_: [chosen[2], chosen[3]])
     assert command.main([*CPU, f"--out={tmp_path}"]) == 0, capsys.readouterr().out
     assert outcomes(tmp_path) == {"cases": "ok", "table": "ok"}
     assert (tmp_path / "run.jsonl").exists()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from matplotlib.figure import Figure
 
 from bench import __main__ as command
-from bench import capacity_report, compare, figures, picture
-from bench.capacity_report import Capacity, Fit
-from bench.results import Ceilings, Group, Load, Row, Timing, append, read
-from bench.table import markdown, notes, source, sources, table
+from bench import compare, figures, plot, table
+from bench.results import append, groups, key_of, least_ms, read, title
 
 FACTS = {
     "device": "a device",
@@ -28,39 +25,58 @@ FACTS = {
     "triton": "3.7",
     "fusedckpt": "0.1",
 }
+Row = dict[str, Any]
 
 
-def row(name: str, ms: float = 3.0, peak: int = 1000, **changes) -> Row:
-    times = [Timing.of([scale * ms, 0.9 * scale * ms] * 3) for scale in (0.4, 0.6, 1.0)]
+def row(name: str, ms: float = 3.0, peak: int = 1000, **changes: Any) -> Row:
+    times = {
+        f"{what}_ms": [scale * ms, 0.9 * scale * ms] * 3
+        for what, scale in (("forward", 0.4), ("backward", 0.6), ("both", 1.0))
+    }
     if "failure" in changes:
-        changes |= {"forward_ms": None, "backward_ms": None, "both_ms": None}
-    return replace(Row(name, None, False, *times, 500, peak, 800, (1e-7,)), **changes)
+        times = dict.fromkeys(times)
+    return {
+        **{"name": name, "failure": None, "is_wrong": False, **times, "saved_bytes": 500},
+        **{"peak_bytes": peak, "backward_peak_bytes": 800, "errors": [1e-7], "is_graph": False},
+        **changes,
+    }
 
 
-def group(*rows: Row, case: str = "mlp", **changes) -> Group:
-    load = Load(10**9, 2 * 10**9, 10**6, 2 * 10**6)
-    made = Group(
-        case, "tiny", 48, 32, 80, 16, rows, "float32", 48, load, Ceilings(1.5, 10.0), FACTS
-    )
-    return replace(made, **changes)
+def group(*rows: Row, case: str = "mlp", **changes: Any) -> list[Row]:
+    shared = {
+        **{"case": case, "size": "tiny", "tokens": 48, "dim": 32, "hidden": 80, "kv": 16},
+        **{"dtype": "float32", "checked_tokens": 48, "seq": None, "flops": 3 * 10**9},
+        **{"bytes": 3 * 10**6, "matmul_tflops": 1.5, "copy_gbytes": 10.0, **FACTS},
+        **changes,
+    }
+    return [shared | one for one in rows]
 
 
-def fits(**changes) -> Capacity:
-    rows = (Fit("eager", None, 96, 2**20, Timing.of([2.0])), Fit("ours", "no room", 0, 0, None))
-    return replace(Capacity("mlp", "tiny", 32, 80, "float32", 1, FACTS, rows), **changes)
+def fits() -> list[Row]:
+    shared = {"case": "mlp", "size": "tiny", "dim": 32, "hidden": 80, "dtype": "float32"}
+    shared |= {"memory": 1, "is_wrong": False, **FACTS}
+    eager = {"name": "eager", "failure": None, "tokens": 96, "peak_bytes": 2**20}
+    ours = {"name": "ours", "failure": "no room", "tokens": 0, "peak_bytes": 0, "both_ms": None}
+    return [shared | eager | {"both_ms": [2.0]}, shared | ours]
 
 
-def write(path: Path, *groups: Group) -> Path:
+def write(path: Path, *found: list[Row]) -> Path:
     path.unlink(missing_ok=True)
-    for one in groups:
-        append(one, path)
+    for rows in found:
+        append(rows, path)
     return path
+
+
+def cells(rows: list[Row], head: str) -> list[str]:
+    """Return a column of what is printed."""
+    place = [name.replace("\n", " ") for name in table.HEADS].index(head)
+    return [table.cells(one, rows[0])[place] for one in rows]
 
 
 def test_the_front_is_what_nothing_beats():
     points = [(3.0, 1.0), (1.0, 3.0), (2.0, 3.0), (2.0, 2.0), (3.0, 1.0), (1.0, 4.0)]
-    assert [points[i] for i in figures.pareto_front(points)] == [(1, 3), (2, 2), (3, 1)]
-    assert figures.pareto_front([]) == []
+    assert [points[i] for i in plot.pareto_front(points)] == [(1, 3), (2, 2), (3, 1)]
+    assert plot.pareto_front([]) == []
 
 
 def test_names_move_apart_no_further_than_they_must():
@@ -71,37 +87,40 @@ def test_names_move_apart_no_further_than_they_must():
 
 
 def test_ceilings_bound_the_time_from_two_sides():
-    load = Load(10**9, 2 * 10**9, 10**6, 2 * 10**6)
     # 3 GFLOP at 1.5 TFLOP/s; 3 MB at 10 GB/s
-    assert Ceilings(1.5, 10.0).least_ms(load) == pytest.approx(2.0)
-    assert Ceilings(1500.0, 10.0).least_ms(load) == pytest.approx(0.3)
+    (one,) = group(row("eager"))
+    assert least_ms(one) == pytest.approx((2.0, 0.3))
+    assert least_ms(one | {"matmul_tflops": None}) is None
 
 
 def test_rates_count_what_the_case_needs():
-    (cells,) = zip(
-        *(column.cells for column in table(group(row("eager", 4.0))).columns), strict=True
-    )
+    (one,) = group(row("eager", 4.0))
+    found = table.cells(one, one)
     # the medians of 4.0 and 3.6
-    assert cells[:5] == ("eager", "1.520", "2.280", "3.800", "1.00x")
-    assert cells[5:] == ("1.00x", "10", "0.001", "0.001", "0.789", "0.789", "53%")
+    assert found[:5] == ["eager", "1.520", "2.280", "3.800", "1.00x"]
+    assert found[5:] == ["1.00x", "10", "0.001", "0.001", "0.789", "0.789", "53%"]
 
 
 def test_errors_are_held_against_eagers():
-    eager = row("eager", errors=(1e-7, 1e-6, 0.0))
-    rows = [
+    rows = group(
+        row("eager", errors=[1e-7, 1e-6, 0.0]),
         # of each result by itself, the worst
-        row("ours", errors=(1.5e-7, 5e-7, 0.0)),
-        row("far", errors=(1.2345e-6, 1e-6, 0.0)),
+        row("ours", errors=[1.5e-7, 5e-7, 0.0]),
+        row("far", errors=[1.2345e-6, 1e-6, 0.0]),
         # where eager is exact, of an epsilon
-        row("inexact", errors=(0.0, 0.0, 3 * 2**-23)),
-        row("exact", errors=(0.0, 0.0, 0.0)),
-        row("interrupted", errors=()),
-    ]
-    (column,) = (c for c in table(group(eager, *rows)).columns if c.header == "error")
-    assert list(column.cells) == ["1.00x", "1.50x", "12x", "3.00x", "0.00x", "-"]
+        row("inexact", errors=[0.0, 0.0, 3 * 2**-23]),
+        row("exact", errors=[0.0, 0.0, 0.0]),
+        row("interrupted", errors=[]),
+    )
+    assert cells(rows, "error") == ["1.00x", "1.50x", "12x", "3.00x", "0.00x", "-"]
 
 
-def test_notes_say_what_the_numbers_do_not():
+def test_ratios_of_a_table_are_taken_within_rounds():
+    rows = group(row("eager", both_ms=[1.0, 9.0, 2.0]), row("fused", both_ms=[2.0, 9.0, 6.0]))
+    assert cells(rows, "of eager") == ["1.00x", "2.00x"]
+
+
+def test_notes_say_what_the_numbers_do_not(capsys):
     rows = (
         row("eager", is_graph=True),
         row("ours"),
@@ -109,14 +128,16 @@ def test_notes_say_what_the_numbers_do_not():
         row("A", failure="not installed"),
         row("B", failure="not installed"),
     )
-    found = notes(group(*rows, checked_tokens=24))
-    assert found == [
+    notes = [
         "lost: RuntimeError: no",
         "not installed: A, B",
         "launched, not replayed from a graph: ours",
         "numbers checked at 24 tokens",
     ]
-    text = markdown(group(*rows))
+    table.show_rows(group(*rows, checked_tokens=24))
+    assert capsys.readouterr().out.splitlines()[-5:-1] == notes
+    table.show_rows(group(*rows), markdown=True)
+    text = capsys.readouterr().out
     assert "| eager | 1.140 |" in text
     assert "| lost" not in text
     assert "lost: RuntimeError: no" in text
@@ -125,9 +146,9 @@ def test_notes_say_what_the_numbers_do_not():
 def test_figures_are_drawn_from_files(tmp_path, capsys):
     names = ("eager", "torch.compile 0", "fusedckpt inputs", "torch(eager) per layer", "Liger")
     rows = [row(name, 3 + i, 900 - 90 * i) for i, name in enumerate(names)]
-    lost = row("lost", failure="RuntimeError: no", both_ms=None, peak_bytes=None)
-    norm = group(*rows, case="rms_norm", load=Load(0, 0, 100, 200))
-    other = group(*rows, tokens=96, ceilings=None)
+    lost = row("lost", failure="RuntimeError: no", peak_bytes=None)
+    norm = group(*rows, case="rms_norm", flops=0, bytes=300)
+    other = group(*rows, tokens=96, matmul_tflops=None, copy_gbytes=None)
     path = write(tmp_path / "run.jsonl", group(*rows, lost), norm, other)
     assert command.main(["plot", str(path), f"--out={tmp_path / 'made'}"]) == 0
     drawn = {file.stem for file in (tmp_path / "made").iterdir()}
@@ -142,36 +163,37 @@ def test_figures_are_drawn_from_files(tmp_path, capsys):
 
 def test_families_have_one_colour_in_every_picture():
     of = {
-        name: picture.family(name)
+        name: figures.family(name)
         for name in ("torch.compile 0", "ours(fused)", "quack", "fusedckpt inputs")
     }
     labels = [found.label for found in of.values()]
     assert labels == ["torch.compile", "fusedckpt.checkpoint", "other libraries", "fusedckpt"]
     # the demo's names
-    assert picture.family("fuse") == of["fusedckpt inputs"]
-    assert picture.family("fuse+ckpt") == of["ours(fused)"]
-    assert picture.family("checkpoint") == picture.family("torch(eager) per layer")
+    assert figures.family("fuse") == of["fusedckpt inputs"]
+    assert figures.family("fuse+ckpt") == of["ours(fused)"]
+    assert figures.family("checkpoint") == figures.family("torch(eager) per layer")
     demos = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan")
-    assert len({picture.family(name).colour for name in demos}) == len(demos)
+    assert len({figures.family(name).colour for name in demos}) == len(demos)
 
 
 def test_figures_name_every_source():
-    there = FACTS | {"commit": "fedcba9876543210", "tf32": True, "flash-attn": "2.8"}
-    here, other = group(row("eager")), group(row("eager"), case="stack", environment=there)
-    assert sources([here, replace(here, case="norm")]) == [source(here)]
-    first, second = sources([here, replace(here, case="norm"), other])
-    assert first == f"mlp, norm: {source(here)}"
+    there = {"commit": "fedcba9876543210", "tf32": True, "flash-attn": "2.8"}
+    here, norm = group(row("eager")), group(row("eager"), case="norm")
+    other = group(row("eager"), case="stack", **there)
+    assert table.sources([here, norm]) == [table.source(here)]
+    first, second = table.sources([here, norm, other])
+    assert first == f"mlp, norm: {table.source(here)}"
     assert second.startswith("stack: a device; torch 2.13, triton 3.7, fusedckpt 0.1, flash-attn")
     assert "TF32 matmuls; 2026-01-02, commit fedcba987654" in second
     assert "CUDA graphs" not in second
-    assert "CUDA graphs" in source(group(row("eager", is_graph=True)))
+    assert "CUDA graphs" in table.source(group(row("eager", is_graph=True)))
 
 
 def test_sequences_are_in_titles():
-    one = group(row("eager"), case="stack", seq=24)
-    assert one.title == "stack, tiny: 48 tokens, D = 32, F = 80, float32, sequences of 24"
-    assert one.heading == "stack, sequences of 24"
-    assert one.key != group(row("eager"), case="stack").key
+    (one,) = group(row("eager"), case="stack", seq=24)
+    assert title(one) == "stack, tiny: 48 tokens, D = 32, F = 80, float32, sequences of 24"
+    assert plot.heading(one) == "stack, sequences of 24"
+    assert key_of(one) != key_of(group(row("eager"), case="stack")[0])
 
 
 def test_points_are_led_to_their_names():
@@ -203,8 +225,8 @@ def test_shares_are_of_the_ceilings_of_their_own_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: seen.append(figure))
     # 3.8 ms where 2 and 1 are needed
     slow = group(row("eager", 4.0))
-    fast = group(row("eager", 4.0), case="stack", ceilings=Ceilings(3.0, 10.0))
-    figures.draw_roofline([slow, fast], tmp_path / "roofline.png")
+    fast = group(row("eager", 4.0), case="stack", matmul_tflops=3.0)
+    plot.draw_roofline([slow, fast], tmp_path / "roofline.png")
     ((axes,),) = (figure.axes for figure in seen)
     shares = [points.get_offsets()[0][0] for points in axes.collections]
     assert shares == pytest.approx([100 * 2 / 3.8, 100 * 1 / 3.8])
@@ -225,27 +247,26 @@ def test_files_without_results_end_in_one_line(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("name", "value", "message"),
     [
-        (("row", "both_ms", "median"), "3", "Row.both_ms.median is not a number"),
-        (("row", "both_ms", "samples"), [1, None], "Row.both_ms.samples[1] is not a number"),
-        (("row", "both_ms"), {"median": 1.0}, "missing 3 required"),
-        (("row", "is_wrong"), 1, "Row.is_wrong is not true or false"),
-        (("tokens",), 4.5, "Group.tokens is not a whole number"),
-        (("load", "forward_flops"), True, "Group.load.forward_flops is not a whole number"),
-        (("ceilings",), [1, 2], "Group.ceilings is not an object"),
-        (("environment", "date"), None, "environment names no date"),
-        (("novelty",), 1, "Group has no novelty"),
+        ("both_ms", "3", "both_ms is not a list of numbers"),
+        ("both_ms", [1, None], "both_ms is not a list of numbers"),
+        ("both_ms", {"median": 1.0}, "both_ms is not a list of numbers"),
+        ("errors", None, "errors is not a list of numbers"),
+        ("is_wrong", 1, "is_wrong is not true or false"),
+        ("tokens", 4.5, "tokens is not a whole number"),
+        ("flops", True, "flops is not a whole number"),
+        ("matmul_tflops", [1, 2], "matmul_tflops is not a number"),
+        ("date", None, "date is not a string"),
+        ("commit", ..., "it names no commit"),
     ],
 )
-def test_a_record_of_wrong_types_is_told_by_its_line(tmp_path, capsys, place, value, message):
+def test_a_row_of_wrong_types_is_told_by_its_line(tmp_path, capsys, name, value, message):
     path = write(tmp_path / "run.jsonl", group(row("eager"), row("ours")))
     first, second = path.read_text().splitlines()
-    record = json.loads(second)
-    inner = record
-    for name in place[:-1]:
-        inner = inner[name]
-    inner[place[-1]] = value
+    record = json.loads(second) | {name: value}
+    if value is ...:
+        del record[name]
     path.write_text(f"{first}\n{json.dumps(record)}\n")
     with pytest.raises(SystemExit) as ended:
         command.main(["table", str(path)])
@@ -259,27 +280,27 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path, capsys):
     path = write(tmp_path / "run.jsonl", group(row("eager"), row("ours")))
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    assert [[r.name for r in one.rows] for one in read(path)] == [["eager"]]
+    assert [one["name"] for one in read(path)] == ["eager"]
     assert "run.jsonl:2: left out, the line is unfinished" in capsys.readouterr().err
     # what comes next takes its place
     append(group(row("eager"), case="norm"), path)
-    assert [one.case for one in read(path)] == ["mlp", "norm"]
+    assert [one["case"] for one in read(path)] == ["mlp", "norm"]
     assert not capsys.readouterr().err
     # a line that lacks its end alone is whole
     path.write_bytes(whole[:-1])
     append(group(row("eager"), case="norm"), path)
-    assert [len(one.rows) for one in read(path)] == [2, 1]
+    assert [len(rows) for rows in groups(read(path))] == [2, 1]
 
 
 def test_files_of_both_kinds_can_be_joined(tmp_path, capsys):
     path = write(tmp_path / "all.jsonl", group(row("eager"), row("ours")))
-    capacity_report.append(fits(), path)
+    append(fits(), path)
     # one file to itself: every line is one
     path.write_bytes(2 * path.read_bytes())
     assert command.main(["table", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.count("mlp, tiny: 48 tokens") == 1
-    assert out.count(" ours ") == 1
+    assert out.count("\nours ") == 1
     assert out.count("mlp, tiny: D = 32, F = 80, float32, in 1 MiB") == 1
     assert "ours: no room" in out
     assert command.main(["table", str(path), "--markdown"]) == 0
@@ -290,12 +311,12 @@ def test_files_of_both_kinds_can_be_joined(tmp_path, capsys):
 
 
 def test_a_case_measured_twice_counts_once(tmp_path):
-    path = write(tmp_path / "run.jsonl", group(row("eager", 1.0)))
-    later = FACTS | {"date": "2026-02-02T03:04:05+00:00"}
-    append(group(row("eager", 2.0), environment=later), path)
-    append(group(row("eager", 3.0), environment=FACTS | {"device": "another"}), path)
-    medians = [one.rows[0].both_ms.median for one in read(path) if one.rows[0].both_ms]
-    assert medians == [1.9, 2.85]
+    path = write(tmp_path / "run.jsonl", group(row("eager", 1.0), row("gone")))
+    append(group(row("eager", 2.0), date="2026-02-02T03:04:05+00:00"), path)
+    append(group(row("eager", 3.0), device="another"), path)
+    found = groups(read(path))
+    assert [[one["name"] for one in rows] for rows in found] == [["eager"], ["eager"]]
+    assert [rows[0]["both_ms"][0] for rows in found] == [2.0, 3.0]
 
 
 def test_changes_beyond_noise_are_told():
@@ -307,7 +328,7 @@ def test_changes_beyond_noise_are_told():
         row("broke", failure="RuntimeError: no"),
         row("grew", peak=1001),
     )
-    found = list(compare.changes((before, after), 0.05))
+    found = list(compare.changes(before, after, 0.05))
     assert [(c.name, c.what) for c in found] == [
         ("ours", "forward of eager"),
         ("ours", "backward of eager"),
@@ -318,38 +339,38 @@ def test_changes_beyond_noise_are_told():
         ("gone", "implementation"),
     ]
     assert [c.is_worse for c in found] == [False] * 4 + [True, True, False]
-    assert not list(compare.changes((before, before), 0.0))
+    assert not list(compare.changes(before, before, 0.0))
     # 20 % apart, and as much noise
-    noisy = group(row("eager"), row("ours", 3.6, both_ms=Timing.of([2.2, 5.0] * 3)))
-    found = compare.changes((before, noisy), 0.05)
+    noisy = group(row("eager"), row("ours", 3.6, both_ms=[2.2, 5.0] * 3))
+    found = compare.changes(before, noisy, 0.05)
     assert not [change for change in found if change.what == "both of eager"]
 
 
-def test_load_that_slows_everybody_is_no_change():
+def test_load_that_slows_everything_is_no_change():
     before = group(row("eager", 3.0), row("ours", 6.0))
     after = group(row("eager", 4.5), row("ours", 9.0))
-    assert not list(compare.changes((before, after), 0.05))
-    (*_, both) = compare.eager_changes((before, after), 0.05)
+    assert not list(compare.changes(before, after, 0.05))
+    (*_, both) = compare.eager_changes(before, after, 0.05)
     assert (both.what, both.share) == ("both ms", "+50.0%")
 
 
 def test_few_rounds_are_no_evidence():
     def short(ms: float, peak: int = 1000) -> Row:
-        times = dict.fromkeys(("forward_ms", "backward_ms", "both_ms"), Timing.of([ms] * 4))
+        times = dict.fromkeys(("forward_ms", "backward_ms", "both_ms"), [ms] * 4)
         return row("ours", ms, peak, **times)
 
-    pair = group(row("eager"), short(3.0)), group(row("eager", 6.0), short(9.0, 1001))
-    assert [change.what for change in compare.changes(pair, 0.05)] == ["peak bytes"]
-    assert compare.is_short(pair)
-    assert not compare.is_short((group(row("eager")), group(row("eager"))))
+    before = group(row("eager"), short(3.0))
+    after = group(row("eager", 6.0), short(9.0, 1001))
+    assert [change.what for change in compare.changes(before, after, 0.05)] == ["peak bytes"]
+    assert compare.is_short(before)
+    assert not compare.is_short(group(row("eager")))
 
 
 def test_comparing_prints_both_sources(tmp_path, capsys):
     a = write(tmp_path / "a.jsonl", group(row("eager"), row("ours")), group(row("eager"), case="x"))
-    there = FACTS | {"commit": "fedcba9876543210"}
-    faster = group(row("eager", 2.0), row("ours", 1.0), environment=there)
-    elsewhere = replace(faster, environment=FACTS | {"device": "another"})
-    b = write(tmp_path / "b.jsonl", faster, elsewhere)
+    faster = row("eager", 2.0), row("ours", 1.0)
+    there = {"commit": "fedcba9876543210"}
+    b = write(tmp_path / "b.jsonl", group(*faster, **there), group(*faster, device="another"))
     assert command.main(["compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "before: a device" in out
@@ -361,8 +382,7 @@ def test_comparing_prints_both_sources(tmp_path, capsys):
     assert f"only after: mlp, {sizes}, on another" in out
     assert command.main(["compare", str(a), str(a)]) == 0
     assert "no change in 2 cases" in capsys.readouterr().out
-    one = Timing.of([3.0])
-    few = group(row("eager", both_ms=one), row("ours", both_ms=one))
+    few = group(row("eager", both_ms=[3.0]), row("ours", both_ms=[3.0]))
     c = write(tmp_path / "c.jsonl", few)
     assert command.main(["compare", str(a), str(c)]) == 0
     assert "fewer than 5 rounds are not compared: mlp tiny 48" in capsys.readouterr().out
@@ -385,7 +405,7 @@ def test_files_of_nothing_in_common_are_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["demo", "classics"])
 def test_plot_redraws_the_pictures_of_demo_and_classics(name, tmp_path, capsys):
-    record = Path(__file__).parent.parent / "bench" / "results" / f"{name}-cpu.json"
+    record = Path(__file__).parents[2] / "bench" / "results" / f"{name}-cpu.json"
     assert command.main(["plot", str(record), f"--out={tmp_path}"]) == 0
     assert f"drew {name}-cpu.png" in capsys.readouterr().out
     assert (tmp_path / f"{name}-cpu.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,17 +18,16 @@ from torch.nn import functional as F
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
 
-pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
-from rich.console import Console
-
 from bench import __main__ as command
-from bench import classics, classics_models
-from bench.classics_depth import RECIPES, Stack, deepest
-from bench.classics_models import conv_net, images, mlp, scale
-from bench.classics_ways import NUM_PLANS, Batch, Way, Workload, compare
-from bench.text import steps
+from bench import classics, models
+from bench.classics import RECIPES, deepest, trial_of
+from bench.env import settled
+from bench.models import conv_net, images, mlp, scale
+from bench.settings import parsers
+from bench.tables import progress
+from bench.training import NUM_PLANS, Batch, Way, Workload, compare
 
 SIZES = {
     "layers": 6,
@@ -96,7 +96,7 @@ def test_every_way_is_weighed_and_timed(result):
     assert {"plain", "torch 3", "fusedckpt 3", *rules} <= by_name(result["mlp"]).keys()
     for part in (result["conv"], result["mlp"]):
         for row in part["rows"]:
-            assert len(row["ms"]["samples"]) == SIZES["steps"] * SIZES["repeat"]
+            assert len(row["ms"]) == SIZES["steps"] * SIZES["repeat"]
             assert 0 <= row["saved_bytes"] <= row["rise_bytes"]
             assert len(row["losses"]) == SIZES["steps"]
 
@@ -139,7 +139,7 @@ def test_memory_through_a_step_rises_in_forward_and_falls_in_backward(result):
         assert max(curve["mib"]) == pytest.approx(rows[name]["rise_bytes"] / 2**20, abs=1e-3)
         assert 0 < curve["forward_ms"] < curve["ms"]
     mib, share = shown["plain"]["mib"], shown["plain"]["forward_ms"] / shown["plain"]["ms"]
-    turn = mib[int(len(mib) * share)]
+    turn = mib[int((len(mib) - 1) * share)]
     # all that is kept is there when backward begins
     assert turn >= rows["plain"]["saved_bytes"] / 2**20
     assert max(mib[0], mib[-1]) < turn
@@ -164,7 +164,7 @@ def test_sides_settle_at_two():
         x = layer(x)
         sides.append(x.shape[-1])
     assert sides == [30, 16, 9, 5, 3, 2, 2, 2, 2]
-    assert classics_models.final_side(100) == 2
+    assert models.final_side(100) == 2
     assert list(model)[-1](x).shape == (2, 10)
     # as the workload is known: 2 x 2 of 320 channels are 1280 features
     assert conv_net(5, 320).get_parameter("6.1.weight").shape[1] == 1280
@@ -196,7 +196,7 @@ def test_digits_are_real_where_they_are_installed(monkeypatch):
     if "scikit-learn" in real.source and "generated" not in real.source:
         assert real.x.shape == (1797, 1, 28, 28)
         assert real.labels.unique().tolist() == list(range(10))
-    monkeypatch.setattr(classics_models, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
     noise = images(32, 0)
     assert "generated" in noise.source
     assert noise.x.shape[1:] == (1, 32, 32)
@@ -226,9 +226,9 @@ def test_a_wrong_gradient_shows_in_the_losses():
         return model[1:](model[0](x).detach())
 
     rows = compare(work, [Way("plain", model), Way("wrong", wrong)], 1, lambda what: None)
-    assert rows[0].loss_difference == 0
-    assert rows[1].losses[0] == rows[0].losses[0]
-    assert rows[1].loss_difference > 1e-4
+    assert rows[0]["loss_difference"] == 0
+    assert rows[1]["losses"][0] == rows[0]["losses"][0]
+    assert rows[1]["loss_difference"] > 1e-4
 
 
 def test_weights_gradients_and_random_numbers_are_as_before():
@@ -268,13 +268,14 @@ def test_the_deepest_that_fits_is_found(truth, grows):
 def test_depths_fit_and_one_more_layer_does_not(result):
     rows = by_name(result["depth"])
     budget = result["depth"]["budget_bytes"]
-    sizes = Stack(64, SIZES["depth-seq"], SIZES["depth-batch"], 1, 0, torch.device("cpu"))
+    options = [*TINY[1:], "--seed=0", "--steps=1"]
+    chosen = settled(vars(parsers()[1]["classics"].parse_args(options)))
     assert [*rows] == [*RECIPES, "plan, same depth"]
     for name, row in rows.items():
         assert row["peak_bytes"] <= budget, name
         assert row["layers"] >= rows["plain"]["layers"], name
     for name in ("plain", "torch, every block"):
-        trial = RECIPES[name](sizes, rows[name]["layers"] + 1)
+        trial = trial_of(chosen, name, rows[name]["layers"] + 1)
         assert trial.work.peak_bytes(trial.way.run) > budget
 
 
@@ -298,17 +299,21 @@ def lines_of(capsys) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_in_a_terminal_a_bar_has_an_end():
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=120)
-    with steps(console, {"conv": 2, "mlp": 1}) as begin:
-        begin("conv", "plain")
-        begin("conv", "plain, deeper", counts=False)
-        begin("mlp", "plain")
+def test_in_a_terminal_a_bar_has_an_end(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    file = Terminal()
+    monkeypatch.setattr(sys, "stdout", file)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("conv", 2) as begin:
+        begin("plain")
+        begin("plain, deeper", counts=False)
     shown = file.getvalue()
     assert "1/2" in shown
-    assert "1/1" in shown
     assert "plain, deeper" in shown
+    assert not capsys.readouterr().err
 
 
 def test_losses_that_disagree_end_in_an_error(tmp_path, monkeypatch, capsys):
