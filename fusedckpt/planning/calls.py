@@ -5,19 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusedckpt.memory import profiled, saved_tensors
 from fusedckpt.planning.roles import recomputes_timed
+from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, timeline
 from fusedckpt.reporting.trial import aliased, tensors_of
 
-__all__ = ["Bytes", "Call", "NoGraph", "Run", "Times", "seconds"]
+__all__ = [
+    "Bytes",
+    "Call",
+    "NoGraph",
+    "Run",
+    "Times",
+    "kind_of",
+    "once",
+    "seconds",
+    "step_kind",
+]
 
 Run = Callable[[Any, Any], Any]
 
@@ -138,6 +150,12 @@ class Call:
                 break
         return {x: Times(*map(min, zip(*rounds, strict=True))) for x, rounds in found.items()}
 
+    def flops(self, run: Run) -> int:
+        """Return the FLOPs of the matrix products of forward and backward."""
+        with FlopCounterMode(display=False) as counter:
+            self._timed(run)
+        return counter.get_total_flops()
+
     def _timed(self, run: Run) -> Times:
         args, kwargs = self._arguments()
         start = seconds(self.device)
@@ -183,3 +201,42 @@ def seconds(device: torch.device) -> float:
 
 def _size(x: Tensor) -> int:
     return x.numel() * x.element_size()
+
+
+T = TypeVar("T")
+
+# what was timed, by all that it depends on
+_known: dict[Any, Any] = {}
+
+
+def once(key: Any, measure: Callable[[], T]) -> T:
+    """Return what was measured first for this key."""
+    if key not in _known:
+        if len(_known) > 1000:
+            _known.clear()
+        _known[key] = measure()
+    return _known[key]
+
+
+def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return what units that cost the same have in common."""
+    shapes = [
+        (name, tuple(p.shape), p.dtype, p.requires_grad, p.grad is None)
+        for name, p in module.named_parameters()
+    ]
+    modes = [(type(child), child.training) for child in module.modules()]
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return repr(module), tuple(shapes), tuple(modes), tuple(map(_like, leaves)), str(spec)
+
+
+def step_kind(step: Step) -> Any:
+    """Return what steps that take the same time have in common."""
+    kind = kind_of(step.model, step.args, step.kwargs)
+    return kind, step.parameters()[0].device, torch.get_num_threads()
+
+
+def _like(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad
+    # a flag may choose another way through the module
+    return repr(x) if isinstance(x, (bool, int, float, str, type(None))) else type(x)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.calls import seconds
+from fusedckpt.planning.calls import once, seconds, step_kind
 from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
@@ -23,7 +23,6 @@ from fusedckpt.planning.ranks import Group, facts_of, group_of, together
 from fusedckpt.planning.solver import least_bytes, solve
 from fusedckpt.planning.survey import Kinds, Survey, ticking
 from fusedckpt.planning.trials import Trials
-from fusedckpt.planning.unit_costs import once, step_kind
 from fusedckpt.planning.units import Cut, check_model, cuts_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from fusedckpt.autograd.phases import current
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning import roles
-from fusedckpt.planning.calls import NoGraph
-from fusedckpt.planning.unit_costs import Costs, kind_of, measured
+from fusedckpt.planning.calls import NoGraph, kind_of
+from fusedckpt.planning.unit_costs import Costs, measured
 from fusedckpt.planning.units import Cut
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import aliased, tensors_of

@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from fusedckpt.planning.budget import Policy
-from fusedckpt.planning.calls import seconds
+from fusedckpt.planning.calls import once, seconds, step_kind
 from fusedckpt.planning.chain import Chain, Item, Keep, Segment, simulate
 from fusedckpt.planning.plan_record import BUT, PRODUCTS, level_and_parts
 from fusedckpt.planning.plans import Plan, structure_of
@@ -25,7 +25,6 @@ from fusedckpt.planning.solver import (
     simulated,
     solve,
 )
-from fusedckpt.planning.unit_costs import once, step_kind
 from fusedckpt.reporting.memory_report import measure
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.tables import enough

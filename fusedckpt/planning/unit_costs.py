@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.checkpointing.calls import Options
 from fusedckpt.planning import roles
-from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times
+from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times, once
 from fusedckpt.planning.chain import Level, Unit
 from fusedckpt.planning.plan_record import BUT, PLAIN, PRODUCTS
 from fusedckpt.planning.units import has_levels
-from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import aliased
 
-__all__ = ["Costs", "kind_of", "measured", "once", "step_kind"]
+__all__ = ["Costs", "measured"]
 
 # more bytes than random states take
 _STATES = 2**14
@@ -142,30 +139,6 @@ class Costs(NamedTuple):
         )
 
 
-def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return what units that cost the same have in common."""
-    shapes = [
-        (name, tuple(p.shape), p.dtype, p.requires_grad, p.grad is None)
-        for name, p in module.named_parameters()
-    ]
-    modes = [(type(child), child.training) for child in module.modules()]
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    return repr(module), tuple(shapes), tuple(modes), tuple(map(_like, leaves)), str(spec)
-
-
-def step_kind(step: Step) -> Any:
-    """Return what steps that take the same time have in common."""
-    kind = kind_of(step.model, step.args, step.kwargs)
-    return kind, step.parameters()[0].device, torch.get_num_threads()
-
-
-def _like(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad
-    # a flag may choose another way through the module
-    return repr(x) if isinstance(x, (bool, int, float, str, type(None))) else type(x)
-
-
 def measured(
     module: nn.Module,
     forward: Callable[..., Any],
@@ -208,26 +181,48 @@ def measured(
     ways = {name: runs[name] for name in levels}
     if segments:
         ways |= {_AGAIN: segments[most], _WHOLE: partial(_whole, most, forward)}
-    times = _timed(kind, call, ways)
-    sums = {name: found.forward + found.backward for name, found in times.items()}
-    # what keeps less does not get faster by it: that would be noise
-    slower = accumulate((max(0.0, sums[name] - sums[most]) for name in plain), max)
-    extra = dict(zip(plain, slower, strict=True))
-    if PRODUCTS in levels:
-        extra[PRODUCTS] = max(0.0, sums[PRODUCTS] - sums[most])
+    flops = {name: call.flops(runs[name]) for name in plain} if len(plain) > 1 else {}
+    ms = _ms(_timed(kind, call, ways), plain, flops)
     if parts and not call.writes:
         finer = _with_parts(module, call, runs[least], _all(levels[least]), parts, kind)
-        for name, (found, ms) in finer.items():
-            levels[least + BUT + name], extra[least + BUT + name] = found, extra[least] + ms
-    once = times[most].forward
-    again, whole = (times.get(name, Times(once, 0.0, once)) for name in (_AGAIN, _WHOLE))
+        for name, (found, more) in finer.items():
+            name = least + BUT + name
+            levels[name], ms.extra[name] = found, ms.extra[least] + more
+    again = {name: call.bytes(run) for name, run in segments.items()}
+    sizes = call.given, call.output, call.left
+    return Costs(levels, again, packed, *ms, *sizes, call.writes, any(module.children()))
+
+
+class _Ms(NamedTuple):
+    """Those fields of `Costs`."""
+
+    extra: dict[str, float]
+    forward: float
+    rerun: float
+    alone: float
+    packing: float
+
+
+def _ms(times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, int]) -> _Ms:
+    """Return what was timed as `Costs` has it.
+
+    plain: levels, those that keep most first. flops: of their products, where there are several.
+    """
+    sums = {name: found.forward + found.backward for name, found in times.items()}
+    most, forward = plain[0], times[plain[0]].forward
+    extra, least = dict.fromkeys(plain, 0.0), 0.0
+    for name in plain[1:]:
+        # what keeps less does not get faster by it, nor is a product free: that would be noise
+        more = (flops[name] - flops[most]) / max(1, flops[most]) / 2
+        extra[name] = least = max(least, sums[name] - sums[most], more * sums[most])
+    if PRODUCTS in sums:
+        extra[PRODUCTS] = max(0.0, sums[PRODUCTS] - sums[most])
+    if _AGAIN not in times:
+        return _Ms(extra, forward, forward, forward, 0.0)
+    alone, whole = times[_AGAIN].again, times[_WHOLE].again
     # hooks see every tensor that is saved, and again as it is read
-    packing = max(0.0, sums.get(_AGAIN, 0.0) - again.again - sums[most])
-    return Costs(
-        levels, {name: call.bytes(run) for name, run in segments.items()}, packed,
-        extra, once, max(whole.again, again.again), again.again, packing,
-        call.given, call.output, call.left, call.writes, any(module.children()),
-    )  # fmt: skip
+    packing = max(0.0, sums[_AGAIN] - alone - sums[most])
+    return _Ms(extra, forward, max(whole, alone), alone, packing)
 
 
 def _all(found: Bytes) -> int:
@@ -243,21 +238,6 @@ def _packed(run: Run, args: Any, kwargs: Any) -> Any:
 def _whole(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a unit as in the middle of a segment, whose recompute needs all of it."""
     return roles.HandingOn(Options(early_stop=False)).run(forward, args, kwargs, level)
-
-
-T = TypeVar("T")
-
-# what was timed, by all that it depends on
-_known: dict[Any, Any] = {}
-
-
-def once(key: Any, measure: Callable[[], T]) -> T:
-    """Return what was measured first for this key."""
-    if key not in _known:
-        if len(_known) > 1000:
-            _known.clear()
-        _known[key] = measure()
-    return _known[key]
 
 
 def _timed(kind: Any, call: Call, runs: Mapping[str, Run]) -> dict[str, Times]:
