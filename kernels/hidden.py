@@ -22,11 +22,11 @@ def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str
     if kernel != "aten":
         elementwise.act(z, up, h, act.value)
     elif up is None:
-        act.write(z, h)
+        act.write(z, out=h)
     else:
         for block in row_blocks(z):
             # a block's value stays in cache until up meets it
-            torch.mul(act.write(z[block], torch.empty_like(z[block])), up[block], out=h[block])
+            torch.mul(act.write(z[block], out=torch.empty_like(z[block])), up[block], out=h[block])
     return h
 
 
@@ -53,13 +53,10 @@ def hidden_grad(
         count = 2 if up is not None else int(dz is z)
         scratch = z.new_empty(count, blocks[0].stop, z.shape[1])
         for block in blocks:
-            rows = (t if t is None else t[block] for t in (dh, z, up, h, dz, dup))
+            rows = [t if t is None else t[block] for t in (dh, z, up, h, dz, dup)]
             write_block(act, *rows, scratch)
-        db, db_up = (
-            column_sums(t) if need and t is not None else None
-            for t, need in zip((dz, dup), needs_db, strict=True)
-        )
-        return db, db_up
+        db = column_sums(dz) if needs_db[0] else None
+        return db, column_sums(dup) if needs_db[1] and dup is not None else None
     db, db_up = partial_sums(z, needs_db, elementwise.row_tiles(dh))
     elementwise.act_grad(dh, HiddenGrad(z, up, h, dz, dup, db, db_up), act.value_and_grad)
     return tuple(None if t is None else t.sum(0) for t in (db, db_up))  # type: ignore[return-value]  # two
@@ -118,13 +115,13 @@ def write_block(
         place = scratch[0] if len(scratch) else dz
         act.write_grad(dh, z, place)
         if h is not None:
-            act.write(z, h)
+            act.write(z, out=h)
         if place is not dz:
             dz.copy_(place)
         return
     assert dup is not None
     value, dvalue = scratch
-    act.write(z, value)
+    act.write(z, out=value)
     torch.mul(dh, up, out=dvalue)
     # z is read for the last time, then up, then dh
     act.write_grad(dvalue, z, dz)

@@ -54,6 +54,8 @@ class Tuned(NamedTuple):
 
 NOTHING = Tuned({}, {})
 _given: Tuned | None = None
+# counts how often that changed, so that what was chosen before is told from what is chosen now
+generation = 0
 
 
 def power_below(m: int) -> int:
@@ -78,12 +80,14 @@ def tuned() -> Tuned:
 @contextmanager
 def using(choices: Tuned) -> Iterator[None]:
     """Put choices in effect inside instead of the file's, to measure them."""
-    global _given
+    global _given, generation
     before, _given = _given, choices
+    generation += 1
     try:
         yield
     finally:
         _given = before
+        generation += 1
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import parity, reasons
 from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import mlp_swap

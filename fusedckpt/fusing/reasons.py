@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.fusing.parity import is_transposed
 
 __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]

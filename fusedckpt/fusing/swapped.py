@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, Path, broken, child_at
 from fusedckpt.layers import norm_sharing, validate
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
@@ -116,7 +115,7 @@ def unfit_layer(module: nn.Module) -> str | None:
     """Return why no kernel takes a module's own parameters, None if one does."""
     given = dict(module.named_parameters(recurse=False))
     try:
-        takes = validate.tensors(type(module).__name__, given, {})
+        takes = validate.dense(type(module).__name__, given)
     except (TypeError, ValueError) as error:
         return str(error)
     return None if takes else f"{type(module).__name__}: only eager takes a parameter's class"
@@ -200,13 +199,11 @@ class FusedRMSNorm(Swapped):
         eps = getattr(self, plan.eps) if isinstance(plan.eps, str) else plan.eps
         if plan.kind == "layer":
             y = layer_norm(x, shape, weight, bias, eps)
-            spec = NormSpec("layer", weight, bias, eps)
         else:
             y = rms_norm(x, shape, weight, eps, offset=plan.offset, cast=plan.cast)
-            spec = NormSpec("rms", weight, None, eps, plan.offset, plan.cast)
         if plan.casts_back and y.dtype != x.dtype:
             return y.to(x.dtype)
-        return norm_sharing.remember(self, y, spec)
+        return norm_sharing.remember(self, y, weight, bias)
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""
