@@ -49,7 +49,8 @@ def arch() -> str:
 
 def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
     """Return x as [M, N], N counting its last dimensions, with adjacent columns."""
-    x = x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
+    if x.dim() != 2 or num_dims != 1:
+        x = x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
@@ -66,7 +67,10 @@ def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_vector(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return a bias or a norm's weight as [N], contiguous, in a dtype where one is given."""
-    return None if x is None else x.reshape(-1).to(dtype or x.dtype).contiguous()
+    if x is None:
+        return None
+    x = x if x.dim() == 1 else x.reshape(-1)
+    return x.contiguous() if dtype is None or x.dtype == dtype else x.to(dtype).contiguous()
 
 
 def column_sums(x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.subclass import made_of
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, Path, broken, child_at
 from fusedckpt.layers import norm_sharing
@@ -156,13 +155,11 @@ class FusedNorm(Swapped):
         eps = getattr(self, match.eps) if isinstance(match.eps, str) else match.eps
         if match.kind == "layer":
             y = layer_norm(x, shape, weight, bias, eps)
-            spec = NormSpec("layer", weight, bias, eps)
         else:
             y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
-            spec = NormSpec("rms", weight, None, eps, match.offset, match.cast)
         if match.casts_back and y.dtype != x.dtype:
             return y.to(x.dtype)
-        return norm_sharing.remember(self, y, spec)
+        return norm_sharing.remember(self, y, weight, bias)
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""

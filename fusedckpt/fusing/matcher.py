@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import reasons, verification
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Part, is_simple

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.layers import validate
 
 __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
@@ -88,7 +88,7 @@ def of_layer(module: nn.Module) -> str | None:
         if (reason := of_weight(name, parameter)) is not None:
             return reason
     try:
-        takes = validate.tensors(type(module).__name__, given, {})
+        takes = validate.dense(type(module).__name__, given)
     except (TypeError, ValueError) as error:
         return str(error)
     return None if takes else f"{type(module).__name__}: only eager takes a parameter's class"

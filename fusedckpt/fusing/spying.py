@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.held import MISSING, Held, Path, is_function, is_simple
 from fusedckpt.fusing.replica import replica
 
