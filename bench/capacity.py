@@ -1,95 +1,39 @@
-"""How many tokens fit in a given memory, and how fast they then are, for every implementation."""
+"""`python -m bench capacity`: how many tokens fit in a given memory, and how fast they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from bench.capacity_report import Capacity, Fit, append, table
 from bench.clock import Stopwatch
-from bench.contender import Contender, Work
-from bench.defaults import BLOCKS, CAPACITY_DEFAULTS
-from bench.env import choose_device, environment, summary
-from bench.jobs import Job, check_choice, jobs_of
-from bench.measure import WARMUP, Truth
-from bench.results import MIB, Timing
-from bench.sizes import SEQUENCE
-from bench.supervisor import INTERRUPTED, Event, Journal
-from bench.text import console as wide_console
+from bench.env import environment, summary
+from bench.jobs import Job, Measuring, Say, check_choice, jobs_of, measure_all
+from bench.measure import WARMUP, Implementation, Truth, Work, in_turns
+from bench.results import Row
+from bench.settings import SEQUENCE
+from bench.table import show_rows
 from fusedckpt.memory import peak_bytes
 
-__all__ = ["FILE", "Settings", "most_tokens", "run", "settings"]
-
 FILE = "capacity.jsonl"
+MIB = 2**20
 # tokens are told apart by an eighth
 HALVINGS = 3
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Every choice that a result depends on, and where it goes.
-
-    memory: in MiB; journal: what supervisor.py reads; tokens: none, as they are what is looked for.
-    """
-
-    case: tuple[str, ...]
-    size: tuple[str, ...]
-    memory: int
-    dtype: str
-    device: str
-    repeat: int
-    only: tuple[str, ...]
-    skip: tuple[str, ...]
-    out: Path
-    journal: Path | None = None
-    tokens: tuple[int, ...] = ()
-
-
-def settings(
-    device: str | None,
-    out: Path,
-    case: Sequence[str] | None,
-    size: Sequence[str] | None,
-    only: Sequence[str] | None,
-    skip: Sequence[str] | None,
-    **options: Any,
-) -> Settings:
-    """Fill in the device's defaults and check everything, before any work is done.
-
-    Raises ValueError for a device that is not there or names of nobody, OSError where `out` cannot
-    be a folder.
-    """
-    place = choose_device(device)
-    default = CAPACITY_DEFAULTS[place.type]
-    given = {name: value for name, value in options.items() if value is not None}
-    out.mkdir(parents=True, exist_ok=True)
-    names = {"case": case or BLOCKS, "size": size or [default["size"]]}
-    names |= {"only": only or (), "skip": skip or ()}
-    once: dict[str, Any] = {key: tuple(dict.fromkeys(value)) for key, value in names.items()}
-    chosen = default | given | once
-    found = Settings(**chosen, device=str(place), out=out)
-    check_choice(found)
-    return found
-
-
-def _least(job: Job) -> int:
-    """The least tokens that are tried: a sequence."""
-    return job.size.tokens or SEQUENCE
+def prepare(chosen: Namespace) -> Namespace:
+    """Raise ValueError for unknown names."""
+    check_choice(chosen)
+    return chosen
 
 
 def most_tokens(fits: Callable[[int], bool], least: int) -> int:
     """Return the most tokens that fit: `least`, doubled, then to an eighth; 0 for none.
 
     What fits is taken to fit with fewer tokens too. All are multiples of `least`, so that sequences
-    are as long for everyone.
+    are as long for all.
     """
     if not fits(least):
         return 0
@@ -104,139 +48,97 @@ def most_tokens(fits: Callable[[int], bool], least: int) -> int:
     return low
 
 
-class Rival:
-    """A contender, what fits of it, and its times there."""
+def _forget(one: Implementation) -> None:
+    """Let go of what was compiled: it is of one size, and sizes are limited."""
+    # half a second each
+    if one.name.startswith("torch.compile"):
+        torch.compiler.reset()
 
-    def __init__(self, contender: Contender):
-        self.contender = contender
-        self.tokens = self.peak = 0
-        self.work: Work | None = None
 
-    def peak_of(self, work: Work) -> int:
-        """Return what forward and backward add to memory, in bytes."""
-        own = self.contender.own(work)
-        return peak_bytes(lambda: own.results(self.contender.fn), own.device)
+class Search:
+    """What fits of each implementation of a job, and then its times there."""
 
-    def fit(self, job: Job, chosen: Settings, tick: Callable[[], None]) -> None:
-        """Find how many tokens fit; raises what the contender raises, but for lack of memory.
+    def __init__(self, job: Job, memory: int, repeat: int):
+        self.job, self.limit, self.repeat = job, memory * MIB, repeat
+        # the least that is tried is a sequence
+        self.least = job.size.tokens or SEQUENCE
+        # tokens and the bytes that they add, by name
+        self.fits: dict[str, tuple[int, int]] = {}
 
-        That not even a sequence fits is a result too.
-        """
+    def fit(self, one: Implementation) -> None:
+        """Find how many tokens fit; raises what it raises, but for lack of memory."""
         peaks: dict[int, int] = {}
 
         def fits(tokens: int) -> bool:
-            tick()
-            if self.contender.name.startswith("torch.compile"):
-                # compiled code is of one size; half a second each
-                torch.compiler.reset()
+            _forget(one)
             try:
-                peaks[tokens] = self.peak_of(job.work(tokens))
+                work = one.own(self.job.work(tokens))
+                peaks[tokens] = peak_bytes(lambda: work.results(one.fn), work.device)
             except torch.OutOfMemoryError:
                 return False
             finally:
-                self.contender.drop()
-            return peaks[tokens] <= chosen.memory * MIB
+                one.drop()
+            return peaks[tokens] <= self.limit
 
-        self.tokens = most_tokens(fits, _least(job))
-        if not self.tokens:
-            self.contender.failure = f"not even {_least(job)} tokens fit"
-            return
-        self.peak = peaks[self.tokens]
-        self.work = job.work(self.tokens)
+        tokens = most_tokens(fits, self.least)
+        if tokens:
+            self.fits[one.name] = tokens, peaks[tokens]
+        else:
+            one.failure = f"not even {self.least} tokens fit"
 
-    def time(self, watch: Stopwatch) -> None:
-        """Take one sample."""
-        assert self.work is not None
-        forward, backward, both = watch.times(*self.contender.steps(self.work, None))
-        self.contender.samples.append((forward, backward, both))
+    def take(self, implementations: list[Implementation], begin: Callable[..., None]) -> None:
+        """Check numbers at the least tokens, find what fits, then time all in turns."""
 
-    def row(self) -> Fit:
-        """What is known, as a record."""
-        failure = self.contender.failure
-        samples = [] if failure else [both for *_, both in self.contender.samples]
-        failure = failure or (None if samples else "interrupted")
-        times = Timing.of(samples) if samples else None
-        return Fit(self.contender.name, failure, self.tokens, self.peak, times)
+        def step(one: Implementation, fn: Callable[[Implementation], Any]) -> None:
+            begin(one)
+            one.attempt(fn)
 
+        truth = Truth.that_fits(self.job.work(self.least), self.job.case.eager(self.job.size))
+        for one in implementations:
+            step(one, truth.check)
+            one.drop()
+        del truth
+        for one in implementations:
+            step(one, self.fit)
+        works: dict[str, Work] = {}
+        watch = Stopwatch(self.job.device)
 
-def _measure(
-    job: Job, chosen: Settings, rivals: Sequence[Rival], journal: Journal, tick: Callable[[], None]
-) -> None:
-    """Check numbers at the least tokens, find what fits, then time everyone in turns."""
+        def time(one: Implementation) -> None:
+            tokens, _ = self.fits[one.name]
+            if one.name not in works:
+                _forget(one)
+                works[one.name] = self.job.work(tokens)
+            one.time(works[one.name], watch)
 
-    def step(rival: Rival, fn: Callable[[Contender], Any]) -> None:
-        job.begin(rival.contender, journal)
-        rival.contender.attempt(fn)
-
-    truth = Truth.that_fits(job.work(_least(job)), job.case.eager(job.size))
-    for rival in rivals:
-        step(rival, truth.check)
-        rival.contender.drop()
-    del truth
-    for rival in rivals:
-        step(rival, lambda _, rival=rival: rival.fit(job, chosen, tick))
-    torch.compiler.reset()
-    watch = Stopwatch(job.device)
-    for turn in range(WARMUP + chosen.repeat):
-        first = turn % len(rivals)
-        for rival in (*rivals[first:], *rivals[:first]):
-            step(rival, lambda _, rival=rival: rival.time(watch))
-            tick()
-            if turn < WARMUP:
-                rival.contender.samples.clear()
+        in_turns(implementations, self.repeat, lambda one: step(one, time))
 
 
-def _attempt(
-    job: Job, chosen: Settings, rivals: Sequence[Rival], journal: Journal, console: Console
-) -> bool:
-    """Measure a job below a progress bar; returns whether it was interrupted."""
-    job.leave_out(journal)
-    with Progress(console=console, transient=True) as progress:
-        # how many sizes are tried is not known before
-        total = len(rivals) * (4 + HALVINGS + WARMUP + chosen.repeat)
-        task = progress.add_task(f"{job.name}, {job.size_name}", total=total)
-        tick = partial(progress.advance, task)
-        return job.attempt(journal, lambda: _measure(job, chosen, rivals, journal, tick))
+def _row(job: Job, one: Implementation, memory: int, fits: tuple[int, int] = (0, 0)) -> Row:
+    names = ("name", "failure", "is_wrong", "both_ms")
+    own = {name: value for name, value in one.row().items() if name in names}
+    return job.columns() | {"memory": memory, "tokens": fits[0], "peak_bytes": fits[1]} | own
 
 
-def _measure_all(chosen: Settings, facts: dict[str, Any], console: Console) -> int:
-    """Measure job after job, printing and writing each; returns the command's status."""
-    journal, path = Journal(chosen.journal), chosen.out / FILE
-    written, failed = bool(journal.done), any(journal.done.values())
-    for job in jobs_of(chosen):
-        if job.title in journal.done:
-            continue
-        rivals = [Rival(contender) for contender in job.contenders]
-        interrupted = _attempt(job, chosen, rivals, journal, console)
-        sizes = (job.name, job.size_name, *job.size[:2], chosen.dtype, chosen.memory)
-        found = Capacity(*sizes, facts, tuple(rival.row() for rival in rivals))
-        if not interrupted or any(rival.tokens for rival in rivals):
-            if not written:
-                # what is there is replaced, but not before there is something to put in its place
-                path.unlink(missing_ok=True)
-            append(found, path)
-            console.print(table(found))
-            written = True
-        if interrupted:
-            console.print("interrupted")
-            return INTERRUPTED
-        failed |= job.failed
-        journal.note(Event("done", job.title, why="failed" if job.failed else ""))
-    return int(failed)
+def _measure(say: Say, job: Job, lost: dict[str, str], memory: int, repeat: int) -> None:
+    """Measure a job, in a process of its own."""
+    search = Search(job, memory, repeat)
+    implementations, is_interrupted = job.attempt(say, lost, search.take)
+    rows = [_row(job, one, memory, search.fits.get(one.name, (0, 0))) for one in implementations]
+    say("rows", rows, is_interrupted)
 
 
-def run(chosen: Settings) -> int:
-    """Measure case after case, print each, append it to capacity.jsonl.
-
-    Returns 1 where an implementation was wrong or eager or ours raised, 130 where interrupted, else
-    0. Raises DeviceLost where a GPU is of no more use to this process.
-    """
-    console = wide_console()
-    device = torch.device(chosen.device)
-    facts = environment(device, getattr(torch, chosen.dtype))
-    console.print(f"{summary(facts)}; {chosen.dtype}", markup=False, highlight=False)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        status = _measure_all(chosen, facts, console)
-    if (chosen.out / FILE).exists():
-        console.print(f"results are in {chosen.out / FILE}", markup=False, highlight=False)
-    return status
+def run(chosen: Namespace) -> int:
+    """Measure case after case, print each, append its rows to capacity.jsonl."""
+    facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
+    print(f"{summary(facts)}; {chosen.dtype}", flush=True)
+    how = Measuring(
+        _measure,
+        options=lambda job: (chosen.memory, chosen.repeat),
+        blank=lambda job, one: _row(job, one, chosen.memory),
+        # numbers, what fits, and turns
+        num_steps=2 + WARMUP + chosen.repeat,
+        is_kept=lambda job, rows: any(row["tokens"] for row in rows),
+        show=show_rows,
+    )
+    jobs = list(jobs_of(chosen))
+    return measure_all(chosen, jobs, how, facts, chosen.out / FILE, replaces=True)

@@ -1,7 +1,7 @@
 """What `python -m bench run` measures: each case once, over the functions of either library.
 
-A case calls functions of the library that it is given: `fusedckpt.reference` is its eager form,
-`fusedckpt.functional` is ours.
+A case calls functions of `lib`: of `fusedckpt.reference`, which is eager, or of
+`fusedckpt.functional`, which is ours.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.defaults import CASE_NAMES
-from bench.layers import EPS, LAYERS, decoder_layer, layer_shapes, norm_of, stack
-from bench.results import Load
-from bench.sizes import SEQUENCE, Size
-from fusedckpt import functional, reference
-
-__all__ = ["CASES", "Case", "Function", "Tensors", "Way", "draw", "load_of"]
+from bench.settings import CASE_NAMES, SEQUENCE, Size
+from fusedckpt import NormSpec, functional, reference
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Shapes = tuple[tuple[int, ...], ...]
 Tensors = Sequence[Tensor]
+Wrap = Callable[..., Tensor]
+
+# Llama 3's
+EPS = 1e-5
+# of the stack
+LAYERS = 4
 
 
 class Case(NamedTuple):
@@ -37,7 +39,7 @@ class Case(NamedTuple):
     call: Callable[..., Any]
     shapes: Callable[[Size], Shapes]
     levels: tuple[str, ...] = ()
-    plans: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
     num_inputs: int = 1
     sequences: bool = False
 
@@ -70,17 +72,9 @@ class Case(NamedTuple):
         return (*[x] * self.num_inputs, *self.shapes(size))
 
 
-class Way(NamedTuple):
-    """One way of computing a case: a function of its inputs, or why there is none.
-
-    prepare: inputs -> those that the function takes, where it wants weights laid out in its own
-    way; restore: its gradients -> the case's.
-    """
-
-    fn: Function | None
-    missing: str | None = None
-    prepare: Callable[[Tensors], Tensors] | None = None
-    restore: Callable[[Tensors], Tensors] | None = None
+def _named(name: str) -> Callable[..., Any]:
+    """Call a function of the library as it is."""
+    return lambda lib, size, *inputs, **options: getattr(lib, name)(*inputs, **options)
 
 
 def _rms_norm(lib: Any, size: Size, x: Tensor, weight: Tensor) -> Any:
@@ -95,26 +89,52 @@ def _add_rms_norm(lib: Any, size: Size, x: Tensor, residual: Tensor, weight: Ten
     return lib.add_rms_norm(x, residual, (size.dim,), weight, EPS)
 
 
-def _linear_act(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
-    return lib.linear_act(*inputs, **options)
+def _norm_linear(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor) -> Any:
+    return lib.norm_linear(x, NormSpec("rms", norm, eps=EPS), weights)
 
 
-def _norm_linear(lib: Any, size: Size, x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Any:
-    return lib.norm_linear(x, norm_of(norm_weight), weights)
+def _block(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor, **options: Any) -> Any:
+    spec = NormSpec("rms", norm, eps=EPS)
+    return lib.gated_mlp(x, *weights, norm=spec, residual=True, **options)
 
 
-def _mlp(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
-    return lib.mlp(*inputs, **options)
+def _decoder_layer(lib: Any, size: Size, x: Tensor, *parameters: Tensor, **options: Any) -> Tensor:
+    """Pre-norm causal attention with grouped heads, then SwiGLU, each added to x [B, S, D].
+
+    Attention is torch's in both libraries, without positions, which would cost them the same.
+    """
+    attn_norm, q, k, v, o, *block = parameters
+    heads = (
+        y.unflatten(-1, (-1, size.head_dim)).transpose(1, 2)
+        for y in _norm_linear(lib, size, x, attn_norm, q, k, v)
+    )
+    y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=size.kv < size.dim)
+    x = x + F.linear(y.transpose(1, 2).flatten(2), o)
+    return _block(lib, size, x, *block, **options)
 
 
-def _gated_mlp(lib: Any, size: Size, *inputs: Tensor, **options: Any) -> Any:
-    return lib.gated_mlp(*inputs, **options)
+def stack(
+    lib: Any,
+    size: Size,
+    x: Tensor,
+    *parameters: Tensor,
+    per_layer: Wrap | None = None,
+    whole: Wrap | None = None,
+    **options: Any,
+) -> Tensor:
+    """LAYERS decoder layers; `per_layer` or `whole` calls fn(x) for one, or for all of them."""
+    count = len(parameters) // LAYERS
 
+    def layer(start: int, x: Tensor) -> Tensor:
+        return _decoder_layer(lib, size, x, *parameters[start : start + count], **options)
 
-def _block(
-    lib: Any, size: Size, x: Tensor, norm_weight: Tensor, *weights: Tensor, **options: Any
-) -> Any:
-    return lib.gated_mlp(x, *weights, norm=norm_of(norm_weight), residual=True, **options)
+    def run(x: Tensor) -> Tensor:
+        for start in range(0, len(parameters), count):
+            one = partial(layer, start)
+            x = one(x) if per_layer is None else per_layer(one, x)
+        return x
+
+    return run(x) if whole is None else whole(run, x)
 
 
 def _vector(size: Size) -> Shapes:
@@ -130,6 +150,15 @@ def _gated_shapes(size: Size) -> Shapes:
     return up, up, up[::-1]
 
 
+def _qkv_shapes(size: Size) -> Shapes:
+    kv = (size.kv, size.dim)
+    return (size.dim,), (size.dim, size.dim), kv, kv
+
+
+def _layer_shapes(size: Size) -> Shapes:
+    return *_qkv_shapes(size), (size.dim, size.dim), (size.dim,), *_gated_shapes(size)
+
+
 LEVELS, GATED_LEVELS = ("inputs", "preact"), ("inputs", "gate", "preact")
 FUSED, HYBRID = ("split", "fused"), ("split", "hybrid")
 
@@ -137,13 +166,13 @@ _ROWS = (
     Case(_rms_norm, _vector),
     Case(_layer_norm, lambda size: _vector(size) * 2),
     Case(_add_rms_norm, _vector, num_inputs=2),
-    Case(_linear_act, lambda size: _mlp_shapes(size)[:2], LEVELS, FUSED),
-    Case(_norm_linear, lambda size: layer_shapes(size)[:4]),
-    Case(_mlp, _mlp_shapes, LEVELS, HYBRID),
-    Case(_gated_mlp, _gated_shapes, GATED_LEVELS, HYBRID),
+    Case(_named("linear_act"), lambda size: _mlp_shapes(size)[:2], LEVELS, FUSED),
+    Case(_norm_linear, _qkv_shapes),
+    Case(_named("mlp"), _mlp_shapes, LEVELS, HYBRID),
+    Case(_named("gated_mlp"), _gated_shapes, GATED_LEVELS, HYBRID),
     Case(_block, lambda size: _vector(size) + _gated_shapes(size), GATED_LEVELS, HYBRID),
-    Case(decoder_layer, layer_shapes, GATED_LEVELS, sequences=True),
-    Case(stack, lambda size: layer_shapes(size) * LAYERS, LEVELS, sequences=True),
+    Case(_decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True),
+    Case(stack, lambda size: _layer_shapes(size) * LAYERS, LEVELS, sequences=True),
 )
 CASES: dict[str, Case] = dict(zip(CASE_NAMES, _ROWS, strict=True))
 
@@ -168,19 +197,17 @@ def draw(
     return inputs
 
 
-def load_of(case: Case, size: Size, tokens: int, dtype: torch.dtype) -> Load:
-    """Count what any way of computing a case must do, on tensors without data.
+def load_of(case: Case, size: Size, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Count the FLOPs and bytes of forward and backward that any implementation must do.
 
-    FLOPs are those of eager's GEMMs, attention counted without its mask; bytes are each input and
-    result read or written once, in backward also the gradients.
+    FLOPs are those of eager's GEMMs, attention counted without its mask, on tensors without data;
+    bytes are each input and result read or written once, in backward also the gradients.
     """
     shapes = case.inputs(size, tokens)
     inputs = [torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
-    with FlopCounterMode(display=False) as forward:
+    with FlopCounterMode(display=False) as counter:
         found = case.eager(size)(*inputs)
-    outputs = (found,) if isinstance(found, Tensor) else found
-    with FlopCounterMode(display=False) as backward:
+        outputs = (found,) if isinstance(found, Tensor) else found
         torch.autograd.grad(outputs, inputs, [torch.empty_like(y) for y in outputs])
     given, made = sum(x.nbytes for x in inputs), sum(y.nbytes for y in outputs)
-    flops = forward.get_total_flops(), backward.get_total_flops()
-    return Load(*flops, given + made, 2 * given + made)
+    return {"flops": counter.get_total_flops(), "bytes": 3 * given + 2 * made}

@@ -1,4 +1,8 @@
-"""Time as the device sees it: CUDA events, with the L2 cache emptied, graphs where possible."""
+"""Time as the device sees it: CUDA events, with the L2 cache emptied, graphs where possible.
+
+Forward and backward of one graph are timed by marks in one pass, which `triton.testing.do_bench`
+and `torch.utils.benchmark` cannot, and once a round, so that implementations take turns.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Stopwatch", "capture"]
-
 Step = Callable[[], Any]
+
+# of the matrices' sides and of what is copied: beyond every cache, done in milliseconds
+SIDE = {"cpu": 2048, "cuda": 8192}
+COPY_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}
+ROUNDS = 7
 
 
 class Stopwatch:
@@ -29,21 +36,14 @@ class Stopwatch:
             size = max(2 * size, 64 << 20)
             self.cache = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def start(self) -> Any:
-        """Empty the cache and mark the time."""
-        if self.cache is not None:
-            self.cache.zero_()
-        return self.mark()
-
-    def mark(self) -> Any:
-        """Mark the time."""
+    def _mark(self) -> Any:
         if self.cache is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def between(self, start: Any, end: Any) -> float:
+    def _between(self, start: Any, end: Any) -> float:
         """Milliseconds from one mark to another."""
         if self.cache is None:
             return 1e3 * (end - start)
@@ -52,14 +52,41 @@ class Stopwatch:
 
     def times(self, *steps: Step) -> list[float]:
         """Run steps one after the other, and return how long each took and all together, in ms."""
-        marks = [self.start()]
+        if self.cache is not None:
+            self.cache.zero_()
+        marks = [self._mark()]
         results = []
         for step in steps:
             results.append(step())
-            marks.append(self.mark())
+            marks.append(self._mark())
         del results
-        spans = [self.between(*pair) for pair in pairwise(marks)]
-        return [*spans, self.between(marks[0], marks[-1])]
+        spans = [self._between(*pair) for pair in pairwise(marks)]
+        return [*spans, self._between(marks[0], marks[-1])]
+
+
+def ceilings(device: torch.device, dtype: torch.dtype, shrink: int = 1) -> tuple[float, float]:
+    """Time torch's own large matmul and copy, and return their TFLOP/s and GB/s.
+
+    The copy counts each byte read and each byte written. shrink: divides the sizes, for tests.
+    """
+    watch = Stopwatch(device)
+
+    def least(step: Step) -> float:
+        # a ceiling is never below; the first rounds warm up
+        return min([watch.times(step)[0] for _ in range(2 + ROUNDS)][2:])
+
+    side, nbytes = SIDE[device.type] // shrink, COPY_BYTES[device.type] // shrink
+    # a copy that fits beside what is there
+    if device.type == "cuda":
+        nbytes = min(nbytes, torch.cuda.mem_get_info(device)[0] // 8)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    matmul = least(lambda: torch.mm(a, b, out=out))
+    # zeros may be cheaper to move
+    given = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
+    made = torch.empty_like(given)
+    copy = least(lambda: made.copy_(given))
+    return 2 * side**3 / matmul / 1e9, 2 * nbytes / copy / 1e6
 
 
 def capture(first: Step, second: Callable[[Any], Any], pool: Any) -> tuple[Step, Step]:

@@ -1,4 +1,4 @@
-"""Train one model five ways in lockstep and compare loss, memory and time.
+"""`python -m bench demo`: train one model five ways in lockstep; compare loss, memory and time.
 
 Same initial weights, same batches: `eager`; torch's non-reentrant `checkpoint` around every block;
 `fuse`, one call of `fusedckpt.fuse`; `fuse+ckpt`, with `fusedckpt.Checkpoint` around every
@@ -9,95 +9,124 @@ steps take turns, so that whatever slows the machine down slows all of them.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from argparse import Namespace
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from torch import Tensor, nn
+from torch.utils.benchmark.utils.timer import timer
 
 import fusedckpt
 from bench import tasks
-from bench.data import Batches, stdlib_text
-from bench.defaults import DEMO_DEFAULTS
-from bench.env import choose_device, environment, summary
-from bench.model import HEAD_DIM, GatedMLP
-from bench.records import save
-from bench.report import Result, Run, draw, table
-from bench.trainer import Trainer
-from fusedckpt.planning.units import candidates
-
-__all__ = ["Settings", "run", "settings"]
+from bench.env import environment, summary
+from bench.models import HEAD_DIM, GatedMLP
+from bench.results import Row, save
+from bench.tables import MIB, difference, progress, show
+from bench.training_figures import draw_demo
+from bench.ways import wrap_units
+from fusedckpt.memory import peak_bytes, saved_tensors
 
 # first steps, which compile kernels and fill caches, are left out of the timing
 WARMUP = 5
+TITLE = "One model, the same batches: what each way of training costs"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Every choice that a result depends on."""
-
-    steps: int
-    layers: int
-    dim: int
-    seq: int
-    batch: int
-    model: str
-    mlp: str
-    dtype: str
-    device: str
-    seed: int
-    out: Path
-
-
-def settings(device: str | None, out: Path, **options: Any) -> Settings:
-    """Fill in the device's defaults and check everything, before any work is done.
-
-    Raises ValueError for values that do not fit, OSError where `out` cannot be a folder.
-    """
-    place = choose_device(device)
-    given = {name: value for name, value in options.items() if value is not None}
-    chosen = Settings(**DEMO_DEFAULTS[place.type] | given, device=str(place), out=out)
+def prepare(chosen: Namespace) -> Namespace:
+    """Check everything, before any work is done. Raises ValueError for values that do not fit."""
     if chosen.dim % HEAD_DIM:
         raise ValueError(f"--dim expects a multiple of the head size {HEAD_DIM}, got {chosen.dim}")
-    if chosen.model != "own" and importlib.util.find_spec("transformers") is None:
+    if chosen.model != "own" and find_spec("transformers") is None:
         raise ValueError(f"--model {chosen.model} needs transformers: pip install transformers")
-    Batches(stdlib_text(), chosen.batch, chosen.seq, chosen.seed, place)
-    out.mkdir(parents=True, exist_ok=True)
+    _batches(chosen)
     return chosen
 
 
-def _trainers(chosen: Settings, batch: tuple[Tensor, Tensor]) -> tuple[list[Trainer], str]:
-    """Trainers that start from the same weights, and what fuse and plan report."""
-    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
+def _batches(chosen: Namespace) -> tasks.Batches:
+    device, text = torch.device(chosen.device), tasks.stdlib_text()
+    return tasks.Batches(text, chosen.batch, chosen.seq, chosen.seed, device)
+
+
+class Trainer:
+    """One model with its optimizer, its losses and the time of its steps."""
+
+    def __init__(self, name: str, model: nn.Module, dim: int, steps: int):
+        self.name, self.model = name, model
+        self.losses: list[float] = []
+        self.step_ms: list[float] = []
+        lr = min(3e-3, 0.75 / dim)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        ramp = max(1, steps // 10)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / ramp, 1.1 - step / steps)
+        )
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte."""
+        return tasks.loss(self.model(inputs), targets)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
+        """Forward, backward and update, timed together."""
+        # synchronises a GPU
+        start = timer()
+        loss = self.loss(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step_ms.append(1e3 * (timer() - start))
+        self.schedule.step()
+        self.losses.append(loss.item())
+
+    def row(self, eager: Trainer, inputs: Tensor, targets: Tensor, tokens: int) -> Row:
+        """Return what training cost; memory is that of one more batch.
+
+        Saved: what forward and loss keep for backward, without inputs, parameters and buffers;
+        peak: how high forward and backward climb above a step's start, new gradients included.
+        """
+        held = [inputs, targets, *self.model.parameters(), *self.model.buffers()]
+        with saved_tensors(exclude=held) as saved:
+            self.loss(inputs, targets)
+        peak = peak_bytes(lambda: self.loss(inputs, targets).backward(), inputs.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        timed = self.step_ms[min(WARMUP, len(self.step_ms) - 1) :]
+        losses = torch.tensor([self.losses, eager.losses], dtype=torch.float64)
+        return {
+            "name": self.name,
+            "loss_first": self.losses[0],
+            "loss_last": self.losses[-1],
+            # torch's max keeps a NaN, Python's may drop it
+            "loss_difference": (losses[0] - losses[1]).abs().max().item(),
+            "saved_mib": saved.nbytes / MIB,
+            "peak_mib": peak / MIB,
+            "ms_per_step": median(timed),
+            "tokens_per_second": tokens / median(timed) * 1e3,
+            "losses": self.losses,
+            "step_ms": timed,
+        }
+
+
+def trainers_of(chosen: Namespace, batch: tuple[Tensor, Tensor]) -> tuple[list[Trainer], str]:
+    """Return trainers that start from the same weights, and what fuse and plan report."""
     torch.manual_seed(chosen.seed)
-    sizes = tasks.Sizes(chosen.layers, chosen.dim, chosen.seq, chosen.mlp)
-    eager = tasks.MODELS[chosen.model].make(sizes).to(device, dtype)
+    dtype = getattr(torch, chosen.dtype)
+    eager = tasks.model_of(chosen).to(torch.device(chosen.device), dtype)
     checkpointed, fused, both, planned = (copy.deepcopy(eager) for _ in range(4))
     tasks.checkpoint(checkpointed)
     report = ""
     for model in (fused, both, planned):
         report = str(fusedckpt.fuse(model)) + _replace_gated(model)
-    for name in candidates(both):
-        both.set_submodule(name, fusedckpt.Checkpoint(both.get_submodule(name)))
+    wrap_units(both, fusedckpt.Checkpoint)
     plan = _plan(planned, checkpointed, *batch)
     plan.apply(planned)
-    models = {
-        "eager": eager,
-        "checkpoint": checkpointed,
-        "fuse": fused,
-        "fuse+ckpt": both,
-        "fuse+plan": planned,
-    }
-    course = device, chosen.dim, chosen.steps
-    return [Trainer(name, model, *course) for name, model in models.items()], f"{report}\n{plan}"
+    models = {"eager": eager, "checkpoint": checkpointed, "fuse": fused, "fuse+ckpt": both}
+    models["fuse+plan"] = planned
+    trainers = [Trainer(name, model, chosen.dim, chosen.steps) for name, model in models.items()]
+    return trainers, f"{report}\n{plan}"
 
 
 def _plan(
@@ -125,100 +154,72 @@ def _replace_gated(model: nn.Module) -> str:
     return f"\nreplaced by hand\n  {len(left):4d} x GatedMLP -> fusedckpt.GatedMLP" if left else ""
 
 
-def _train(
-    trainers: list[Trainer],
-    draw_batch: Callable[[], tuple[Tensor, Tensor]],
-    steps: int,
-    console: Console,
-) -> None:
-    """Give every trainer each batch; who goes first changes from step to step."""
-    columns = (
-        TextColumn("[bold]{task.description:>10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[ms]:.0f} ms/step"),
+def _subtitle(chosen: Namespace, facts: Row, num_parameters: int) -> str:
+    kind = f"transformers' {chosen.model}"
+    if chosen.model == "own":
+        kind = "own transformer" + (" with SwiGLU" if chosen.mlp == "swiglu" else "")
+    return (
+        f"{summary(facts)} ({facts['paths']['linear_act']})\n"
+        f"{kind}, {chosen.layers} layers, dim {chosen.dim}, {num_parameters / 1e6:.1f} M"
+        f" parameters, {chosen.dtype}; batch {chosen.batch} x {chosen.seq} bytes"
     )
-    with Progress(*columns, console=console) as progress:
-        tasks: dict[str, TaskID] = {
-            trainer.name: progress.add_task(trainer.name, total=steps, loss=math.nan, ms=math.nan)
-            for trainer in trainers
-        }
-        for step in range(steps):
+
+
+def show_runs(result: Row) -> None:
+    """Print a line per way of training."""
+    runs = result["runs"]
+    heads = ["run", "first\nloss", "last\nloss", f"max diff.\nto {runs[0]['name']}"]
+    heads += ["saved\nMiB", "peak\nMiB", "ms per\nstep", "tokens\nper s"]
+    rows = [
+        [
+            run["name"],
+            *(f"{run[name]:.3f}" for name in ("loss_first", "loss_last")),
+            "-" if run is runs[0] else difference(run["loss_difference"]),
+            *(f"{run[name]:,.1f}" for name in ("saved_mib", "peak_mib", "ms_per_step")),
+            f"{run['tokens_per_second']:,.0f}",
+        ]
+        for run in runs
+    ]
+    show(result["title"], heads, rows, [result["subtitle"], result["fused"]])
+
+
+def run(chosen: Namespace) -> int:
+    """Train, print, write demo.json and demo.png; 1 where a loss was not finite, else 0."""
+    batches, dtype = _batches(chosen), getattr(torch, chosen.dtype)
+
+    def draw_batch() -> tuple[Tensor, Tensor]:
+        inputs, targets = tasks.BATCHES[chosen.model](*batches.draw())
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs, targets
+
+    trainers, fused = trainers_of(chosen, draw_batch())
+    with progress("demo", chosen.steps) as tick:
+        for step in range(chosen.steps):
+            losses = "  ".join(f"{one.name} {one.losses[-1]:.3f}" for one in trainers if step)
+            tick(losses, says=False)
             inputs, targets = draw_batch()
+            # who goes first changes from step to step
             first = step % len(trainers)
             for trainer in trainers[first:] + trainers[:first]:
                 trainer.step(inputs, targets)
-                loss, ms = trainer.losses[-1], trainer.step_ms[-1]
-                progress.update(tasks[trainer.name], advance=1, loss=loss, ms=ms)
-
-
-def _record(
-    trainer: Trainer, eager: Trainer, chosen: Settings, inputs: Tensor, targets: Tensor
-) -> Run:
-    timed = trainer.step_ms[min(WARMUP, len(trainer.step_ms) - 1) :]
-    losses = torch.tensor([trainer.losses, eager.losses], dtype=torch.float64)
-    return Run(
-        name=trainer.name,
-        loss_first=trainer.losses[0],
-        loss_last=trainer.losses[-1],
-        # torch's max keeps a NaN, Python's may drop it
-        loss_difference=(losses[0] - losses[1]).abs().max().item(),
-        saved_mib=trainer.saved_mib(inputs, targets),
-        peak_mib=trainer.peak_mib(inputs, targets),
-        ms_per_step=median(timed),
-        tokens_per_second=chosen.batch * chosen.seq / median(timed) * 1e3,
-        losses=tuple(trainer.losses),
-        step_ms=tuple(timed),
-    )
-
-
-def _model(chosen: Settings) -> str:
-    if chosen.model != "own":
-        return f"transformers' {chosen.model}"
-    return "own transformer" + (" with SwiGLU" if chosen.mlp == "swiglu" else "")
-
-
-def _subtitle(chosen: Settings, facts: dict[str, Any], num_parameters: int) -> str:
-    return (
-        f"{summary(facts)} ({facts['paths']['linear_act']})\n"
-        f"{_model(chosen)}, {chosen.layers} layers, dim {chosen.dim},"
-        f" {num_parameters / 1e6:.1f} M parameters,"
-        f" {chosen.dtype}; batch {chosen.batch} x {chosen.seq} bytes"
-    )
-
-
-def run(chosen: Settings) -> int:
-    """Train, print, write demo.json and demo.png; 1 where a loss was not finite, else 0."""
-    console = Console()
-    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
-    batches = Batches(stdlib_text(), chosen.batch, chosen.seq, chosen.seed, device)
-
-    def draw_batch() -> tuple[Tensor, Tensor]:
-        inputs, targets = tasks.MODELS[chosen.model].batch(*batches.draw())
-        return inputs.to(dtype) if inputs.is_floating_point() else inputs, targets
-
-    trainers, fused = _trainers(chosen, draw_batch())
-    _train(trainers, draw_batch, chosen.steps, console)
     inputs, targets = draw_batch()
     num_parameters = sum(p.numel() for p in trainers[0].model.parameters())
-    record = asdict(chosen) | {"parameters": num_parameters}
-    # nothing that a result depends on
-    del record["out"]
-    facts = environment(device, dtype)
-    result = Result(
-        title="One model, the same batches: what each way of training costs",
-        subtitle=_subtitle(chosen, facts, num_parameters),
-        settings=record,
-        environment=facts,
-        fused=fused,
-        runs=tuple(_record(trainer, trainers[0], chosen, inputs, targets) for trainer in trainers),
-    )
+    facts = environment(torch.device(chosen.device), dtype)
+    # but what nothing depends on
+    record: Any = {name: x for name, x in vars(chosen).items() if name not in ("out", "command")}
+    tokens = chosen.batch * chosen.seq
+    result = {
+        "title": TITLE,
+        "subtitle": _subtitle(chosen, facts, num_parameters),
+        "settings": record | {"parameters": num_parameters},
+        "environment": facts,
+        "fused": fused,
+        "runs": [one.row(trainers[0], inputs, targets, tokens) for one in trainers],
+    }
     save(result, chosen.out / "demo.json")
-    draw(result, chosen.out / "demo.png")
-    console.print(table(result))
-    console.print(fused, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"wrote demo.json and demo.png to {chosen.out}", markup=False, highlight=False)
-    broken = [run.name for run in result.runs if not all(map(math.isfinite, run.losses))]
+    draw_demo(result, chosen.out / "demo.png")
+    show_runs(result)
+    print(f"wrote demo.json and demo.png to {chosen.out}")
+    broken = [one.name for one in trainers if not all(map(math.isfinite, one.losses))]
     if broken:
-        console.print(f"[bold red]loss not finite: {', '.join(broken)}")
+        print(f"loss not finite: {', '.join(broken)}")
     return int(bool(broken))

@@ -1,11 +1,11 @@
-"""What a measurement ran on: versions, devices, and the path that each op takes there."""
+"""What a measurement ran on: versions, devices, and the path that each function takes there."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from argparse import Namespace
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import import_module, metadata
@@ -13,23 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import fusedckpt
+from bench.settings import filled
+from bench.tables import table
 from fusedckpt.kernels.runtime import IS_INTERPRETED
-
-__all__ = ["choose_device", "complete", "environment", "origin", "run", "settings", "summary"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # libraries that `run` measures, by the names they are installed under
 LIBRARIES = ("liger-kernel", "quack-kernels", "transformer-engine", "flash-attn")
-# a result without them is refused: they are written beside its numbers
-NEEDED = ("device", "date", "torch", "triton", "fusedckpt")
 
 
 def _version(package: str) -> str:
-    """Return what a package calls itself: its metadata leave out which build of torch it is."""
+    """What a package calls itself: its metadata leave out which build of torch it is."""
     try:
         return str(import_module(package).__version__)
     except ImportError:
@@ -48,30 +44,27 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _said(*command: str) -> str | None:
+    """What a program prints; None where it is not there or fails."""
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split("\n")[0].strip() or None
+
+
 def commit() -> str | None:
     """The checkout's commit, marked `-dirty` with changes in it.
 
     FUSEDCKPT_COMMIT names that of a copy without git; without either there is None.
     """
-    if named := os.environ.get("FUSEDCKPT_COMMIT"):
-        return named
-    command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def driver() -> str | None:
-    """The GPU driver's version; None where there is none to ask."""
-    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split("\n")[0].strip() or None
+    named = os.environ.get("FUSEDCKPT_COMMIT")
+    return named or _said(
+        "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    )  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:
@@ -81,9 +74,8 @@ def device_name(device: torch.device) -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        fields = ([part.strip() for part in line.split(":", 1)] for line in lines)
-        name = next((field[1] for field in fields if field[0] == "model name"), name)
+        facts = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        name = next((text.strip() for key, _, text in facts if key.strip() == "model name"), name)
     threads = torch.get_num_threads()
     return f"{name} ({threads} thread{'s' * (threads > 1)})"
 
@@ -107,6 +99,24 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
+def settled(given: dict[str, Any]) -> Namespace:
+    """Return a command's options with the device's defaults, and make its output folder.
+
+    Raises ValueError for a device that is not there, OSError where `out` cannot be a folder.
+    """
+    place = choose_device(getattr(filled(given, "cpu"), "device", None))
+    chosen = filled(given | {"device": str(place)}, place.type)
+    if out := getattr(chosen, "out", None):
+        out.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+def has_tf32() -> bool:
+    """Whether a GPU may round float32 operands of matmuls to TF32."""
+    # the older allow_tf32 raises where the newer setting was used
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What a result must name besides its settings."""
     return {
@@ -114,17 +124,11 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "paths": fusedckpt.paths(device, dtype),
         "commit": commit(),
-        "driver": driver(),
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda or torch.version.hip,
         "tf32": has_tf32(),
         **versions(),
     }
-
-
-def has_tf32() -> bool:
-    """Whether a GPU may round float32 operands of matmuls to TF32."""
-    # the older allow_tf32 raises where the newer setting was used
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def summary(facts: dict[str, Any]) -> str:
@@ -139,52 +143,31 @@ def origin(facts: dict[str, Any]) -> str:
     return f"{summary(facts)}; {facts['date'][:10]}, commit {str(facts['commit'])[:12]}"
 
 
-def complete(facts: dict[str, Any]) -> None:
-    """Raise ValueError unless an environment names what `origin` writes."""
-    lost = [name for name in NEEDED if type(facts.get(name)) is not str]
-    if "commit" not in facts:
-        lost.append("commit")
-    if lost:
-        raise ValueError(f"environment names no {', '.join(lost)}")
-
-
 def _devices() -> list[torch.device]:
     return [torch.device("cpu")] + [
         torch.device("cuda", index) for index in range(torch.cuda.device_count())
     ]
 
 
-def _facts() -> Iterator[tuple[str, str]]:
-    yield from versions().items()
-    yield "commit", commit() or "unknown"
-    yield "CUDA", torch.version.cuda or "not in this torch"
-    yield "ROCm", torch.version.hip or "not in this torch"
-    for device in _devices():
-        yield str(device), device_name(device)
-    yield "Triton interpreter", "on" if IS_INTERPRETED else "off"
-    yield "TF32 matmuls", "on" if has_tf32() else "off"
-
-
-def _paths(device: torch.device) -> Table:
-    columns = {dtype: fusedckpt.paths(device, dtype) for dtype in DTYPES}
-    out = Table("op", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
-    out.title = f"paths on {device}"
-    for op in columns[DTYPES[0]]:
-        out.add_row(op, *(paths[op] for paths in columns.values()))
-    return out
-
-
-def settings() -> None:
+def prepare(chosen: Any) -> None:
     """Return nothing: there is nothing to choose."""
 
 
-def run(chosen: None) -> int:
-    """Print the environment and every op's path."""
-    console = Console()
-    facts = Table("what", "value", title="environment")
-    for fact in _facts():
-        facts.add_row(*fact)
-    console.print(facts)
+def run(prepared: None) -> int:
+    """Print the environment and every function's path."""
+    facts = {
+        **versions(),
+        "commit": commit() or "unknown",
+        "CUDA": torch.version.cuda or "not in this torch",
+        "ROCm": torch.version.hip or "not in this torch",
+        **{str(device): device_name(device) for device in _devices()},
+        "Triton interpreter": "on" if IS_INTERPRETED else "off",
+        "TF32 matmuls": "on" if has_tf32() else "off",
+    }
+    print("environment", table(("what", "value"), [*facts.items()], ()), sep="\n")
     for device in _devices():
-        console.print(_paths(device))
+        columns = [fusedckpt.paths(device, dtype) for dtype in DTYPES]
+        heads = ("function", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+        rows = [(name, *(paths[name] for paths in columns)) for name in columns[0]]
+        print(f"paths on {device}", table(heads, rows, ()), sep="\n")
     return 0

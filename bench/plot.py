@@ -1,102 +1,219 @@
-"""`python -m bench plot FILE`: the figures of a results file; nothing is measured."""
+"""`python -m bench plot FILE`: the figures of all results; nothing is measured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import capacity_report, classics_plot, classics_results, report
-from bench.capacity_report import Capacity, capacities
-from bench.figures import draw_bars, draw_pareto, draw_roofline, timed
-from bench.records import build, lines
-from bench.results import Group, groups
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-__all__ = ["Settings", "run", "settings"]
+from bench import training_figures
+from bench.figures import INK, colour_of, family, lying, name_points, save
+from bench.results import (
+    Row,
+    groups,
+    heading,
+    is_capacity,
+    least_ms,
+    median,
+    quantiles,
+    read,
+    title,
+)
+from bench.table import sources
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What to draw, and the folder for it."""
-
-    groups: tuple[Group, ...]
-    out: Path
-    capacities: tuple[Capacity, ...] = ()
-    # of a file that is one record: the figure's name, and what draws it
-    picture: tuple[str, Callable[[Path], None]] | None = None
-
-
-def settings(file: Path, out: Path | None) -> Settings:
-    """Read the file. Raises ValueError where it has nothing to draw, OSError as read does."""
-    if (drawing := _of_one_record(file)) is not None:
-        return Settings((), _folder(file, out), picture=(f"{file.stem}.png", drawing))
-    found = lines(file)
-    shown = tuple(group for group in groups(found) if timed(group))
-    fits = tuple(one for one in capacities(found) if any(row.both_ms for row in one.rows))
-    if not shown and not fits:
-        raise ValueError(f"{file}: nothing was measured")
-    return Settings(shown, _folder(file, out), fits)
+MIB = 2**20
+Rows = Sequence[Row]
+Points = Sequence[tuple[float, float]]
+Drawing = tuple[str, Callable[[Path], None]]
 
 
-def _folder(file: Path, out: Path | None) -> Path:
-    out = out or file.parent
-    out.mkdir(parents=True, exist_ok=True)
-    return out
+def prepare(chosen: Namespace) -> tuple[Path, list[Drawing]]:
+    """Read the file; returns the folder and what draws each figure, by name.
+
+    Raises ValueError where there is nothing to draw, OSError as reading does.
+    """
+    drawings = _of_one_record(chosen.file)
+    if drawings is None:
+        found = [rows for rows in groups(read(chosen.file)) if _timed(rows)]
+        if not found:
+            raise ValueError(f"{chosen.file}: nothing was measured")
+        drawings = [*_of_cases(found)]
+    return chosen.out or chosen.file.parent, drawings
 
 
-def _of_one_record(file: Path) -> Callable[[Path], None] | None:
-    """Return what draws a result of `demo` or `classics`; None where the file is none."""
+def _of_one_record(file: Path) -> list[Drawing] | None:
+    """Return what draws a result of `demo`, `classics` or `ways`; None where the file is none."""
     try:
         record = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         return None
-    for key, kind, draw in (
-        ("runs", report.Result, report.draw),
-        ("depth", classics_results.Result, classics_plot.draw),
-    ):
-        if isinstance(record, dict) and key in record:
-            try:
-                return partial(draw, build(kind, record))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{file}: not a result of demo or classics ({error})") from error
-    return None
+    try:
+        draw = training_figures.drawing(record)
+    except ValueError as error:
+        raise ValueError(f"{file}: not a result of demo or classics ({error})") from error
+    return draw and [(f"{file.stem}.png", draw)]
 
 
-def _sets(shown: tuple[Group, ...]) -> Iterator[tuple[str, list[Group]]]:
-    """Groups of one device, size and dtype, which share a figure, by a name for its file."""
-    found: dict[Any, list[Group]] = {}
-    for group in shown:
-        key = (group.device, group.size, group.dim, group.tokens, group.dtype)
-        found.setdefault(key, []).append(group)
-    several = len({device for device, *_ in found}) > 1
-    for number, (key, members) in enumerate(found.items()):
-        _, size, dim, tokens, dtype = key
-        name = f"{size}-{dim}-{tokens}-{dtype}"
-        yield f"{name}-{number}" if several else name, members
-
-
-def run(chosen: Settings) -> int:
-    """Draw bars for each case, and for each size the front of time and memory and a roofline.
-
-    Of capacities, bars for each; of the demo and the classics the figure that they drew.
-    """
-    if chosen.picture is not None:
-        name, draw = chosen.picture
-        draw(chosen.out / name)
-        print(f"drew {name} in {chosen.out}")
-    for name, members in _sets(chosen.groups):
-        for group in members:
-            draw_bars(group, chosen.out / f"{group.case}-{name}.png")
+def _of_cases(found: Sequence[Rows]) -> Iterator[Drawing]:
+    """Yield bars for each case, and for each size the front of time and memory and a roofline."""
+    sets: dict[Any, list[Rows]] = {}
+    names = ("device", "size", "dim", "tokens", "dtype")
+    for rows in found:
+        first = rows[0]
+        if is_capacity(first):
+            sizes = "-".join(str(first[n]) for n in ("case", "size", "dim", "memory", "dtype"))
+            yield f"capacity-{sizes}.png", partial(draw_capacity, rows)
+        else:
+            sets.setdefault(tuple(first[name] for name in names), []).append(rows)
+    are_several = len({device for device, *_ in sets}) > 1
+    for number, ((_, *sizes), members) in enumerate(sets.items()):
+        name = "-".join(map(str, sizes)) + (f"-{number}" if are_several else "")
+        for rows in members:
+            yield f"{rows[0]['case']}-{name}.png", partial(draw_bars, rows)
         # norms have nothing to trade
-        traded = [group for group in members if group.load.flops] or members
-        draw_pareto(traded, chosen.out / f"pareto-{name}.png")
-        draw_roofline(members, chosen.out / f"roofline-{name}.png")
-        print(f"drew {len(members)} cases of {name} in {chosen.out}")
-    for found in chosen.capacities:
-        name = f"capacity-{found.case}-{found.size}-{found.dim}-{found.memory}-{found.dtype}.png"
-        capacity_report.draw(found, chosen.out / name)
-        print(f"drew {name} in {chosen.out}")
+        traded = [rows for rows in members if rows[0]["flops"]] or members
+        yield f"pareto-{name}.png", partial(draw_pareto, traded)
+        limited = [rows for rows in members if least_ms(rows[0])]
+        if limited:
+            yield f"roofline-{name}.png", partial(draw_roofline, limited)
+
+
+def run(prepared: tuple[Path, list[Drawing]]) -> int:
+    """Draw every figure."""
+    out, drawings = prepared
+    out.mkdir(parents=True, exist_ok=True)
+    for name, draw in drawings:
+        draw(out / name)
+        print(f"drew {name} in {out}")
     return 0
+
+
+def pareto_front(points: Points) -> list[int]:
+    """Return the indices of the points that no other beats in one and equals in the other."""
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda index: points[index]):
+        if not front or points[index][1] < points[front[-1]][1]:
+            front.append(index)
+    return front
+
+
+def _timed(rows: Rows) -> list[Row]:
+    return [row for row in rows if row["both_ms"] and row["peak_bytes"] is not None]
+
+
+def draw_bars(rows: Rows, path: Path) -> None:
+    """Write a case's times, forward and backward, beside what is saved and the peak."""
+    timed = _timed(rows)
+    names = [row["name"] for row in timed]
+    times = [[median(row[what]) for row in timed] for what in ("forward_ms", "both_ms")]
+    sizes = [[(row[what] or 0) / MIB for row in timed] for what in ("saved_bytes", "peak_bytes")]
+    spread = [quantiles(row["both_ms"])[::2] for row in timed]
+
+    def fill(figure: Figure) -> None:
+        time, memory = figure.subplots(1, 2, sharey=True)
+        lying(time, names, times, "Time (ms): forward, then backward", spread=spread)
+        lying(memory, names, sizes, "Memory (MiB): saved for backward, then peak")
+
+    save(path, 1.4 + 0.27 * len(names), title(rows[0]), sources([rows]), fill)
+
+
+def draw_capacity(rows: Rows, path: Path) -> None:
+    """Write how many tokens fit, beside how fast they are."""
+    timed = _timed(rows)
+    names = [row["name"] for row in timed]
+    fits = [float(row["tokens"]) for row in timed]
+    speeds = [row["tokens"] / median(row["both_ms"]) * 1e3 for row in timed]
+
+    def fill(figure: Figure) -> None:
+        tokens, speed = figure.subplots(1, 2, sharey=True)
+        for axes, values, head in (
+            (tokens, fits, "Tokens that fit"),
+            (speed, speeds, "Tokens per second, there"),
+        ):
+            lying(axes, names, [values], head, [f"{value:,.0f}" for value in values])
+
+    save(path, 1.4 + 0.27 * len(names), title(rows[0]), sources([rows]), fill)
+
+
+def _pareto(axes: Axes, rows: Rows) -> None:
+    timed = _timed(rows)
+    points = [(row["peak_bytes"] / MIB, median(row["both_ms"])) for row in timed]
+    front = [points[index] for index in pareto_front(points)]
+    axes.step(*zip(*front, strict=True), where="post", color="#c9c9c9", zorder=0)
+    for point, row in zip(points, timed, strict=True):
+        edge = INK if point in front else "none"
+        colour = colour_of(row["name"])
+        axes.scatter(*point, s=34, color=colour, edgecolors=edge, linewidths=0.9, zorder=2)
+    axes.margins(0.12)
+    axes.set_title(heading(rows[0]))
+    axes.set_xlabel("peak (MiB)")
+    axes.set_ylabel("forward + backward (ms)")
+    axes.grid(color="#f0f0f0")
+    axes.set_axisbelow(True)
+    name_points(axes, points, [row["name"] for row in timed])
+
+
+def draw_pareto(found: Sequence[Rows], path: Path) -> None:
+    """Write time against peak memory, a panel a case; outlined: nothing beats it in both."""
+    columns = min(2, len(found))
+    lines = -(-len(found) // columns)
+
+    def fill(figure: Figure) -> None:
+        panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+        for axes, rows in zip(panels, found, strict=False):
+            _pareto(axes, rows)
+        for axes in panels[len(found) :]:
+            axes.set_visible(False)
+
+    head = f"Time against memory: {found[0][0]['size']}, {found[0][0]['tokens']} tokens"
+    save(path, 3.2 * lines + 0.7, head, sources(found), fill)
+
+
+def _share(axes: Axes, place: int, rows: Rows, least: float) -> None:
+    """Draw a case's line: what share of its own run's ceiling each family reaches."""
+    families = list(dict.fromkeys(family(row["name"]) for row in rows))
+    for row in rows:
+        mine = family(row["name"])
+        # families lie below one another, so that none hides another
+        lower = 0.13 * (families.index(mine) - (len(families) - 1) / 2)
+        share = 100 * least / median(row["both_ms"])
+        axes.scatter(share, place + lower, s=26, color=mine.colour, zorder=2)
+
+
+def draw_roofline(found: Sequence[Rows], path: Path) -> None:
+    """Write how near each implementation comes to what the run that measured it could do."""
+    found = sorted(found, key=lambda rows: rows[0]["flops"] / rows[0]["bytes"])
+
+    def fill(figure: Figure) -> None:
+        axes, names, kinds = figure.subplots(), [], {}
+        for place, rows in enumerate(found):
+            least = least_ms(rows[0]) or (0.0, 0.0)
+            _share(axes, place, _timed(rows), max(least))
+            kinds |= dict.fromkeys(family(row["name"]) for row in _timed(rows))
+            intensity = f"{rows[0]['flops'] / rows[0]['bytes']:,.0f} GEMM FLOPs per byte"
+            limit = "matmul" if least[0] > least[1] else "copy"
+            names.append(f"{rows[0]['case']}\n{intensity}: {limit}")
+        axes.set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        # the ceilings are in sight; what a cache holds is read faster than by the copy
+        axes.set_xlim(0, max(104, axes.get_xlim()[1]))
+        axes.axvline(100, color=INK, linewidth=1.2)
+        axes.set_xlabel(
+            "least time at the ceiling, over the time taken (%); recomputed FLOPs are not counted"
+        )
+        axes.grid(color="#f0f0f0")
+        axes.set_axisbelow(True)
+        axes.tick_params(axis="y", length=0)
+        dots = [Line2D([], [], marker="o", ls="", color=c, label=label) for label, c in kinds]
+        figure.legend(handles=dots, loc="outside right upper", frameon=False)
+
+    first = found[0][0]
+    head = f"Share of the ceilings: {first['size']}, {first['tokens']} tokens"
+    save(path, 1.4 + 0.55 * len(found), head, sources(found), fill)

@@ -1,196 +1,179 @@
-"""Records of `python -m bench run`: JSON lines, one per implementation, each complete in itself.
+"""Results of `run` and `capacity`: JSON lines, a flat row per implementation, complete in itself.
 
-A line names all that its numbers depend on, so that files can be joined, cut and searched by lines.
+A row names all that its numbers depend on, so that files can be joined, cut and searched by lines,
+and read by `pandas.read_json(path, lines=True)`. Times are samples in ms, a round each.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from bench import records
-from bench.env import complete
-from bench.records import Line, blamed, build, lines
-
-__all__ = ["MIB", "Ceilings", "Group", "Load", "Row", "Timing", "append", "groups", "read"]
-
-MIB = 2**20
+Row = dict[str, Any]
 SIGNIFICANT = 5
+# what a row holds, by name: a type, the one in a list, or also nothing
+_SHARED = {
+    **dict.fromkeys(("case", "size", "dtype", "name", "device", "date"), "str"),
+    **dict.fromkeys(("torch", "triton", "fusedckpt"), "str"),
+    **dict.fromkeys(("commit", "failure"), "str | None"),
+    **dict.fromkeys(("tokens", "dim", "hidden"), "int"),
+    "is_wrong": "bool",
+    "both_ms": "list | None",
+}
+RUN = {
+    **_SHARED,
+    **dict.fromkeys(("kv", "checked_tokens", "flops", "bytes"), "int"),
+    **dict.fromkeys(("seq", "saved_bytes", "peak_bytes", "backward_peak_bytes"), "int | None"),
+    **dict.fromkeys(("forward_ms", "backward_ms"), "list | None"),
+    **dict.fromkeys(("matmul_tflops", "copy_gbytes"), "float | None"),
+    "errors": "list",
+    "is_graph": "bool",
+}
+CAPACITY = _SHARED | {"memory": "int", "peak_bytes": "int"}
+# what JSON calls them
+_WORDS = {"str": "a string", "bool": "true or false", "int": "a whole number"}
+_WORDS |= {"float": "a number", "list": "a list of numbers", "dict": "an object"}
 
 
-class Load(NamedTuple):
-    """What any way of computing a case must do: FLOPs, and bytes read or written once."""
-
-    forward_flops: int
-    backward_flops: int
-    forward_bytes: int
-    backward_bytes: int
-
-    @property
-    def flops(self) -> int:
-        """Of forward and backward together."""
-        return self.forward_flops + self.backward_flops
-
-    @property
-    def nbytes(self) -> int:
-        """Of forward and backward together."""
-        return self.forward_bytes + self.backward_bytes
+def _is(value: Any, kind: str) -> bool:
+    # JSON writes 1.0 and 1 alike, and True is no number
+    if kind == "list":
+        return isinstance(value, list) and all(_is(item, "float") for item in value)
+    return type(value).__name__ == kind or (kind == "float" and type(value) is int)
 
 
-NO_LOAD = Load(0, 0, 0, 0)
+def checked(record: Any, kinds: Mapping[str, str]) -> Row:
+    """Return a record that has these names, of these types. Raises ValueError naming another."""
+    if not isinstance(record, dict):
+        raise ValueError("it is not an object")
+    for name, allowed in kinds.items():
+        kind = allowed.removesuffix(" | None")
+        if name not in record:
+            raise ValueError(f"it names no {name}")
+        if not _is(record[name], kind) and (kind == allowed or record[name] is not None):
+            raise ValueError(f"{name} is not {_WORDS[kind]}")
+    return record
 
 
-class Ceilings(NamedTuple):
-    """What the device did in the same run: a large matmul in TFLOP/s, a copy in GB/s."""
-
-    tflops: float
-    gbytes: float
-
-    def least_ms(self, load: Load) -> float:
-        """Return how long forward and backward must take at either ceiling."""
-        return 1e3 * max(self._seconds(load))
-
-    def is_matmul(self, load: Load) -> bool:
-        """Whether that of the matmul is the one which takes longer."""
-        flops, nbytes = self._seconds(load)
-        return flops > nbytes
-
-    def _seconds(self, load: Load) -> tuple[float, float]:
-        return load.flops / self.tflops / 1e12, load.nbytes / self.gbytes / 1e9
+def is_capacity(row: Row) -> bool:
+    """Whether a row is of `bench capacity`, else of `bench run`."""
+    return "memory" in row
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds or ratios: the median, and what a fifth of the samples lies below or above."""
+def read(path: Path) -> list[Row]:
+    """Read a file, leaving out a last line that a crash cut off, with a warning.
 
-    median: float
-    p20: float
-    p80: float
-    samples: tuple[float, ...]
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Timing:
-        """Sum samples up."""
-        p20, p50, p80 = np.quantile(samples, (0.2, 0.5, 0.8)).tolist()
-        return cls(_rounded(p50), _rounded(p20), _rounded(p80), tuple(map(_rounded, samples)))
-
-    def over(self, other: Timing) -> Timing:
-        """The ratios within each round, where load that comes and goes cancels."""
-        # an interrupt leaves some a round short
-        rounds = zip(self.samples, other.samples, strict=False)
-        return Timing.of([mine / theirs for mine, theirs in rounds])
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{SIGNIFICANT}g}")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one implementation cost.
-
-    failure: why there is no speed; is_wrong: that its numbers are; peaks: above the start, of
-    forward with backward and of backward alone; errors: RMS against float64 of outputs, then
-    gradients; is_graph: timed by replaying CUDA graphs.
+    Raises ValueError, naming file and line, for what is no row; OSError where there is no file.
     """
-
-    name: str
-    failure: str | None
-    is_wrong: bool
-    forward_ms: Timing | None
-    backward_ms: Timing | None
-    both_ms: Timing | None
-    saved_bytes: int | None
-    peak_bytes: int | None
-    backward_peak_bytes: int | None
-    errors: tuple[float, ...]
-    is_graph: bool = False
-
-
-@dataclass(frozen=True)
-class Group:
-    """All implementations of one case at one size; ratios refer to the first.
-
-    checked_tokens: at how many the numbers were compared; fewer where float64 did not fit; seq: how
-    many attend to one another, in cases with attention.
-    """
-
-    case: str
-    size: str
-    tokens: int
-    dim: int
-    hidden: int
-    kv: int
-    rows: tuple[Row, ...]
-    dtype: str = "float32"
-    checked_tokens: int = 0
-    load: Load = NO_LOAD
-    ceilings: Ceilings | None = None
-    environment: dict[str, Any] | None = None
-    seq: int | None = None
-
-    @property
-    def device(self) -> str:
-        """Where it was measured."""
-        return self.environment["device"] if self.environment else "unknown device"
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What two results must have in common to be compared."""
-        sizes = self.tokens, self.seq, self.dim, self.hidden, self.kv
-        return self.case, self.size, *sizes, self.dtype, self.device
-
-    @property
-    def heading(self) -> str:
-        """The case, and how long its sequences are."""
-        return self.case if self.seq is None else f"{self.case}, sequences of {self.seq}"
-
-    @property
-    def title(self) -> str:
-        """The case and its sizes, in a line."""
-        sizes = f"{self.tokens} tokens, D = {self.dim}, F = {self.hidden}, {self.dtype}"
-        sequences = "" if self.seq is None else f", sequences of {self.seq}"
-        return f"{self.case}, {self.size}: {sizes}{sequences}"
-
-
-def append(group: Group, path: Path) -> None:
-    """Add a line for each row to a file; a number that is not finite stays NaN or Infinity."""
-    shared = {name: value for name, value in _plain(group).items() if name != "rows"}
-    records.append((shared | {"row": asdict(row)} for row in group.rows), path)
-
-
-def _plain(group: Group) -> dict[str, Any]:
-    found = {field.name: getattr(group, field.name) for field in fields(group)}
-    for name in ("load", "ceilings"):
-        found[name] = found[name] and found[name]._asdict()
+    data, found = path.read_bytes(), []
+    for number, text in enumerate(lines := data.splitlines(), 1):
+        where = f"{path}:{number}"
+        if number == len(lines) and not data.endswith(b"\n") and not _is_json(text):
+            print(f"{where}: left out, the line is unfinished", file=sys.stderr)
+            break
+        try:
+            row = json.loads(text.decode())
+            found.append(checked(row, CAPACITY if "memory" in row else RUN))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{where}: not a result of bench run or capacity ({error})") from error
     return found
 
 
-def read(path: Path) -> list[Group]:
-    """Read what `append` wrote. Raises as `lines` and `groups` do."""
-    return groups(lines(path))
+def append(rows: Iterable[Row], path: Path) -> None:
+    """Add a line each, in the place of a last one that was cut off.
 
-
-def groups(found: Iterable[Line]) -> list[Group]:
-    """Join rows to groups, in order; of a case measured twice on one device the last counts.
-
-    Lines of `bench capacity` are left out. Raises ValueError, naming file and line, for any others.
+    A number that is not finite stays NaN or Infinity.
     """
-    # a line that is there twice, as in a file joined to itself, is one
-    members: dict[str, tuple[Group, dict[str, Row]]] = {}
-    for where, record in (line for line in found if not line.is_capacity):
-        with blamed(where):
-            row = build(Row, record.get("row"))
-            shared = {name: value for name, value in record.items() if name != "row"}
-            head = build(Group, shared | {"rows": []})
-            if head.environment is not None:
-                complete(head.environment)
-        _, rows = members.setdefault(json.dumps(shared, sort_keys=True), (head, {}))
-        rows[row.name] = row
-    joined = (replace(head, rows=tuple(rows.values())) for head, rows in members.values())
-    return list({group.key: group for group in joined}.values())
+    texts = [json.dumps(row) + "\n" for row in rows]
+    with path.open("a+b") as file:
+        file.seek(0)
+        before = file.read()
+        end = before.rfind(b"\n") + 1
+        if _is_json(before[end:]):
+            file.write(b"\n")
+        else:
+            file.truncate(end)
+        file.write("".join(texts).encode())
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def save(record: Row, path: Path) -> None:
+    """Write one record as JSON; a number that is not finite stays NaN or Infinity."""
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    """Return what the rows of one case have in common, by which results are compared."""
+    own = ("memory",) if is_capacity(row) else ("tokens", "seq", "kv")
+    names = ("case", "size", "dim", "hidden", "dtype", "device", *own)
+    return tuple(row[name] for name in names)
+
+
+def groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return the rows of each case at a size, in order; of one measured twice those of the last.
+
+    A line that is there twice, as in a file joined to itself, is one.
+    """
+    found: dict[Any, dict[Any, dict[str, Row]]] = {}
+    for row in rows:
+        runs = found.setdefault(key_of(row), {})
+        runs.setdefault((row["date"], row["commit"]), {})[row["name"]] = row
+    return [list([*runs.values()][-1].values()) for runs in found.values()]
+
+
+def heading(row: Row) -> str:
+    """Return the case, and how long its sequences are."""
+    return row["case"] + (f", sequences of {row['seq']}" if row["seq"] else "")
+
+
+def title(row: Row) -> str:
+    """Return the case and its sizes, in a line."""
+    sizes = f"D = {row['dim']}, F = {row['hidden']}, {row['dtype']}"
+    if is_capacity(row):
+        return f"{row['case']}, {row['size']}: {sizes}, in {row['memory']:,} MiB"
+    sequences = heading(row).removeprefix(row["case"])
+    return f"{row['case']}, {row['size']}: {row['tokens']} tokens, {sizes}{sequences}"
+
+
+def least_ms(row: Row) -> tuple[float, float] | None:
+    """Return how long the matmul's and the copy's ceiling let a case take; None without them.
+
+    A ceiling is what the device did in the same run: a large matmul, and a copy.
+    """
+    if row["matmul_tflops"] is None or row["copy_gbytes"] is None:
+        return None
+    return row["flops"] / row["matmul_tflops"] / 1e9, row["bytes"] / row["copy_gbytes"] / 1e6
+
+
+def rounded(samples: Iterable[float]) -> list[float]:
+    """Return samples as they are written: with so many significant digits."""
+    return [float(f"{value:.{SIGNIFICANT}g}") for value in samples]
+
+
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Return what a fifth of the samples lies below, the median, what a fifth lies above."""
+    p20, p50, p80 = np.quantile(samples, (0.2, 0.5, 0.8)).tolist()
+    return p20, p50, p80
+
+
+def median(samples: Sequence[float]) -> float:
+    """Return the median."""
+    return quantiles(samples)[1]
+
+
+def ratios(samples: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return the ratios within each round, where load that comes and goes cancels."""
+    # an interrupt leaves some a round short
+    return [mine / theirs for mine, theirs in zip(samples, reference, strict=False)]

@@ -8,38 +8,52 @@ window which it sees as a picture.
 from __future__ import annotations
 
 import math
+import sysconfig
+from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.model import HEAD_DIM, VOCAB, Transformer
+from bench.models import HEAD_DIM, VOCAB, Transformer
 
-__all__ = ["MODELS", "Sizes", "Task"]
-
+LIMIT = 4 * 2**20
 IGNORED = -100
 
 
-class Sizes(NamedTuple):
-    """Of a model: layers, width, bytes in a row, and the own model's kind of MLP."""
+def stdlib_text(folder: Path | None = None, limit: int = LIMIT) -> Tensor:
+    """The first `limit` bytes of the standard library's top-level modules, joined in name order.
 
-    layers: int
-    dim: int
-    seq: int
-    mlp: str
-
-
-class Task(NamedTuple):
-    """A model and what it learns.
-
-    make: builds the model. batch: turns tokens and their followers, [batch, seq] each, into what
-    the model gets and its targets.
+    Raises ValueError where this Python ships no sources (a frozen or zipped library).
     """
+    folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    if not text:
+        raise ValueError(f"no text to train on: {folder} holds no Python sources")
+    return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
-    make: Callable[[Sizes], nn.Module]
-    batch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+class Batches:
+    """Endless random windows of a text: tokens and targets, both int64 `[batch, seq]`."""
+
+    def __init__(self, text: Tensor, batch: int, seq: int, seed: int, device: torch.device):
+        if len(text) <= seq:
+            raise ValueError(f"seq {seq} needs a longer text than one of {len(text)} bytes")
+        self.text, self.batch, self.seq, self.device = text, batch, seq, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """The next batch; targets are the tokens shifted by one."""
+        starts = torch.randint(len(self.text) - self.seq, (self.batch, 1), generator=self.generator)
+        window = self.text[starts + torch.arange(self.seq + 1)].long().to(self.device)
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def loss(output: Any, targets: Tensor) -> Tensor:
@@ -58,78 +72,50 @@ def checkpoint(model: nn.Module) -> None:
         getattr(model, "activation_checkpointing_enable", getattr(model, old))(options)
 
 
-def _own(sizes: Sizes) -> nn.Module:
-    return Transformer(*sizes)
+def _llama(seq: int) -> tuple[str, str, dict[str, Any]]:
+    options = {"vocab_size": VOCAB, "max_position_embeddings": seq, "use_cache": False}
+    return "LlamaConfig", "LlamaForCausalLM", options
 
 
-def _hidden(sizes: Sizes) -> dict[str, Any]:
-    heads = sizes.dim // HEAD_DIM
-    return {
-        "hidden_size": sizes.dim,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": heads,
+def _gpt2(seq: int) -> tuple[str, str, dict[str, Any]]:
+    # without dropout, so that all ways of training can be compared
+    options = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    options |= {"vocab_size": VOCAB, "n_positions": seq, "use_cache": False}
+    return "GPT2Config", "GPT2LMHeadModel", options
+
+
+def _bert(seq: int) -> tuple[str, str, dict[str, Any]]:
+    options = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    # one more than there are bytes stands for a masked one
+    options |= {"vocab_size": VOCAB + 1, "max_position_embeddings": seq}
+    return "BertConfig", "BertForMaskedLM", options
+
+
+def _vit(seq: int) -> tuple[str, str, dict[str, Any]]:
+    options = {"image_size": _side(seq), "patch_size": 2, "num_channels": 1, "num_labels": VOCAB}
+    return "ViTConfig", "ViTForImageClassification", options
+
+
+CONFIGS = {"llama": _llama, "gpt2": _gpt2, "bert": _bert, "vit": _vit}
+
+
+def model_of(chosen: Namespace) -> nn.Module:
+    """Build the model that was chosen."""
+    if chosen.model == "own":
+        return Transformer(chosen.layers, chosen.dim, chosen.seq, chosen.mlp)
+    import transformers
+
+    config, model, options = CONFIGS[chosen.model](chosen.seq)
+    gated = 64 * math.ceil(8 * chosen.dim / 3 / 64)
+    if chosen.model != "gpt2":
+        options["intermediate_size"] = gated if chosen.model == "llama" else 4 * chosen.dim
+    options |= {
+        "hidden_size": chosen.dim,
+        "num_hidden_layers": chosen.layers,
+        "num_attention_heads": chosen.dim // HEAD_DIM,
         "attn_implementation": "sdpa",
     }
-
-
-def _llama(sizes: Sizes) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    inner = 64 * math.ceil(8 * sizes.dim / 3 / 64)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        intermediate_size=inner,
-        max_position_embeddings=sizes.seq,
-        use_cache=False,
-        **_hidden(sizes),
-    )
-    return LlamaForCausalLM(config)
-
-
-def _gpt2(sizes: Sizes) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    # without dropout, so that all ways of training can be compared
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=sizes.seq,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        **_hidden(sizes),
-    )
-    return GPT2LMHeadModel(config)
-
-
-def _bert(sizes: Sizes) -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    # one more than there are bytes stands for a masked one
-    config = BertConfig(
-        vocab_size=VOCAB + 1,
-        intermediate_size=4 * sizes.dim,
-        max_position_embeddings=sizes.seq,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **_hidden(sizes),
-    )
-    return BertForMaskedLM(config)
-
-
-def _vit(sizes: Sizes) -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    side = _side(sizes.seq)
-    config = ViTConfig(
-        image_size=side,
-        patch_size=2,
-        num_channels=1,
-        intermediate_size=4 * sizes.dim,
-        **_hidden(sizes),
-    )
-    config.num_labels = VOCAB
-    return ViTForImageClassification(config)
+    return getattr(transformers, model)(getattr(transformers, config)(**options))
 
 
 def _side(seq: int) -> int:
@@ -153,10 +139,9 @@ def _pictures(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return seen / 128.0 - 1.0, targets[:, -1]
 
 
-MODELS: dict[str, Task] = {
-    "own": Task(_own, _next),
-    "llama": Task(_llama, _next),
-    "gpt2": Task(_gpt2, _next),
-    "bert": Task(_bert, _masked),
-    "vit": Task(_vit, _pictures),
+# turns tokens and their followers, [batch, seq] each, into what a model gets and its targets
+BATCHES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    **dict.fromkeys(("own", "llama", "gpt2"), _next),
+    "bert": _masked,
+    "vit": _pictures,
 }

@@ -1,86 +1,109 @@
-"""Measure tiles and plans on this machine, and keep the fastest in the user's cache.
+"""`python -m bench tune`: measure tiles and variants here, and store the fastest in a cache.
 
-A candidate is a contender like any other: its numbers are checked against float64 first, compiled
-kernels that spill registers are out, and candidates take turns. The cache is replaced after every
-key, so that an interrupt keeps what was measured.
+A candidate is an implementation like any other: its numbers are checked against float64 first, one
+whose compiled kernels spill registers is out, and candidates take turns. The cache is replaced
+after every key, so that an interrupt keeps what was measured.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from bench.candidates import PLAN_CASES, TILE_CASES, Guarded, candidates
-from bench.cases import CASES, Function, Way
-from bench.contender import Contender
-from bench.defaults import TUNE_DEFAULTS
-from bench.env import choose_device
+import fusedckpt
+from bench.cases import CASES, Function
 from bench.jobs import Job
-from bench.measure import OTHER_STEPS, measure
-from bench.sizes import SIZES, Size
-from bench.supervisor import INTERRUPTED
-from bench.text import significant
-from fusedckpt.autograd.dispatch import path_of
-from fusedckpt.kernels import tuned
+from bench.measure import OTHER_STEPS, Implementation, Work, measure
+from bench.results import median
+from bench.settings import SIZES, Size
+from bench.tables import progress, significant
+from fusedckpt.kernels import gemm, tuned
 from fusedckpt.kernels.runtime import arch
-from fusedckpt.kernels.tiles import SHORT_K, TILES, family, tile_for
-from fusedckpt.kernels.tuned import PlanKey, TileKey, Tuned
+from fusedckpt.kernels.tiles import SHORT_K, TILES, Tile, family, tile_for
+from fusedckpt.kernels.tuned import Tuned
 
-__all__ = ["Settings", "run", "settings"]
+# slot of the tile tables -> the case whose second variant launches it
+TILE_CASES = {
+    "long": "linear_act",
+    "short": "linear_act",
+    "hybrid_long": "gated_mlp",
+    "hybrid_short": "gated_mlp",
+}
+VARIANT_CASES = ("linear_act", "mlp", "gated_mlp")
+
+# block_m, block_n, block_k, num_warps
+HALF = (
+    (128, 256, 64, 8),
+    (256, 128, 64, 8),
+    (128, 128, 64, 8),
+    (128, 128, 32, 8),
+    (128, 64, 64, 4),
+    (64, 128, 64, 4),
+)
+SINGLE = ((128, 128, 32, 8), (128, 64, 32, 8), (64, 64, 32, 8), (64, 64, 32, 4))
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Every choice that a result depends on; cache: the file that is written."""
-
-    size: tuple[str, ...]
-    tokens: tuple[int, ...]
-    dtype: str
-    device: str
-    repeat: int
-    minutes: float
-    tiles: bool
-    cache: Path
+def candidates(arch: str, itemsize: int) -> Iterator[Tile]:
+    """Yield tiles; which of them compile without spills on this chip is found by trying."""
+    if arch == "interpreter":
+        yield Tile(32, 32, 16, 4, 1, 1)
+        return
+    for shape, stages in product(HALF if itemsize == 2 else SINGLE, (3, 4)):
+        # wide tiles spill without slices
+        for slices in (2, 4) if shape[1] >= 128 else (1, 2):
+            yield Tile(*shape, stages, slices)
 
 
-def settings(
-    device: str | None,
-    size: Sequence[str] | None,
-    tokens: Sequence[int] | None,
-    cache: Path | None,
-    tiles: bool,
-    **options: Any,
-) -> Settings:
-    """Fill in the device's defaults and check everything, before any work is done.
+class _Recorder:
+    """Stands for the GEMM kernel, and notes what its launches compiled to."""
 
-    Raises ValueError for a device that is not there or has no kernels to tune, without a cache or
-    with another program's file in its place; OSError where none can be written.
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.compiled.append(self.kernel[grid](*args, **kwargs))
+
+
+def check_spills(one: Implementation, work: Work) -> None:
+    """Run once, and look at what was compiled. Raises ValueError for a spill."""
+    recorder = _Recorder(gemm.gemm_kernel)
+    with patch.object(gemm, "gemm_kernel", recorder):
+        work.results(one.fn)
+    spills = [getattr(kernel, "n_spills", 0) or 0 for kernel in recorder.compiled]
+    if any(spills):
+        raise ValueError(f"spills {max(spills)} registers")
+
+
+def prepare(chosen: Namespace) -> Namespace:
+    """Check everything, before any work is done.
+
+    Raises ValueError for a device that has no kernels to tune, without a cache or with another
+    program's file in its place; OSError where none can be written.
     """
-    place = choose_device(device)
-    given = {name: value for name, value in options.items() if value is not None}
-    chosen = TUNE_DEFAULTS | given
-    if path_of(place, getattr(torch, chosen["dtype"])) == "aten":
-        raise ValueError(f"{place} with {chosen['dtype']} runs on ATen, which has nothing to tune")
-    path = cache or tuned.cache_path()
-    if path is None:
+    path = fusedckpt.paths(chosen.device, getattr(torch, chosen.dtype))["mlp"]
+    if path == "aten":
+        text = "runs on ATen, which has nothing to tune"
+        raise ValueError(f"{chosen.device} with {chosen.dtype} {text}")
+    cache = chosen.cache or tuned.cache_path()
+    if cache is None:
         raise ValueError("FUSEDCKPT_CACHE is empty: name a file by --cache")
-    _check_place(path)
-    sizes = dict.fromkeys(size or chosen.pop("size"))
-    chosen["size"], chosen["tokens"] = tuple(sizes), tuple(tokens or chosen["tokens"])
-    return Settings(**chosen, device=str(place), tiles=tiles, cache=path)
+    check_place(cache)
+    chosen.cache = cache
+    return chosen
 
 
-def _check_place(cache: Path) -> None:
+def check_place(cache: Path) -> None:
     """Raise what stands against a cache there, before hours go into it."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
@@ -93,86 +116,84 @@ def _check_place(cache: Path) -> None:
 class Tuner:
     """What has been chosen so far, and the file that keeps it."""
 
-    def __init__(self, chosen: Settings, console: Console):
-        self.chosen, self.console = chosen, console
+    def __init__(self, chosen: Namespace):
+        self.chosen = chosen
         self.device, self.dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
         self.arch, self.itemsize = arch(), self.dtype.itemsize
         self.choices = tuned.load(chosen.cache)
-        self.deadline = time.monotonic() + 60 * chosen.minutes
 
-    def keep(self, tiles: dict[TileKey, Any], plans: dict[PlanKey, str]) -> None:
+    def store(self, tiles: dict[Any, Any], variants: dict[Any, str]) -> None:
         """Add choices and replace the file."""
-        self.choices = Tuned(self.choices.tiles | tiles, self.choices.plans | plans)
+        self.choices = Tuned(self.choices.tiles | tiles, self.choices.variants | variants)
         tuned.store(self.choices, self.chosen.cache)
 
-    def race(self, case: str, size: Size, tokens: int, ways: dict[str, Function]) -> str | None:
-        """Measure ways of running a case, print them, and return the fastest; None without any."""
-        contenders = tuple(Contender(name, Way(fn)) for name, fn in ways.items())
-        job = Job(case, CASES[case], "", size, tokens, self.device, self.dtype, contenders)
+    def race(
+        self, case: str, size: Size, tokens: int, rivals: dict[str, tuple[Function, Tuned]]
+    ) -> str | None:
+        """Measure functions, each under choices of its own, print them; returns the fastest."""
+        racing = [Implementation(name, fn) for name, (fn, _) in rivals.items()]
+        repeat, eager = self.chosen.repeat, CASES[case].eager(size)
         try:
-            work = job.work(tokens)
+            work = Job(case, "", size, tokens, self.device, self.dtype).work(tokens)
         except Exception as error:
-            self.console.print(f"  {type(error).__name__}: {error}", markup=False)
+            print(f"  {type(error).__name__}: {error}")
             return None
-        for contender in contenders:
-            if isinstance(contender.fn, Guarded):
-                contender.attempt(lambda _, fn=contender.fn: fn.check(work))
-        with Progress(console=self.console, transient=True) as progress:
-            total = len(contenders) * (OTHER_STEPS + self.chosen.repeat)
-            task = progress.add_task(f"{case}, {tokens} tokens", total=total)
-            eager = CASES[case].eager(size)
-            repeat = self.chosen.repeat
-            measure(work, contenders, eager, repeat, lambda _: progress.advance(task), graphs=True)
-        rows = [contender.row() for contender in contenders]
-        times = {row.name: row.both_ms.median for row in rows if row.both_ms is not None}
+        with ExitStack() as stack, progress(case, len(racing) * (OTHER_STEPS + repeat)) as tick:
+
+            def begin(one: Implementation) -> None:
+                stack.close()
+                stack.enter_context(tuned.using(rivals[one.name][1]))
+                tick(one.name, says=False)
+
+            for one in racing:
+                begin(one)
+                one.attempt(partial(check_spills, work=work))
+            measure(work, racing, eager, repeat, begin, graphs=True)
+        rows = [one.row() for one in racing]
+        times = {row["name"]: median(row["both_ms"]) for row in rows if row["both_ms"]}
         for row in rows:
-            cost = f"{significant(times[row.name])} ms" if row.name in times else row.failure
-            self.console.print(f"  {row.name}: {cost}", markup=False, highlight=False)
+            name = row["name"]
+            cost = f"{significant(times[name])} ms" if name in times else row["failure"]
+            print(f"  {name}: {cost}", flush=True)
         return min(times, key=lambda name: times[name], default=None)
 
     def tile(self, slot: str, case: str, size: Size, tokens: int) -> None:
         """Choose the tile of a slot, by the case that launches it."""
         key = (self.arch, self.itemsize, slot)
-        found = {str(tuple(tile)): tuple(tile) for tile in candidates(self.arch, self.itemsize)}
         shipped = tile_for(self.arch, self.itemsize, size.dim, slot.startswith("hybrid"))
-        found = {str(tuple(shipped)): tuple(shipped)} | found
-        plan = CASES[case].plans[1]
-        fn = partial(CASES[case].fused(size), save="inputs", kernel=plan)
-        ways = {
-            name: Guarded(fn, Tuned(self.choices.tiles | {key: tile}, {}))
-            for name, tile in found.items()
-        }
-        self.console.print(f"tile {slot}, {case}, D = {size.dim}, F = {size.hidden}")
-        best = self.race(case, size, tokens, ways)
+        tiles = (shipped, *candidates(self.arch, self.itemsize))
+        found = {str(tuple(tile)): tuple(tile) for tile in tiles}
+        fn = partial(CASES[case].fused(size), save="inputs", kernel=CASES[case].variants[1])
+        chosen = self.choices.tiles
+        rivals = {name: (fn, Tuned(chosen | {key: tile}, {})) for name, tile in found.items()}
+        print(f"tile {slot}, {case}, D = {size.dim}, F = {size.hidden}", flush=True)
+        best = self.race(case, size, tokens, rivals)
         if best is not None:
-            self.keep({key: found[best]}, {})
+            self.store({key: found[best]}, {})
 
-    def plan(self, case: str, size: Size, tokens: int) -> None:
-        """Choose the plan of a layer at a size."""
-        fn = CASES[case].fused(size)
-        ways: dict[str, Function] = {
-            plan: Guarded(partial(fn, save="inputs", kernel=plan), self.choices)
-            for plan in CASES[case].plans
+    def variant(self, case: str, size: Size, tokens: int) -> None:
+        """Choose the variant of a layer at a size."""
+        fn = partial(CASES[case].fused(size), save="inputs")
+        rivals = {
+            variant: (partial(fn, kernel=variant), self.choices) for variant in CASES[case].variants
         }
-        self.console.print(f"plan of {case}, D = {size.dim}, F = {size.hidden}, {tokens} tokens")
-        best = self.race(case, size, tokens, ways)
+        print(f"variant of {case}, D = {size.dim}, F = {size.hidden}, {tokens} tokens", flush=True)
+        best = self.race(case, size, tokens, rivals)
         if best is not None:
-            # the GEMM of an MLP's plan contracts over its output features, as wide as its input
+            # the GEMM of an MLP's variant contracts over its output features, as wide as its input
             sizes = (size.hidden, size.dim, tuned.power_below(tokens))
-            self.keep({}, {(case, self.arch, self.itemsize, *sizes): best})
+            self.store({}, {(case, self.arch, self.itemsize, *sizes): best})
 
     def steps(self) -> Iterator[Callable[[], None]]:
-        """Yield what is to be measured, tiles before the plans that they serve."""
+        """Yield what is to be measured, tiles before the variants that they serve."""
         sizes = [size for name in self.chosen.size for size in SIZES[name]]
-        if self.chosen.tiles:
-            for slot, case in TILE_CASES.items():
-                fits = [s for s in sizes if (s.dim <= SHORT_K) == slot.endswith("short")]
-                if fits:
-                    yield partial(self.tile, slot, case, fits[-1], self.chosen.tokens[-1])
+        for slot, case in () if self.chosen.plans else TILE_CASES.items():
+            fits = [s for s in sizes if (s.dim <= SHORT_K) == slot.endswith("short")]
+            if fits:
+                yield partial(self.tile, slot, case, fits[-1], self.chosen.tokens[-1])
         for size in sizes:
-            for tokens in self.chosen.tokens:
-                for case in PLAN_CASES:
-                    yield partial(self.plan, case, size, tokens)
+            for tokens, case in product(self.chosen.tokens, VARIANT_CASES):
+                yield partial(self.variant, case, size, tokens)
 
 
 def rows_of(choices: Tuned, arch: str) -> Iterator[str]:
@@ -185,37 +206,35 @@ def rows_of(choices: Tuned, arch: str) -> Iterator[str]:
         yield "    ),"
 
 
-def plans_of(choices: Tuned, arch: str) -> Iterator[str]:
-    """Yield a line for each plan that was measured."""
-    for (op, where, itemsize, n, k, power), plan in choices.plans.items():
+def variants_of(choices: Tuned, arch: str) -> Iterator[str]:
+    """Yield a line for each variant that was measured."""
+    for (op, where, itemsize, n, k, power), variant in choices.variants.items():
         if where == arch:
-            yield f"    {op}, {itemsize} bytes, [{2**power}, {n}, {k}]: {plan}"
+            yield f"    {op}, {itemsize} bytes, [{2**power}, {n}, {k}]: {variant}"
 
 
 def report(choices: Tuned, arch: str, cache: Path) -> Iterator[str]:
     """Yield what the file holds for an architecture, and what of it can be shipped."""
-    yield f"\n{arch}, kept in {cache}"
+    yield f"\n{arch}, stored in {cache}"
     if rows := list(rows_of(choices, arch)):
         yield from ("rows for TILES in kernels/tiles.py:", *rows)
-    if plans := list(plans_of(choices, arch)):
-        # tables have no plans: gains_by_fusion is a rule
-        yield from ("plans, which this file alone holds:", *plans)
+    if variants := list(variants_of(choices, arch)):
+        # tables have none: gains_by_fusion is a rule
+        yield from ("variants, which this file alone holds:", *variants)
 
 
-def run(chosen: Settings) -> int:
-    """Measure until all is, or time is up; print what is kept, as rows of the shipped table."""
-    console = Console()
-    tuner = Tuner(chosen, console)
-    status = 0
+def run(chosen: Namespace) -> int:
+    """Measure until all is, or time is up; print what is stored, as rows of the shipped table."""
+    tuner, status = Tuner(chosen), 0
+    deadline = time.monotonic() + 60 * chosen.minutes
     try:
         for step in tuner.steps():
-            if time.monotonic() > tuner.deadline:
-                console.print(f"time is up after {chosen.minutes:g} minutes")
+            if time.monotonic() > deadline:
+                print(f"time is up after {chosen.minutes:g} minutes")
                 break
-            torch.compiler.reset()
             step()
     except KeyboardInterrupt:
-        status = INTERRUPTED
+        status = 130
     for line in report(tuner.choices, tuner.arch, chosen.cache):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print(line)
     return status

@@ -1,90 +1,147 @@
-"""The ways of computing a case: eager and what torch offers, ours, and other libraries'."""
+"""`python -m bench ways --model module:factory`: the ways of training a model of the caller's.
+
+Eager; torch's non-reentrant checkpoint around every unit that `fusedckpt.plan` finds; `fuse`, alone
+and with `fusedckpt.Checkpoint` around every unit; plans. All share the model's parameters.
+"""
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from bench.cases import CASES, Case, Function, Way
-from bench.layers import stack
-from bench.peers import peers_of
-from bench.sizes import Size
-from fusedckpt import checkpoint
+import fusedckpt
+from bench.env import environment, summary
+from bench.results import save
+from bench.tables import progress
+from bench.training import BUDGETS, NOTES, Batch, Way, Workload, compare, plans, show_ways
+from bench.training_figures import draw_classics
+from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.units import candidates
+from fusedckpt.reporting.step import default_loss
 
-__all__ = ["BASELINES", "ways_of"]
-
-
-def _with_budget(budget: float) -> Callable[..., Any]:
-    """Return a compiler that lets a graph keep this share of what it would keep for backward."""
-
-    def compiler(graph: Any, inputs: Any) -> Any:
-        from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
-
-        with config.patch(activation_memory_budget=budget):
-            return compile_fx(graph, inputs)
-
-    return compiler
+SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
 
 
-def _compiled(budget: float) -> Callable[[Function], Function]:
-    backend = _with_budget(budget)
-    return lambda eager: torch.compile(eager, dynamic=False, backend=backend)
+def prepare(chosen: Namespace) -> Namespace:
+    """Make the model, and its batch.
+
+    Raises ValueError for a spec that names no factory, a factory that returns something else, a
+    budget that is none; what the caller's code raises comes through.
+    """
+    factory = _factory(chosen.model)
+    torch.manual_seed(chosen.seed)
+    chosen.made, chosen.batch = _given(chosen.model, factory())
+    device = next(chosen.made.parameters()).device
+    chosen.budgets = [bytes_of("--budget", size, device) for size in chosen.budget]
+    return chosen
 
 
-# nothing here draws random numbers: nobody pays for keeping their state
-stock = partial(torch_checkpoint, use_reentrant=False, preserve_rng_state=False)
-ours = partial(checkpoint, preserve_rng_state=False)
-
-# what everything is held against; the first is the one that ratios refer to
-BASELINES: dict[str, Callable[[Function], Function]] = {
-    "eager": lambda eager: eager,
-    "torch.compile": lambda eager: torch.compile(eager, dynamic=False),
-    "torch.compile 0.5": _compiled(0.5),
-    "torch.compile 0": _compiled(0.0),
-    "checkpoint": lambda eager: partial(stock, eager),
-}
-
-
-def _levels(case: Case, size: Size, has_plans: bool) -> Iterator[tuple[str, Function]]:
-    fused = case.fused(size)
-    if not case.levels:
-        yield "fusedckpt", fused
-    for level in case.levels:
-        yield f"fusedckpt {level}", partial(fused, save=level)
-        for plan in case.plans if has_plans else ():
-            yield f"fusedckpt {level} {plan}", partial(fused, save=level, kernel=plan)
+def _factory(spec: str) -> Callable[[], Any]:
+    place, _, name = spec.rpartition(":")
+    if place.endswith(".py"):
+        file = Path(place)
+        if not file.is_file():
+            raise ValueError(f"--model: there is no file {file}")
+        sys.path.insert(0, str(file.parent.resolve()))
+        place = file.stem
+    if not place or not name:
+        raise ValueError(f"--model expects module:factory or file.py:factory, got {spec!r}")
+    try:
+        factory = resolve_name(f"{place}:{name}")
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(f"--model {spec}: {error}") from error
+    if not callable(factory):
+        raise ValueError(f"--model {spec}: {name} is no function")
+    return factory
 
 
-def _checkpointed(case: Case, size: Size) -> Iterator[tuple[str, Function]]:
-    """A layer under our checkpoint, eager and fused."""
-    yield "ours(eager)", partial(ours, case.eager(size))
-    yield "ours(fused)", partial(ours, case.fused(size))
+def _given(spec: str, made: Any) -> tuple[nn.Module, Batch]:
+    """Read what a factory returns: (model, args), (model, kwargs) or (model, args, kwargs)."""
+    args, kwargs = (), {}
+    match made:
+        case (nn.Module() as model, dict() as kwargs):
+            pass
+        case (nn.Module() as model, (Tensor() | tuple() | list()) as args):
+            pass
+        case (nn.Module() as model, (Tensor() | tuple() | list()) as args, dict() as kwargs):
+            pass
+        case _:
+            parts = made if isinstance(made, (tuple, list)) else (made,)
+            came = ", ".join(type(part).__name__ for part in parts)
+            raise ValueError(
+                f"--model {spec} is to return (model, args), (model, kwargs) or (model, args, "
+                f"kwargs): an nn.Module, a tuple or one tensor, a dict; it returned ({came})"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"--model {spec}: no parameter of the {type(model).__name__} is trained")
+    return model, Batch((args,) if isinstance(args, Tensor) else tuple(args), kwargs)
 
 
-def _stacked(case: Case, size: Size) -> Iterator[tuple[str, Function]]:
-    """Layers, eager and fused, under either checkpoint, each by itself and all as one segment."""
-    for kind, fn in (("eager", case.eager(size)), ("fused", case.fused(size))):
-        for name, wrap in (("torch", stock), ("ours", ours)):
-            yield f"{name}({kind}) per layer", partial(fn, per_layer=wrap)
-            yield f"{name}({kind}) one segment", partial(fn, whole=wrap)
+def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Wrap every unit of a model that a plan would cut, and return the model."""
+    for unit in candidates(model):
+        model.set_submodule(unit, wrap(model.get_submodule(unit)))
+    return model
 
 
-def ways_of(name: str, size: Size, has_plans: bool) -> dict[str, Way]:
-    """Name every way of running a case; with each kernel plan where kernels are compiled."""
-    case = CASES[name]
-    baselines = dict(BASELINES)
-    if case.call is stack:
-        # _stacked has it
-        baselines.pop("checkpoint")
-    ways = {label: wrap(case.eager(size)) for label, wrap in baselines.items()}
-    ways |= dict(_levels(case, size, has_plans))
-    if case.call is stack:
-        ways |= dict(_stacked(case, size))
-    elif case.sequences:
-        ways |= dict(_checkpointed(case, size))
-    return {label: Way(fn) for label, fn in ways.items()} | peers_of(name, size)
+def _ways(
+    chosen: Namespace, work: Workload, notes: list[str], tick: Callable[[str], None]
+) -> Iterator[Way]:
+    yield Way("eager", work.model)
+    yield Way("checkpoint", wrap_units(work.copied(), checkpoint_wrapper))
+    fused = work._replace(model=work.copied())
+    notes.append(f"fuse: {str(fusedckpt.fuse(fused.model)).splitlines()[0]}")
+    yield Way("fuse", fused.model)
+    yield Way("fuse+ckpt", wrap_units(fused.copied(), fusedckpt.Checkpoint))
+    asked = [("fuse+plan", fused, (), [budget]) for budget in chosen.budgets]
+    rules = [
+        ("plan", work, ["memory"], []),
+        ("fuse+plan", fused, ["memory"], [] if asked else None),
+    ]
+    for name, source, policies, budgets in (*rules, *asked):
+        try:
+            yield from plans(source, tick, name, policies, budgets)
+        except ValueError as error:
+            notes.append(f"{name}: {error}")
+
+
+def run(chosen: Namespace) -> int:
+    """Measure, print, write ways.json and ways.png; 1 where a way failed, else 0."""
+    model, notes, failures = chosen.made, list[str](), list[str]()
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        # a second run of a layer would add to it once more
+        config.use_cache = False
+        notes.append("model.config.use_cache was set to False, as checkpoints need")
+    sgd, batches = partial(torch.optim.SGD, lr=1e-3), [chosen.batch] * chosen.steps
+    work = Workload(model, batches, lambda output, target: default_loss(output), sgd)
+    first = next(model.parameters())
+    facts = environment(first.device, first.dtype)
+    dtype = str(first.dtype).removeprefix("torch.")
+    subtitle = f"{summary(facts)}; {dtype}, medians of {chosen.repeat} x {chosen.steps} steps"
+    print(subtitle, flush=True)
+    num_budgets = len(chosen.budgets or BUDGETS)
+    total = 2 + num_budgets + (6 + num_budgets) * (1 + chosen.repeat)
+    with progress("ways", total) as tick:
+        ways = list(_ways(chosen, work, notes, tick))
+        rows = compare(work, ways, chosen.repeat, tick, SHOWN, failures)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    title = f"{type(model).__name__} of {chosen.model}: {size:,} parameters"
+    part = {"title": title, "notes": [*notes, *failures, *NOTES], "rows": rows}
+    names = ("model", "budget", "steps", "repeat", "seed")
+    record = {name: getattr(chosen, name) for name in names}
+    result = {"subtitle": subtitle, "settings": record, "environment": facts, "own": part}
+    save(result, chosen.out / "ways.json")
+    draw_classics(result, chosen.out / "ways.png")
+    show_ways(title, part["notes"], rows)
+    print(f"wrote ways.json and ways.png to {chosen.out}")
+    return int(bool(failures))

@@ -27,6 +27,7 @@ __all__ = [
     "peak_bytes",
     "profiled",
     "saved_tensors",
+    "storages_of",
     "strided",
 ]
 
@@ -54,7 +55,7 @@ class SavedTensors:
     only_counts = True
 
     def __init__(self, exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str):
-        self._excluded = {part.untyped_storage()._cdata for x in exclude for part in strided(x)}
+        self._excluded = {storage._cdata for storage in storages_of(exclude)}
         self._owner = owner
         self._kept: dict[int, tuple[int, str, tuple[int, ...]]] = {}
         self._keepers: dict[int, dict[str, None]] = {}
@@ -79,11 +80,8 @@ class SavedTensors:
     @property
     def storages(self) -> tuple[SavedStorage, ...]:
         """What was kept, in the order in which it was."""
-        found = []
-        for key, kept in self._kept.items():
-            owner, *sharers = self._keepers[key]
-            found.append(SavedStorage(*kept, owner, tuple(sharers)))
-        return tuple(found)
+        keepers = ((kept, *self._keepers[key]) for key, kept in self._kept.items())
+        return tuple(SavedStorage(*kept, owner, tuple(rest)) for kept, owner, *rest in keepers)
 
     @property
     def addresses(self) -> set[int]:
@@ -128,15 +126,19 @@ def strided(tensor: Tensor) -> list[Tensor]:
     return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
 
 
+def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages of `tensors`, one that several share as often."""
+    return [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
+
+
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of `tensors`."""
-    parts = [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in parts}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages_of(tensors)}.values())
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
     """Return where in memory the storages of `tensors` lie."""
-    return {_address(part.untyped_storage()) for tensor in tensors for part in strided(tensor)}
+    return {_address(storage) for storage in storages_of(tensors)}
 
 
 def _address(storage: torch.UntypedStorage) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,14 +211,14 @@ def _write_quick_gelu_grad(dh: Tensor, z: Tensor, out: Tensor) -> Tensor:
 class Activation:
     """One activation for every path.
 
-    `write(z, out)` and `write_grad(dh, z, out)` are the ATen form of `value` and the gradient half
+    `write(z, out=)` and `write_grad(dh, z, out)` are the ATen form of `value` and the gradient half
     of `value_and_grad`; `out` may be z or dh itself.
     """
 
     value: Any
     value_and_grad: Any
     eager: Callable[[Tensor], Tensor]
-    write: Callable[[Tensor, Tensor], Tensor]
+    write: Callable[..., Tensor]
     write_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
     aliases: tuple[str, ...] = ()
     module: type[nn.Module] | None = None
@@ -238,7 +239,7 @@ ACTIVATIONS: dict[str, Activation] = {
         relu,
         relu_grad,
         F.relu,
-        lambda z, out: torch.clamp_min(z, 0, out=out),
+        partial(torch.clamp_min, min=0),
         lambda dh, z, out: aten.threshold_backward.grad_input(dh, z, 0, grad_input=out),
         module=nn.ReLU,
     ),
@@ -254,7 +255,7 @@ ACTIVATIONS: dict[str, Activation] = {
         leaky_relu,
         leaky_relu_grad,
         F.leaky_relu,
-        lambda z, out: aten.leaky_relu.out(z, out=out),
+        aten.leaky_relu.out,
         lambda dh, z, out: aten.leaky_relu_backward.grad_input(dh, z, 0.01, False, grad_input=out),
         module=nn.LeakyReLU,
         module_state={"negative_slope": 0.01},
@@ -263,7 +264,7 @@ ACTIVATIONS: dict[str, Activation] = {
         gelu,
         gelu_grad,
         F.gelu,
-        lambda z, out: aten.gelu.out(z, out=out),
+        aten.gelu.out,
         lambda dh, z, out: aten.gelu_backward.grad_input(dh, z, grad_input=out),
         aliases=("gelu_python",),
         module=nn.GELU,
@@ -273,7 +274,7 @@ ACTIVATIONS: dict[str, Activation] = {
         gelu_tanh,
         gelu_tanh_grad,
         lambda z: F.gelu(z, approximate="tanh"),
-        lambda z, out: aten.gelu.out(z, approximate="tanh", out=out),
+        partial(aten.gelu.out, approximate="tanh"),
         lambda dh, z, out: aten.gelu_backward.grad_input(dh, z, approximate="tanh", grad_input=out),
         aliases=("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"),
         module=nn.GELU,
@@ -290,7 +291,7 @@ ACTIVATIONS: dict[str, Activation] = {
         silu,
         silu_grad,
         F.silu,
-        lambda z, out: aten.silu.out(z, out=out),
+        aten.silu.out,
         lambda dh, z, out: aten.silu_backward.grad_input(dh, z, grad_input=out),
         aliases=("swish",),
         module=nn.SiLU,
@@ -299,7 +300,7 @@ ACTIVATIONS: dict[str, Activation] = {
         sigmoid,
         sigmoid_grad,
         torch.sigmoid,
-        lambda z, out: torch.sigmoid(z, out=out),
+        torch.sigmoid,
         lambda dh, z, out: aten.sigmoid_backward.grad_input(dh, torch.sigmoid(z), grad_input=out),
         module=nn.Sigmoid,
     ),
@@ -307,7 +308,7 @@ ACTIVATIONS: dict[str, Activation] = {
         tanh,
         tanh_grad,
         torch.tanh,
-        lambda z, out: torch.tanh(z, out=out),
+        torch.tanh,
         lambda dh, z, out: aten.tanh_backward.grad_input(dh, torch.tanh(z), grad_input=out),
         module=nn.Tanh,
     ),
@@ -315,7 +316,7 @@ ACTIVATIONS: dict[str, Activation] = {
         softplus,
         softplus_grad,
         F.softplus,
-        lambda z, out: aten.softplus.out(z, out=out),
+        aten.softplus.out,
         lambda dh, z, out: aten.softplus_backward.grad_input(dh, z, 1, 20, grad_input=out),
         module=nn.Softplus,
         module_state={"beta": 1.0, "threshold": 20.0},
@@ -324,7 +325,7 @@ ACTIVATIONS: dict[str, Activation] = {
         mish,
         mish_grad,
         F.mish,
-        lambda z, out: aten.mish.out(z, out=out),
+        aten.mish.out,
         lambda dh, z, out: out.copy_(aten.mish_backward(dh, z)),
         module=nn.Mish,
     ),

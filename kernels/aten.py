@@ -11,6 +11,11 @@ from torch import Tensor
 from .norm import NormRule
 from .runtime import row_blocks
 
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+# from here on two sums over rows are quicker than torch's LayerNorm, which returns its statistics
+MANY = 1 << 16
+WIDE = (torch.float32, torch.float64)
+
 
 def norm(
     x: Tensor,
@@ -27,8 +32,11 @@ def norm(
         dtype = torch.promote_types(x.dtype, residual.dtype)
         total = torch.add(x, residual, out=x.new_empty(x.shape, dtype=dtype))
         x = total
-    if out_dtype == x.dtype and has_native(x, rule, weight, bias):
+    if rule.kind == "layer" and out_dtype == x.dtype and has_native(x, (weight, bias)):
         return torch.native_layer_norm(x, x.shape[1:], weight, bias, rule.eps)[0], total
+    if rule.kind == "rms" and out_dtype == x.dtype and x.dtype in WIDE:
+        y = torch.mul(x, rms_rstd(x, rule.eps))
+        return y if weight is None else y.mul_(scale_of(weight, rule, x.dtype)), total
     y = x.new_empty(x.shape, dtype=out_dtype)
     wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)
@@ -55,11 +63,11 @@ def norm_grad(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dx [M, N] (plus `dtotal`), dw [N] and db [N], each where needed."""
-    wide = wide_dtype(x)
-    weights_suffice = weight is not None or not needs[1]
     # below float32 torch's sums over rows are of half precision too: 4 % off after 3000 in bfloat16
-    if weights_suffice and dy.dtype == x.dtype == wide and has_native(x, rule, weight):
-        return native_layer_norm_grad(dy, dtotal, x, weight, rule, needs)
+    fits = dy.dtype == x.dtype and x.dtype in WIDE and (weight is not None or not needs[1])
+    if fits and has_native(x, (weight,)):
+        return native_grad(dy, dtotal, x, weight, rule, needs)
+    wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dw, db = (x.new_zeros(x.shape[1], dtype=wide) if need else None for need in needs[1:])
@@ -86,18 +94,19 @@ def norm_grad(
     return dx, dw, db
 
 
-def has_native(x: Tensor, rule: NormRule, *weights: Tensor | None) -> bool:
+def has_native(x: Tensor, weights: tuple[Tensor | None, ...]) -> bool:
     """Whether torch's own LayerNorm kernels, the faster ones on a CPU, take these dtypes."""
-    dtypes = {weight.dtype for weight in weights if weight is not None}
-    return (
-        rule.kind == "layer"
-        and x.device.type == "cpu"
-        and x.shape[1] > 0
-        and (dtypes <= {x.dtype} or (x.dtype != torch.float64 and dtypes <= {torch.float32}))
-    )
+    if x.device.type != "cpu" or x.shape[1] == 0:
+        return False
+    for weight in weights:
+        # float32 goes beside half precision
+        dtypes = (x.dtype,) if x.dtype == torch.float64 else (x.dtype, torch.float32)
+        if weight is not None and weight.dtype not in dtypes:
+            return False
+    return True
 
 
-def native_layer_norm_grad(
+def native_grad(
     dy: Tensor,
     dtotal: Tensor | None,
     x: Tensor,
@@ -105,21 +114,47 @@ def native_layer_norm_grad(
     rule: NormRule,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Recompute mean and rstd with one more forward, block by block, then run torch's backward."""
-    rows = x.shape[1:]
-    parts = [
-        torch.native_layer_norm(x[block], rows, weight, None, rule.eps)[1:]
-        for block in row_blocks(x)
-    ]
-    mean, rstd = (torch.cat(part) for part in zip(*parts, strict=True))
+    """Find the rows' statistics again, then run torch's LayerNorm backward."""
+    if rule.kind == "layer":
+        mean, rstd = layer_statistics(x, weight, rule.eps)
+    else:
+        rstd = rms_rstd(x, rule.eps)
+        mean = torch.zeros_like(rstd)
+        weight = None if weight is None else scale_of(weight, rule, x.dtype)
     # the bias gives its gradient only a shape
     bias = x.new_empty(x.shape[1]) if weight is None else weight
-    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-        dy, x, rows, mean, rstd, weight, bias, list(needs)
-    )
+    dx, dw, db = _layer_norm_backward(dy, x, x.shape[1:], mean, rstd, weight, bias, needs)
+    if dx is not None and rule.kind == "rms":
+        # it took off the mean of dy times the weight, which only centring makes a part of dx
+        sums = dy.sum(1) if weight is None else torch.mv(dy, weight)
+        dx.add_(sums.div_(x.shape[1]).unsqueeze_(1).mul_(rstd))
     if dx is not None and dtotal is not None:
-        dx += dtotal
+        dx.add_(dtotal)
     return dx, dw, db
+
+
+def layer_statistics(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and rstd of rows, as torch's LayerNorm has them."""
+    if x.numel() >= MANY:
+        mean = x.sum(1, keepdim=True).div_(x.shape[1])
+        square = mean * mean
+        variance = mean_square(x).sub_(square)
+        # a mean far from zero would cost digits of the difference
+        if bool((square < variance).all()):
+            return mean, variance.add_(eps).rsqrt_()
+    # with weight and bias its quicker kernel runs
+    return torch.native_layer_norm(x, x.shape[1:], weight, weight, eps)[1:]
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """Return the mean square of rows, as a column."""
+    norm = torch.linalg.vector_norm(x, 2, 1, True)
+    return norm.mul_(norm).div_(x.shape[1])
+
+
+def rms_rstd(x: Tensor, eps: float) -> Tensor:
+    """Return one over the root mean square of rows, as a column."""
+    return mean_square(x).add_(eps).rsqrt_()
 
 
 def normalise(row: Tensor, rule: NormRule, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -139,7 +174,9 @@ def in_place(result: Tensor, block: slice, dtype: torch.dtype) -> Tensor | None:
 
 def scale_of(weight: Tensor | None, rule: NormRule, dtype: torch.dtype) -> Tensor | float:
     """Return offset + weight in the compute dtype, 1 without a weight."""
-    return 1.0 if weight is None else weight.to(dtype) + rule.offset
+    if weight is None:
+        return 1.0
+    return weight.to(dtype) + rule.offset if rule.offset else weight.to(dtype)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""The split plan's kernels: hidden activations, or their gradients, over GEMM outputs in memory.
+"""The split variant's kernels: activations, or their gradients, over GEMM outputs in memory.
 
 A gated layer's h is act(gate) * up, a plain one's act(z). The gradient kernel may write over what
-it reads, which is how the split plan needs no more memory than a fused GEMM does.
+it reads: so the split variant needs no more memory than a fused GEMM.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class HiddenGrad(NamedTuple):
     h: Tensor | None
     dz: Tensor
     dup: Tensor | None
-    db: Tensor | None
-    db_up: Tensor | None
+    db: Tensor | None = None
+    db_up: Tensor | None = None
 
 
 @triton.jit

@@ -1,22 +1,33 @@
-"""act(x @ w.T + b) and its dz, each as one fused GEMM or split: a vendor GEMM, then in place."""
+"""A linear layer with its activation, and the gradients of both, in one of two variants.
+
+Fused: one GEMM kernel, whose epilogue is elementwise. Split: the vendor's GEMM, then an elementwise
+kernel over its output, in place; on ATen the same in blocks of rows, in the same buffers.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .activations import ACTIVATIONS
-from .epilogues import ACT, ACT_GRAD, StoreAct, StoreActGrad
-from .gemm import gemm, launch_tile
-from .hidden import hidden, hidden_grad
+from . import elementwise
+from .activations import ACTIVATIONS, Activation
+from .elementwise import HIDDEN_GRAD, HiddenGrad
+from .gemm import ACT, ACT_GRAD, StoreAct, StoreActGrad, gemm, launch_tile
 from .partials import sum_partials
-from .runtime import column_sums, triton
+from .runtime import column_sums, row_blocks, triton
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return x @ w.T + b by the vendor's GEMM, in `out` if given."""
+    if b is None:
+        return torch.mm(x, w.t(), out=out)
+    return torch.addmm(b, x, w.t(), out=out)
 
 
 def linear_act(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return h [M, N], and the pre-activation z [M, N] where it is kept.
+    """Return h [M, N], and the pre-activation z [M, N] if `keep_z`.
 
     x [M, K] and w [N, K] share a dtype; `kernel` is "fused", "split", or "aten".
     """
@@ -41,25 +52,25 @@ def linear_act_dz(
     activation: str,
     needs_db: bool,
     kernel: str,
-    spends: bool = False,
+    donates: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return dz [M, N] = dy * act'(z) and, where needed, db [N] in at least float32.
 
-    Without z it is recomputed from x, w and b; dy [M, N] is only read, and so is a given z, unless
-    it is spent: then dz is written over it.
+    Without z it is recomputed from x, w and b. dy [M, N] is only read; so is a given z, unless
+    `donates`: then dz is written over it.
     """
     if activation == "identity":
         return dy, column_sums(dy) if needs_db else None
     if z is not None:
-        dz = z if spends else torch.empty_like(z)
+        dz = z if donates else torch.empty_like(z)
     else:
         assert x is not None
         assert w is not None
         if kernel == "fused":
             return fused_dz(dy, x, w, b, activation, needs_db)
         z = dz = linear(x, w, b)
-    found = hidden_grad(dy, z, None, None, dz, None, activation, (needs_db, False), kernel)
-    return dz, found[0]
+    grads = HiddenGrad(z, None, None, dz, None)
+    return dz, hidden_grad(dy, grads, activation, (needs_db, False), kernel)[0]
 
 
 def fused_dz(
@@ -75,8 +86,93 @@ def fused_dz(
     return dz, sum_partials(db, None)[0]
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return x @ w.T + b by the vendor's GEMM, in `out` if given."""
-    if b is None:
-        return torch.mm(x, w.t(), out=out)
-    return torch.addmm(b, x, w.t(), out=out)
+def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str) -> Tensor:
+    """Write act(z), times `up` if given, into h, which may be z or up; all [M, N], contiguous."""
+    act = ACTIVATIONS[activation]
+    if kernel != "aten":
+        elementwise.act(z, up, h, act.value)
+    elif up is None:
+        act.write(z, out=h)
+    else:
+        for rows in row_blocks(z):
+            # a block's value stays in cache until up meets it
+            torch.mul(act.write(z[rows], out=torch.empty_like(z[rows])), up[rows], out=h[rows])
+    return h
+
+
+def hidden_grad(
+    dh: Tensor, grads: HiddenGrad, activation: str, needs_db: tuple[bool, bool], kernel: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write the h, dz and dup of `grads` from dh [M, N], columns adjacent; return db, db_up [N].
+
+    On ATen dz may share memory with z, where not gated with dh, where h is not wanted with up;
+    h and dup may share it with any of those read.
+    """
+    act = ACTIVATIONS[activation]
+    if kernel != "aten":
+        grads = with_sums(grads, needs_db, elementwise.row_tiles(dh))
+        elementwise.act_grad(dh, grads, act.value_and_grad)
+        return sum_partials(grads.db, grads.db_up)
+    if grads.up is None:
+        plain_on_aten(act, dh, grads)
+    else:
+        gated_on_aten(act, dh, grads)
+    db = column_sums(grads.dz) if needs_db[0] else None
+    return db, column_sums(grads.dup) if needs_db[1] and grads.dup is not None else None
+
+
+def hybrid_grad(
+    dy: Tensor, down: Tensor, grads: HiddenGrad, activation: str, needs_db: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Do what `hidden_grad` does for dh = dy @ down, down [K, N], without dh leaving the chip."""
+    tile = launch_tile(dy, down.t(), hybrid=True)
+    grads = with_sums(grads, needs_db, triton.cdiv(dy.shape[0], tile.block_m))
+    value_and_grad = ACTIVATIONS[activation].value_and_grad
+    gemm(dy, down.t(), grads, HIDDEN_GRAD, value_and_grad, hybrid=True)
+    return sum_partials(grads.db, grads.db_up)
+
+
+def with_sums(grads: HiddenGrad, needs_db: tuple[bool, bool], row_tiles: int) -> HiddenGrad:
+    """Allocate the first stage of the bias gradients' sums, a row per row tile."""
+    z = grads.z
+    db, db_up = (
+        z.new_empty(row_tiles, z.shape[1], dtype=torch.float32) if need else None
+        for need in needs_db
+    )
+    return grads._replace(db=db, db_up=db_up)
+
+
+def plain_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:
+    """Write h = act(z) and dz = dh * act'(z), a block of rows at a time."""
+    z, _, h, dz = grads[:4]
+    blocks = row_blocks(z)
+    # straight over a z that was saved, GELU's took 2.0 ms a block, by way of scratch 0.5;
+    # one for all blocks: an allocation per block costs its page faults
+    scratch = z.new_empty(blocks[0].stop, z.shape[1]) if dz is z else None
+    for rows in blocks:
+        place = dz[rows] if scratch is None else scratch[: rows.stop - rows.start]
+        act.write_grad(dh[rows], z[rows], place)
+        if h is not None:
+            act.write(z[rows], out=h[rows])
+        if scratch is not None:
+            dz[rows] = place
+
+
+def gated_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:
+    """Write h = act(z) * up, dz = dh * up * act'(z) and dup = dh * act(z), by blocks of rows."""
+    z, up, h, dz, dup = grads[:5]
+    assert up is not None
+    assert dup is not None
+    blocks = row_blocks(z)
+    scratch = z.new_empty(2, blocks[0].stop, z.shape[1])
+    for rows in blocks:
+        value, product = scratch[:, : rows.stop - rows.start]
+        act.write(z[rows], out=value)
+        torch.mul(dh[rows], up[rows], out=product)
+        # z is read for the last time, then up, then dh
+        act.write_grad(product, z[rows], dz[rows])
+        if h is not None:
+            torch.mul(up[rows], value, out=product)
+        torch.mul(dh[rows], value, out=dup[rows])
+        if h is not None:
+            h[rows] = product

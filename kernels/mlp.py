@@ -1,13 +1,26 @@
 """An MLP block, plain or gated, with its norm before it and its residual around it, in row chunks.
 
-Forward keeps what its level asks for; backward recomputes the rest, works in the buffers that it
-recomputed into, and accumulates weight gradients over chunks in float32.
+The forward returns what its save level asks for. The backward recomputes the rest, writes over the
+buffers that it recomputed into, and accumulates weight gradients over chunks in float32.
+
+Per row, with weights as nn.Linear has them, and primes for transposes:
+
+    n = norm(x)
+    plain: z = n gate' + gate_bias                               h = act(z)
+    gated: z = n gate' + gate_bias    u = n up' + up_bias        h = act(z) u
+    y = h down' + down_bias (+ x)
+
+    dh = dy down
+    plain: dz = dh act'(z)
+    gated: dz = dh u act'(z)          du = dh act(z)
+    dn = dz gate (+ du up)            dx = norm'(dn) (+ dy)
+
+Sums over rows: ddown = dy' h, dgate = dz' n, dup = du' n; of biases: dy, dz, du.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,8 +28,8 @@ from torch import Tensor
 
 from . import aten
 from . import norm as norm_kernels
-from .hidden import hidden, hidden_grad, hybrid_grad
-from .linear import linear
+from .elementwise import HiddenGrad
+from .linear import hidden, hidden_grad, hybrid_grad, linear
 from .norm import NormRule
 from .products import add_product, sum_of_products
 from .runtime import column_sums
@@ -71,17 +84,17 @@ class Needs(NamedTuple):
     @property
     def dn(self) -> bool:
         """Whether the gradient of what the first GEMM read is wanted."""
-        return self.x or self.norm or self.norm_bias
+        return any(self[:3])
 
     @property
     def dz(self) -> bool:
         """Whether the gradient of any GEMM output before the last is wanted."""
-        return self.dn or self.gate or self.gate_bias or self.up or self.up_bias
+        return any(self[:7])
 
     @property
     def hidden(self) -> bool:
         """Whether any gradient reads the hidden layer."""
-        return self.dz or self.down
+        return any(self[:8])
 
 
 def chunks_for(rows: int, d: int, f: int, num_tensors: int, itemsize: int) -> int:
@@ -96,6 +109,8 @@ def chunks_for(rows: int, d: int, f: int, num_tensors: int, itemsize: int) -> in
 
 def row_chunks(rows: int, chunks: int) -> list[slice]:
     """Cut rows into at most `chunks` slices of nearly equal size."""
+    if chunks == 1:
+        return [slice(0, rows)]
     step = max(1, math.ceil(rows / chunks))
     return [slice(start, start + step) for start in range(0, max(rows, 1), step)]
 
@@ -103,7 +118,7 @@ def row_chunks(rows: int, chunks: int) -> list[slice]:
 def forward(
     x: Tensor, w: Weights, block: Block, level: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return y [T, D_out], and gate and up [T, F] where the level keeps them."""
+    """Return y [T, D_out], and the outputs of gate and up [T, F] where the level saves them."""
     shape = x.shape[0], w.gate.shape[0]
     y = w.down.new_empty(x.shape[0], w.down.shape[0])
     gate = w.gate.new_empty(shape) if level in ("gate", "preact") else None
@@ -115,7 +130,7 @@ def forward(
         if w.up is not None:
             u = linear(n, w.up, w.up_bias, None if up is None else up[rows])
         del n
-        # over what is not kept
+        # over what is not saved
         h = g if gate is None else u if u is not None and up is None else torch.empty_like(g)
         hidden(g, u, h, block.activation, block.kernel)
         del g, u
@@ -135,28 +150,120 @@ def normalised(x: Tensor, w: Weights, block: Block) -> Tensor:
     return kernels.norm(x, None, w.norm, w.norm_bias, block.rule, w.gate.dtype)[0]
 
 
-class Gradients:
-    """Sums of gradients over chunks: as they come from one chunk, in float32 from several."""
+class Backward:
+    """A backward: its gradients by the names of Needs, summed over chunks of rows.
 
-    def __init__(self, chunks: int):
-        self.chunks = chunks
-        self.found: dict[str, Tensor] = {}
+    Results are written over what is not read again: dh, and z and u if they are made here or
+    donated. h is done with before dz and du are, and so takes no donated buffer, which is in memory
+    until the end anyway.
+    """
+
+    def __init__(self, w: Weights, block: Block, needs: Needs, donates: bool):
+        self.w, self.block, self.needs, self.donates = w, block, needs, donates
+        self.grads: dict[str, Tensor] = {}
 
     def add(self, name: str, grad: Tensor | None) -> None:
         """Add a chunk's gradient, already in at least float32 or alone."""
-        if grad is None:
-            return
-        self.found[name] = self.found[name] + grad if name in self.found else grad
+        if grad is not None:
+            self.grads[name] = self.grads[name] + grad if name in self.grads else grad
 
     def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
-        """Add a.T @ b."""
-        if self.chunks == 1:
-            self.found[name] = torch.mm(a.t(), b)
+        """Add a.T @ b, in float32 where there are several chunks."""
+        if self.block.chunks == 1:
+            self.grads[name] = torch.mm(a.t(), b)
             return
-        if name not in self.found:
+        if name not in self.grads:
             wide = torch.promote_types(a.dtype, torch.float32)
-            self.found[name] = a.new_zeros(a.shape[1], b.shape[1], dtype=wide)
-        add_product(self.found[name], a.t(), b)
+            self.grads[name] = a.new_zeros(a.shape[1], b.shape[1], dtype=wide)
+        add_product(self.grads[name], a.t(), b)
+
+    def plain(self, dy: Tensor, n: Tensor | None, z: Tensor | None) -> Tensor | None:
+        """Take one chunk of a plain layer to its dn, if that is wanted."""
+        w, needs, act, kernel = self.w, self.needs, self.block.activation, self.block.kernel
+        made = z is None
+        if z is None:
+            z = linear(n, w.gate, w.gate_bias)  # type: ignore[arg-type]  # n is there
+        free_z = z if made or self.donates else None
+        if not needs.dz:
+            self.add_product("down", dy, hidden(z, None, over(free_z, like=z), act, kernel))
+            return None
+        dh = None if kernel == "hybrid" else torch.mm(dy, w.down)
+        h = over(z if made else dh, like=z) if needs.down else None
+        dz = over(None if h is dh else dh, None if h is z else free_z, like=z)
+        db, _ = self._hidden_grad(dy, dh, HiddenGrad(z, None, h, dz, None))
+        del z, free_z, dh
+        self.add("gate_bias", db)
+        if h is not None:
+            self.add_product("down", dy, h)
+        del h
+        if needs.gate:
+            self.add_product("gate", dz, n)  # type: ignore[arg-type]  # n is there
+        return torch.mm(dz, w.gate) if needs.dn else None
+
+    def gated(
+        self, dy: Tensor, n: Tensor | None, z: Tensor | None, u: Tensor | None
+    ) -> Tensor | None:
+        """Take one chunk of a gated layer to its dn, if that is wanted; in half precision wide."""
+        w, needs, act, kernel = self.w, self.needs, self.block.activation, self.block.kernel
+        assert w.up is not None
+        made_z, made_u = z is None, u is None
+        if z is None:
+            z = linear(n, w.gate, w.gate_bias)  # type: ignore[arg-type]  # n is there
+        if u is None:
+            u = linear(n, w.up, w.up_bias)  # type: ignore[arg-type]  # n is there
+        free_z = z if made_z or self.donates else None
+        free_u = u if made_u or self.donates else None
+        if not needs.dz:
+            self.add_product("down", dy, hidden(z, u, over(free_u, free_z, like=z), act, kernel))
+            return None
+        dh = None if kernel == "hybrid" else torch.mm(dy, w.down)
+        h = None
+        if needs.down:
+            h = over(dh, u if made_u else None, z if made_z else None, like=z)
+        du = over(None if h is dh else dh, None if h is u else free_u, like=z)
+        spare_u = None if h is u or du is u else free_u
+        dz = over(None if h is z else free_z, spare_u, like=z)
+        db, db_up = self._hidden_grad(dy, dh, HiddenGrad(z, u, h, dz, du))
+        del z, u, free_z, free_u, spare_u, dh
+        self.add("gate_bias", db)
+        self.add("up_bias", db_up)
+        if h is not None:
+            self.add_product("down", dy, h)
+        del h
+        if needs.gate:
+            self.add_product("gate", dz, n)  # type: ignore[arg-type]  # n is there
+        if needs.up:
+            self.add_product("up", du, n)  # type: ignore[arg-type]  # n is there
+        return sum_of_products((dz, w.gate), (du, w.up)) if needs.dn else None
+
+    def _hidden_grad(
+        self, dy: Tensor, dh: Tensor | None, grads: HiddenGrad
+    ) -> tuple[Tensor | None, Tensor | None]:
+        act, needs_db = self.block.activation, (self.needs.gate_bias, self.needs.up_bias)
+        if dh is None:
+            return hybrid_grad(dy, self.w.down, grads, act, needs_db)
+        return hidden_grad(dh, grads, act, needs_db, self.block.kernel)
+
+    def input(self, dn: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
+        """Take dn through the norm, add the residual's gradient, and return dx."""
+        w, block, needs = self.w, self.block, self.needs
+        if block.rule is None:
+            return (dn.add_(dy) if block.residual else dn).to(dy.dtype)
+        assert x is not None
+        kernels = aten if block.kernel == "aten" else norm_kernels
+        dtotal = dy if block.residual else None
+        dx, dw, db = kernels.norm_grad(dn, dtotal, x, w.norm, block.rule, needs[:3])
+        self.add("norm", dw)
+        self.add("norm_bias", db)
+        return dx
+
+
+def over(*free: Tensor | None, like: Tensor) -> Tensor:
+    """Return the first of the buffers that are free, else a new one."""
+    for buffer in free:
+        if buffer is not None:
+            return buffer
+    return torch.empty_like(like)
 
 
 def backward(
@@ -167,30 +274,28 @@ def backward(
     up: Tensor | None,
     block: Block,
     needs: Needs,
-    spends: bool = False,
+    donates: bool = False,
 ) -> dict[str, Tensor]:
     """Return the wanted gradients by the names of Needs; x may be None where nothing reads it.
 
-    spends: gate and up, where given, are written over.
+    gate, up: those outputs, where they were saved; donates: they may be written over.
     """
-    total = Gradients(block.chunks)
-    dx = None
+    run, dx = Backward(w, block, needs, donates), None
+    needs_hidden = needs.hidden
+    reads_n = needs.gate or needs.up or gate is None or (up is None and w.up is not None)
     for rows in row_chunks(dy.shape[0], block.chunks):
-        x_rows, dy_rows = None if x is None else x[rows], dy[rows]
+        dy_rows, x_rows = dy[rows], None if x is None else x[rows]
         if needs.down_bias:
-            total.add("down_bias", column_sums(dy_rows))
-        if not needs.hidden:
+            run.add("down_bias", column_sums(dy_rows))
+        if not needs_hidden:
             continue
-        n = None
-        if needs.gate or needs.up or gate is None or (up is None and w.up is not None):
-            assert x_rows is not None
-            n = normalised(x_rows, w, block)
-        kept = tuple(None if t is None else t[rows] for t in (gate, up))
-        dn = chunk_backward(dy_rows, n, w, kept, block, needs, total, spends)
+        n = normalised(x_rows, w, block) if reads_n else None  # type: ignore[arg-type]  # x is there
+        z, u = None if gate is None else gate[rows], None if up is None else up[rows]
+        dn = run.plain(dy_rows, n, z) if w.up is None else run.gated(dy_rows, n, z, u)
         del n
         if dn is None:
             continue
-        grad = input_grad(dn, dy_rows, x_rows, w, block, needs, total)
+        grad = run.input(dn, dy_rows, x_rows)
         if grad is None or block.chunks == 1:
             dx = grad
             continue
@@ -199,103 +304,6 @@ def backward(
         dx[rows] = grad
         # before the next chunk asks for as much
         del dn, grad
-    return total.found | ({} if dx is None else {"x": dx})
-
-
-def chunk_backward(
-    dy: Tensor,
-    n: Tensor | None,
-    w: Weights,
-    kept: Sequence[Tensor | None],
-    block: Block,
-    needs: Needs,
-    total: Gradients,
-    spends: bool,
-) -> Tensor | None:
-    """Add one chunk's gradients of weights and biases, and return its dn where that is wanted."""
-    z, u = kept
-    if z is None:
-        z = linear(n, w.gate, w.gate_bias)  # type: ignore[arg-type]  # n is there
-    if u is None and w.up is not None:
-        u = linear(n, w.up, w.up_bias)  # type: ignore[arg-type]  # n is there
-    # may be written over: what was made here, and what was kept if it is spent
-    free = [
-        t for t, was in zip((z, u), kept, strict=True) if t is not None and (spends or was is None)
-    ]
-    if not needs.dz:
-        h = free.pop() if free else torch.empty_like(z)
-        hidden(z, u, h, block.activation, block.kernel)
-        total.add_product("down", dy, h)
-        return None
-    dh = None
-    if block.kernel != "hybrid":
-        free.append(dh := torch.mm(dy, w.down))
-    h, dz, dup = places(free, kept, z, u is not None, needs.down)
-    outputs = (z, u, h, dz, dup, block.activation, (needs.gate_bias, needs.up_bias))
-    if dh is None:
-        db, db_up = hybrid_grad(dy, w.down, *outputs)
-    else:
-        db, db_up = hidden_grad(dh, *outputs, block.kernel)
-    del z, u, dh, free, outputs
-    total.add("gate_bias", db)
-    total.add("up_bias", db_up)
-    if h is not None:
-        total.add_product("down", dy, h)
-    del h
-    return first_grads(dz, dup, n, w, needs, total)
-
-
-def places(
-    free: list[Tensor], kept: Sequence[Tensor | None], z: Tensor, gated: bool, needs_h: bool
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return where h, dz and dup go: over `free`, of z, up and dh in that order, or to new memory.
-
-    h is done with first, so it takes nothing that was kept, as that stays until the end.
-    """
-    h = dup = None
-    if needs_h:
-        made = [t for t in free if all(t is not other for other in kept)]
-        # dz over what is left: gated z, then up is dup's; plain dh, as z is what h is made of
-        h = made[-1 if gated else 0] if made else torch.empty_like(z)
-        free = [t for t in free if t is not h]
-    if gated:
-        dup = free.pop() if free else torch.empty_like(z)
-    return h, free.pop() if free else torch.empty_like(z), dup
-
-
-def first_grads(
-    dz: Tensor, dup: Tensor | None, n: Tensor | None, w: Weights, needs: Needs, total: Gradients
-) -> Tensor | None:
-    """Add the gradients of the first GEMMs' weights and return that of what they read, n.
-
-    In half precision the two products of a gated layer's come unrounded, in float32.
-    """
-    for name, grad, need in (("gate", dz, needs.gate), ("up", dup, needs.up)):
-        if need:
-            total.add_product(name, grad, n)  # type: ignore[arg-type]  # both are there
-    if not needs.dn:
-        return None
-    up = () if dup is None or w.up is None else ((dup, w.up),)
-    return sum_of_products((dz, w.gate), *up)
-
-
-def input_grad(
-    dn: Tensor,
-    dy: Tensor,
-    x: Tensor | None,
-    w: Weights,
-    block: Block,
-    needs: Needs,
-    total: Gradients,
-) -> Tensor | None:
-    """Take dn through the norm, add the residual's gradient, and return dx."""
-    if block.rule is None:
-        return (dn.add_(dy) if block.residual else dn).to(dy.dtype)
-    assert x is not None
-    kernels = aten if block.kernel == "aten" else norm_kernels
-    dx, dw, db = kernels.norm_grad(
-        dn, dy if block.residual else None, x, w.norm, block.rule, (needs.x, *needs[1:3])
-    )
-    total.add("norm", dw)
-    total.add("norm_bias", db)
-    return dx
+    if dx is not None:
+        run.grads["x"] = dx
+    return run.grads

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norm_rows import norm_grad_kernel, norm_kernel
+from .norm_rows import Norm, NormGrad, norm_grad_kernel, norm_kernel
 from .norm_wide import wide_dw_kernel, wide_dx_kernel, wide_norm_kernel
 from .partials import sum_partials
 from .runtime import arch, triton
@@ -43,21 +43,7 @@ class NormRule(NamedTuple):
         return {"LAYER": self.kind == "layer", "ROUND": self.cast == "llama"}
 
 
-class Rows(NamedTuple):
-    """A launch over whole rows: block sizes and warps for rows of one length."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-
-    @property
-    def resident(self) -> int:
-        """How many of norm_grad's programs a multiprocessor holds: 128 registers a thread."""
-        return 16 // self.num_warps
-
-
-@lru_cache
-def rows_for(n: int, share: int = 16) -> Rows:
+def rows_for(n: int, share: int = 16) -> dict[str, int]:
     """Return the tile for rows of n <= MAX_BLOCK columns: at least eight elements per thread.
 
     From `share` elements per thread on, warps are added, up to sixteen.
@@ -65,7 +51,8 @@ def rows_for(n: int, share: int = 16) -> Rows:
     block_n = triton.next_power_of_2(n)
     # sixteen where rows are long: short ones' share of dw would take more than 128 registers
     block_m = max(1, (2048 if block_n >= 1024 else 1024) // block_n)
-    return Rows(block_m, block_n, max(4, min(16, block_m * block_n // (32 * share))))
+    num_warps = max(4, min(16, block_m * block_n // (32 * share)))
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
 
 
 def stages_for(*tensors: Tensor | None) -> int:
@@ -111,22 +98,18 @@ def norm(
     total = None
     if residual is not None:
         total = x.new_empty(m, n, dtype=torch.promote_types(x.dtype, residual.dtype))
-    strides = x.stride(0), 0 if residual is None else residual.stride(0)
-    operands = x, residual, weight, bias, y, total, m, n, *strides, rule.eps, rule.offset
+    stride_rm = 0 if residual is None else residual.stride(0)
+    t = Norm(x, residual, weight, bias, y, total, x.stride(0), stride_rm)
+    args = t, m, n, rule.eps, rule.offset
     with torch.cuda.device_of(x):
         if n > MAX_BLOCK:
             # a whole chunk of two dtypes spills eight bytes on sm_90
             block = CHUNK if residual is None or residual.dtype == x.dtype else CHUNK // 2
-            wide_norm_kernel[(m,)](*operands, **rule.constexprs, BLOCK=block, num_warps=8)
+            wide_norm_kernel[(m,)](*args, **rule.constexprs, BLOCK=block, num_warps=8)
         else:
             tile = rows_for(n)
-            norm_kernel[(triton.cdiv(m, tile.block_m),)](
-                *operands,
-                **rule.constexprs,
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps,
-            )
+            grid = (triton.cdiv(m, tile["BLOCK_M"]),)
+            norm_kernel[grid](*args, **rule.constexprs, **tile)
     return y, total
 
 
@@ -141,12 +124,28 @@ def norm_grad(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dx [M, N] (plus `dtotal`), dw [N] and db [N] in `sums_dtype`, each where needed."""
     check_operands((dy, dtotal, x), (weight,))
+    (m, n), share = x.shape, share_for(dy, x, rule)
+    wide = n * 16 > MAX_GRAD_BLOCK * share
+    tile = DW_TILE if wide else rows_for(n, share)
+    # how many of norm_grad's programs a multiprocessor holds: 128 registers a thread
+    resident = 2 if wide else 16 // tile["num_warps"]
+    programs = min(triton.cdiv(m, tile["BLOCK_M"]), resident * num_multiprocessors(x.device))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
+    dw, db = (x.new_empty(programs, n, dtype=torch.float32) if need else None for need in needs[1:])
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
-    wide = x.shape[1] * 16 > MAX_GRAD_BLOCK * share_for(dy, x, rule)
-    launch = launch_wide_grad if wide else launch_grad
+    t = NormGrad(dy, dtotal, x, weight, dx, dw, db, *strides)
+    numbers = m, n, rule.eps, rule.offset
     with torch.cuda.device_of(x):
-        dw, db = launch((dy, dtotal, x, weight), dx, needs[1:], strides, rule)
+        if not wide:
+            stages = stages_for(dy, dtotal, x)
+            norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **tile, STAGES=stages)
+        else:
+            # the statistics and dx row by row, then dw and db column by column
+            stats = x.new_empty(2, m, dtype=torch.float32)
+            wide_dx_kernel[(m,)](t, stats, *numbers, **rule.constexprs, BLOCK=CHUNK, num_warps=8)
+            if dw is not None or db is not None:
+                grid, stages = (programs, triton.cdiv(n, tile["BLOCK_N"])), stages_for(dy, x)
+                wide_dw_kernel[grid](t, stats, m, n, **rule.constexprs, **tile, STAGES=stages)
     return dx, *sum_partials(dw, db, sums_dtype)
 
 
@@ -157,89 +156,3 @@ def share_for(dy: Tensor, x: Tensor, rule: NormRule) -> int:
     """
     wide = x.element_size() > 2 or (rule.kind == "layer" and dy.element_size() > 2)
     return 8 if wide else 16
-
-
-def partials(
-    x: Tensor, needs: tuple[bool, bool], programs: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate the shares of dw and db that programs leave, a row each."""
-    dw, db = (
-        x.new_empty(programs, x.shape[1], dtype=torch.float32) if need else None for need in needs
-    )
-    return dw, db
-
-
-def launch_grad(
-    inputs: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
-    dx: Tensor | None,
-    needs: tuple[bool, bool],
-    strides: tuple[int, int, int],
-    rule: NormRule,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fill dx over whole rows, and return every program's share of dw and db."""
-    dy, dtotal, x, _ = inputs
-    (m, n), tile = x.shape, rows_for(x.shape[1], share_for(dy, x, rule))
-    programs = min(triton.cdiv(m, tile.block_m), tile.resident * num_multiprocessors(x.device))
-    dw, db = partials(x, needs, programs)
-    norm_grad_kernel[(programs,)](
-        *inputs,
-        dx,
-        dw,
-        db,
-        m,
-        n,
-        *strides,
-        rule.eps,
-        rule.offset,
-        **rule.constexprs,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        STAGES=stages_for(dy, dtotal, x),
-        num_warps=tile.num_warps,
-    )
-    return dw, db
-
-
-def launch_wide_grad(
-    inputs: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
-    dx: Tensor | None,
-    needs: tuple[bool, bool],
-    strides: tuple[int, int, int],
-    rule: NormRule,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Find the statistics and dx row by row, then programs' shares of dw and db by columns."""
-    dy, _, x, _ = inputs
-    m, n = x.shape
-    row_tiles = triton.cdiv(m, DW_TILE["BLOCK_M"])
-    dw, db = partials(x, needs, min(row_tiles, 2 * num_multiprocessors(x.device)))
-    stats = x.new_empty(2, m, dtype=torch.float32)
-    wide_dx_kernel[(m,)](
-        *inputs,
-        dx,
-        stats,
-        m,
-        n,
-        *strides,
-        rule.eps,
-        rule.offset,
-        **rule.constexprs,
-        BLOCK=CHUNK,
-        num_warps=8,
-    )
-    shares = db if dw is None else dw
-    if shares is not None:
-        wide_dw_kernel[(len(shares), triton.cdiv(n, DW_TILE["BLOCK_N"]))](
-            dy,
-            x,
-            stats,
-            dw,
-            db,
-            m,
-            n,
-            strides[0],
-            strides[2],
-            **rule.constexprs,
-            **DW_TILE,
-            STAGES=stages_for(dy, x),
-        )
-    return dw, db

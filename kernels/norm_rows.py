@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from torch import Tensor
+
 from .runtime import INTERPRETED, load, round_to, store, tl, triton
+
+
+class Norm(NamedTuple):
+    """Operands of a norm: matrices [M, N] with adjacent columns, vectors [N]; None where absent."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    y: Tensor
+    total: Tensor | None
+    stride_xm: int
+    stride_rm: int
+
+
+class NormGrad(NamedTuple):
+    """Operands of its gradient: dw and db [programs, N] take float32 sums over rows."""
+
+    dy: Tensor
+    dtotal: Tensor | None
+    x: Tensor
+    weight: Tensor | None
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+    stride_dym: int
+    stride_tm: int
+    stride_xm: int
 
 
 @triton.jit
@@ -75,16 +107,9 @@ def normalise(row, inside, mask, n, eps, LAYER: tl.constexpr):
 
 @triton.jit
 def norm_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    y,
-    total,
+    t,
     m,
     n,
-    stride_xm,
-    stride_rm,
     eps,
     offset,
     LAYER: tl.constexpr,
@@ -92,25 +117,25 @@ def norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of rows: every load is issued before the first reduction waits."""
+    """One tile of rows of `t`, a Norm: every load is issued before the first reduction waits."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     rn = tl.arange(0, BLOCK_N)[None, :]
     mask = (rm < m) & (rn < n)
-    row = read_row(x, residual, total, rm * stride_xm + rn, rm * stride_rm + rn, mask)
-    if weight is not None:
-        scale = load(weight + rn, rn < n) + offset
-    if bias is not None:
-        shift = load(bias + rn, rn < n)
-    if total is not None:
-        store(total + rm * n + rn, row, mask)
+    row = read_row(t.x, t.residual, t.total, rm * t.stride_xm + rn, rm * t.stride_rm + rn, mask)
+    if t.weight is not None:
+        scale = load(t.weight + rn, rn < n) + offset
+    if t.bias is not None:
+        shift = load(t.bias + rn, rn < n)
+    if t.total is not None:
+        store(t.total + rm * n + rn, row, mask)
     xhat = normalise(row, rm < m, mask, n, eps, LAYER)
     if ROUND:
-        xhat = round_xhat(xhat, x, total)
-    if weight is not None:
+        xhat = round_xhat(xhat, t.x, t.total)
+    if t.weight is not None:
         xhat *= scale
-    if bias is not None:
+    if t.bias is not None:
         xhat += shift
-    store(y + rm * n + rn, xhat, mask)
+    store(t.y + rm * n + rn, xhat, mask)
 
 
 @triton.jit
@@ -139,18 +164,9 @@ def grad_tile(row, grad, inside, mask, n, eps, LAYER: tl.constexpr):
 
 @triton.jit
 def norm_grad_kernel(
-    dy,
-    dtotal,
-    x,
-    weight,
-    dx,
-    dw,
-    db,
+    t,
     m,
     n,
-    stride_dym,
-    stride_tm,
-    stride_xm,
     eps,
     offset,
     LAYER: tl.constexpr,
@@ -164,29 +180,29 @@ def norm_grad_kernel(
     A tile's loads are under way while the tiles before it are worked on.
     """
     rn = tl.arange(0, BLOCK_N)[None, :]
-    if weight is not None:
-        scale = load(weight + rn, rn < n) + offset
+    if t.weight is not None:
+        scale = load(t.weight + rn, rn < n) + offset
     dw_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     tiles = tl.cdiv(m, BLOCK_M)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
         mask = (rm < m) & (rn < n)
-        row = load(x + rm * stride_xm + rn, mask)
-        dout = load(dy + rm * stride_dym + rn, mask)
-        grad = dout * scale if weight is not None else dout
+        row = load(t.x + rm * t.stride_xm + rn, mask)
+        dout = load(t.dy + rm * t.stride_dym + rn, mask)
+        grad = dout * scale if t.weight is not None else dout
         xhat, grad = grad_tile(row, grad, rm < m, mask, n, eps, LAYER)
-        if db is not None:
+        if t.db is not None:
             db_sum += dout
-        if dw is not None:
-            dw_sum += dout * (round_xhat(xhat, x, None) if ROUND else xhat)
-        if dx is not None:
-            if dtotal is not None:
+        if t.dw is not None:
+            dw_sum += dout * (round_xhat(xhat, t.x, None) if ROUND else xhat)
+        if t.dx is not None:
+            if t.dtotal is not None:
                 # on its way since the tile before, like the others; read from there this late, it
                 # spares registers
-                grad += load(dtotal + rm * stride_tm + rn, mask)
-            store(dx + rm * n + rn, grad, mask)
-    if dw is not None:
-        tl.store(dw + tl.program_id(0) * n + rn, tl.sum(dw_sum, axis=0)[None, :], mask=rn < n)
-    if db is not None:
-        tl.store(db + tl.program_id(0) * n + rn, tl.sum(db_sum, axis=0)[None, :], mask=rn < n)
+                grad += load(t.dtotal + rm * t.stride_tm + rn, mask)
+            store(t.dx + rm * n + rn, grad, mask)
+    if t.dw is not None:
+        tl.store(t.dw + tl.program_id(0) * n + rn, tl.sum(dw_sum, axis=0)[None, :], mask=rn < n)
+    if t.db is not None:
+        tl.store(t.db + tl.program_id(0) * n + rn, tl.sum(db_sum, axis=0)[None, :], mask=rn < n)

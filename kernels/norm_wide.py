@@ -34,41 +34,27 @@ def wide_stats(x, residual, total, n, eps, LAYER: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def wide_norm_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    y,
-    total,
-    m,
-    n,
-    stride_xm,
-    stride_rm,
-    eps,
-    offset,
-    LAYER: tl.constexpr,
-    ROUND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    t, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
 ):
     rm = tl.program_id(0).to(tl.int64)
-    x += rm * stride_xm
+    x, residual = t.x + rm * t.stride_xm, t.residual
     if residual is not None:
-        residual += rm * stride_rm
-    mean, rstd = wide_stats(x, residual, total, n, eps, LAYER, BLOCK)
+        residual += rm * t.stride_rm
+    mean, rstd = wide_stats(x, residual, t.total, n, eps, LAYER, BLOCK)
     for start in range(0, n, BLOCK):
         rn = start + tl.arange(0, BLOCK)
         mask = rn < n
-        row = read_row(x, residual, total, rn, rn, mask)
-        if total is not None:
-            store(total + rm * n + rn, row, mask)
+        row = read_row(x, residual, t.total, rn, rn, mask)
+        if t.total is not None:
+            store(t.total + rm * n + rn, row, mask)
         xhat = (row - mean) * rstd
         if ROUND:
-            xhat = round_xhat(xhat, x, total)
-        if weight is not None:
-            xhat *= load(weight + rn, mask) + offset
-        if bias is not None:
-            xhat += load(bias + rn, mask)
-        store(y + rm * n + rn, xhat, mask)
+            xhat = round_xhat(xhat, x, t.total)
+        if t.weight is not None:
+            xhat *= load(t.weight + rn, mask) + offset
+        if t.bias is not None:
+            xhat += load(t.bias + rn, mask)
+        store(t.y + rm * n + rn, xhat, mask)
 
 
 @triton.jit
@@ -82,36 +68,20 @@ def read_dxhat(dy, weight, offset, rn, mask):
 
 @triton.jit
 def wide_dx_kernel(
-    dy,
-    dtotal,
-    x,
-    weight,
-    dx,
-    stats,
-    m,
-    n,
-    stride_dym,
-    stride_tm,
-    stride_xm,
-    eps,
-    offset,
-    LAYER: tl.constexpr,
-    ROUND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    t, stats, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One row of dx where it is wanted, and the row's statistics for wide_dw_kernel."""
     rm = tl.program_id(0).to(tl.int64)
-    x += rm * stride_xm
-    dy += rm * stride_dym
+    x, dy = t.x + rm * t.stride_xm, t.dy + rm * t.stride_dym
     mean, rstd = wide_stats(x, None, None, n, eps, LAYER, BLOCK)
     tl.store(stats + rm, mean)
     tl.store(stats + m + rm, rstd)
-    if dx is not None:
+    if t.dx is not None:
         dxhat_sum = tl.zeros((BLOCK,), tl.float32)
         product_sum = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, n, BLOCK):
             rn = start + tl.arange(0, BLOCK)
-            dxhat = read_dxhat(dy, weight, offset, rn, rn < n)
+            dxhat = read_dxhat(dy, t.weight, offset, rn, rn < n)
             dxhat_sum += dxhat
             product_sum += dxhat * (load(x + rn, rn < n) - mean) * rstd
         dxhat_mean = tl.sum(dxhat_sum, axis=0) / n if LAYER else 0.0
@@ -119,24 +89,19 @@ def wide_dx_kernel(
         for start in range(0, n, BLOCK):
             rn = start + tl.arange(0, BLOCK)
             xhat = (load(x + rn, rn < n) - mean) * rstd
-            dxhat = read_dxhat(dy, weight, offset, rn, rn < n)
+            dxhat = read_dxhat(dy, t.weight, offset, rn, rn < n)
             grad = (dxhat - xhat * product_mean - dxhat_mean) * rstd
-            if dtotal is not None:
-                grad += load(dtotal + rm * stride_tm + rn, rn < n)
-            store(dx + rm * n + rn, grad, rn < n)
+            if t.dtotal is not None:
+                grad += load(t.dtotal + rm * t.stride_tm + rn, rn < n)
+            store(t.dx + rm * n + rn, grad, rn < n)
 
 
 @triton.jit
 def wide_dw_kernel(
-    dy,
-    x,
+    t,
     stats,
-    dw,
-    db,
     m,
     n,
-    stride_dym,
-    stride_xm,
     LAYER: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -151,16 +116,16 @@ def wide_dw_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = (rm < m)[:, None] & (rn < n)[None, :]
-        row = load(x + rm[:, None] * stride_xm + rn[None, :], mask)
-        grad = load(dy + rm[:, None] * stride_dym + rn[None, :], mask)
+        row = load(t.x + rm[:, None] * t.stride_xm + rn[None, :], mask)
+        grad = load(t.dy + rm[:, None] * t.stride_dym + rn[None, :], mask)
         if LAYER:
             row -= load(stats + rm, rm < m)[:, None]
         xhat = row * load(stats + m + rm, rm < m)[:, None]
         if ROUND:
-            xhat = round_xhat(xhat, x, None)
+            xhat = round_xhat(xhat, t.x, None)
         dw_sum += tl.sum(grad * xhat, axis=0)
         db_sum += tl.sum(grad, axis=0)
-    if dw is not None:
-        tl.store(dw + tl.program_id(0) * n + rn, dw_sum, mask=rn < n)
-    if db is not None:
-        tl.store(db + tl.program_id(0) * n + rn, db_sum, mask=rn < n)
+    if t.dw is not None:
+        tl.store(t.dw + tl.program_id(0) * n + rn, dw_sum, mask=rn < n)
+    if t.db is not None:
+        tl.store(t.db + tl.program_id(0) * n + rn, db_sum, mask=rn < n)

@@ -51,7 +51,8 @@ def arch() -> str:
 
 def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
     """Return x as [M, N], N counting its last dimensions, with adjacent columns."""
-    x = x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
+    if x.dim() != 2 or num_dims != 1:
+        x = x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
@@ -68,7 +69,10 @@ def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_vector(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return a bias or a norm's weight as [N], contiguous, in a dtype where one is given."""
-    return None if x is None else x.reshape(-1).to(dtype or x.dtype).contiguous()
+    if x is None:
+        return None
+    x = x if x.dim() == 1 else x.reshape(-1)
+    return x.contiguous() if dtype is None or x.dtype == dtype else x.to(dtype).contiguous()
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -79,8 +83,10 @@ def column_sums(x: Tensor) -> Tensor:
 def row_blocks(x: Tensor) -> list[slice]:
     """Cut x [M, N] into blocks of rows that fit a core's cache: one off the CPU, one of no rows."""
     m, n = x.shape
-    step = max(1, BLOCK_ELEMENTS // max(n, 1)) if x.device.type == "cpu" else max(m, 1)
-    return [slice(start, min(start + step, m)) for start in range(0, max(m, 1), step)]
+    step = max(1, BLOCK_ELEMENTS // max(n, 1))
+    if m <= step or x.device.type != "cpu":
+        return [slice(0, m)]
+    return [slice(start, min(start + step, m)) for start in range(0, m, step)]
 
 
 @triton.jit

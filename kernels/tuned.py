@@ -2,7 +2,8 @@
 
 The file is `$FUSEDCKPT_CACHE`, else `fusedckpt/tuned.json` in the user's cache folder; an empty
 FUSEDCKPT_CACHE is none. It is read at the first choice that a process makes and never again, so
-that no choice changes within a run. Whatever is not exactly ours is ignored, with a warning.
+that no choice changes within a run. A file that `bench tune` did not write is ignored, with a
+warning.
 """
 
 from __future__ import annotations
@@ -21,39 +22,41 @@ from typing import Any, NamedTuple
 from .runtime import HAS_TRITON, triton
 
 MARK = "fusedckpt tuned"
-FORMAT = f"{MARK} 1"
+FORMAT = f"{MARK} 2"
 SLOTS = ("long", "short", "hybrid_long", "hybrid_short", "pointers")
-PLANS = ("split", "hybrid", "fused")
+VARIANTS = ("split", "hybrid", "fused")
 TILE_FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "slices")
 
 # architecture, bytes per element, slot of tiles.Tiles
 TileKey = tuple[str, int, str]
 # op, architecture, bytes per element, the GEMM's n and k, and the power of two below its rows
-PlanKey = tuple[str, str, int, int, int, int]
+VariantKey = tuple[str, str, int, int, int, int]
 
 
 class Tuned(NamedTuple):
-    """Measured choices: tiles as the fields of tiles.Tile, and plans."""
+    """Measured choices: tiles as the fields of tiles.Tile, and variants."""
 
     tiles: dict[TileKey, tuple[int, ...]]
-    plans: dict[PlanKey, str]
+    variants: dict[VariantKey, str]
 
     def tile(self, arch: str, itemsize: int, slot: str) -> tuple[int, ...] | None:
         """Return a tile's fields, None where none was measured."""
         return self.tiles.get((arch, itemsize, slot))
 
-    def plan(self, op: str, arch: str, itemsize: int, sizes: tuple[int, int, int]) -> str | None:
-        """Return the plan of the GEMM [m, n, k] measured at the number of rows nearest to m."""
+    def variant(self, op: str, arch: str, itemsize: int, sizes: tuple[int, int, int]) -> str | None:
+        """Return the variant of the GEMM [m, n, k] measured at the number of rows nearest to m."""
         m, n, k = sizes
-        rows = [key[5] for key in self.plans if key[:5] == (op, arch, itemsize, n, k)]
+        rows = [key[5] for key in self.variants if key[:5] == (op, arch, itemsize, n, k)]
         if not rows:
             return None
         nearest = min(rows, key=lambda power: (abs(power - power_below(m)), power))
-        return self.plans[op, arch, itemsize, n, k, nearest]
+        return self.variants[op, arch, itemsize, n, k, nearest]
 
 
 NOTHING = Tuned({}, {})
 _given: Tuned | None = None
+# counts how often that changed, so that what was chosen before is told from what is chosen now
+generation = 0
 
 
 def power_below(m: int) -> int:
@@ -78,12 +81,14 @@ def tuned() -> Tuned:
 @contextmanager
 def using(choices: Tuned) -> Iterator[None]:
     """Put choices in effect inside instead of the file's, to measure them."""
-    global _given
+    global _given, generation
     before, _given = _given, choices
+    generation += 1
     try:
         yield
     finally:
         _given = before
+        generation += 1
 
 
 @cache
@@ -112,53 +117,49 @@ def parse(text: str) -> Tuned:
     """Read what `dump` wrote. Raises ValueError for anything else."""
     try:
         record = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"it is no file of the format {FORMAT!r}")
-    if record.get("triton") != _version():
-        raise ValueError(f"measured with Triton {record.get('triton')}, this is {_version()}")
-    tiles, plans = record.get("tiles"), record.get("plans")
-    if not isinstance(tiles, dict) or not isinstance(plans, dict):
-        raise ValueError("it has no tiles or no plans")
-    return Tuned(dict(map(_tile, tiles.items())), dict(map(_plan, plans.items())))
+        found, made = record["format"], record["triton"]
+        if found != FORMAT or made != _version():
+            raise ValueError(f"it is {found!r} of Triton {made}, not {FORMAT!r} of {_version()}")
+        tiles, variants = record["tiles"].items(), record["variants"].items()
+        return Tuned(dict(map(_tile, tiles)), dict(map(_variant, variants)))
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(f"it is not what bench tune writes: {error!r}") from error
 
 
 def _tile(item: tuple[str, Any]) -> tuple[TileKey, tuple[int, ...]]:
-    key, tile = item
-    parts = key.split("/")
-    fits = len(parts) == 3 and parts[1] in ("2", "4") and parts[2] in SLOTS
-    if not fits or not isinstance(tile, dict) or tuple(tile) != TILE_FIELDS:
-        raise ValueError(f"{key!r} is no tile")
-    values = tuple(tile.values())
-    if not all(type(value) is int and 0 < value <= 1024 for value in values):
-        raise ValueError(f"{key!r} has a size that is none")
+    (arch, itemsize, slot), tile = item[0].split("/"), item[1]
+    values = tuple(tile[name] for name in TILE_FIELDS)
     block_m, block_n, block_k, num_warps, num_stages, slices = values
     powers = (block_m, block_n, block_k, num_warps, slices)
-    narrow = min(block_m, block_k, block_n // slices) < 16
-    if any(value & (value - 1) for value in powers) or narrow or num_warps > 32 or num_stages > 8:
-        raise ValueError(f"{key!r} is a tile that no kernel takes")
-    return (parts[0], int(parts[1]), parts[2]), values
+    if not (
+        itemsize in ("2", "4")
+        and slot in SLOTS
+        and all(type(value) is int and 0 < value <= 1024 for value in values)
+        and all(value & (value - 1) == 0 for value in powers)
+        and min(block_m, block_k, block_n // slices) >= 16
+        and num_warps <= 32
+        and num_stages <= 8
+    ):
+        raise ValueError(f"no kernel takes {item[0]!r}, {tile}")
+    return (arch, int(itemsize), slot), values
 
 
-def _plan(item: tuple[str, Any]) -> tuple[PlanKey, str]:
-    key, plan = item
-    op, arch, *sizes = key.split("/")
-    if len(sizes) != 4 or not all(size.isdecimal() for size in sizes) or plan not in PLANS:
-        raise ValueError(f"{key!r} is no plan")
+def _variant(item: tuple[str, Any]) -> tuple[VariantKey, str]:
+    (op, arch, *sizes), variant = item[0].split("/"), item[1]
     itemsize, n, k, rows = map(int, sizes)
-    return (op, arch, itemsize, n, k, rows), plan
+    if variant not in VARIANTS:
+        raise ValueError(f"{item[0]!r} has no variant {variant!r}")
+    return (op, arch, itemsize, n, k, rows), variant
 
 
 def dump(choices: Tuned) -> str:
     """Write choices as JSON that `parse` reads."""
-    tiles = {
-        "/".join(map(str, key)): dict(zip(TILE_FIELDS, tile, strict=True))
-        for key, tile in choices.tiles.items()
+    tiles = {key: dict(zip(TILE_FIELDS, tile, strict=True)) for key, tile in choices.tiles.items()}
+    named = {
+        name: {"/".join(map(str, key)): value for key, value in chosen.items()}
+        for name, chosen in (("tiles", tiles), ("variants", choices.variants))
     }
-    plans = {"/".join(map(str, key)): plan for key, plan in choices.plans.items()}
-    record = {"format": FORMAT, "triton": _version(), "tiles": tiles, "plans": plans}
-    return json.dumps(record, indent=1) + "\n"
+    return json.dumps({"format": FORMAT, "triton": _version(), **named}, indent=1) + "\n"
 
 
 def store(choices: Tuned, path: Path) -> None:

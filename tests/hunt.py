@@ -242,9 +242,9 @@ def _compared(ours: Any, eager: Any, truth: Any) -> str | None:
 
 
 def _width(module: nn.Module) -> int:
-    plan: Any = module.__dict__.get("_fusedckpt_plan")
-    if hasattr(plan, "linears"):
-        path, _, transposed = plan.linears[0]
+    match: Any = module.__dict__.get("_fusedckpt_match")
+    if hasattr(match, "block"):
+        path, _, transposed = match.block.linears[0]
         weight = module.get_parameter(".".join(path))
         return weight.shape[0 if transposed else 1]
     for layer in module.modules():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from fusedckpt.autograd.accuracy import Errors
 from fusedckpt.kernels import gemm
 from fusedckpt.memory import saved_tensors
 
@@ -82,37 +83,26 @@ def compare(
     that of float32 for half precision too, and be finite where eager is. Returns the worst
     err(fused) / err(eager) where eager errs at all.
     """
-    sums: list[Tensor] = []
-    draws = 1
-    while len(sums) < draws:
+    sums: list[Errors] = []
+    number, draws = 0, 1
+    while number < draws:
         inputs = make_inputs()
         with torch.no_grad():
             douts = [make_douts(y) for y in as_tuple(eager(*inputs))]
         ours, theirs = results(fused, inputs, douts), results(eager, inputs, douts)
         truth = results(eager, in_float64(inputs), douts)
-        for a, b in zip(ours, theirs, strict=True):
+        sums = sums or [Errors(t.dtype) for t in ours]
+        for errors, a, b, t in zip(sums, ours, theirs, truth, strict=True):
             assert a.shape == b.shape
             assert a.dtype == b.dtype
-            assert torch.equal(a.isfinite(), b.isfinite())
-        sums.append(
-            torch.tensor(
-                [
-                    [squared(a - t), squared(b - t), squared(t)]
-                    for a, b, t in zip(ours, theirs, truth, strict=True)
-                ]
-            )
-        )
+            errors.add(a, b, t)
         smallest = min((t.numel() for t in ours if t.numel()), default=256)
-        draws = min(16, math.ceil(256 / smallest))
-    counts = torch.tensor([max(1, t.numel()) for t in ours]) * draws
-    rms = (torch.stack(sums).sum(0) / counts[:, None]).sqrt().tolist()
+        number, draws = number + 1, min(16, math.ceil(256 / smallest))
     worst = 0.0
-    for index, (mine, eagers, scale) in enumerate(rms):
-        wide = torch.promote_types(ours[index].dtype, torch.float32)
-        floor = 8 * torch.finfo(wide).eps * max(1.0, scale)
-        assert mine <= slack * eagers + floor, (
-            f"result {index}: error {mine:.3g}, eager's {eagers:.3g}, floor {floor:.3g}"
-        )
+    for index, errors in enumerate(sums):
+        problem = errors.problem(slack=slack)
+        assert problem is None, f"result {index}: {problem}"
+        mine, eagers, _ = errors.rms()
         worst = max(worst, mine / eagers if eagers else 0.0)
     return worst
 

@@ -19,6 +19,7 @@ ALLOWED = {
     "fusing": {"kernels", "autograd", "reference", "layers", "memory"},
     "reporting": {"autograd", "memory", "fusing"},
     "planning": {"autograd", "memory", "layers", "checkpointing", "fusing", "reporting"},
+    "integrations": {"checkpointing", "fusing", "reporting", "planning"},
 }
 
 

@@ -154,3 +154,11 @@ def test_one_version():
 def test_readme_gives_the_commands(command):
     line = f'pip install -c constraints.txt -e ".[test,bench]" && {command}'
     assert line in README.read_text().splitlines()
+
+
+def test_wheels_have_every_folder():
+    project = (ROOT / "pyproject.toml").read_text()
+    listed = re.findall(r'"([^"]+)"', project.partition("packages = [")[2].partition("]")[0])
+    found = {path.parent for path in (ROOT / "fusedckpt").rglob("__init__.py")}
+    folders = {".".join(path.relative_to(ROOT).parts) for path in found}
+    assert sorted(listed) == sorted(folders | {"fusedckpt.kernels"})

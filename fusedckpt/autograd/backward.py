@@ -1,4 +1,4 @@
-"""Which backward runs in this thread, which gradients it wants, and its end."""
+"""Which backward runs in this thread, which gradients it wants, from what, and its end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 _exec_group: Callable[[], Any] | None = getattr(torch._C, "_get_graph_exec_group", None)
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _will_execute: Callable[[Any], bool] = getattr(
     torch._C, "_will_engine_execute_node", lambda node: True
 )
+# a batch of gradients in one tensor, as is_grads_batched=True makes them
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
+# whether a profiler runs
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 
 
 def backward_id() -> int:
@@ -30,6 +36,40 @@ def at_end_of_backward(callback: Callable[[], Any]) -> None:
         weakref.finalize(group, callback)
 
 
+def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] | None:
+    """Return what a Function's backward computes and from what; None where nothing is wanted of it.
+
+    That is: for each argument whether its gradient is wanted; the tensors that were saved; and
+    whether nothing traces or watches ops, so that they need not be seen.
+    """
+    needs = wanted_gradients(ctx)
+    dy = None
+    for dy in dys:
+        if dy is not None:
+            break
+    if dy is None or not any(needs):
+        return None
+    saved = list(ctx.saved_tensors)
+    if ctx.recall is not None:
+        # GEMM outputs come last
+        saved[ctx.num_given :] = ctx.recall(saved[ctx.num_given :])
+    if torch.compiler.is_compiling() or is_batched(dy) or dy.device.type == "meta":
+        return needs, saved, False
+    # hooks may have handed out tensors of any class
+    return needs, saved, is_unwatched() and _PLAIN.issuperset(map(type, (*dys, *saved)))
+
+
+def is_unwatched() -> bool:
+    """Whether nothing traces or watches ops here, so that they need not be seen."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or is_profiled()
+    )
+
+
 def wanted_gradients(ctx: Any) -> list[bool]:
     """Return for each argument of a Function whether the backward that runs it wants its gradient.
 
@@ -41,21 +81,20 @@ def wanted_gradients(ctx: Any) -> list[bool]:
     # a compiled backward, and one called by hand inside of another, is not the engine's
     if torch.compiler.is_compiling() or _current_node() is not ctx:
         return needed
-    # one for every argument that requires grad, in their order
-    nodes = [node for node, _ in ctx.next_functions if node is not None]
-    if len(nodes) != sum(needed):
+    executed = []
+    for node, _ in ctx.next_functions:
+        # one for every argument that requires grad, in their order
+        if node is not None:
+            try:
+                executed.append(_will_execute(node))
+            except RuntimeError:
+                # a leaf that torch.autograd.grad is asked for, or no node that the engine tells of
+                executed.append(True)
+    if all(executed) or len(executed) != sum(needed):
         return needed
-    remaining = iter(nodes)
-    wanted = [need and _is_executed(next(remaining)) for need in needed]
     # the engine runs a Function for nothing only if it is named itself, in backward(inputs=...);
     # the one of torch.distributed.autograd keeps no record, and says no to all
-    return wanted if any(wanted) or _is_executed(ctx) else needed
-
-
-def _is_executed(node: Any) -> bool:
-    """Whether the backward of now goes on to a node."""
-    try:
-        return _will_execute(node)
-    except RuntimeError:
-        # a leaf that torch.autograd.grad is asked for, or no node that the engine tells of
-        return True
+    if not any(executed) and not _will_execute(ctx):
+        return needed
+    remaining = iter(executed)
+    return [need and next(remaining) for need in needed]

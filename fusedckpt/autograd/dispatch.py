@@ -1,4 +1,8 @@
-"""Which path a call takes: eager twin, Triton (compiled or interpreted), or ATen.
+"""Which path a call takes: eager twin, Triton (compiled or interpreted), or ATen; settled once.
+
+What a call comes down to is a function of its options, of the shapes, dtypes and devices of its
+tensors and of what it finds around it. `settled` remembers it by exactly these, so that a call like
+an earlier one checks and chooses nothing anew.
 
 Triton runs float32, bfloat16 and float16 tensors on a GPU, and on a CPU when Triton's interpreter
 is on; everything else runs on ATen, with the same saved tensors. FUSEDCKPT_DISABLE=1, read once at
@@ -12,8 +16,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +25,20 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fusedckpt.autograd import arguments
+from fusedckpt.autograd import arguments, levels, phases
+from fusedckpt.autograd.backward import is_profiled
+from fusedckpt.autograd.phases import Phase
+from fusedckpt.kernels import tuned as tuning
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 from fusedckpt.kernels.tiles import gains_by_fusion
-from fusedckpt.kernels.tuned import PLANS, tuned
+from fusedckpt.kernels.tuned import VARIANTS, tuned
 
 logger = logging.getLogger("fusedckpt")
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
 # read once: the plan of every layer that has it, where a call names none
 _PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
-if _PREFERRED not in (None, *PLANS):
-    raise ValueError(f"FUSEDCKPT_KERNEL must be one of {', '.join(PLANS)}, got {_PREFERRED!r}")
+if _PREFERRED not in (None, *VARIANTS):
+    raise ValueError(f"FUSEDCKPT_KERNEL must be one of {', '.join(VARIANTS)}, got {_PREFERRED!r}")
 
 DISABLED = os.environ.get("FUSEDCKPT_DISABLE", "0") not in ("", "0")
 
@@ -65,9 +69,38 @@ def forced_path(path: str | None) -> Iterator[None]:
         _forced = before
 
 
+class Meta(NamedTuple):
+    """What a call goes by of a dense tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Around(NamedTuple):
+    """What a call goes by besides its options and tensors.
+
+    grad: whether grad mode is on; autocast: the dtype that autocast casts to on the device of the
+    first tensor, None where it is off; level: that of `saving`; twin: whether only the eager twin
+    may run; direct: whether nothing traces or watches ops, so that they need not be seen; choices:
+    what plans are chosen by.
+    """
+
+    grad: bool
+    autocast: torch.dtype | None
+    level: str | None
+    twin: bool
+    direct: bool
+    choices: tuple[Any, ...]
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that nn.Linear multiplies an input of `dtype` in."""
+        return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
+
+
 def plan_for(
     op: str,
-    x: Tensor,
+    x: Tensor | Meta,
     dtype: torch.dtype,
     sizes: tuple[int, int, int],
     kernel: str | None,
@@ -77,24 +110,19 @@ def plan_for(
 
     `sizes` are the GEMM's m, n and k; `kernel` is what the call asked for. Next come the
     environment's preference, what `bench tune` measured on this machine, and a rule. The choice is
-    logged at level DEBUG.
+    logged at level DEBUG, once for calls that are alike.
     """
     if 0 in sizes or path_of(x.device, dtype) == "aten":
         return "aten"
     if kernel is None and _PREFERRED in ("split", fused):
         kernel = _PREFERRED
     if kernel is None:
-        measured = tuned().plan(op, arch(), dtype.itemsize, sizes)
+        measured = tuned().variant(op, arch(), dtype.itemsize, sizes)
         kernel = measured if measured in ("split", fused) else None
     if kernel is None:
         kernel = fused if gains_by_fusion(arch(), dtype.itemsize, sizes[-1]) else "split"
     logger.debug("%s %s %s on %s: %s", op, "x".join(map(str, sizes)), dtype, arch(), kernel)
     return kernel
-
-
-def takes_twin() -> bool:
-    """Whether the eager twin must run: disabled, under torch.func, or in forward-mode AD."""
-    return DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_recorded(x: Any) -> bool:
@@ -109,28 +137,6 @@ def is_recorded(x: Any) -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
-
-
-def recorded_as(
-    twin: Callable[..., Result],
-) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Have a function's calls recorded as those of its eager twin.
-
-    The twin gets all arguments but those that say how ours computes. They are not checked: shapes
-    may be symbols there.
-    """
-
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        @wraps(function)
-        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            if not is_recorded(args[0] if args else kwargs.get("x")):
-                return function(*args, **kwargs)
-            ours = ("save", "chunks", "kernel")
-            return twin(*args, **{key: kwargs[key] for key in kwargs if key not in ours})
-
-        return call
-
-    return decorate
 
 
 # torch's own classes that take any op: those of tracing, and what a collective still fills
@@ -159,22 +165,34 @@ def are_plain(*given: Any) -> bool:
     return True
 
 
+def has_hooks(*layers: nn.Module) -> bool:
+    """Whether someone counts on layers' own calls: a hook, or a forward put in its place."""
+    for layer in layers:
+        if (
+            layer._forward_hooks
+            or layer._forward_pre_hooks
+            or layer._backward_hooks
+            or layer._backward_pre_hooks
+            or "forward" in layer.__dict__
+        ):
+            return True
+    return False
+
+
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this device."""
     # meta has none to ask; whether a device has, torch.compile of torch 2.11 cannot
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that nn.Linear multiplies an input of `dtype` in, under autocast or not."""
-    if autocasts(device) and dtype != torch.float64:
-        return torch.get_autocast_dtype(device.type)
-    return dtype
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that autocast casts to on this device, None where it is off."""
+    return torch.get_autocast_dtype(device.type) if autocasts(device) else None
 
 
-def autocasts_norm(device: torch.device, kind: str) -> bool:
+def widens_norm(autocast: torch.dtype | None, device: torch.device, kind: str) -> bool:
     """Whether autocast runs a norm in float32: not on a CPU, and RMSNorm since torch 2.12."""
-    return device.type != "cpu" and (kind == "layer" or _AUTOCASTS_RMS) and autocasts(device)
+    return autocast is not None and device.type != "cpu" and (kind == "layer" or _AUTOCASTS_RMS)
 
 
 def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
@@ -192,3 +210,118 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
     norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
     return dict.fromkeys((*blocks, *norms), path)
+
+
+_SEES_HOOKS = phases.can_see_hooks()
+_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def settled(options: Any, *tensors: Any) -> tuple[Any, Phase | None]:
+    """Return what a call comes down to, None where its eager twin is to run, and its phase.
+
+    `options` is a record, of a class for each kind of call: `name`, for errors; `names` of the
+    tensors, those that may be None ending in "?"; `is_module`, as modules run as eager does on
+    tensors that ours cannot take; `chosen(level of saving)`, which refuses options that there are
+    not; and `settle(around, *metas)`, which checks all else and returns what is remembered.
+    """
+    if is_recorded(tensors[0]):
+        return None, None
+    if torch.compiler.is_compiling():
+        return _settled_anew(options, tensors), None
+    grad, metas = torch.is_grad_enabled(), []
+    is_free = _SEES_HOOKS and phases.top_hooks() is None and _current_node() is None
+    phase = None if is_free or not grad else phases.of_layer()
+    for t in tensors:
+        if t is None:
+            metas.append(None)
+        elif (
+            (type(t) is Tensor or type(t) is nn.Parameter)
+            and t.layout is torch.strided
+            and not (t.is_nested or (grad and t.is_inference()))
+        ):
+            metas.append((t.shape, t.dtype, t.device))
+        else:
+            return _settled_anew(options, tensors), phase
+    around = (
+        grad,
+        autocast_dtype(tensors[0].device) if metas[0] and _any_autocast() else None,
+        levels.override.level,
+        DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0,
+        not (
+            torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_function_stack()
+            or is_profiled()
+            # whose ops are looked at alone
+            or (metas[0] is not None and tensors[0].is_meta)
+        ),
+        (_forced, _PREFERRED, tuning.generation),
+    )
+    try:
+        # types too: True equals 1
+        kinds = type(options), *map(type, options)
+        return _remembered(options, kinds, around, tuple(metas)), phase
+    except TypeError:
+        # what cannot be hashed is no option, which is told by name
+        pass
+    return _settled_anew(options, tensors), phase
+
+
+@lru_cache(maxsize=8192)
+def _remembered(options: Any, kinds: Any, around: tuple[Any, ...], metas: tuple[Any, ...]) -> Any:
+    return options.settle(Around(*around), *(None if m is None else Meta(*m) for m in metas))
+
+
+def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
+    if not _takes(options, tensors):
+        options.chosen(levels.override.level)
+        return None
+    autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
+    around = Around(
+        torch.is_grad_enabled(),
+        autocast,
+        levels.override.level,
+        DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0,
+        direct=False,
+        choices=(),
+    )
+    metas = [None if t is None else Meta(t.shape, t.dtype, t.device) for t in tensors]
+    return options.settle(around, *metas)
+
+
+def _takes(options: Any, tensors: tuple[Any, ...]) -> bool:
+    """Whether ours can take a call's tensors; a function refuses by name what no twin takes."""
+    name, plain = options.name, True
+    if options.is_module and not are_plain(*tensors):
+        return False
+    for key, value in zip(options.names, tensors, strict=True):
+        if value is not None:
+            plain &= takes(name, key.rstrip("?"), value)
+    if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return plain
+    return not any(value is not None and value.is_inference() for value in tensors)
+
+
+# classes of torch's whose parts a function could be called with
+_PARTED = ("DTensor", "NestedTensor")
+
+
+def takes(name: str, key: str, value: Any) -> bool:
+    """Whether ours can take a tensor; refuse what no twin takes either.
+
+    Nothing but ops of its own is asked about a tensor of a class that has such.
+    """
+    if not isinstance(value, Tensor):
+        arguments.wrong_type(name, key, "a tensor", value)
+    if not is_plain(type(value)):
+        kind = type(value).__name__
+        if kind in _PARTED:
+            raise TypeError(
+                f"{name}: {key} must be a dense tensor, got a {kind}: pass its local tensor, or "
+                "call a module, which then runs as eager does"
+            )
+        return False
+    if value.layout != torch.strided or value.is_nested:
+        layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name}: {key} must be a dense tensor, got {layout}")
+    return True

@@ -21,7 +21,7 @@ class _Override(threading.local):
         self.level: str | None = None
 
 
-_override = _Override()
+override = _Override()
 
 
 @contextmanager
@@ -41,23 +41,28 @@ def saving(level: str) -> Iterator[None]:
         TypeError: `level` is no string.
     """
     arguments.choice("saving", "level", level, LEVELS)
-    before, _override.level = _override.level, level
+    before, override.level = override.level, level
     try:
         yield
     finally:
-        _override.level = before
+        override.level = before
 
 
 def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...]) -> str:
-    """Return the level of a call: its argument, else `saving`'s, else the default.
+    """Return the level of a call: its argument, else `saving`'s, else the default."""
+    return chosen(name, (given, override.level, default), levels)
+
+
+def chosen(name: str, wishes: tuple[str | None, str | None, str], levels: tuple[str, ...]) -> str:
+    """Return the level of a call whose argument, `saving` and default are `wishes`.
 
     The default is checked too: it may be an attribute that was set since.
     """
+    given, override, default = wishes
     if given is not None:
         check(name, given, levels)
         return given
     check(name, default, levels)
-    override = _override.level
     if override is None:
         return default
     return override if override in levels else "inputs"

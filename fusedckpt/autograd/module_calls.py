@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedckpt.autograd.phases import recomputing
 from fusedckpt.autograd.uncompiled import never_compile, uncompiled
 
 
@@ -129,22 +130,22 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 @contextmanager
-def _putting_back(module: nn.Module | None) -> Iterator[None]:
-    puts_back = PutsBackBuffers()
-    entered = None if module is None else puts_back.enter(module)
+def recomputed(fn: Any, observer: PutsBackBuffers) -> Iterator[None]:
+    """Let `observer` see the calls of modules in a recompute, and put buffers back.
+
+    Also of the module whose bound method `fn` is: its forward, called without its hooks.
+    """
+    module = getattr(fn, "__self__", None)
+    module = module if isinstance(module, nn.Module) else None
+    entered = None if module is None else PutsBackBuffers.enter(observer, module)
     try:
-        with ExitStack() as around:
+        with recomputing(), observed(observer), ExitStack() as around:
             for watcher in _watchers:
                 around.enter_context(watcher(module))
             yield
     finally:
-        puts_back.leave(entered)
-
-
-def putting_back(module: Any) -> AbstractContextManager[None]:
-    """Do so for what runs inside, if a module is given: its forward, called without its hooks."""
-    found = module if isinstance(module, nn.Module) else None
-    return nullcontext() if found is None and not _watchers else _putting_back(found)
+        if entered is not None:
+            observer.leave(entered)
 
 
 @uncompiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ class NormSpec(NamedTuple):
 
 
 def output_dtype(
-    rule: NormRule | NormSpec, dtype: torch.dtype, weight: Tensor | None, device: torch.device
+    rule: NormRule | NormSpec, x: dispatch.Meta, weight: Any, autocast: torch.dtype | None
 ) -> torch.dtype:
     """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
     if rule.cast == "llama" and weight is not None:
-        return torch.promote_types(dtype, weight.dtype)
-    if rule.cast != "torch" or dtype == torch.float64:
-        return dtype
-    return torch.float32 if dispatch.autocasts_norm(device, rule.kind) else dtype
+        return torch.promote_types(x.dtype, weight.dtype)
+    if rule.cast != "torch" or x.dtype == torch.float64:
+        return x.dtype
+    return torch.float32 if dispatch.widens_norm(autocast, x.device, rule.kind) else x.dtype
 
 
 def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,22 +30,22 @@ Tensors = Sequence[Tensor | None]
 _top_hooks: Callable[[bool], Hooks | None] | None = getattr(
     getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
 )
+# the innermost hooks that saved tensors go through here, None for none
+top_hooks: Callable[[], Hooks | None] = partial(_top_hooks or (lambda _: None), False)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
-_keeps_graph: Callable[[], bool] | None = getattr(
-    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None
-)
-_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 
 
 class Phase:
-    """No checkpoint around: a layer keeps what its level says.
+    """Where what a layer saves goes through hooks: it keeps what its level says.
 
     A layer keeps tensors that it was given, and extras: GEMM outputs that its backward can make
     again from them. `runs` is the level at which the forward computes extras, `keeps` the one at
-    which what it was given must suffice.
+    which what it was given must suffice. Extras are a layer's own, to write over in its backward,
+    where no hooks may have handed them on.
     """
 
     recomputes = False
+    owns_extras = False
 
     def runs(self, level: str) -> str:
         """Return the level to compute at."""
@@ -60,16 +61,15 @@ class Phase:
     def save(
         self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
     ) -> None:
-        """Keep tensors on an autograd Function's ctx; `load` returns them."""
+        """Keep tensors on an autograd Function's ctx; `backward.begin` returns them."""
         ctx.save_for_backward(*given, *extras)
-        ctx.recall = None
-        ctx.owns_extras = len(extras) > 0 and _nobody_watches()
+        ctx.recall, ctx.num_given, ctx.owns_extras = None, len(given), self.owns_extras
 
 
 class _ReentrantRecompute(Phase):
     """The recompute of a reentrant checkpoint: its own graph runs next."""
 
-    recomputes = True
+    recomputes = owns_extras = True
 
     def runs(self, level: str) -> str:
         return "preact"
@@ -98,9 +98,8 @@ class _Stock(Phase):
             extra if extra is not None or like is None else _placeholder(*like, device)
             for extra, like in zip(fitting(extras, likes), likes, strict=True)
         )
-        ctx.save_for_backward(*given, *standing)
+        super().save(ctx, name, given, list(standing))
         ctx.recall = _without_placeholders
-        ctx.owns_extras = False
 
 
 class _StockRecompute(_Stock):
@@ -164,7 +163,7 @@ def is_recomputing() -> bool:
     return phase is not None and phase.recomputes
 
 
-FREE = Phase()
+_HOOKED = Phase()
 _REENTRANT = _ReentrantRecompute()
 _STOCK_FORWARD = _Stock("inputs")
 
@@ -172,11 +171,6 @@ _STOCK_FORWARD = _Stock("inputs")
 def can_see_hooks() -> bool:
     """Whether this torch tells which hooks saved tensors go through."""
     return _top_hooks is not None
-
-
-def top_hooks() -> Hooks | None:
-    """Return the innermost hooks that saved tensors go through here, None for none."""
-    return None if _top_hooks is None else _top_hooks(False)
 
 
 def current() -> Phase | None:
@@ -202,67 +196,23 @@ def current() -> Phase | None:
     return _StockRecompute(pack) if is_recompute else None
 
 
+def of_layer() -> Phase | None:
+    """Return the phase of a layer, None where what it saves goes through no hooks but counting."""
+    if not can_see_hooks():
+        return _HOOKED
+    phase, hooks = current(), top_hooks()
+    return _HOOKED if phase is None and hooks is not None and not only_count(hooks) else phase
+
+
+def only_count(hooks: Hooks) -> bool:
+    """Whether hooks hand on what they are given, and only count it."""
+    return getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
+
+
 def _runs_in_checkpoint() -> bool:
     """Whether this runs in the backward of a checkpoint's own node: torch's, DeepSpeed's, ..."""
     node = None if _current_node is None else _current_node()
     return node is not None and "CheckpointFunction" in node.name()
-
-
-def settle(ctx: Any, phase: Phase | None) -> Phase:
-    """Return the phase that counts for a Function: none where no gradient will be asked for."""
-    return phase if phase is not None and any(ctx.needs_input_grad) else FREE
-
-
-def load(ctx: Any, num_given: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return what `save` kept: what the layer was given, and its extras, None where missing."""
-    saved = ctx.saved_tensors
-    given, extras = saved[:num_given], saved[num_given:]
-    return given, extras if ctx.recall is None else ctx.recall(extras)
-
-
-def run_backward(
-    ctx: Any,
-    ops: tuple[Callable[..., Any], Callable[..., Any]],
-    extras: Sequence[Tensor | None],
-    dy: Tensor,
-    *args: Any,
-) -> Any:
-    """Call the first op on dy and args, or the second, which writes over the extras among args.
-
-    It may where nobody reads them once it is done: not where the graph is retained, where hooks may
-    have handed out tensors that are someone else's too, or where a batch of gradients is computed
-    in one backward. Who reads them all the same, as a backward that is repeated after it failed
-    does, or one in another thread, gets an error: their version tells.
-    """
-    is_ours = ctx.owns_extras and not torch.compiler.is_compiling()
-    owned = [t for t in extras if t is not None] if is_ours else []
-    spends = len(owned) > 0 and _is_last_read(dy)
-    if spends:
-        # before a byte is written: autograd then refuses to hand them out again
-        torch.autograd.graph.increment_version(owned)
-    keeping, spending = ops
-    found = (spending if spends else keeping)(dy, *args)
-    # after the last read, and for whoever got them through hooks, where autograd does not look
-    if any(t._version != spends for t in owned):
-        raise RuntimeError(
-            "fusedckpt: another backward wrote over what this layer kept: to run backward through "
-            "a layer more than once, pass retain_graph=True to each but the last"
-        )
-    return found
-
-
-def _is_last_read(dy: Tensor) -> bool:
-    if _keeps_graph is None or _keeps_graph():
-        return False
-    return not (torch._C._are_functorch_transforms_active() or _is_batched(dy))
-
-
-def _nobody_watches() -> bool:
-    """Whether what is saved here goes through no hooks, or those that only count."""
-    if torch.compiler.is_compiling() or not can_see_hooks():
-        return False
-    hooks = top_hooks()
-    return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
 def fitting(extras: Tensors, likes: Likes) -> list[Tensor | None]:

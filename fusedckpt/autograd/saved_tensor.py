@@ -1,4 +1,4 @@
-"""A tensor saved as autograd saves one, outside of any function, and what tells tensors apart."""
+"""A tensor saved as autograd saves one, outside of any function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class _Keep(torch.autograd.Function):
@@ -36,19 +36,3 @@ class SavedTensor:
 make_saved: Callable[..., Any] = getattr(
     getattr(torch._C, "_autograd", None), "_make_saved_tensor", SavedTensor
 )
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is dense, of no subclass, and no lazy conjugate or negative."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return plain and not tensor.is_conj() and not tensor.is_neg()
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return what tells the storage of a plain tensor from others, while it lives."""
-    return tensor.untyped_storage()._cdata
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written; 0 for an inference tensor, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,100 +25,108 @@ _KERNELS = [
     for name, backend in getattr(torch.nn.attention, "_backend_names", {}).items()
 ]
 _CPU = torch.device("cpu")
+_CPU_GENERATOR = torch.default_generator.get_state, torch.default_generator.set_state
+_PYTHON_GENERATORS = [
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+]
 _clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", None)
 
 
 class Surroundings:
-    """The state of now, on the CPU and on the devices of the tensors given."""
+    """The state of now, on the CPU and on the devices of the tensors among `objects`."""
 
-    def __init__(self, given: list[Any], rng: bool, python_rng: bool):
-        devices = {x.device for x in given if isinstance(x, Tensor)}
-        if torch.cuda.is_initialized() and all(device.type == "cpu" for device in devices):
+    def __init__(self, objects: list[Any], rng: bool, python_rng: bool):
+        devices, generators = set(), []
+        for x in objects:
+            if isinstance(x, Tensor) and x.device.type != "cpu":
+                devices.add(x.device)
+            elif isinstance(x, torch.Generator):
+                generators.append((x.get_state, x.set_state))
+        if not devices and torch.cuda.is_initialized():
             # the function may move them there
             devices.add(torch.device("cuda", torch.cuda.current_device()))
-        self._generators = _generators(devices, given) if rng else []
+        self._generators = []
+        if rng:
+            self._generators = [_CPU_GENERATOR, *generators]
+            for device in devices:
+                self._generators += _generator_of(device)
         if python_rng:
-            self._generators += [
-                (random.getstate, random.setstate),
-                (np.random.get_state, np.random.set_state),
-            ]
-        self._states = [read() for read, _ in self._generators]
-        kinds = {"cpu", *(device.type for device in devices)}
-        self._autocasts = [(k, _autocast(k)) for k in kinds if torch.amp.is_autocast_available(k)]
-        self._device, self._kernels = _default_device(), _current_kernels()
+            self._generators += _PYTHON_GENERATORS
+        self._states = []
+        for read, _ in self._generators:
+            self._states.append(read())
+        self._kinds = ["cpu"]
+        for device in devices:
+            if device.type not in self._kinds and torch.amp.is_autocast_available(device.type):
+                self._kinds.append(device.type)
+        self._settings = _settings_of(self._kinds)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Bring it back, and afterwards what was there before."""
-        now = [read() for read, _ in self._generators]
-        try:
-            self._write(self._states)
-            with ExitStack() as stack:
-                for context in self._changed():
-                    stack.enter_context(context)
+        with ExitStack() as stack:
+            if _clear_stack is not None and torch._C._are_functorch_transforms_active():
+                # vmap of a batched backward: the forward was not in it, random ops refuse it
+                stack.enter_context(_clear_stack())
+            present = []
+            for read, _ in self._generators:
+                present.append(read())
+            try:
+                for (_, write), state in zip(self._generators, self._states, strict=True):
+                    write(state)
+                if (now := _settings_of(self._kinds)) != self._settings:
+                    self._enter_changed(now, stack)
                 yield
-        finally:
-            self._write(now)
+            finally:
+                for (_, write), state in zip(self._generators, present, strict=True):
+                    write(state)
 
-    def _changed(self) -> list[AbstractContextManager[Any]]:
-        """Return what brings back the settings that are others now."""
-        autocasts = [torch.autocast(k, **o) for k, o in self._autocasts if _autocast(k) != o]
-        device = [self._device] if self._device != _default_device() else []
-        kernels = [sdpa_kernel(self._kernels)] if self._kernels != _current_kernels() else []
-        return [*autocasts, *device, *kernels]
-
-    def _write(self, states: list[Any]) -> None:
-        for (_, write), state in zip(self._generators, states, strict=True):
-            write(state)
-
-
-def _generators(devices: set[torch.device], given: list[Any]) -> list[tuple[Any, Any]]:
-    """Return what reads and writes the state of each random number generator."""
-    cpu = torch.default_generator
-    found: list[tuple[Any, Any]] = [(cpu.get_state, cpu.set_state)]
-    found += [(x.get_state, x.set_state) for x in given if isinstance(x, torch.Generator)]
-    for device in devices:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "checkpoint: the state of a random number generator cannot be read while a CUDA "
-                "graph is captured: pass preserve_rng_state=False"
+    def _enter_changed(self, now: list[Any], stack: ExitStack) -> None:
+        """Bring back the settings that are others now."""
+        device, kernels, *autocasts = self._settings
+        if device != now[0]:
+            stack.enter_context(device)
+        if kernels != now[1]:
+            stack.enter_context(
+                sdpa_kernel([x for (_, x), on in zip(_KERNELS, kernels, strict=True) if on])
             )
-        if device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device.type)
-            # the one MPS device goes unnamed
-            where = {} if device.type == "mps" else {"device": device}
-            found.append(
-                (partial(module.get_rng_state, **where), partial(module.set_rng_state, **where))
-            )
-    return found
+        for kind, autocast, other in zip(self._kinds, autocasts, now[2:], strict=True):
+            if autocast != other:
+                stack.enter_context(torch.autocast(kind, *autocast))
 
 
-def _autocast(kind: str) -> dict[str, Any]:
-    return {
-        "enabled": torch.is_autocast_enabled(kind),
-        "dtype": torch.get_autocast_dtype(kind),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
-
-
-def _current_kernels() -> list[SDPBackend]:
-    return [kernel for is_enabled, kernel in _KERNELS if is_enabled()]
-
-
-def _default_device() -> torch.device:
+def _settings_of(kinds: list[str]) -> list[Any]:
+    """Return the default device, the kernels of attention, and autocast of kinds of devices."""
     # torch.get_default_device takes some microseconds to find that there is none
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+    device = torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+    kernels = []
+    for is_enabled, _ in _KERNELS:
+        kernels.append(is_enabled())
+    settings, cache_enabled = [device, kernels], torch.is_autocast_cache_enabled()
+    for kind in kinds:
+        autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled
+        settings.append(autocast)
+    return settings
 
 
-def unbatched() -> AbstractContextManager[Any]:
-    """Leave the vmap of a batched backward: the forward was not in it, and random ops refuse it."""
-    if _clear_stack is None or not torch._C._are_functorch_transforms_active():
-        return nullcontext()
-    return _clear_stack()
+def _generator_of(device: torch.device) -> list[tuple[Any, Any]]:
+    """Return what reads and writes the state of a device's random number generator, if any."""
+    if device.type == "meta":
+        return []
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "checkpoint: the state of a random number generator cannot be read while a CUDA graph "
+            "is captured: pass preserve_rng_state=False"
+        )
+    module = torch.get_device_module(device.type)
+    # the one MPS device goes unnamed
+    where = {} if device.type == "mps" else {"device": device}
+    return [(partial(module.get_rng_state, **where), partial(module.set_rng_state, **where))]
 
 
 # data, of which a container may hold very much
-_ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 
 def objects_in(value: Any) -> Iterator[Any]:
@@ -126,7 +134,7 @@ def objects_in(value: Any) -> Iterator[Any]:
     if type(value) is dict:
         value = list(value.values())
     if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        for part in [part for part in value if type(part) not in _ATOMS]:
+        for part in [part for part in value if type(part) not in ATOMS]:
             yield from objects_in(part)
     else:
         yield value

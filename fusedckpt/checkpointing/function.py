@@ -10,8 +10,8 @@ import torch
 import torch.utils.checkpoint as stock
 from torch.autograd import forward_ad
 
+from fusedckpt.checkpointing.calls import Contexts, Options
 from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.checkpointing.tape import Contexts, Options
 
 __all__ = ["checkpoint"]
 
@@ -103,7 +103,11 @@ OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
 def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not callable(function):
         raise TypeError(f"checkpoint: expected something to call, got {type(function).__name__}")
-    debug = _global("_checkpoint_debug_enabled", options.debug)
+    # torch's switches, where they are set
+    debug = getattr(stock, "_checkpoint_debug_enabled", None)
+    early_stop = getattr(stock, "_enable_checkpoint_early_stop", None)
+    debug = options.debug if debug is None else debug
+    early_stop = options.early_stop if early_stop is None else early_stop
     if debug and options.context_fn is not stock.noop_context_fn:
         raise ValueError("checkpoint: debug=True is incompatible with non-default context_fn")
     if options.determinism_check not in ("default", "none"):
@@ -115,15 +119,8 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     while isinstance(function, functools.partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
-    early_stop = _global("_enable_checkpoint_early_stop", options.early_stop)
     options = options._replace(debug=debug, early_stop=early_stop)
     return Segment(options).run(function, args, kwargs)
-
-
-def _global(name: str, given: bool) -> bool:
-    # one of torch's switches, where it is set
-    found = getattr(stock, name, None)
-    return given if found is None else found
 
 
 def is_plain_call() -> bool:

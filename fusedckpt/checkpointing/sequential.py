@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from fusedckpt.checkpointing import starts
-from fusedckpt.checkpointing.function import OPTIONS, checkpoint, is_plain_call
+from fusedckpt.checkpointing.function import OPTIONS, checkpoint
 
 __all__ = ["checkpoint_sequential"]
 
@@ -84,20 +81,12 @@ def _halves(parts: list[list[Any]], input: Any, options: dict[str, Any]) -> Any:
 
 def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, int, Any]]:
     """Return stretches of functions as (start, stop, context), context None for a segment."""
+    count = len(functions)
     if hasattr(segments, "spans"):
-        return segments.spans(len(functions))
-    count = len(functions)
+        return segments.spans(count)
     rule = starts.RULES.get(segments) if isinstance(segments, str) else None
-    first = measured(rule, functions, input) if rule else starts.given_starts(segments, count)
+    if rule is None:
+        first = starts.given_starts(segments, count)
+    else:
+        first = starts.measured_starts(rule, functions, input)
     return [(a, b, None) for a, b in pairwise([*first, count])]
-
-
-def measured(rule: starts.Rule, functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
-    """Return the indices of the functions that start a segment."""
-    count = len(functions)
-    if count < 2 or is_plain_call():
-        return [0][:count]
-    if torch.compiler.is_compiling():
-        alike = math.isqrt(count) if rule is starts.least_starts else count
-        return starts.given_starts(alike, count)
-    return starts.measured_starts(rule, functions, input)

@@ -10,24 +10,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedckpt.autograd.surroundings import no_trace
-from fusedckpt.memory import saved_tensors, strided
-
-__all__ = [
-    "RULES",
-    "ChainSizes",
-    "Rule",
-    "chain_sizes",
-    "given_starts",
-    "least_starts",
-    "measured_starts",
-    "possible_starts",
-]
+from fusedckpt.checkpointing.function import is_plain_call
+from fusedckpt.memory import saved_tensors, storages_of
 
 
 def given_starts(segments: Any, count: int) -> list[int]:
@@ -88,6 +79,11 @@ _known: dict[Any, list[int]] = {}
 
 def measured_starts(rule: Rule, functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
     """Return the starts that a rule finds in sizes; the first call measures the functions."""
+    count = len(functions)
+    if count < 2 or is_plain_call():
+        return [0][:count]
+    if torch.compiler.is_compiling():
+        return given_starts(math.isqrt(count) if rule is least_starts else count, count)
     try:
         key = rule, *((_reference(f), getattr(f, "training", None)) for f in functions)
         starts = _known.get(key)
@@ -117,16 +113,16 @@ def least_starts(sizes: ChainSizes) -> list[int]:
     # a segment holds ends[stop] - begins[start]: its own input is one that was handed on
     ends = np.cumsum([0, *map(sum, zip(sizes.inputs, sizes.own, strict=True))])
     begins, handed = ends[:-1] + sizes.inputs, np.array([0, *sizes.handed[1:-1]], float)
-    least, starts, limit = math.inf, [0], math.inf
-    while found := _cheapest(begins, ends, handed, limit):
-        kept = handed[found].sum()
-        largest = max(ends[b] - begins[a] for a, b in pairwise([*found, len(begins)]))
+    least, best, limit = math.inf, [0], math.inf
+    while starts := _cheapest(begins, ends, handed, limit):
+        kept = handed[starts].sum()
+        largest = max(ends[b] - begins[a] for a, b in pairwise([*starts, len(begins)]))
         if kept + largest < least:
-            least, starts = kept + largest, found
+            least, best = kept + largest, starts
         # a lower limit never hands on less; steps of one per cent, for chains of 1,000 functions
         limit = min(largest, least - kept)
         limit -= max(1, limit // 100)
-    return starts
+    return best
 
 
 # by what `checkpoint_sequential` takes
@@ -138,9 +134,9 @@ def _cheapest(begins: Any, ends: Any, handed: Any, limit: float) -> list[int]:
     costs, starts = np.zeros(len(ends)), [[]]
     for stop in range(1, len(ends)):
         fits = ends[stop] - begins[:stop] <= limit
-        ways = np.where(fits, costs[:stop] + handed[:stop], math.inf)
-        start = int(ways.argmin())
-        costs[stop] = ways[start]
+        totals = np.where(fits, costs[:stop] + handed[:stop], math.inf)
+        start = int(totals.argmin())
+        costs[stop] = totals[start]
         starts.append([*starts[start], start])
     return starts[-1] if costs[-1] < math.inf else []
 
@@ -156,5 +152,5 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _storages(values: Any) -> dict[StorageWeakRef, int]:
     """Return the bytes of the storages of tensors, in any nesting."""
-    parts = [part.untyped_storage() for tensor in _tensors(values) for part in strided(tensor)]
-    return {StorageWeakRef(storage): storage.nbytes() for storage in parts}
+    storages = storages_of(_tensors(values))
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}

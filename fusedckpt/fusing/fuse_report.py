@@ -10,10 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt.fusing import running
-from fusedckpt.fusing.held import Part
+from fusedckpt.autograd import dispatch, fallbacks
+from fusedckpt.fusing import left, reasons
+from fusedckpt.fusing.held import MARK, Original, Part
+from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.layers.sequential import Sequential
 
-__all__ = ["FuseReport"]
+__all__ = ["FuseReport", "forget", "join", "parts", "reason_now"]
 
 _KINDS = ("norm", "mlp", "linear")
 
@@ -51,11 +54,17 @@ class FuseReport:
         if model is None:
             return {}
         known = {**self.swapped, **self.already}
-        return {name: why for name, why in running.found(model).items() if name in known}
+        now = {
+            name: reason_now(module, inner)
+            for name, module, inner, _ in parts(model)
+            if name in known
+        }
+        return {name: reason for name, reason in now.items() if reason is not None}
 
     def watch(self, model: nn.Module) -> None:
-        """Remember whose modules these are, without holding them."""
+        """Remember whose modules these are, without holding them, and forget what they ran as."""
         self._model[:] = [weakref.ref(model)]
+        forget(model)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process has no model to look at
@@ -78,8 +87,6 @@ class FuseReport:
 
     def leave(self, name: str, kind: str, reason: str, what: str) -> None:
         """Add a module that stays, and say why; `what` is its class."""
-        self.swapped.pop(name, None)
-        self.saved.pop(name, None)
         self.left[name], self.kinds[name], self.classes[name] = reason, kind, what
 
     def __str__(self) -> str:
@@ -128,3 +135,37 @@ def _grouped(
             more = round(sum(pair[0] - pair[1] for pair in pairs if pair is not None))
             cost = f": up to {more:,} bytes per token more" if more else ""
         yield f"{count} x {what}: {reason} ({names[0]}{others}){cost}"
+
+
+def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Part]]:
+    """Yield a name, the swapped module, the name below it, and what is known of every part."""
+    for name, module in model.named_modules():
+        original: Original | None = module.__dict__.get(MARK)
+        for inner, part in original.parts.items() if original is not None else ():
+            yield join(name, inner), module, inner, part
+
+
+def reason_now(module: nn.Module, inner: str) -> str | None:
+    """Return why a part of a swapped module ran last as its class would, None if it ran fused."""
+    note = module.__dict__.get(fallbacks.NOTE)
+    if dispatch.DISABLED:
+        return "FUSEDCKPT_DISABLE is set"
+    if note is not None:
+        return reasons.of_call(module, note)
+    if not isinstance(module, Sequential):
+        return None
+    # which blocks there are it finds anew in every call
+    if inner in blocks_of(module, module.save):
+        return None
+    return dict(left.apart(module)).get(inner, f"{inner} forms no block with what follows it now")
+
+
+def forget(model: nn.Module) -> None:
+    """Begin anew."""
+    for module in model.modules():
+        fallbacks.taken(module)
+
+
+def join(prefix: str, name: str) -> str:
+    """Return the name of what is called `name` inside `prefix`; either may be empty."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.autograd.dispatch import has_hooks
 
 Path = tuple[str, ...]
 

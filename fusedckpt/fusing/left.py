@@ -11,16 +11,18 @@ from functools import cache
 from types import CodeType
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn import functional
 from torch.nn.modules import activation as activations
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.fusing import parity, reasons
-from fusedckpt.fusing.parity import is_transposed
+from fusedckpt.fusing import reasons
+from fusedckpt.fusing.layouts import NONE, activation_by
+from fusedckpt.fusing.reasons import is_transposed
 from fusedckpt.fusing.recording import record
-from fusedckpt.fusing.structure import NONE, activation_by
+from fusedckpt.fusing.replica import takes_one
 from fusedckpt.layers.linear import Linear
 
 __all__ = ["apart", "holds", "reason_of"]
@@ -45,18 +47,15 @@ def holds(module: nn.Module) -> str | None:
     """Return "norm", "mlp" or "linear" for what a module looks like, None for none of these."""
     if _is_norm(module):
         return "norm"
-    count = len(_linears(module)) + len(_own(module))
+    linears = _linears(module)
+    count = len(linears) + len(_own(module))
     if not count or _is_linear(module) or type(module).forward is nn.Module.forward:
         return None
-    if not _has_activation(module) or _is_convolutional(module):
+    # of a convolutional net, whose activations follow convolutions, a lone linear is the head
+    convolutions = any(isinstance(inner, _ConvNd) for inner in module.modules())
+    if not _has_activation(module) or (convolutions and len(linears) < 2):
         return None
     return "linear" if count == 1 else "mlp"
-
-
-def _is_convolutional(module: nn.Module) -> bool:
-    """Whether an activation follows convolutions, and a lone linear something else."""
-    convolutions = any(isinstance(inner, _ConvNd) for inner in module.modules())
-    return convolutions and len(_linears(module)) < 2
 
 
 def reason_of(module: nn.Module, found: str | None) -> str:
@@ -74,7 +73,7 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return (_of_activation(module) if found.endswith(NONE) else None) or found
     if any(module.get_parameter(name).dim() == 3 for name in _own(module)):
         return "its weights are 3-dimensional: a mixture of experts is not fused"
-    if not parity.takes_one(module):
+    if not takes_one(module):
         return "its forward takes more than one tensor"
     return f"{', '.join([*linears, *_own(module)])}: more linears than those of an MLP"
 
@@ -151,6 +150,8 @@ def _own(module: nn.Module) -> list[str]:
 def _is_linear(child: nn.Module) -> bool:
     if isinstance(child, nn.Linear):
         return getattr(child, "activation", "identity") == "identity" or type(child) is not Linear
+    if isinstance(child, ScriptModule):
+        return False
     lazy = any(p is not None and is_lazy(p) for p in child._parameters.values())
     return not lazy and (is_transposed(child) or reasons.is_adapter(child))
 
@@ -181,8 +182,8 @@ def _has_activation(module: nn.Module) -> bool:
 def _is_activation(child: nn.Module) -> bool:
     if isinstance(child, _MODULES):
         return not isinstance(child, _OTHERS)
-    name = type(child).__name__.lower()
-    return _has_nothing(child) and any(known in name for known in _NAMES)
+    kind = child.original_name if isinstance(child, ScriptModule) else type(child).__name__
+    return _has_nothing(child) and any(known in kind.lower() for known in _NAMES)
 
 
 @cache

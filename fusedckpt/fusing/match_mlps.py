@@ -7,7 +7,6 @@ and what else is read. No class and no attribute is known by its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +14,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.fusing import left, parity
+from fusedckpt.autograd.subclass import subclass
+from fusedckpt.fusing import left
+from fusedckpt.fusing.forwards import FusedMLP, MLPMatch, Swap
 from fusedckpt.fusing.held import Block, Path, child_at
+from fusedckpt.fusing.layouts import block_of
 from fusedckpt.fusing.recording import Recording, record
-from fusedckpt.fusing.spying import rates_of
-from fusedckpt.fusing.structure import block_of, features_of, sizes_of
-from fusedckpt.fusing.swapped import FusedMLP, MLPPlan, Swap, subclass
+from fusedckpt.fusing.replica import rates_of, takes_one
+from fusedckpt.fusing.spying import held_by
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE = (2, 3)
@@ -42,42 +43,47 @@ _MODULES = 16
 
 def mlp_swap(module: nn.Module, save: str) -> Swap | str | None:
     """Return how an MLP is swapped, the reason why it cannot be, or None for what is none."""
-    if isinstance(module, (FusedMLP, nn.ModuleList, nn.ModuleDict)):
+    if type(module).forward in (nn.Linear.forward, nn.Module.forward) or not _may_be(module):
         return None
-    if type(module).forward is nn.Linear.forward or not _may_be_block(module):
-        return None
-    plan = _plan(module)
-    if not isinstance(plan, MLPPlan):
-        return plan
-    if any(_is_alone(child, module) for child in module.children()):
-        return None
-    return _swap(module, plan, save)
+    match = _match(module)
+    if not isinstance(match, MLPMatch) or any(_is_alone(c, module) for c in module.children()):
+        return None if isinstance(match, MLPMatch) else match
+    block = match.block
+    details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
+    details += ["weights as [in, out]"] if any(one.transposed for one in block.linears) else []
+    first = block.linears[0]
+    shape = module.get_parameter(".".join(first.weight)).shape
+    return Swap(
+        "linear" if block.kind == "linear_act" else "mlp",
+        f"{type(module).__name__} -> {block.kind} ({', '.join(details)})",
+        subclass(FusedMLP, type(module)),
+        {"_fusedckpt_match": match, "save": save},
+        (shape[0] if first.transposed else shape[1],),
+        is_sized=True,
+    )
 
 
-def _may_be_block(module: nn.Module) -> bool:
+def _may_be(module: nn.Module) -> bool:
     """Whether a module has as many parameters as a block, few layers, and reads one input."""
     layers = [*module.modules()]
     slots = [p for layer in layers[:_MODULES] for p in layer._parameters.values() if p is not None]
     if len(layers) > _MODULES or any(is_lazy(p) or 0 in p.shape for p in slots):
         return False
     dims = [p.dim() for p in slots]
-    return (
-        1 <= dims.count(2) <= 4
-        and dims.count(1) <= 4
-        and len(dims) == dims.count(1) + dims.count(2)
-        and parity.takes_one(module)
-    )
+    matrices, vectors = dims.count(2), dims.count(1)
+    is_one = 1 <= matrices <= 4 and vectors <= 4 and len(dims) == matrices + vectors
+    return is_one and takes_one(module)
 
 
 def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
     """Whether a child has all parameters and is a block itself: then it is the one to swap."""
     own = {id(p) for p in parent.parameters()}
-    if own != {id(p) for p in child.parameters()} or not _may_be_block(child):
+    if own != {id(p) for p in child.parameters()} or not _may_be(child):
         return False
-    return isinstance(_plan(child), MLPPlan)
+    return isinstance(_match(child), MLPMatch)
 
 
-def _plan(module: nn.Module) -> MLPPlan | str | None:
+def _match(module: nn.Module) -> MLPMatch | str | None:
     """Record a module; return its block and all that this depends on, or why it is none.
 
     None for one that does not look like a block either.
@@ -102,7 +108,7 @@ def _plan(module: nn.Module) -> MLPPlan | str | None:
         if dtype != own and block_of(recording) == block:
             dtypes.append(dtype)
             found.append(recording)
-    return _pinned(module, block, found, tuple(dtypes))
+    return _with_dropouts(module, block, found, tuple(dtypes))
 
 
 def _first_recording(module: nn.Module) -> Recording:
@@ -114,27 +120,22 @@ def _first_recording(module: nn.Module) -> Recording:
     return next(r for worth in is_worth for r in found if worth(r))
 
 
-def _pinned(
-    module: nn.Module, block: Block, recordings: list[Recording], dtypes: tuple[torch.dtype, ...]
-) -> MLPPlan:
-    """Return the plan for all that the recordings read, and with the dropouts."""
-    log = recordings[0].log
-    for recording in recordings[1:]:
-        for path, reads in recording.log.reads.items():
-            log.reads.setdefault(path, {}).update(reads)
+def _with_dropouts(
+    module: nn.Module, block: Block, found: list[Recording], dtypes: tuple[torch.dtype, ...]
+) -> MLPMatch:
+    """Return the match for all that the recordings read, and with the dropouts."""
+    logs = [one.log for one in found]
     rates = [
         (path, name)
-        for path in log.kinds
+        for path in logs[0].kinds
         for name in rates_of(child_at(module, path) or module)
-        if (name,) in log.reads.get(path, {})
+        if any((name,) in log.reads.get(path, {}) for log in logs)
     ]
-    shape = recordings[0].shapes[0]
-    dropouts = [
-        path for path, _ in rates if path and isinstance(child_at(module, path), nn.Dropout)
-    ]
-    last = next((path for path in dropouts if _drops_result(module, shape, path, block)), None)
+    paths = [path for path, _ in rates if path and isinstance(child_at(module, path), nn.Dropout)]
+    shape = found[0].shapes[0]
+    last = next((path for path in paths if _drops_result(module, shape, path, block)), None)
     inside = tuple(rate for rate in rates if rate[0] != last)
-    return MLPPlan(block, log.held({*rates}), inside, last, dtypes)
+    return MLPMatch(block, held_by(logs, rates), inside, last, dtypes)
 
 
 def _drops_result(module: nn.Module, shape: tuple[int, ...], path: Path, block: Block) -> bool:
@@ -147,49 +148,3 @@ def _drops_result(module: nn.Module, shape: tuple[int, ...], path: Path, block: 
     if y is None or y.kind != "point" or len(y.of) != 2 or y.of[1].kind != "number":
         return False
     return block_of(replace(found, y=y.of[0])) == block
-
-
-def _swap(module: nn.Module, plan: MLPPlan, save: str) -> Swap:
-    block = plan.block
-    details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
-    details += ["weights as [in, out]"] if any(one.transposed for one in block.linears) else []
-    parameters = dict(_parameters(module))
-    shapes = {path: tuple(p.shape) for path, p in parameters.items()}
-    small = sizes_of(block, shapes)
-    return Swap(
-        "linear" if block.kind == "linear_act" else "mlp",
-        f"{type(module).__name__} -> {block.kind} ({', '.join(details)})",
-        subclass(FusedMLP, type(module)),
-        {"_fusedckpt_plan": plan, "save": save},
-        (features_of(block, shapes),),
-        (features_of(block, small),),
-        {id(parameters[path]): shape for path, shape in small.items()},
-        _numbers(plan, shapes, small),
-    )
-
-
-def _parameters(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Parameter]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield (*path, name), parameter
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _parameters(child, (*path, name))
-
-
-def _numbers(
-    plan: MLPPlan, shapes: dict[Path, tuple[int, ...]], small: dict[Path, tuple[int, ...]]
-) -> dict[tuple[Path, str], Any]:
-    """Return numbers for a replica: sizes that are as small as its parameters are, no rates."""
-    sizes: dict[int, int] = {}
-    for path, shape in small.items():
-        sizes.update(zip(shapes[path], shape, strict=True))
-    half = {size // 2: to // 2 for size, to in sizes.items() if size % 2 == to % 2 == 0}
-    found = {
-        (held.path, names[0]): (half | sizes)[value]
-        for held in plan.held
-        for names, value in held.reads
-        if len(names) == 1 and type(value) is int and value in (half | sizes) and value > 1
-    }
-    last = [] if plan.last is None else [(plan.last, "p")]
-    return found | dict.fromkeys([*plan.rates, *last], 0.0)

@@ -1,41 +1,32 @@
-"""Which nn.Sequential holds layers that fusedckpt.Sequential computes as one block."""
+"""Which layers of an nn.Sequential fusedckpt.Sequential computes as one block."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from fusedckpt.fusing.swapped import Swap
+from fusedckpt.fusing.forwards import Swap
 from fusedckpt.kernels.activations import name_of
-from fusedckpt.layers.sequential import Run, Sequential, runs
+from fusedckpt.layers.sequential import Sequential, runs
 
 
-@dataclass(frozen=True)
-class Block:
-    """Layers of a Sequential that form a block: its linear's name, and the block on its own."""
+def blocks_of(parent: nn.Sequential, save: str) -> dict[str, tuple[list[Any], Swap]]:
+    """Return the layers of every block, and the swap of a Sequential of these alone.
 
-    name: str
-    layers: tuple[nn.Module, ...]
-    swap: Swap
-
-
-def blocks_of(parent: nn.Sequential, save: str) -> list[Block]:
-    """Return the blocks that a fusedckpt.Sequential would compute."""
+    A block goes by its linear's name, as its norm may be swapped too.
+    """
     names, layers = list(parent._modules), list(parent._modules.values())
-    found = []
+    found = {}
     for run in runs(layers):
-        if run.kind != "layer":
-            # a block goes by its linear, as its norm may be swapped too
-            linear = run.start + (not isinstance(layers[run.start], nn.Linear))
-            found.append(Block(names[linear], tuple(run.of(layers)), _swap(run, layers, save)))
+        if run.kind == "layer":
+            continue
+        inside = run.of(layers)
+        place = next(i for i, layer in enumerate(inside) if isinstance(layer, nn.Linear))
+        parts = [name_of(layer) or f"nn.{type(layer).__name__}" for layer in inside]
+        kind = "mlp" if run.kind == "mlp" else "linear"
+        change = f"{' + '.join(parts)} -> {run.kind}"
+        features = (inside[place].in_features,)
+        swap = Swap(kind, change, Sequential, {"save": save}, features)
+        found[names[run.start + place]] = inside, swap
     return found
-
-
-def _swap(run: Run, layers: list[Any], save: str) -> Swap:
-    parts = [name_of(layer) or f"nn.{type(layer).__name__}" for layer in run.of(layers)]
-    linear = next(layer for layer in run.of(layers) if isinstance(layer, nn.Linear))
-    kind = "mlp" if run.kind == "mlp" else "linear"
-    change = f"{' + '.join(parts)} -> {run.kind}"
-    return Swap(kind, change, Sequential, {"save": save}, (linear.in_features,))

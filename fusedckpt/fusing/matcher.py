@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.fusing import parity, reasons
+from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.fusing import reasons, verification
+from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import mlp_swap
 from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_sequentials import blocks_of
-from fusedckpt.fusing.swapped import Swap, unfit_layer
 
 # what every module has
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -32,39 +32,41 @@ class Matcher:
         # a module that must not be run
         if any(reasons.of_storage(layer) is not None for layer in module.modules()):
             return None
-        return self._once(kind, module, lambda: self._match(module, kind))
+
+        def find() -> Swap | str | None:
+            swap = norm_swap(module) if kind == "norm" else mlp_swap(module, self.save)
+            if not isinstance(swap, Swap):
+                return swap
+            layers = list(module.modules())
+            return unfit(module, swap.attributes, layers) or self._check(module, swap)
+
+        return self._once(kind, module, find)
 
     def checked(self, module: nn.Module, swap: Swap) -> Swap | str:
         """Return a swap with what a token of training keeps, or how it would change results."""
-        found = self._once(swap, module, lambda: self._check(module, swap))
+        found = self._once(repr(swap), module, lambda: self._check(module, swap))
         assert found is not None
         return found
 
     def is_one_block(self, parent: nn.Sequential) -> bool:
         """Whether a Sequential is one block that no run of its layers is."""
-        kinds = [block.swap.kind for block in blocks_of(parent, self.save)]
+        kinds = [swap.kind for _, swap in blocks_of(parent, self.save).values()]
         found = None if "mlp" in kinds else self.of(parent, "mlp")
         return isinstance(found, Swap) and not (kinds and found.kind == "linear")
 
     def _once(
-        self, what: Any, module: nn.Module, find: Callable[[], Swap | str | None]
+        self, what: str, module: nn.Module, find: Callable[[], Swap | str | None]
     ) -> Swap | str | None:
-        key = repr(what), _state(module)
+        key = what, _state(module)
         if key not in self.known:
             self.known[key] = find()
         return self.known[key]
 
-    def _match(self, module: nn.Module, kind: str) -> Swap | str | None:
-        swap = norm_swap(module) if kind == "norm" else mlp_swap(module, self.save)
-        if not isinstance(swap, Swap):
-            return swap
-        return unfit(module, swap.attributes, *module.modules()) or self._check(module, swap)
-
     def _check(self, module: nn.Module, swap: Swap) -> Swap | str:
-        obstacle = parity.difference(module, swap) if self.verify else None
-        if obstacle is not None:
-            return obstacle
-        part = Part(swap.kind, swap.change, parity.saved_per_token(module, swap))
+        problem = verification.difference(module, swap) if self.verify else None
+        if problem is not None:
+            return problem
+        part = Part(swap.kind, swap.change, verification.saved_per_token(module, swap))
         return replace(swap, parts={"": part})
 
 
@@ -88,14 +90,16 @@ def _state(module: nn.Module) -> Hashable:
             name,
             type(part),
             has_hooks(part),
-            tuple((n, described(t)) for n, t in (part._parameters | part._buffers).items()),
+            tuple(
+                (n, described(t)) for n, t in [*part._parameters.items(), *part._buffers.items()]
+            ),
             tuple((n, value(v)) for n, v in vars(part).items() if n not in _OF_MODULES),
         )
         for name, part in module.named_modules(remove_duplicate=False)
     )
 
 
-def unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) -> str | None:
+def unfit(module: nn.Module, attributes: dict[str, Any], layers: list[Any]) -> str | None:
     """Return why ours cannot stand for this module, None if it can."""
     kind = type(module).__name__
     if "forward" in module.__dict__:
@@ -103,5 +107,4 @@ def unfit(module: nn.Module, attributes: dict[str, Any], *layers: nn.Module) -> 
     for attribute in attributes:
         if hasattr(module, attribute):
             return f"the {kind} has an attribute {attribute} already"
-    each = (reasons.of_layer(layer) or unfit_layer(layer) for layer in (module, *layers))
-    return next(filter(None, each), None)
+    return next(filter(None, map(reasons.of_layer, [module, *layers])), None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.fusing.parity import is_transposed
+from fusedckpt.layers import validate
 
 __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
 
@@ -81,9 +82,16 @@ def of_weight(name: str, weight: Any) -> str | None:
 
 
 def of_layer(module: nn.Module) -> str | None:
-    """Say why no kernel takes a module's own parameters, None if one may."""
-    found = (of_weight(name, one) for name, one in module.named_parameters(recurse=False))
-    return next((reason for reason in found if reason is not None), None)
+    """Say why no kernel takes a module's own parameters, None if one does."""
+    given = dict(module.named_parameters(recurse=False))
+    for name, parameter in given.items():
+        if (reason := of_weight(name, parameter)) is not None:
+            return reason
+    try:
+        takes = validate.dense(type(module).__name__, given)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None if takes else f"{type(module).__name__}: only eager takes a parameter's class"
 
 
 def of_storage(module: nn.Module) -> str | None:
@@ -92,6 +100,9 @@ def of_storage(module: nn.Module) -> str | None:
     Its children's, too. Those of FSDP are views of memory that is freed between two forwards: to
     read them can end the process.
     """
+    for name, layer in [("it", module), *module.named_children()]:
+        if isinstance(layer, torch.jit.ScriptModule):
+            return f"TorchScript compiled {name}: fuse before scripting"
     layers = [module, *module.children()]
     if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
         return "its parameters are sharded by FSDP: fuse before sharding"
@@ -109,6 +120,20 @@ def _is_freed(x: Tensor) -> bool:
     if x.is_meta or not dispatch.are_plain(x) or x.numel() == 0:
         return False
     return x.untyped_storage().nbytes() == 0
+
+
+def is_transposed(child: nn.Module) -> bool:
+    """Whether a layer is a linear whose weight lies as [in, out], as transformers' Conv1D is."""
+    weight, bias = child._parameters.get("weight"), child._parameters.get("bias")
+    return (
+        not isinstance(child, nn.Linear)
+        and len(child._parameters) == 2
+        and not (child._modules or child._buffers)
+        and weight is not None
+        and bias is not None
+        and weight.dim() == 2
+        and getattr(child, "nf", None) == weight.shape[1] == bias.shape[0]
+    )
 
 
 def is_adapter(child: nn.Module) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fusedckpt.fusing import parity
-from fusedckpt.fusing.graph import Node
 from fusedckpt.fusing.held import Path
+from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.spying import Log, spied
 
 _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero")
@@ -30,6 +30,34 @@ _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero"
 _ROWS = ("x", "product", "part", "point")
 _COPIES = ("_unsafe_view", "clone")
 _AUTOCASTING = ("cpu", "cuda")
+# a node's op for a tensor that the forward did not make
+_FOREIGN = "a tensor of its own"
+
+
+@dataclass(eq=False)
+class Node:
+    """What a tensor of the recorded forward is; `of` has the nodes it was made from.
+
+    kind: "x"; "weight", a parameter at `path`; "product", of rows and a weight, with the bias
+    added; "part", columns `span` of what it was made from; "point", an op on single elements;
+    "number"; "other", any op, or what else a tensor is in words.
+    """
+
+    kind: str
+    of: tuple[Node, ...] = ()
+    op: Any = None
+    args: Any = ()
+    kwargs: Any = None
+    path: Path = ()
+    is_transposed: bool = False
+    span: tuple[int, int] = (0, 0)
+    # nodes are numbered in the order in which they were made
+    number: int = field(default_factory=count().__next__)
+
+    @property
+    def name(self) -> str:
+        """Return the op's name, for reasons."""
+        return self.op if isinstance(self.op, str) else self.op.overloadpacket.__name__
 
 
 @dataclass
@@ -63,7 +91,7 @@ def record(
     log = Log()
     own = next((p.dtype for p in module.parameters()), torch.float32)
     try:
-        with _python_random(log), parity.undisturbed(torch.device("meta")):
+        with _python_random(log), undisturbed("meta"):
             clone = spied(module, log, dtype, training, dropping)
             x = torch.empty(shape, dtype=dtype or own, device="meta")
             x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
@@ -133,6 +161,20 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Call(NamedTuple):
+    """A call of an op, the tensors among its arguments, and what these are."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    given: list[Tensor]
+    of: tuple[Node, ...]
+
+    @property
+    def name(self) -> str:
+        return self.func.overloadpacket.__name__
+
+
 class _Recorder(TorchDispatchMode):
     """Keeps the node of every tensor that the ops inside make."""
 
@@ -147,123 +189,102 @@ class _Recorder(TorchDispatchMode):
     def node(self, tensor: Tensor) -> Node:
         """Return what a tensor is: one that the forward did not make is nothing known."""
         found = self.nodes.get(id(tensor))
-        return Node("other", op="a tensor of its own") if found is None else found[1]
+        return Node("other", op=_FOREIGN) if found is None else found[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name in _READS_VALUES:
+        if func.overloadpacket.__name__ in _READS_VALUES:
             raise self.log.stopped("its forward depends on the values of tensors")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise self.log.stopped("its forward draws random numbers")
-        written = self._written(func, args, kwargs)
-        if any(self._is_strange(tensor) for tensor in written):
-            raise self.log.stopped("its forward writes to a tensor that it did not make")
+        written = _written(func, args, kwargs)
+        for node in map(self.node, written):
+            if node.kind in ("x", "weight") or node.op == _FOREIGN:
+                raise self.log.stopped("its forward writes to a tensor that it did not make")
+        given = _tensors((args, kwargs))
+        call = _Call(func, args, kwargs, given, tuple(map(self.node, given)))
         out = func(*args, **kwargs)
-        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        of = tuple(self.node(t) for t in given)
         if written:
-            self._overwrite(func, args, kwargs, written, of)
+            self._overwrite(call, written[0])
             return out
-        for made in tree_flatten(out)[0]:
-            if isinstance(made, Tensor):
-                node = self._made(func, name, args, kwargs, given, of, made)
-                self.nodes[id(made)] = made, node
+        for made in _tensors(out):
+            self.nodes[id(made)] = made, self._made(call, made)
         return out
 
-    def _written(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        named = zip(func._schema.arguments, args, strict=False)
-        pairs = [(a, v) for a, v in named] + [
-            (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs
-        ]
-        return [
-            value
-            for argument, value in pairs
-            if argument.alias_info is not None
-            and argument.alias_info.is_write
-            and isinstance(value, Tensor)
-        ]
-
-    def _is_strange(self, tensor: Tensor) -> bool:
-        node = self.node(tensor)
-        return node.kind in ("x", "weight") or node.op == "a tensor of its own"
-
-    def _overwrite(
-        self, func: Any, args: Any, kwargs: Any, written: list[Tensor], of: tuple[Node, ...]
-    ) -> None:
+    def _overwrite(self, call: _Call, target: Tensor) -> None:
         """Give all names of a tensor written in place its new node."""
-        (target,) = written[:1]
         before = self.node(target)
-        node = self._point(func, args, kwargs, target) or Node("other", of, func)
+        node = self._point(call, target) or Node("other", call.of, call.func)
         storage = target.untyped_storage()._cdata
         for key, (tensor, old) in self.nodes.items():
             if tensor.untyped_storage()._cdata == storage:
                 # a view of a part of it, or what it is a part of
-                kept = node if old is before else Node("other", (old,), func)
+                kept = node if old is before else Node("other", (old,), call.func)
                 self.nodes[key] = tensor, kept
 
-    def _made(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        given: list[Tensor],
-        of: tuple[Node, ...],
-        made: Tensor,
-    ) -> Node:
-        if not given:
+    def _made(self, call: _Call, made: Tensor) -> Node:
+        if not call.given:
             is_number = made.dim() == 0
-            return Node("number" if is_number else "other", (), func, args, kwargs)
+            return Node("number" if is_number else "other", (), call.func, call.args, call.kwargs)
         found = None
-        if len(given) == 1 and name != "detach":
-            found = self._viewed(func, name, given[0], of[0], made)
-        if found is None and name in ("mm", "addmm", "linear"):
-            found = _product(name, args, kwargs, [self.node(t) for t in given])
-        if found is None and name == "add" and not kwargs and len(of) == 2:
-            found = _biased(*of)
-        found = found or self._point(func, args, kwargs, made)
-        return found or Node("other", of, func, self._named(args), self._named(kwargs))
+        if len(call.given) == 1 and call.name != "detach":
+            found = self._viewed(call, made)
+        elif call.name in ("mm", "addmm", "linear"):
+            found = _product(call)
+        elif call.name == "add" and not call.kwargs and len(call.of) == 2:
+            found = _biased(*call.of)
+        return found or self._point(call, made) or self._as(call, "other")
 
-    def _viewed(self, func: Any, name: str, a: Tensor, node: Node, made: Tensor) -> Node | None:
+    def _viewed(self, call: _Call, made: Tensor) -> Node | None:
         """Return what a tensor is whose elements are some of another, in the same rows."""
-        if name == "_to_copy":
+        (a,), (node,) = call.given, call.of
+        if call.name == "_to_copy":
             floats = a.is_floating_point() and made.is_floating_point() and a.dim() > 0
             is_wide = made.dtype.itemsize > self.dtype.itemsize or made.dtype == self.dtype
             return node if floats and is_wide else None
-        if not func.is_view and name not in _COPIES:
-            return None
-        if made.dim() == 0 or a.dim() == 0:
+        if not (call.func.is_view or call.name in _COPIES) or 0 in (made.dim(), a.dim()):
             return None
         if node.kind == "weight":
             return _turned(node, a, made)
-        same_rows = made.shape[-1] == a.shape[-1] and made.numel() == a.numel()
         is_in_order = a.is_contiguous() and made.is_contiguous()
-        if same_rows and (is_in_order or made.shape == a.shape):
-            return node if is_in_order or name == "clone" or made.stride() == a.stride() else None
+        if made.shape[-1] == a.shape[-1] and made.numel() == a.numel():
+            is_same = made.shape == a.shape and (
+                call.name == "clone" or made.stride() == a.stride()
+            )
+            return node if is_in_order or is_same else None
         if made.shape[:-1] != a.shape[:-1] or made.stride() != a.stride():
             return None
         start = int(made.storage_offset()) - int(a.storage_offset())
         return Node("part", (node,), span=(start, start + made.shape[-1]))
 
-    def _point(self, func: Any, args: Any, kwargs: Any, made: Tensor) -> Node | None:
+    def _point(self, call: _Call, made: Tensor) -> Node | None:
         """Return the node of an op on single elements of tensors of one shape."""
-        if torch.Tag.pointwise not in func.tags:
+        if torch.Tag.pointwise not in call.func.tags or {one.kind for one in call.of} == {"number"}:
             return None
-        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        nodes = [self.node(t) for t in given]
-        for tensor, node in zip(given, nodes, strict=True):
-            if node.kind == "number":
-                continue
-            if tensor.shape != made.shape or node.kind not in _ROWS:
-                return None
-        if all(node.kind == "number" for node in nodes):
-            return None
-        return Node("point", tuple(nodes), func, self._named(args), self._named(kwargs))
+        fits = (
+            node.kind == "number" or (tensor.shape == made.shape and node.kind in _ROWS)
+            for tensor, node in zip(call.given, call.of, strict=True)
+        )
+        return self._as(call, "point") if all(fits) else None
 
-    def _named(self, arguments: Any) -> Any:
-        """Put nodes in the places of tensors."""
-        return tree_map(lambda v: self.node(v) if isinstance(v, Tensor) else v, arguments)
+    def _as(self, call: _Call, kind: str) -> Node:
+        """Return the node of a call, nodes in the places of tensors."""
+        args, kwargs = tree_map(
+            lambda v: self.node(v) if isinstance(v, Tensor) else v, (call.args, call.kwargs)
+        )
+        return Node(kind, call.of, call.func, args, kwargs)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among an op's arguments that it writes to."""
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [given[name] for name in names if isinstance(given.get(name), Tensor)]
 
 
 def _turned(node: Node, a: Tensor, made: Tensor) -> Node | None:
@@ -276,23 +297,17 @@ def _turned(node: Node, a: Tensor, made: Tensor) -> Node | None:
     return None
 
 
-def _product(name: str, args: Any, kwargs: Any, of: list[Node]) -> Node | None:
-    if kwargs or (name == "addmm" and len(args) > 3):
+def _product(call: _Call) -> Node | None:
+    if call.kwargs or (call.name == "addmm" and len(call.args) > 3):
         return None
-    if name == "addmm":
-        bias, rows, weight = of
-    else:
-        rows, weight, *rest = of
-        bias = rest[0] if rest else None
+    # addmm has the bias first, linear may have one last
+    rows, weight, *biases = call.of if call.name != "addmm" else (*call.of[1:], call.of[0])
+    bias = biases[0] if biases else None
     if weight.kind != "weight" or (bias is not None and bias.kind != "weight"):
         return None
+    of = (rows, weight) if bias is None else (rows, weight, bias)
     # F.linear's weight is [out, in], which mm reads transposed
-    is_transposed = weight.is_transposed == (name == "linear")
-    return Node(
-        "product",
-        (rows, weight) if bias is None else (rows, weight, bias),
-        is_transposed=is_transposed,
-    )
+    return Node("product", of, is_transposed=weight.is_transposed == (call.name == "linear"))
 
 
 def _biased(a: Node, b: Node) -> Node | None:

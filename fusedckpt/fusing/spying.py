@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from functools import cache, partial
+from collections.abc import Collection, Sequence
+from functools import cache
 from inspect import getattr_static
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd.hooks import has_hooks
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.held import MISSING, Held, Path, is_function, is_simple
+from fusedckpt.fusing.replica import replica
 
 # what every module has, and how modules call each other
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
@@ -44,34 +46,22 @@ class Log:
         self.stop = self.stop or reason
         return Stopped(reason)
 
-    def held(self, leave: set[tuple[Path, str]]) -> tuple[Held, ...]:
-        """Return what must hold of every module, but for some attributes."""
-        return tuple(
-            Held(
-                path,
-                kind if path else None,
-                children,
-                tuple(
-                    (names, value)
-                    for names, value in sorted(self.reads.get(path, {}).items())
-                    if (path, names[0]) not in leave
-                ),
-            )
-            for path, (kind, children) in self.kinds.items()
-        )
+
+def held_by(logs: Sequence[Log], leave: Collection[tuple[Path, str]] = ()) -> tuple[Held, ...]:
+    """Return what must hold of every module that runs of one tree read, but for some attributes."""
+    found = []
+    for path, (kind, children) in logs[0].kinds.items():
+        reads = {names: value for log in logs for names, value in log.reads.get(path, {}).items()}
+        kept = ((n, v) for n, v in sorted(reads.items()) if (path, n[0]) not in leave)
+        found.append(Held(path, kind if path else None, children, tuple(kept)))
+    return tuple(found)
 
 
 class _Spy:
     """Comes before a class, and tells what its methods read and write of an object."""
 
     def __getattribute__(self, name: str) -> Any:
-        try:
-            found = super().__getattribute__(name)
-        except AttributeError:
-            # some look elsewhere for it then, as modules do among their parameters
-            if not hasattr(type(self), "__getattr__"):
-                _note(self, name, MISSING)
-            raise
+        found = super().__getattribute__(name)
         if name in _OF_MODULES or name.startswith("__") or name == _LOG:
             return found
         attributes = object.__getattribute__(self, "__dict__")
@@ -83,24 +73,13 @@ class _Spy:
         log, path, before = attributes[_LOG]
         return _handed_out(log, path, (*before, name), found)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        log, path, before = object.__getattribute__(self, "__dict__")[_LOG]
-        raise log.stopped(f"its forward sets {_name(path, (*before, name))}")
-
-    def __delattr__(self, name: str) -> None:
-        self.__setattr__(name, None)
-
-
-def _note(spy: Any, name: str, value: Any) -> None:
-    if not name.startswith("__"):
-        log, path, before = object.__getattribute__(spy, "__dict__")[_LOG]
-        log.reads.setdefault(path, {})[(*before, name)] = value
-
-
-class _SpyModule(_Spy):
     def __getattr__(self, name: str) -> Any:
+        # where a module has its parameters, and what comes of no attribute
+        below = getattr(super(), "__getattr__", None)
         try:
-            found = super().__getattr__(name)  # type: ignore[misc]  # nn.Module's
+            if below is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            found = below(name)
         except AttributeError:
             _note(self, name, MISSING)
             raise
@@ -109,14 +88,29 @@ class _SpyModule(_Spy):
             _note(self, name, None)
         return found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        log, path, before = object.__getattribute__(self, "__dict__")[_LOG]
+        raise log.stopped(f"its forward sets {'.'.join((*path, *before, name))}")
+
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)
+
+
+class _SpyModule(_Spy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # past the hooks on all modules
         return self.forward(*args, **kwargs)  # type: ignore[attr-defined]  # of the module's class
 
 
+def _note(spy: Any, name: str, value: Any) -> None:
+    if not name.startswith("__"):
+        log, path, before = object.__getattribute__(spy, "__dict__")[_LOG]
+        log.reads.setdefault(path, {})[(*before, name)] = value
+
+
 def _handed_out(log: Log, path: Path, names: Path, value: Any) -> Any:
     reads = log.reads.setdefault(path, {})
-    where = _name(path, names)
+    where = ".".join(path + names)
     if is_simple(value) or is_function(value):
         reads[names] = value
         return value
@@ -130,14 +124,13 @@ def _handed_out(log: Log, path: Path, names: Path, value: Any) -> Any:
     is_object = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor))
     if len(names) < 3 and is_object and type(value).__flags__ & (1 << 9):
         try:
-            return _copied(_Spy, value, (log, path, names))
+            clone = object.__new__(_spying(_Spy, type(value)))
         except TypeError:
             pass
+        else:
+            vars(clone).update(vars(value), **{_LOG: (log, path, names)})
+            return clone
     raise log.stopped(f"its forward reads {where}, a {type(value).__name__} that may change")
-
-
-def _name(path: Path, names: Path) -> str:
-    return ".".join(path + names)
 
 
 @cache
@@ -146,62 +139,33 @@ def _spying(spy: type, kind: type) -> type:
     return type(kind)(kind.__name__, (spy, kind), names)
 
 
-def _copied(spy: type, given: Any, log: tuple[Log, Path, Path]) -> Any:
-    kind = _spying(spy, type(given))
-    found = object.__new__(kind)
-    object.__getattribute__(found, "__dict__").update(given.__dict__, **{_LOG: log})
-    return found
-
-
 def spied(
-    module: nn.Module,
-    log: Log,
-    dtype: torch.dtype | None,
-    training: bool,
-    dropping: Path | None = None,
-    path: Path = (),
+    module: nn.Module, log: Log, dtype: torch.dtype | None, training: bool, dropping: Path | None
 ) -> Any:
     """Return a copy of a module tree over meta tensors; every place in it has a copy of its own.
 
     dtype: of all floating parameters and buffers, their own if None. While training, dropouts and
     rates are 0, but for the dropout at `dropping`, whose rate is 1.
     """
-    if path and has_hooks(module):
-        reason = f"{'.'.join(path)}: a hook watches it, or its forward was replaced"
-        raise log.stopped(reason)
-    if path and type(module).__call__ is not nn.Module.__call__:
-        raise log.stopped(f"{'.'.join(path)}: a {type(module).__name__} is called in its own way")
-    clone = _copied(_SpyModule, module, (log, path, ()))
-    attributes = object.__getattribute__(clone, "__dict__")
-    log.kinds[path] = type(module), len(module._modules)
 
-    def meta(given: Tensor | None, name: str, is_parameter: bool) -> Tensor | None:
-        if given is None:
-            return None
+    def meta(given: Tensor) -> Tensor:
         to = dtype if dtype is not None and given.is_floating_point() else given.dtype
-        made = torch.empty(tuple(given.shape), dtype=to, device="meta")
-        if is_parameter:
-            made = nn.Parameter(made, requires_grad=to.is_floating_point)
-            log.parameters[id(made)] = (*path, name), made
+        return torch.empty(tuple(given.shape), dtype=to, device="meta")
+
+    def parameter(given: Tensor, path: Path) -> Tensor:
+        made = nn.Parameter(meta(given), requires_grad=given.is_floating_point())
+        log.parameters[id(made)] = path, made
         return made
 
-    below = partial(spied, log=log, dtype=dtype, training=training, dropping=dropping)
-    attributes["training"] = training
-    attributes["_parameters"] = {n: meta(p, n, True) for n, p in module._parameters.items()}
-    attributes["_buffers"] = {n: meta(b, n, False) for n, b in module._buffers.items()}
-    attributes["_modules"] = {
-        name: None if child is None else below(child, path=(*path, name))
-        for name, child in module._modules.items()
-    }
-    if training:
-        for name in rates_of(module):
-            attributes[name] = float(path == dropping)
-    return clone
+    def enter(part: nn.Module, path: Path) -> tuple[type, dict[str, Any]]:
+        name = ".".join(path)
+        if path and has_hooks(part):
+            raise log.stopped(f"{name}: a hook watches it, or its forward was replaced")
+        if path and type(part).__call__ is not nn.Module.__call__:
+            raise log.stopped(f"{name}: a {type(part).__name__} is called in its own way")
+        log.kinds[path] = type(part), len(part._modules)
+        buffers = {n: None if b is None else meta(b) for n, b in part._buffers.items()}
+        return _spying(_SpyModule, type(part)), {_LOG: (log, path, ()), "_buffers": buffers}
 
-
-def rates_of(module: nn.Module) -> list[str]:
-    """Return the attributes that are numbers by which a forward drops while training."""
-    if type(module) is nn.Dropout:
-        return ["p"]
-    own = vars(module).items()
-    return [n for n, v in own if "drop" in n and type(v) in (int, float) and n[0] != "_"]
+    rate = (lambda path: float(path == dropping)) if training else None
+    return replica(module, parameter, training=training, rate=rate, enter=enter)

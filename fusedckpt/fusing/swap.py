@@ -1,25 +1,25 @@
-"""Swap the layers of a model in place for those that keep only their inputs, and back.
+"""Replace layers of a model in place by those that save only their inputs, and back.
 
 A swap changes a module's class and nothing else: the module object, its Parameters, hooks,
-children and state_dict stay.
+children and state_dict are unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from fusedckpt.autograd import fallbacks, levels
 from fusedckpt.autograd.levels import LEVELS
-from fusedckpt.fusing import left, reasons, running
-from fusedckpt.fusing.fuse_report import FuseReport
+from fusedckpt.autograd.subclass import made_of, subclass
+from fusedckpt.fusing import left, reasons
+from fusedckpt.fusing.forwards import Swap, within
+from fusedckpt.fusing.fuse_report import FuseReport, join
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.fusing.matcher import Matcher, unfit
-from fusedckpt.fusing.running import join
-from fusedckpt.fusing.swapped import Swap, is_made, subclass, within
 from fusedckpt.fusing.wanted import Names, Wanted, patterns
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
@@ -38,9 +38,9 @@ def fuse(
     linear: bool = True,
     verify: bool = True,
 ) -> FuseReport:
-    """Swap, in place, the layers of `model` that keep more for backward than they need.
+    """Replace in place the layers of `model` that save more for the backward pass than they need.
 
-    Found by what they are made of and what they compute, not by their classes:
+    They are found by what they compute, not by their classes:
 
     - norms: nn.RMSNorm, nn.LayerNorm, subclasses that inherit their forward, and RMSNorms of any
       class that rounds as torch, Llama or Gemma do;
@@ -49,26 +49,26 @@ def fuse(
     - a linear with its activation, of any class;
     - an nn.Sequential with [norm,] linear, activation, linear, or part of that.
 
-    A swapped module gets a subclass of its class, or fusedckpt's where it was one of torch's; a
-    call that was not proven to be the same (inside dropout, another dtype, a child replaced or
-    hooked since) runs the old forward. Parameters, hooks, module names and the state_dict stay;
-    `unfuse` restores the classes. What is fused already stays as it is.
+    A swapped module gets a subclass of its class, or fusedckpt's where it was one of torch's. A
+    call that was not proven equal (dropout inside, another dtype, a child replaced or hooked since)
+    runs the original forward. Parameter objects, hooks, module names and the state_dict are
+    unchanged; `unfuse` restores the classes. A module that is fused already is unchanged.
 
     Args:
         model: any module; itself a norm, an MLP or a Sequential, too.
-        save: what blocks with an activation keep, "inputs", "gate" or "preact", see `functional`;
+        save: what blocks with an activation save, "inputs", "gate" or "preact", see `functional`;
             without a gate "gate" means "inputs".
-        only, skip: names of modules, or patterns as fnmatch has them; a list of them, or one.
+        only, skip: names of modules, or patterns of fnmatch; a list of them, or one.
         norm, mlp, linear: whether norms, MLPs, and linears with a norm or activation are swapped.
-        verify: hold every module's output and gradients, before it is swapped, against its own on
-            random numbers: errors against float64 at most twice its own plus 8 epsilons. A module
-            that differs stays and is named. Forwards of unknown classes are recorded on tensors
-            without values in any case. Nothing of the model is run with its own weights, and
-            neither its gradients, its buffers nor the random state change.
+        verify: compare every module's output and gradients, before it is swapped, with its own on
+            random numbers: the error against float64 may be twice its own plus 8 epsilons. A module
+            that differs is left and named. Forwards of unknown classes are recorded on meta tensors
+            in any case. Nothing of the model is run with its own weights; gradients, buffers and
+            RNG state do not change.
 
     Returns:
-        What was swapped, what was fused before, what was left as it is and why, and what one token
-        of training keeps. Printed after a step it tells, too, what did not run fused, and why.
+        What was swapped, what was fused before, what was left and why, and the bytes that one token
+        of training saves. Printed after a step it also says what did not run fused, and why.
 
     Raises:
         TypeError: `model` is no nn.Module, or names or `save` are no strings.
@@ -79,121 +79,121 @@ def fuse(
     levels.check("fuse", save, LEVELS)
     wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear)
     report = FuseReport()
-    report.watch(model)
     modules = dict(model.named_modules())
-    # all are planned before anything is touched
-    planned: list[tuple[nn.Module, Swap]] = []
+    # all are found before anything is touched
+    swaps: list[tuple[nn.Module, Swap]] = []
     inside: set[nn.Module] = set()
     matcher = Matcher(save, verify)
     for name, module in modules.items():
         if module in inside:
             continue
-        swaps = [*_planned(name, module, wanted, matcher, report)]
-        planned += [(module, swap) for swap in swaps]
-        made = [module.__dict__, *(swap.attributes for swap in swaps)]
-        if any(_computes_inside(module, attributes.get("_fusedckpt_plan")) for attributes in made):
+        swap = _swap_of(name, module, wanted, matcher, report)
+        if swap is not None:
+            swaps.append((module, swap))
+        if _computes_children(module, vars(module) if swap is None else swap.attributes):
             inside.update(module.modules())
     wanted.check(modules, report.kinds)
-    running.forget(model)
-    for module, swap in planned:
+    report.watch(model)
+    for module, swap in swaps:
         swap.apply(module)
     return report
 
 
-def _planned(
+def _swap_of(
     name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
-) -> Iterator[Swap]:
-    """Yield how a module is swapped, if at all; add to the report what will be and what not."""
+) -> Swap | None:
+    """Return how a module is swapped, if at all; add to the report what will be and what not."""
     if (original := module.__dict__.get(MARK)) is not None:
         for inner, part in original.parts.items():
             if wanted.has(join(name, inner), part.kind):
                 report.keep(join(name, inner), part)
-        return
+        return None
     if type(module).__module__.startswith("fusedckpt."):
-        return
+        return None
+    if isinstance(module, ScriptModule):
+        if wanted.has(name, "mlp") and any(True for _ in module.parameters()):
+            reason = reasons.of_storage(module)
+            report.leave(name, "mlp", str(reason), module.original_name)
+        return None
     kinds = ["norm", "mlp"]
     if isinstance(module, nn.Sequential):
         if not ((wanted.mlp or wanted.linear) and matcher.is_one_block(module)):
-            yield from _sequential(name, module, wanted, matcher, report)
-            return
+            return _sequential(name, module, wanted, matcher, report)
         kinds = ["mlp"]
-    reasons: dict[str, str] = {}
+    found: dict[str, str] = {}
     for kind in kinds:
         if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
             continue
-        found = matcher.of(module, kind)
-        if isinstance(found, str):
-            reasons[kind] = found
-        elif found is not None and wanted.has(name, found.kind):
-            report.swap(name, found.parts[""])
-            yield found
-            return
-    _leave(name, module, reasons, wanted, report)
-
-
-def _computes_inside(module: nn.Module, plan: Any) -> bool:
-    """Whether a plan computes what a module's children would, so that they are not asked for.
-
-    Those of a block that drops as it is run while training.
-    """
-    if plan is None:
-        return False
-    rates = getattr(plan, "rates", ())
-    return not any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
-
-
-def _leave(
-    name: str, module: nn.Module, found: dict[str, str], wanted: Wanted, report: FuseReport
-) -> None:
-    """Name a module that was not swapped, if it is one that could have been."""
+        swap = matcher.of(module, kind)
+        if isinstance(swap, str):
+            found[kind] = swap
+        elif swap is not None and wanted.has(name, swap.kind):
+            report.swap(name, swap.parts[""])
+            return swap
+    # name it, if it is one that could have been
     kind = left.holds(module) or next(iter(found), None)
     if kind is not None and wanted.has(name, kind):
         reason = left.reason_of(module, found.get("norm" if kind == "norm" else "mlp"))
         report.leave(name, kind, reason, type(module).__name__)
+    return None
+
+
+def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
+    """Whether a module computes what its children would, so that they are not asked for.
+
+    Those of a swapped block that drops inside are run while training.
+    """
+    match = attributes.get("_fusedckpt_match")
+    rates = getattr(match, "rates", ())
+    dropping = any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
+    return isinstance(module, ScriptModule) or (match is not None and not dropping)
 
 
 def _sequential(
     prefix: str, parent: nn.Sequential, wanted: Wanted, matcher: Matcher, report: FuseReport
-) -> Iterator[Swap]:
-    save, kind = within(matcher.save, ("inputs", "preact")), type(parent).__name__
-    attributes = {"save": save}
-    blocks = {block.name: block for block in blocks_of(parent, save)}
-    fused = [layer for block in blocks.values() for layer in block.layers]
+) -> Swap | None:
+    attributes = {"save": within(matcher.save, ("inputs", "preact"))}
+    blocks, kind = blocks_of(parent, attributes["save"]), type(parent)
+    fused = [layer for layers, _ in blocks.values() for layer in layers]
     for name, reason in left.apart(parent):
         linear = parent.get_submodule(name)
         if linear not in fused and wanted.has(join(prefix, name), "linear"):
             reason = reasons.of_storage(parent) or reasons.of_class(name, linear) or reason
-            report.leave(join(prefix, name), "linear", reason, kind)
-    meant = {n: b for n, b in blocks.items() if wanted.has(join(prefix, n), b.swap.kind)}
+            report.leave(join(prefix, name), "linear", reason, kind.__name__)
+    meant = {n: block for n, block in blocks.items() if wanted.has(join(prefix, n), block[1].kind)}
     if not meant:
-        return
+        return None
     # one layer that no kernel takes, or a block that is not meant, keeps the Sequential as it is
-    obstacle = (
-        reasons.of_storage(parent) or _own_forward(parent) or unfit(parent, attributes, *fused)
-    )
+    obstacle = reasons.of_storage(parent) or _own_forward(kind) or unfit(parent, attributes, fused)
     if obstacle is None and len(meant) < len(blocks):
         obstacle = "another block of its Sequential is not to be fused"
     parts: dict[str, Part] = {}
-    for name, block in meant.items():
-        found = obstacle or matcher.checked(nn.Sequential(*block.layers), block.swap)
+    for name, (layers, block) in meant.items():
+        found = obstacle or matcher.checked(nn.Sequential(*layers), block)
         if isinstance(found, str):
             obstacle = found
         else:
             parts[name] = found.parts[""]
-            report.swap(join(prefix, name), parts[name])
-    if obstacle is None:
-        is_plain = type(parent) is nn.Sequential
-        to = Sequential if is_plain else subclass(Sequential, type(parent))
-        yield Swap("mlp", "", to, attributes, (), parts=parts)
-        return
-    for name, block in meant.items():
-        report.leave(join(prefix, name), block.swap.kind, obstacle, kind)
+    if obstacle is not None:
+        for name, (_, block) in meant.items():
+            report.leave(join(prefix, name), block.kind, obstacle, kind.__name__)
+        return None
+    for name, part in parts.items():
+        report.swap(join(prefix, name), part)
+    to = Sequential if kind is nn.Sequential else subclass(Sequential, kind)
+    return Swap("mlp", "", to, attributes, (), parts=parts)
+
+
+def _own_forward(kind: type[nn.Sequential]) -> str | None:
+    if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
+        return None
+    return f"{kind.__name__} is a subclass of nn.Sequential with a forward of its own"
 
 
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo `fuse`: restore every original class, and return the model.
 
-    Works after training, deepcopy, pickling and loading. Layers built as fusedckpt's stay.
+    Works after training, deepcopy, pickling and loading. Layers built as fusedckpt's are unchanged.
 
     Raises:
         TypeError: `model` is no nn.Module.
@@ -204,7 +204,7 @@ def unfuse(model: nn.Module) -> nn.Module:
     swapped = [(name, m) for name, m in model.named_modules() if MARK in m.__dict__]
     for name, module in swapped:
         kind = type(module)
-        if kind not in (LayerNorm, RMSNorm, Sequential) and not is_made(kind):
+        if kind not in (LayerNorm, RMSNorm, Sequential) and made_of(kind) is None:
             where = name or "the model"
             raise ValueError(f"unfuse: {where} became a {kind.__name__}: undo that first")
     for _, module in swapped:
@@ -219,10 +219,3 @@ def unfuse(model: nn.Module) -> nn.Module:
 def _check_module(name: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
-
-
-def _own_forward(parent: nn.Sequential) -> str | None:
-    kind = type(parent)
-    if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
-        return None
-    return f"{kind.__name__} is a subclass of nn.Sequential with a forward of its own"

@@ -14,20 +14,60 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.norm_spec import NormSpec
-from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.kernels.activations import ACTIVATIONS, name_of
 from fusedckpt.layers import constructors, validate
-from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
-from fusedckpt.layers.norm_linear import norm_linear
-from fusedckpt.layers.sequential import letter_of, spec_of
+from fusedckpt.layers.linear import Linear
+from fusedckpt.layers.mlp import GATED_LEVELS, GATED_LINEARS, LINEARS, MLP_LEVELS
+from fusedckpt.layers.mlp_call import MLPOptions, split
+from fusedckpt.layers.mlp_function import run
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.norm_linear import NormLinearOptions, run_projections
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]
+
+
+# one letter for what a layer is in a block; looked up by type, subclasses are strangers
+_LETTERS: dict[type[nn.Module], str] = {
+    **dict.fromkeys((act.module for act in ACTIVATIONS.values() if act.module), "a"),
+    **dict.fromkeys((nn.Linear, Linear), "l"),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm), "n"),
+}
+
+
+def letter_of(layer: Any) -> str:
+    """Return n, l or a for a norm, linear or activation that a block can stand for, else -."""
+    letter = _letter(layer)
+    plain = letter != "-" and dispatch.are_plain(*layer._parameters.values())
+    return letter if plain and not has_hooks(layer) else "-"
+
+
+def _letter(layer: Any) -> str:
+    letter = _LETTERS.get(type(layer), "-")
+    if letter == "l":
+        fits = type(layer) is nn.Linear or layer.activation == "identity"
+    elif letter == "n":
+        fits = len(layer.normalized_shape) == 1
+    else:
+        fits = letter == "-" or name_of(layer) is not None
+    return letter if fits else "-"
+
+
+def spec_of(norm: Any) -> NormSpec:
+    """Describe a norm module of torch's or ours."""
+    if isinstance(norm, nn.LayerNorm):
+        return NormSpec("layer", norm.weight, norm.bias, norm.eps)
+    if isinstance(norm, RMSNorm):
+        return NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
+    return NormSpec("rms", norm.weight, None, norm.eps)
 
 
 class _Block(nn.Module):
     """What MLP and GatedMLP share: an optional norm before, an optional residual around."""
 
     levels: tuple[str, ...]
+    names: tuple[str, ...]
 
     def __init__(
         self,
@@ -50,24 +90,35 @@ class _Block(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        if dispatch.is_recorded(input):
-            y = self._eager(input if self.norm is None else self.norm(input))
+        x, norm, linears = input, self.norm, self._linears()
+        options = MLPOptions(
+            type(self).__name__,
+            self.names,
+            self.activation,
+            residual=self.residual,
+            save=None,
+            levels=self.levels,
+            chunks=self.chunks,
+            default=self.save,
+            is_module=True,
+        )
+        tensors: tuple[Any, ...] = (None, None)
+        if norm is not None and _letter(norm) == "n" and not has_hooks(norm):
+            (spec, kinds), tensors = split(spec_of(norm))
+            options = options._replace(norm=spec, kinds=kinds, over=norm.normalized_shape)
+        elif norm is not None and not dispatch.is_recorded(input):
+            options.chosen(levels.override.level)
+            x, norm, options = norm(input), None, options._replace(residual=False)
+        y, parts = None, [_letter(linear) for linear in linears]
+        if parts.count("l") == len(parts) and not has_hooks(*linears):
+            first, *up, last = [(linear.weight, linear.bias) for linear in linears]
+            y = run(options, x, *tensors, *first, *(up[0] if up else (None, None)), *last)
+        elif not dispatch.is_recorded(input):
+            options.chosen(levels.override.level)
+        if y is None:
+            y = self._eager(x if norm is None else norm(x))
             return input + y if self.residual else y
-        name = type(self).__name__
-        level = levels.resolve(name, None, self.save, self.levels)
-        # attributes, which may have been set since
-        validate.activation(name, self.activation)
-        validate.block(name, self.residual, self.chunks)
-        x, norm, residual, plain = input, None, self.residual, dispatch.are_plain(input)
-        if plain and letter_of(self.norm) == "n":
-            norm = spec_of(name, self.norm, x)
-        elif self.norm is not None:
-            x, residual = self.norm(input), False
-        if not plain or not all(letter_of(child) == "l" for child in self._linears()):
-            y = self._eager(x if norm is None or self.norm is None else self.norm(x))
-            return input + y if self.residual else y
-        y = self._fused(x, norm, residual, level)
-        return input + y if self.residual and not residual else y
+        return y if options.residual or not self.residual else input + y
 
     def _act(self, z: Tensor) -> Tensor:
         return ACTIVATIONS[validate.activation(type(self).__name__, self.activation)].eager(z)
@@ -76,9 +127,6 @@ class _Block(nn.Module):
         raise NotImplementedError
 
     def _eager(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _fused(self, x: Tensor, norm: NormSpec | None, residual: bool, level: str) -> Tensor:
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -101,7 +149,7 @@ class MLP(_Block):
     Children are `fc1`, `fc2` and, where given, `norm`.
     """
 
-    levels = MLP_LEVELS
+    levels, names = MLP_LEVELS, LINEARS
 
     def __init__(
         self,
@@ -130,19 +178,6 @@ class MLP(_Block):
     def _eager(self, x: Tensor) -> Tensor:
         return self.fc2(self._act(self.fc1(x)))
 
-    def _fused(self, x: Tensor, norm: NormSpec | None, residual: bool, level: str) -> Tensor:
-        fc1, fc2 = self._linears()
-        weights = (fc1.weight, fc1.bias, fc2.weight, fc2.bias)
-        return mlp(
-            x,
-            *weights,
-            self.activation,
-            norm=norm,
-            residual=residual,
-            save=level,
-            chunks=self.chunks,
-        )
-
 
 class GatedMLP(_Block):
     """SwiGLU, GEGLU or ReGLU block, keeping only the input for backward.
@@ -154,7 +189,7 @@ class GatedMLP(_Block):
     `norm`.
     """
 
-    levels = GATED_LEVELS
+    levels, names = GATED_LEVELS, GATED_LINEARS
 
     def __init__(
         self,
@@ -184,23 +219,6 @@ class GatedMLP(_Block):
     def _eager(self, x: Tensor) -> Tensor:
         return self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x))
 
-    def _fused(self, x: Tensor, norm: NormSpec | None, residual: bool, level: str) -> Tensor:
-        gate, up, down = self._linears()
-        return gated_mlp(
-            x,
-            gate.weight,
-            up.weight,
-            down.weight,
-            self.activation,
-            gate_bias=gate.bias,
-            up_bias=up.bias,
-            down_bias=down.bias,
-            norm=norm,
-            residual=residual,
-            save=level,
-            chunks=self.chunks,
-        )
-
 
 class NormLinear(nn.Module):
     """A norm feeding any number of linears, such as q, k and v, keeping only the norm's input.
@@ -222,10 +240,17 @@ class NormLinear(nn.Module):
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """Map [..., in_features] to one [..., out_features] per linear."""
+        norm: Any = self.norm
         linears: list[Any] = list(self.linears)
-        fuses = letter_of(self.norm) == "n" and all(letter_of(linear) == "l" for linear in linears)
-        if not fuses or dispatch.is_recorded(input) or not dispatch.are_plain(input):
-            n = self.norm(input)
-            return tuple(linear(n) for linear in linears)
-        weights, biases = [m.weight for m in linears], [m.bias for m in linears]
-        return norm_linear(input, spec_of("NormLinear", self.norm, input), weights, biases)
+        letters = "".join([_letter(layer) for layer in (norm, *linears)])
+        if letters == "n" + "l" * len(linears) and not has_hooks(norm, *linears):
+            weights, biases = [m.weight for m in linears], [m.bias for m in linears]
+            (spec, kinds), tensors = split(spec_of(norm))
+            options = NormLinearOptions(
+                "NormLinear", spec, kinds, len(linears), norm.normalized_shape, is_module=True
+            )
+            ys = run_projections(options, input, *tensors, *weights, *biases)
+            if ys is not None:
+                return ys
+        n = norm(input)
+        return tuple([linear(n) for linear in linears])

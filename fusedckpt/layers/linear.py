@@ -2,23 +2,180 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fusedckpt import reference
-from fusedckpt.autograd import dispatch, levels, phases
-from fusedckpt.autograd.backward import wanted_gradients
+from fusedckpt.autograd import backward, custom_op, dispatch, donation, levels
+from fusedckpt.autograd.custom_op import BELOW, below
+from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
-from fusedckpt.autograd.versioned import Versioned
+from fusedckpt.kernels import linear as kernels
+from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
 from fusedckpt.layers import constructors, norm_sharing, validate
-from fusedckpt.layers.linear_ops import linear_act_backward_ops, linear_act_op
+from fusedckpt.layers.norm_sharing import Versioned
 
 __all__ = ["Linear", "linear_act"]
 
 LEVELS = ("inputs", "preact")
+
+
+def _plan(x: Tensor | Meta, activation: str, kernel: str | None, weight: tuple[int, ...]) -> str:
+    """Return which launcher runs for tensors like x: fused, split or aten."""
+    (n, k), rows = weight, math.prod(x.shape[:-1])
+    # an identity has nothing to fuse
+    kernel = "split" if activation == "identity" and kernel is None else kernel
+    return dispatch.plan_for("linear_act", x, x.dtype, (rows, n, k), kernel, "fused")
+
+
+def _forward(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    activation: str,
+    keep_z: bool,
+    kernel: str | None,
+    plan: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    with below(BELOW):
+        x2, w, b = as_matrix(x), as_weight(w, x.dtype), as_vector(b, x.dtype)
+        plan = plan or _plan(x, activation, kernel, w.shape)
+        h, z = kernels.linear_act(x2, w, b, activation, keep_z, plan)
+        if x2 is x:
+            return h, z
+        shape = (*x.shape[:-1], w.shape[0])
+        return h.view(shape), None if z is None else z.view(shape)
+
+
+def _forward_fake(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str | None
+) -> tuple[Tensor, Tensor]:
+    h = x.new_empty((*x.shape[:-1], w.shape[0]))
+    return h, torch.empty_like(h) if keep_z else custom_op.absent(x)
+
+
+def _flops(x: Any, w: Any, *_: Any, out_shape: Any = None) -> int:
+    return 2 * math.prod(x) * w[0]
+
+
+_linear_act_op = custom_op.define(
+    "linear_act(Tensor x, Tensor w, Tensor? b, str activation, bool keep_z, str? kernel)"
+    " -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    _flops,
+)
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+    z: Tensor | None,
+    activation: str,
+    needs: list[bool],
+    kernel: str | None,
+    plan: str | None = None,
+    spends: bool = False,
+) -> tuple[Tensor | None, ...]:
+    with below(BELOW):
+        x2, z = None if x is None else as_matrix(x), as_dense(z)
+        w, b = None if w is None else as_weight(w, dy.dtype), as_vector(b, dy.dtype)
+        plan = plan or _plan(dy, activation, kernel, (1, 1) if w is None else w.shape)
+        args = (activation, needs[2], plan, spends)
+        (dz, db), dx, dw = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z, *args), None, None
+        if needs[0]:
+            assert w is not None
+            dx = torch.mm(dz, w).view(*dy.shape[:-1], w.shape[1])
+        if needs[1]:
+            assert x2 is not None
+            dw = torch.mm(dz.t(), x2)
+        return dx, dw, db
+
+
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+    z: Tensor | None,
+    activation: str,
+    needs: list[bool],
+    kernel: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = dy.shape[-1]
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    absent = custom_op.absent(dy)
+    return (
+        dy.new_empty((*dy.shape[:-1], w.shape[1])) if needs[0] and w is not None else absent,
+        dy.new_empty((n, x.shape[-1])) if needs[1] and x is not None else absent,
+        dy.new_empty((n,), dtype=wide) if needs[2] else absent,
+    )
+
+
+def _backward_flops(
+    dy: Any, x: Any, w: Any, b: Any, z: Any, activation: str, needs: list[bool], *_: Any, **__: Any
+) -> int:
+    recomputes = z is None and activation != "identity"
+    k = x[-1] if x is not None else w[1] if w is not None else 0
+    return 2 * math.prod(dy) * k * (recomputes + needs[0] + needs[1])
+
+
+_linear_act_backward_ops = custom_op.define_spending(
+    "linear_act_backward(Tensor dy, Tensor? x, Tensor? w, Tensor? b, Tensor{}? z, str activation,"
+    " bool[] needs, str? kernel) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    _backward_flops,
+)
+
+
+class _Call(NamedTuple):
+    """What a call comes down to; dtypes: of x in the GEMMs, weight and bias."""
+
+    activation: str
+    level: str
+    kernel: str | None
+    plan: str | None
+    direct: bool
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+
+
+class _Options(NamedTuple):
+    name: str
+    activation: str | None
+    save: str | None
+    default: str = "inputs"
+    kernel: str | None = None
+    is_module: bool = False
+    names: tuple[str, ...] = ("x", "weight", "bias?")
+
+    def chosen(self, override: str | None) -> tuple[str, str]:
+        """Return activation and save level; refuse those and kernels that there are not."""
+        level = levels.chosen(self.name, (self.save, override, self.default), LEVELS)
+        activation = validate.activation(self.name, self.activation)
+        validate.kernel(self.name, self.kernel, "fused")
+        return activation, level
+
+    def settle(self, around: Around, x: Any, weight: Any, bias: Any) -> _Call | None:
+        """Refuse what F.linear would refuse."""
+        name = self.name
+        activation, level = self.chosen(around.level)
+        validate.tensors(name, self.names, (x, weight, bias))
+        validate.linear(name, x.shape, (weight, bias))
+        dtype = validate.multiplied(name, around, x.dtype, {"weight": weight, "bias": bias})
+        validate.runs(name, self.kernel, "fused", x, dtype)
+        if around.twin:
+            return None
+        read, level = x._replace(dtype=dtype), level if around.grad else "inputs"
+        plan = _plan(read, activation, self.kernel, weight.shape) if around.direct else None
+        dtypes = dtype, weight.dtype, None if bias is None else bias.dtype
+        return _Call(activation, level, self.kernel, plan, around.direct, dtypes)
 
 
 class _LinearAct(torch.autograd.Function):
@@ -26,32 +183,33 @@ class _LinearAct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor | None,
-        activation: str,
-        level: str,
-        kernel: str | None,
-        phase: Phase | None,
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, call: _Call, phase: Phase | None
     ) -> Tensor:
-        phase = phases.settle(ctx, phase)
-        needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        has_z = activation != "identity"
-        recomputes = has_z and phase.keeps(level) == "inputs"
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        has_z, keeps, runs = call.activation != "identity", call.level, call.level
+        phase = phase if any(ctx.needs_input_grad) else None
+        if phase is not None:
+            keeps, runs = phase.keeps(keeps), phase.runs(runs)
+        recomputes = has_z and keeps == "inputs"
         given = (
             x if recomputes or needs_dw else None,
             w if recomputes or needs_dx else None,
             b if recomputes else None,
         )
-        like = ((*x.shape[:-1], w.shape[0]), x.dtype) if has_z else None
-        phase.enter(given, (like,))
-        keep_z = has_z and phase.runs(level) == "preact"
-        h, z = linear_act_op(x, w, b, activation, keep_z, kernel)
-        phase.save(ctx, "linear_act", given, (z if keep_z else None,), (like,))
+        like = ((*x.shape[:-1], w.shape[0]), x.dtype) if has_z and phase is not None else None
+        if phase is not None:
+            phase.enter(given, (like,))
+        keep_z = has_z and runs == "preact"
+        args = (x, w, b, call.activation, keep_z, call.kernel)
+        h, z = _forward(*args, call.plan) if call.direct else _linear_act_op.overload(*args)
+        z = z if keep_z else None
+        if phase is None:
+            ctx.save_for_backward(*given, z)
+            ctx.recall, ctx.owns_extras = None, True
+        else:
+            phase.save(ctx, "linear_act", given, (z,), (like,))
         ctx.set_materialize_grads(False)
-        ctx.activation, ctx.kernel = activation, kernel
-        ctx.w_dtype, ctx.b_dtype = w.dtype, None if b is None else b.dtype
+        ctx.call = call
         # gradients do not read it, only theirs do, which a compiled graph has none of
         is_unread = has_z and not recomputes and not torch.compiler.is_compiling()
         ctx.unread = Versioned(b) if is_unread else None
@@ -59,30 +217,31 @@ class _LinearAct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        needs = wanted_gradients(ctx)[:3]
-        if dy is None or not any(needs):
-            return (None,) * 7
-        (x, w, b), (z,) = phases.load(ctx, 3)
+        begun = backward.begin(ctx, dy)
+        if begun is None:
+            return (None,) * 5
+        assert dy is not None
+        (*needs, _, _), (x, w, b, z), direct = begun
+        call: _Call = ctx.call
         if torch.is_grad_enabled():
-            grads = _double_backward(ctx, x, w, b, dy, needs)
-            return (*grads, None, None, None, None)
-        args = (x, w, b, z, ctx.activation, needs, ctx.kernel)
-        dx, dw, db = phases.run_backward(ctx, linear_act_backward_ops, (z,), dy, *args)
-        return (
-            dx if needs[0] else None,
-            dw.to(ctx.w_dtype) if needs[1] else None,
-            db.to(ctx.b_dtype) if needs[2] else None,
-            None,
-            None,
-            None,
-            None,
-        )
+            return (*_double_backward(ctx, x, w, b, dy, needs), None, None)
+        args = (dy, x, w, b, z, call.activation, needs, call.kernel)
+        if z is None and direct:
+            found: Any = _backward(*args, call.plan)
+        else:
+            plan = call.plan if direct else None
+            found = donation.run(ctx, _linear_act_backward_ops, (z,), args, plan)
+        triples = zip(found, needs, call.dtypes, strict=True)
+        grads = [grad.to(dtype) if need else None for grad, need, dtype in triples]
+        return (*grads, None, None)
 
 
 def _double_backward(
-    ctx: Any, x: Any, w: Any, b: Any, dy: Tensor, needs: list[bool]
+    ctx: Any, x: Any, w: Any, b: Any, dy: Any, needs: list[bool]
 ) -> list[Tensor | None]:
-    if ctx.activation != "identity" and (x is None or w is None):
+    call: _Call = ctx.call
+    _, w_dtype, b_dtype = call.dtypes
+    if call.activation != "identity" and (x is None or w is None):
         raise RuntimeError(
             "linear_act: create_graph=True needs x and weight, which save='preact' does not keep "
             "where one of them is frozen: use save='inputs'"
@@ -91,21 +250,20 @@ def _double_backward(
     if x is None:
         x = dy.new_zeros((*dy.shape[:-1], w.shape[1] if w is not None else 0))
     if w is None:
-        w = dy.new_zeros((dy.shape[-1], x.shape[-1]), dtype=ctx.w_dtype)
+        w = dy.new_zeros((dy.shape[-1], x.shape[-1]), dtype=w_dtype)
     if ctx.unread is not None:
         (b,) = ctx.unread.read()
-    elif b is None and ctx.b_dtype is not None:
-        b = dy.new_zeros(dy.shape[-1:], dtype=ctx.b_dtype)
+    elif b is None and b_dtype is not None:
+        b = dy.new_zeros(dy.shape[-1:], dtype=b_dtype)
 
     def twin(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         b = None if b is None else b.to(x.dtype)
-        return reference.linear_act(x, w.to(x.dtype), b, ctx.activation)
+        return reference.linear_act(x, w.to(x.dtype), b, call.activation)
 
     with torch.autocast(dy.device.type, enabled=False):
         return twin_gradients(twin, (x, w, b), needs, (dy,))
 
 
-@dispatch.recorded_as(reference.linear_act)
 def linear_act(
     x: Tensor,
     weight: Tensor,
@@ -141,26 +299,18 @@ def linear_act(
     Tensors of other classes with ops of their own, and those of inference mode where gradients are
     wanted, go through the eager equivalent.
     """
-    level = levels.resolve("linear_act", save, "inputs", LEVELS)
-    return _linear_act("linear_act", x, weight, bias, activation, level, kernel)
+    options = _Options("linear_act", activation, save, kernel=kernel)
+    return _run(options, x, weight, bias)
 
 
-def _linear_act(
-    name: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    level: str,
-    kernel: str | None = None,
-) -> Tensor:
-    activation = validate.activation(name, activation)
-    dtype = validate.linear(name, x, weight, bias, kernel)
-    if dtype is None or dispatch.takes_twin():
-        return reference.linear_act(x, weight, bias, activation)
-    level = level if torch.is_grad_enabled() else "inputs"
-    args = (weight, bias, activation, level, kernel, phases.current())
-    return norm_sharing.apply(_LinearAct, x, x.to(dtype), *args)
+def _run(options: _Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    call, phase = dispatch.settled(options, x, weight, bias)
+    if call is None:
+        return reference.linear_act(x, weight, bias, options.activation)
+    read = x.to(call.dtypes[0])
+    if phase is None and not torch.compiler.is_compiling() and hasattr(x.grad_fn, "source"):
+        return norm_sharing.apply(_LinearAct, x, read, weight, bias, call, phase)
+    return _LinearAct.apply(read, weight, bias, call, phase)
 
 
 class Linear(nn.Linear):
@@ -192,14 +342,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        if dispatch.is_recorded(input):
-            return reference.linear_act(input, self.weight, self.bias, self.activation)
-        level = levels.resolve("Linear", None, self.save, LEVELS)
-        weight, bias = self.weight, self.bias
-        if not dispatch.are_plain(input, weight, bias):
-            activation = validate.activation("Linear", self.activation)
-            return reference.linear_act(input, weight, bias, activation)
-        return _linear_act("Linear", input, weight, bias, self.activation, level)
+        options = _Options("Linear", self.activation, None, self.save, is_module=True)
+        return _run(options, input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.Linear does, with the activation and level after it."""

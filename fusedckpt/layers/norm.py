@@ -11,134 +11,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import reference
-from fusedckpt.autograd import arguments, dispatch, fallbacks, phases
-from fusedckpt.autograd.backward import wanted_gradients
-from fusedckpt.autograd.double_backward import twin_gradients
-from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of
-from fusedckpt.autograd.phases import Phase
-from fusedckpt.kernels.norm import NormRule
+from fusedckpt.autograd import arguments, dispatch, fallbacks
 from fusedckpt.layers import constructors, norm_sharing, validate
-from fusedckpt.layers.norm_ops import norm_backward_op, norm_op
+from fusedckpt.layers.norm_function import COMPLEX, NormOptions, apply, eager
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 Shape = int | Sequence[int]
 
 
-class _Norm(torch.autograd.Function):
-    """y = norm(x), or y, total = norm(x + residual), x + residual; keeps what it normalised."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        num_dims: int,
-        rule: NormRule,
-        out_dtype: torch.dtype,
-        phase: Phase | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        phase = phases.settle(ctx, phase)
-        needs_dx = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        needs_dw = ctx.needs_input_grad[2]
-        reads_x, weight_read = needs_dx or needs_dw, weight if needs_dx else None
-        if residual is None:
-            phase.enter((x if reads_x else None, weight_read))
-        y, total = norm_op(x, residual, weight, bias, num_dims, *rule, out_dtype)
-        normalised = x if residual is None else total
-        phase.save(ctx, "norm", (normalised if reads_x else None, weight_read))
-        ctx.set_materialize_grads(False)
-        if residual is not None and not needs_dx:
-            ctx.mark_non_differentiable(total)
-        ctx.num_dims, ctx.rule = num_dims, rule
-        ctx.dtypes = tuple(t if t is None else t.dtype for t in (x, residual, weight, bias))
-        return y if residual is None else (y, total)
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        needs = wanted_gradients(ctx)[:4]
-        if not any(needs):
-            return (None,) * 8
-        (x, weight), _ = phases.load(ctx, 2)
-        wanted = [needs[0] or needs[1], needs[2], needs[3]]
-        if torch.is_grad_enabled():
-            dx, dw, db = _double_backward(ctx, x, weight, dy, dtotal, wanted)
-        elif dy is None:
-            dx, dw, db = dtotal, None, None
-        else:
-            dx, dw, db = norm_backward_op(dy, dtotal, x, weight, ctx.num_dims, *ctx.rule, wanted)
-        grads = (
-            None if grad is None or not need else grad.to(dtype)
-            for grad, need, dtype in zip((dx, dx, dw, db), needs, ctx.dtypes, strict=True)
-        )
-        return (*grads, None, None, None, None)
-
-
-def _double_backward(
-    ctx: Any,
-    x: Tensor | None,
-    weight: Tensor | None,
-    dy: Tensor | None,
-    dtotal: Tensor | None,
-    needs: list[bool],
-) -> list[Tensor | None]:
-    """Differentiate the twin of norm(x) beside x itself, which stands for the total."""
-    num_dims, rule = ctx.num_dims, ctx.rule
-    _, _, w_dtype, b_dtype = ctx.dtypes
-    # what was not kept, the gradients do not depend on: zeros have the same ones
-    if x is None:
-        assert dy is not None
-        x = torch.zeros_like(dy, dtype=ctx.dtypes[0])
-    shape = x.shape[-num_dims:]
-    if weight is None and w_dtype is not None:
-        weight = x.new_zeros(shape, dtype=w_dtype)
-    bias = None if b_dtype is None else x.new_zeros(shape, dtype=b_dtype)
-    out_dtype = x.dtype if dy is None else dy.dtype
-
-    def twin(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        wide = x if rule.cast != "torch" else x.to(out_dtype)
-        return _eager(rule, wide, shape, weight, bias).to(out_dtype), x
-
-    with torch.autocast(x.device.type, enabled=False):
-        return twin_gradients(twin, (x, weight, bias), needs, (dy, dtotal))
-
-
-def _eager(
-    rule: NormRule | NormSpec,
+def _run(
+    options: NormOptions,
     x: Tensor,
-    shape: tuple[int, ...],
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+) -> Any:
+    """Run the Function for a call, or its eager twin."""
+    shape = options.normalized_shape
+    if isinstance(shape, tuple) and bool in map(type, shape):
+        # True equals 1, which would be remembered: what is no tuple is looked at anew
+        options = options._replace(normalized_shape=list(shape))
+    call, phase = dispatch.settled(options, x, residual, weight, bias)
+    if call is not None:
+        return apply(call, phase, x, residual, weight, bias)
+    total = x if residual is None else x + residual
+    y = eager(options, total, options.normalized_shape, weight, bias)
+    return y if residual is None else (y, total)
+
+
+def _called(
+    norm: nn.Module, options: NormOptions, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Run the eager twin of a rule."""
-    if rule.kind == "layer":
-        return reference.layer_norm(x, shape, weight, bias, rule.eps)  # type: ignore[arg-type]  # a checked one
-    return reference.rms_norm(x, shape, weight, rule.eps, offset=rule.offset, cast=rule.cast)
+    """Run a module's call, and note what others read its result by, or why ours did not run."""
+    call, phase = dispatch.settled(options, x, None, weight, bias)
+    if call is None:
+        if not dispatch.are_plain(x, weight, bias) or x.dtype in COMPLEX:
+            fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
+        return eager(options, x, options.normalized_shape, weight, bias)
+    y = apply(call, phase, x, None, weight, bias)
+    return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
 
 
-def _norm(
-    name: str, x: Tensor, residual: Tensor | None, normalized_shape: Shape, spec: NormSpec
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the Function for a record whose options are checked."""
-    _, weight, bias, *_ = spec
-    shape = validate.normalized_shape(name, normalized_shape)
-    dtype = validate.norm(name, x, shape, spec, residual)
-    if dtype is None or dispatch.takes_twin():
-        total = x if residual is None else x + residual
-        y = _eager(spec, total, shape, weight, bias)
-        return y if residual is None else (y, total)
-    rule = rule_of(spec, dtype)
-    out_dtype = output_dtype(rule, dtype, weight, x.device)
-    phase = phases.current()
-    return _Norm.apply(x, residual, weight, bias, len(shape), rule, out_dtype, phase)
-
-
-@dispatch.recorded_as(reference.rms_norm)
 def rms_norm(
     x: Tensor,
     normalized_shape: Shape,
@@ -169,12 +83,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    validate.rms_options("rms_norm", eps, offset, cast, has_weight=weight is not None)
-    spec = NormSpec("rms", weight, None, eps, offset, cast)
-    return _norm("rms_norm", x, None, normalized_shape, spec)  # type: ignore[return-value]
+    options = NormOptions("rms_norm", "rms", normalized_shape, eps, offset, cast)
+    return _run(options, x, None, weight, None)
 
 
-@dispatch.recorded_as(reference.layer_norm)
 def layer_norm(
     x: Tensor,
     normalized_shape: Shape,
@@ -189,12 +101,10 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
-    arguments.number("layer_norm", "eps", eps, 0)
-    spec = NormSpec("layer", weight, bias, eps)
-    return _norm("layer_norm", x, None, normalized_shape, spec)  # type: ignore[return-value]
+    options = NormOptions("layer_norm", "layer", normalized_shape, eps)
+    return _run(options, x, None, weight, bias)
 
 
-@dispatch.recorded_as(reference.add_rms_norm)
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -210,13 +120,11 @@ def add_rms_norm(
     Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
     x + residual does. Other arguments and errors as in `rms_norm`.
     """
-    validate.rms_options("add_rms_norm", eps, offset, cast, has_weight=weight is not None)
     validate.tensor("add_rms_norm", "residual", residual)
-    spec = NormSpec("rms", weight, None, eps, offset, cast)
-    return _norm("add_rms_norm", x, residual, normalized_shape, spec)  # type: ignore[return-value]
+    options = NormOptions("add_rms_norm", "rms", normalized_shape, eps, offset, cast)
+    return _run(options, x, residual, weight, None)
 
 
-@dispatch.recorded_as(reference.add_layer_norm)
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -230,14 +138,9 @@ def add_layer_norm(
     Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
     x + residual does. Other arguments and errors as in `layer_norm`.
     """
-    arguments.number("add_layer_norm", "eps", eps, 0)
     validate.tensor("add_layer_norm", "residual", residual)
-    spec = NormSpec("layer", weight, bias, eps)
-    return _norm("add_layer_norm", x, residual, normalized_shape, spec)  # type: ignore[return-value]
-
-
-# F.rms_norm takes them
-_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+    options = NormOptions("add_layer_norm", "layer", normalized_shape, eps)
+    return _run(options, x, residual, weight, bias)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -275,12 +178,10 @@ class RMSNorm(nn.RMSNorm):
         """Normalise [..., *normalized_shape]."""
         # once: a parametrization computes it
         weight = self.weight
-        spec = NormSpec("rms", weight, None, self.eps, self.offset, self.cast)
-        if not dispatch.are_plain(x, weight) or x.dtype in _COMPLEX:
-            fallbacks.note(self, fallbacks.unplain(x, weight=weight))
-            return _eager(spec, x, self.normalized_shape, weight, None)
-        y = rms_norm(x, self.normalized_shape, weight, self.eps, offset=self.offset, cast=self.cast)
-        return norm_sharing.remember(self, y, spec)
+        options = NormOptions(
+            "rms_norm", "rms", self.normalized_shape, self.eps, self.offset, self.cast, True
+        )
+        return _called(self, options, x, weight, None)
 
     def _get_name(self) -> str:
         return f"fusedckpt.{super()._get_name()}"
@@ -316,13 +217,10 @@ class LayerNorm(nn.LayerNorm):
         """Normalise [..., *normalized_shape]."""
         # once: a parametrization computes them
         weight, bias = self.weight, self.bias
-        if not dispatch.are_plain(input, weight, bias):
-            fallbacks.note(self, fallbacks.unplain(input, weight=weight, bias=bias))
-            return torch.nn.functional.layer_norm(
-                input, self.normalized_shape, weight, bias, self.eps
-            )
-        y = layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-        return norm_sharing.remember(self, y, NormSpec("layer", weight, bias, self.eps))
+        options = NormOptions(
+            "layer_norm", "layer", self.normalized_shape, self.eps, is_module=True
+        )
+        return _called(self, options, input, weight, bias)
 
     def _get_name(self) -> str:
         return f"fusedckpt.{super()._get_name()}"

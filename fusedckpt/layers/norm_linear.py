@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from fusedckpt import reference
-from fusedckpt.autograd import dispatch, phases
-from fusedckpt.autograd.backward import wanted_gradients
+from fusedckpt.autograd import backward, dispatch
+from fusedckpt.autograd.backward import is_batched
+from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.layers import validate
-from fusedckpt.layers.norm_ops import norm_backward_op, norm_op
+from fusedckpt.layers.mlp_call import split
+from fusedckpt.layers.norm_function import NormCall
 
 __all__ = ["norm_linear"]
-
-_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 
 
 class _Needs(NamedTuple):
@@ -35,12 +35,55 @@ class _Needs(NamedTuple):
     @classmethod
     def of(cls, flags: Sequence[bool], count: int) -> _Needs:
         """Sort those of the Function's arguments, `count` being the number of linears."""
-        return cls(list(flags[:3]), list(flags[6 : 6 + count]), list(flags[6 + count :]))
+        linears = flags[5:]
+        return cls(list(flags[:3]), list(linears[:count]), list(linears[count:]))
 
     @property
     def dn(self) -> bool:
         """Whether the gradient of the normalised x is wanted."""
         return any(self.norm)
+
+
+class NormLinearOptions(NamedTuple):
+    """The options of a call; norm: a NormSpec without its tensors, of `kinds`; over: its shape."""
+
+    name: str
+    norm: NormSpec
+    kinds: tuple[type, ...]
+    num_linears: int
+    over: Any = None
+    is_module: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors: x, the norm's, weights, biases."""
+        count = range(self.num_linears)
+        linears = [f"weights[{i}]" for i in count] + [f"biases[{i}]?" for i in count]
+        return ("x", "norm.weight?", "norm.bias?", *linears)
+
+    def chosen(self, override: str | None) -> None:
+        """Nothing is chosen."""
+
+    def settle(
+        self, around: Around, x: Any, weight: Any, bias: Any, *linears: Any
+    ) -> NormCall | None:
+        """Refuse linears that cannot all read norm(x)."""
+        name, norm = self.name, self.norm
+        if isinstance(norm, NormSpec):
+            norm = norm._replace(weight=weight, bias=bias)
+        validate.norm_spec(name, norm)
+        validate.tensors(name, self.names, (x, weight, bias, *linears))
+        if self.over is not None:
+            shape = validate.normalized_shape(name, self.over)
+            validate.norm(name, x, shape, weight, bias)
+        keys = [key.rstrip("?") for key in self.names[3:]]
+        weights, biases = linears[: self.num_linears], linears[self.num_linears :]
+        for i, pair in enumerate(zip(weights, biases, strict=True)):
+            validate.linear(name, x.shape, pair, (keys[i], keys[i + self.num_linears]))
+        read = validate.normed(name, x, norm, around)
+        dtype = validate.multiplied(name, around, read, dict(zip(keys, linears, strict=True)))
+        rule = rule_of(norm, x.dtype)
+        return None if around.twin else NormCall(1, rule, dtype, around.direct)
 
 
 class _NormLinear(torch.autograd.Function):
@@ -52,8 +95,7 @@ class _NormLinear(torch.autograd.Function):
         x: Tensor,
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
-        rule: NormRule,
-        dtype: torch.dtype,
+        call: NormCall,
         phase: Phase | None,
         *linears: Tensor | None,
     ) -> tuple[Tensor, ...]:
@@ -65,40 +107,46 @@ class _NormLinear(torch.autograd.Function):
             x if reads_x else None,
             norm_weight if reads_x else None,
             norm_bias if any(needs.weights) else None,
-            *(w if needs.dn else None for w in weights),
+            *[w if needs.dn else None for w in weights],
         )
-        phase = phases.settle(ctx, phase)
-        phase.enter(given)
-        n, _ = norm_op(x, None, norm_weight, norm_bias, 1, *rule, dtype)
-        ys = tuple(_linear(n, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]  # no weight is None
-        phase.save(ctx, "norm_linear", given)
+        phase = phase if any(ctx.needs_input_grad) else None
+        if phase is not None:
+            phase.enter(given)
+        n, _ = call.normalised(x, None, norm_weight, norm_bias)
+        ys = tuple([_linear(n, w, b) for w, b in zip(weights, biases, strict=True)])  # type: ignore[arg-type]  # no weight is None
+        if phase is None:
+            ctx.save_for_backward(*given)
+            ctx.recall = None
+        else:
+            phase.save(ctx, "norm_linear", given)
         # a linear whose result nobody used gets no gradient
         ctx.set_materialize_grads(False)
-        ctx.rule, ctx.dtype = rule, dtype
+        ctx.call = call
         tensors = (x, norm_weight, norm_bias, *linears)
-        ctx.likes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
+        ctx.likes = tuple([None if t is None else (t.shape, t.dtype) for t in tensors])
         if not needs.dn:
             used = [w or b for w, b in zip(needs.weights, needs.biases, strict=True)]
-            ctx.mark_non_differentiable(*(y for y, use in zip(ys, used, strict=True) if not use))
+            ctx.mark_non_differentiable(*[y for y, use in zip(ys, used, strict=True) if not use])
         return ys
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        wanted = wanted_gradients(ctx)
-        if all(dy is None for dy in dys) or not any(wanted):
-            return (None,) * (len(ctx.likes) + 3)
+        begun = backward.begin(ctx, *dys)
+        if begun is None:
+            return (None,) * (len(ctx.likes) + 2)
+        wanted, tensors, direct = begun
         needs = _Needs.of(wanted, len(dys))
-        tensors, _ = phases.load(ctx, 3 + len(dys))
         if torch.is_grad_enabled():
             grads = _double_backward(ctx, tensors, dys, needs)
         else:
+            call = ctx.call._replace(direct=direct)
             with _no_autocast(dys):
-                found = _gradients(ctx, tensors, dys, needs)
+                found = _gradients(call, tensors, dys, needs)
             grads = [
                 None if grad is None or like is None else grad.to(like[1])
                 for grad, like in zip(found, ctx.likes, strict=True)
             ]
-        return (*grads[:3], None, None, None, *grads[3:])
+        return (*grads[:3], None, None, *grads[3:])
 
 
 def _linear(n: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -117,14 +165,14 @@ def _no_autocast(dys: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
 
 
 def _gradients(
-    ctx: Any, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None], needs: _Needs
+    call: NormCall, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None], needs: _Needs
 ) -> list[Tensor | None]:
     """Return the wanted gradients of x, the norm's weight and bias, the weights and the biases."""
     rows = [None if dy is None else as_matrix(dy) for dy in dys]
     dws = [dy if need else None for dy, need in zip(rows, needs.weights, strict=True)]
     if any(dy is not None for dy in dws):
-        dws = _products(ctx, tensors, dws)
-    norm = _norm_gradients(ctx, tensors, rows, needs.norm) if needs.dn else [None] * 3
+        dws = _products(call, tensors, dws)
+    norm = _norm_gradients(call, tensors, rows, needs.norm) if needs.dn else [None] * 3
     dbs = (
         column_sums(dy) if dy is not None and need else None
         for dy, need in zip(rows, needs.biases, strict=True)
@@ -133,28 +181,27 @@ def _gradients(
 
 
 def _products(
-    ctx: Any, tensors: Sequence[Tensor | None], dys: list[Tensor | None]
+    call: NormCall, tensors: Sequence[Tensor | None], dys: list[Tensor | None]
 ) -> list[Tensor | None]:
     """Return dy.T @ n for every dy, n being the normalised x."""
     x, weight, bias, *_ = tensors
     assert x is not None
-    n = as_matrix(norm_op(x, None, weight, bias, 1, *ctx.rule, ctx.dtype)[0])
+    n = as_matrix(call.normalised(x, None, weight, bias)[0])
     return [None if dy is None else torch.mm(dy.t(), n) for dy in dys]
 
 
 def _norm_gradients(
-    ctx: Any, tensors: Sequence[Tensor | None], dys: list[Tensor | None], wanted: list[bool]
+    call: NormCall, tensors: Sequence[Tensor | None], dys: list[Tensor | None], wanted: list[bool]
 ) -> list[Tensor | None]:
     """Return the wanted gradients of x and of the norm's weight and bias."""
     x, weight, _, *weights = tensors
     assert x is not None
-    dn, wide = None, torch.promote_types(ctx.dtype, x.dtype)
+    dn, wide = None, torch.promote_types(call.out_dtype, x.dtype)
     for dy, w in zip(dys, weights, strict=True):
         if dy is not None and w is not None:
-            dn = _add_product(dn, dy, w.to(ctx.dtype), wide)
+            dn = _add_product(dn, dy, w.to(call.out_dtype), wide)
     assert dn is not None
-    grads = norm_backward_op(dn.view(x.shape), None, x, weight, 1, *ctx.rule, wanted)
-    return [grad if need else None for grad, need in zip(grads, wanted, strict=True)]
+    return list(call.gradients((dn.view(x.shape), None), x, weight, wanted))
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -163,14 +210,15 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype)
         product = torch.mm(a, b).to(dtype)
         return product if total is None else product.add_(total)
     # as `out`, not by addmm_, which FlopCounterMode does not count; a batch of gradients takes none
-    is_batched = not torch.compiler.is_compiling() and _is_batched(a)
-    return torch.addmm(total, a, b, out=None if is_batched else total)
+    batched = not torch.compiler.is_compiling() and is_batched(a)
+    return torch.addmm(total, a, b, out=None if batched else total)
 
 
 def _double_backward(
     ctx: Any, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None], needs: _Needs
 ) -> list[Tensor | None]:
-    rule: NormRule = ctx.rule
+    call: NormCall = ctx.call
+    rule: NormRule = call.rule
     like = next(dy for dy in dys if dy is not None)
     # what was not kept, the gradients do not depend on: zeros have the same ones
     kept = (*tensors, *(None for _ in dys))
@@ -181,8 +229,8 @@ def _double_backward(
 
     def twin(x: Tensor, norm_weight: Any, norm_bias: Any, *linears: Any) -> tuple[Tensor, ...]:
         spec = NormSpec(rule.kind, norm_weight, norm_bias, rule.eps, rule.offset, rule.cast)
-        n = reference.apply_norm(x, spec).to(ctx.dtype)
-        cast = [None if t is None else t.to(ctx.dtype) for t in linears]
+        n = reference.apply_norm(x, spec).to(call.out_dtype)
+        cast = [None if t is None else t.to(call.out_dtype) for t in linears]
         pairs = zip(cast[: len(dys)], cast[len(dys) :], strict=True)
         return tuple(torch.nn.functional.linear(n, w, b) for w, b in pairs)  # type: ignore[arg-type]
 
@@ -191,7 +239,6 @@ def _double_backward(
         return twin_gradients(twin, filled, flags, dys)
 
 
-@dispatch.recorded_as(reference.norm_linear)
 def norm_linear(
     x: Tensor,
     norm: NormSpec,
@@ -216,11 +263,18 @@ def norm_linear(
         ValueError: no weights, not as many biases, shapes or devices that do not fit.
         TypeError: not dense floating-point tensors, or of different dtypes.
     """
-    weights = validate.several("norm_linear", "weights", weights)
-    none = [None] * len(weights)
-    biases = none if biases is None else validate.several("norm_linear", "biases", biases)
-    dtype = validate.projections("norm_linear", x, norm, weights, biases)
-    if dtype is None or dispatch.takes_twin():
+    if dispatch.is_recorded(x):
         return reference.norm_linear(x, norm, weights, biases)
-    constants = rule_of(norm, x.dtype), dtype, phases.current()
-    return _NormLinear.apply(x, norm.weight, norm.bias, *constants, *weights, *biases)
+    weights, biases = validate.projections("norm_linear", weights, biases)
+    (bare, kinds), tensors = split(norm)
+    options = NormLinearOptions("norm_linear", bare, kinds, len(weights))
+    ys = run_projections(options, x, *tensors, *weights, *biases)
+    return reference.norm_linear(x, norm, weights, biases) if ys is None else ys
+
+
+def run_projections(options: NormLinearOptions, x: Tensor, *tensors: Any) -> Any:
+    """Run the Function on x, the norm's, weights and biases, None where eager is to run."""
+    call, phase = dispatch.settled(options, x, *tensors)
+    if call is None:
+        return None
+    return _NormLinear.apply(x, *tensors[:2], call, phase, *tensors[2:])

@@ -19,67 +19,90 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from fusedckpt.autograd import dispatch
-from fusedckpt.autograd.hooks import has_hooks
-from fusedckpt.autograd.norm_spec import NormSpec
-from fusedckpt.autograd.phases import Hooks, can_see_hooks, top_hooks
-from fusedckpt.autograd.versioned import Versioned, versions_of
-from fusedckpt.kernels.norm import NormRule
-from fusedckpt.layers.norm_ops import norm_op
+from fusedckpt.autograd import backward, phases
+from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.autograd.phases import Hooks
+
+
+def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Return how often each tensor was written; 0 for none and for one that does not count."""
+    return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+
+
+class Versioned:
+    """Tensors and their versions; to read one that was written since raises, as in autograd."""
+
+    def __init__(self, *tensors: Tensor | None):
+        self._tensors = tensors
+        self._versions = versions_of(*tensors)
+
+    def read(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors."""
+        for tensor, old, new in zip(
+            self._tensors, self._versions, versions_of(*self._tensors), strict=True
+        ):
+            if tensor is not None and old != new:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: {tensor.dtype} {list(tensor.shape)} is at version {new}; "
+                    f"expected version {old} instead"
+                )
+        return self._tensors
 
 
 class Source(NamedTuple):
-    """The norm that made a result, and the versions of what belongs to it then."""
+    """The parameters of the norm that made a result, and the versions of all three then."""
 
-    spec: NormSpec
+    weight: Tensor | None
+    bias: Tensor | None
     versions: tuple[int, ...]
 
 
 class Recipe(NamedTuple):
-    """What a norm's result is made again from: x, weight and bias; made in a dtype, cast to one."""
+    """What a norm's result is made again from: x, weight and bias, by its call; then cast."""
 
     made_from: Versioned
-    rule: NormRule
-    made: torch.dtype
+    call: Any
     dtype: torch.dtype
 
 
-def remember(norm: nn.Module, n: Tensor, spec: NormSpec) -> Tensor:
+def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Note on the node of n that a norm module made it, and return n.
 
     Not for a module with hooks, which may gather its weights for as long as its own call, nor for
     one over several dimensions, nor inside a checkpoint: to ask for its input would recompute it.
     """
-    if dispatch.is_recorded(n) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return n
-    # an eager twin's node has no rule
-    if not isinstance(_of(n, "rule"), NormRule):
-        return n
-    if _of(n, "num_dims") == 1 and not has_hooks(norm) and _nobody_packs():
-        n.grad_fn.source = Source(spec, versions_of(n, spec.weight, spec.bias))  # type: ignore[union-attr]  # a Function's node
+    node: Any = n.grad_fn
+    # an eager twin's node has no call
+    call = getattr(node, "call", None)
+    if getattr(call, "num_dims", 0) == 1 and node.is_free and not has_hooks(norm):
+        node.source = Source(weight, bias, versions_of(n, weight, bias))
     return n
 
 
 def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
     """Run an autograd Function on `read`, which is n in the dtype that it computes in.
 
-    The Function has one output, and saves `read`, or None in its place, before all else.
+    Where saved tensors go through no hooks but counting ones. The Function has one output, and
+    saves `read`, or None in its place, before all else.
     """
     made_from = _made_from(n)
     if made_from is None:
         return function.apply(read, *args)
     with _uncounted() as count:
         # hooks can be set only on what was saved without any
-        if top_hooks() is None:
+        if phases.top_hooks() is None:
             y = function.apply(read, *args)
-            saved = _of(y, "saved_tensors")
+            saved = y.grad_fn.saved_tensors
             if saved[0] is not None:
-                recipe = Recipe(Versioned(*made_from), _of(n, "rule"), n.dtype, read.dtype)
+                recipe = Recipe(Versioned(*made_from), n.grad_fn.call, read.dtype)  # type: ignore[union-attr]  # a norm's node
                 # the first is called at once, and n let go of
-                _of(y, "_raw_saved_tensors")[0].register_hooks(lambda _: recipe, _remake)
+                y.grad_fn._raw_saved_tensors[0].register_hooks(lambda _: recipe, _remake)
                 saved = *made_from, *saved[1:]
             for tensor in saved:
-                if tensor is not None:
+                if tensor is not None and count is not None:
                     count(tensor)
             return y
     return function.apply(read, *args)
@@ -97,57 +120,38 @@ def _uncompiled(recipe: Recipe) -> Tensor:
 
 def _normalised(recipe: Recipe) -> Tensor:
     x, weight, bias = recipe.made_from.read()
-    assert x is not None
+    call = recipe.call._replace(direct=backward.is_unwatched())
     with torch.no_grad():
-        return norm_op(x, None, weight, bias, 1, *recipe.rule, recipe.made)[0].to(recipe.dtype)
+        return call.normalised(x, None, weight, bias)[0].to(recipe.dtype)
 
 
 def _made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
     """Return x, weight and bias that a norm made n from, None if unknown, gone or changed."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return None
-    source = _of(n, "source")
+    node: Any = n.grad_fn
+    source: Source = node.source
     # who hooks n may give the norm its weights for as long as the gradient of n is on its way
-    if not isinstance(source, Source) or n._backward_hooks or not _nobody_packs():
+    if not torch.is_grad_enabled() or n._backward_hooks:
         return None
-    _, weight, bias, *_ = source.spec
-    if source.versions != versions_of(n, weight, bias):
+    if source.versions != versions_of(n, source.weight, source.bias):
         return None
     try:
-        x = _of(n, "saved_tensors")[0]
+        x = node.saved_tensors[0]
     except RuntimeError:
         # the norm's node has run already, or x was changed in place
         return None
     # the norm keeps x where a gradient needs it
-    return None if x is None else (x, weight, bias)
-
-
-def _of(tensor: Tensor, name: str) -> Any:
-    """Return an attribute of a tensor's node, None where it has none or there is no node."""
-    return getattr(tensor.grad_fn, name, None)
-
-
-def _nobody_packs() -> bool:
-    """Whether saved tensors go through no hooks, or those that only count."""
-    if not can_see_hooks():
-        return False
-    hooks = top_hooks()
-    return hooks is None or _counts(hooks)
-
-
-def _counts(hooks: Hooks) -> bool:
-    return getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
+    return None if x is None else (x, source.weight, source.bias)
 
 
 @contextmanager
-def _uncounted() -> Iterator[Callable[[Tensor], Any]]:
+def _uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
     """Lift the hooks that only count, and give what counts a tensor as they would."""
     lifted: list[Hooks] = []
-    while (hooks := top_hooks()) is not None and _counts(hooks):
+    while (hooks := phases.top_hooks()) is not None and phases.only_count(hooks):
         lifted.append(hooks)
         torch.autograd.graph.saved_tensors_hooks(*hooks).__exit__()
     try:
-        yield lifted[0][0] if lifted else lambda tensor: None
+        yield lifted[0][0] if lifted else None
     finally:
         for hooks in reversed(lifted):
             torch.autograd.graph.saved_tensors_hooks(*hooks).__enter__()

@@ -8,23 +8,16 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
-from fusedckpt.autograd.hooks import has_hooks
 from fusedckpt.autograd.norm_spec import NormSpec
-from fusedckpt.kernels.activations import ACTIVATIONS, name_of
+from fusedckpt.kernels.activations import name_of
 from fusedckpt.layers import constructors, validate
-from fusedckpt.layers.linear import Linear, linear_act
+from fusedckpt.layers.blocks import letter_of, spec_of
+from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import MLP_LEVELS, mlp
-from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.norm_linear import norm_linear
 
 __all__ = ["Sequential"]
 
-# one letter for what a layer is in a block; looked up by type, subclasses are strangers
-_LETTERS: dict[type[nn.Module], str] = {
-    **dict.fromkeys((act.module for act in ACTIVATIONS.values() if act.module), "a"),
-    **dict.fromkeys((nn.Linear, Linear), "l"),
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm), "n"),
-}
 # what letters form, and of how many layers; the first row that fits is taken
 _PATTERNS = (
     ("nlal", "mlp", 4),
@@ -117,37 +110,19 @@ def runs(layers: list[Any]) -> Iterator[Run]:
                 break
 
 
-def letter_of(layer: Any) -> str:
-    """Return n, l or a for a norm, linear or activation that a block can stand for, else -."""
-    letter = _LETTERS.get(type(layer), "-")
-    if letter == "-" or has_hooks(layer) or not dispatch.are_plain(*layer._parameters.values()):
-        return "-"
-    if letter == "l":
-        fits = type(layer) is nn.Linear or layer.activation == "identity"
-    elif letter == "n":
-        fits = len(layer.normalized_shape) == 1
-    else:
-        fits = name_of(layer) is not None
-    return letter if fits else "-"
-
-
-def spec_of(name: str, norm: Any, x: Tensor) -> NormSpec:
-    """Describe a norm module of torch's or ours that reads x; `name` is who asks, for errors."""
-    shape = validate.normalized_shape(name, norm.normalized_shape)
-    if isinstance(norm, nn.LayerNorm):
-        spec = NormSpec("layer", norm.weight, norm.bias, norm.eps)
-    elif isinstance(norm, RMSNorm):
-        spec = NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
-    else:
-        spec = NormSpec("rms", norm.weight, None, norm.eps)
-    # a spec takes any x where it has no weight
-    validate.norm(name, x, shape, spec)
+def _spec(norm: Any, x: Any) -> NormSpec:
+    """Describe a norm that reads x: a record without a weight would take any x."""
+    spec = spec_of(norm)
+    given = {"x": x, "weight": spec.weight, "bias": spec.bias}
+    validate.dense("Sequential", {key: value for key, value in given.items() if value is not None})
+    shape = validate.normalized_shape("Sequential", norm.normalized_shape)
+    validate.norm("Sequential", x, shape, spec.weight, spec.bias)
     return spec
 
 
 def _run_mlp(x: Tensor, save: str, *layers: Any) -> Tensor:
     *norm, fc1, activation, fc2 = layers
-    spec = spec_of("Sequential", norm[0], x) if norm else None
+    spec = _spec(norm[0], x) if norm else None
     weights = (fc1.weight, fc1.bias, fc2.weight, fc2.bias)
     return mlp(x, *weights, name_of(activation), norm=spec, save=save)  # type: ignore[arg-type]  # an "a" has a name
 
@@ -157,7 +132,7 @@ def _run_linear_act(x: Tensor, save: str, linear: Any, activation: Any) -> Tenso
 
 
 def _run_norm_linear(x: Tensor, save: str, norm: Any, linear: Any) -> Tensor:
-    return norm_linear(x, spec_of("Sequential", norm, x), [linear.weight], [linear.bias])[0]
+    return norm_linear(x, _spec(norm, x), [linear.weight], [linear.bias])[0]
 
 
 _COMPUTE: dict[str, Callable[..., Tensor]] = {

@@ -1,14 +1,21 @@
-"""Budgets as people write them."""
+"""Budgets and policies as people write them."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+__all__ = ["Policy", "bytes_of", "limit_of"]
+
+Policy = str | Sequence[str | nn.Module]
+
+_POLICY = re.compile(r"budget|none|all|sqrt|uniform:[1-9]\d*|memory|speed")
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -39,3 +46,27 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def limit_of(budget: Any, activation_budget: Any, policy: Any, device: torch.device) -> int | None:
+    """Return the budget in bytes, None for a policy without one; check the policy's form."""
+    is_name = isinstance(policy, str)
+    if is_name and policy == "recursive":
+        raise ValueError(
+            "plan: segments of a plan are not nested: for recursive halves call "
+            "fusedckpt.checkpoint_sequential(functions, 'recursive', input) in the model's forward"
+        )
+    if not (_POLICY.fullmatch(policy) if is_name else isinstance(policy, Iterable)):
+        raise ValueError(
+            "plan: policy must be budget, none, all, sqrt, uniform:k, memory, speed or a list of "
+            f"modules, got {policy!r}"
+        )
+    given = {"budget": budget, "activation_budget": activation_budget}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != (is_name and policy == "budget"):
+        came = " and ".join(f"{name}={value!r}" for name, value in given.items()) or "no budget"
+        raise ValueError(
+            "plan: pass budget=, such as '20GiB', or activation_budget=, by name, or neither and "
+            f"another policy=, such as 'memory'; got {came} and policy {policy!r}"
+        )
+    return bytes_of("plan", next(iter(given.values())), device) if given else None

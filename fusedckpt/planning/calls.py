@@ -1,10 +1,11 @@
-"""One call of a unit, made again and again: what it holds, and how long it takes."""
+"""One call of a module, made again and again: what it holds, and how long it takes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,34 +14,52 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedckpt.memory import profiled, saved_tensors
+from fusedckpt.planning.roles import recomputes_timed
+from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, timeline
 from fusedckpt.reporting.trial import aliased, tensors_of
 
-__all__ = ["Bytes", "Call", "NoGraph", "Run", "seconds"]
+__all__ = [
+    "Bytes",
+    "Call",
+    "NoGraph",
+    "Run",
+    "Times",
+    "kind_of",
+    "once",
+    "seconds",
+    "step_kind",
+]
 
 Run = Callable[[Any, Any], Any]
 
-# rounds of timing go on until the two best of every way to run agree so well; of as many at least
-# and at most; and so many seconds per way to run at most. What takes four times as long in fewer
-# rounds is not run once more: such a unit may be most of a step
-_AGREED, _ROUNDS, _SECONDS = 1.03, (5, 50), 0.15
+# rounds of timing go on for so many seconds for each way to run; of as many at least and at most,
+# and once where one round takes longer than that
+_SECONDS, _ROUNDS, _LONG = 0.01, (2, 6), 1.0
 # more bytes than the caches of one core hold
 _CACHES = 2**23
 
 
 class Bytes(NamedTuple):
-    """What a call holds: kept for backward; at worst in forward and in backward beyond that.
+    """What a call holds: made for backward; at worst in forward and in backward beyond that.
 
-    input: bytes of what other units gave it that are among what is kept. keeps_input, keeps_output:
-        whether the first thing that it was given, what it returned is.
+    given: of each argument that requires grad the bytes that are kept, all or none. keeps_output:
+    whether what it returned is among what is made.
     """
 
-    kept: int
+    made: int
     forward: int
     backward: int
-    input: int
-    keeps_input: bool
+    given: tuple[int, ...]
     keeps_output: bool
+
+
+class Times(NamedTuple):
+    """The ms of a forward, of its backward, and of recomputes in that."""
+
+    forward: float
+    backward: float
+    again: float
 
 
 class NoGraph(Exception):
@@ -61,108 +80,75 @@ class _Source(torch.autograd.Function):
         return tuple(torch.ones(s, dtype=d, device=on) for s, d, on in ctx.likes)
 
 
-class _Entrance(torch.autograd.Function):
-    """Makes an argument something that another unit computed, at no cost in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
-        return dx
-
-
 class Call:
-    """A module and the arguments that it gets.
+    """A module and the arguments that it gets."""
 
-    flows: of the arguments that require grad, whether another unit made it for this one; others,
-        such as the output of an encoder, belong to several units. None: all are.
-    """
-
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any, flows: Sequence[bool] | None):
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any):
+        parameters = [p for p in module.parameters() if p.requires_grad]
         # to others it adds
-        self._made = [p for p in self._parameters if p.grad is None]
+        self._made = [p for p in parameters if p.grad is None]
         self._given = aliased(([*args], {**kwargs}))
         tensors = list(tensors_of(self._given))
-        self._flows = (
-            [x.requires_grad for x in tensors if x.requires_grad] if flows is None else flows
-        )
-        own = self._flowing(tensors)
-        self._constants = [x for x in tensors if all(x is not y for y in own)]
-        self.device = next((x.device for x in (*tensors, *self._parameters)), torch.device("cpu"))
-        self.input_bytes = sum(map(_size, own))
-        self.output_bytes = 0
+        # of arguments that require grad, of what is returned, of the gradients that backward leaves
+        self.given = tuple(_size(x) for x in tensors if x.requires_grad)
+        self.output, self.left = 0, sum(map(_size, self._made))
         # whether it was seen to write into an argument
         self.writes = False
-        self.forward_flops = 0
+        self.device = next((x.device for x in (*tensors, *parameters)), torch.device("cpu"))
         self._watch = Watch(module)
 
     def bytes(self, run: Run) -> Bytes:
         """Return what `run(args, kwargs)` and its backward hold."""
         args, kwargs = self._arguments()
         given = list(tensors_of((args, kwargs)))
-        own, kept_input = self._flowing(given), 0
-        keeps: list[bool] = []
+        versions = [x._version for x in given]
+        kept: tuple[int, ...] = ()
+        keeps_output = False
 
         def step() -> None:
+            nonlocal kept, keeps_output
             self._watch.phase("forward")
-            with saved_tensors(self._constants) as saved:
+            with saved_tensors() as saved:
                 outputs = self._outputs(run(args, kwargs))
-            nonlocal kept_input
-            kept_input = sum(_size(x) for x in own if x in saved)
-            keeps.append(bool(own) and own[0] in saved)
+            kept = tuple(_size(x) if x in saved else 0 for x in given if x.requires_grad)
             root: Any = _Source.apply(*outputs)
             # one that is handed on whole
-            handed = StorageWeakRef(outputs[0].untyped_storage())
-            seen = len(outputs) == 1 and saved.holds(handed)
+            is_one, handed = len(outputs) == 1, StorageWeakRef(outputs[0].untyped_storage())
             view = any(handed == StorageWeakRef(x.untyped_storage()) for x in given)
-            hidden = len(outputs) == 1 and not view
             del outputs
             # torch's selective checkpoints hide what they keep
-            keeps.append(seen or (hidden and not handed.expired()))
+            keeps_output = is_one and (saved.holds(handed) or not (view or handed.expired()))
             self._watch.phase("backward")
             root.backward()
             self._watch.phase("end")
 
         moments = timeline(profiled(step, self.device), self.device, 0)
         self._clear()
+        self.writes |= any(x._version != was for x, was in zip(given, versions, strict=True))
         forward, backward = (
             [moment.live_bytes for moment in moments if moment.phase == phase]
             for phase in ("forward", "backward")
         )
-        # what lives between the two, and the input that was there before them
+        # what lives between the two
         made = backward[0]
-        extra = max(0, max(forward) - made + self.input_bytes - kept_input)
-        return Bytes(made + kept_input, extra, max(backward) - made, kept_input, *keeps)
+        return Bytes(made, max(forward) - made, max(backward) - made, kept, keeps_output)
 
-    def dry(self, run: Run) -> None:
-        """Run it once without a graph, to see what it writes into; count its FLOPs."""
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            args, kwargs = self._arguments()
-            given = [(x, x._version) for x in tensors_of((args, kwargs))]
-            run(args, kwargs)
-        self.writes = any(x._version != version for x, version in given)
-        self.forward_flops = counter.get_total_flops()
-
-    def run(self, run: Run) -> None:
-        """Run it once, with a graph."""
+    def once(self, run: Run) -> None:
+        """Run it with a graph, which is thrown away."""
         self._outputs(run(*self._arguments()))
 
-    def milliseconds(self, runs: Mapping[str, Run]) -> dict[str, list[tuple[float, float]]]:
-        """Return the times of forward and of backward of each run, round by round."""
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-        start, enough = time.perf_counter(), _SECONDS * len(runs)
-        for count in range(1, _ROUNDS[1] + 1):
+    def times(self, runs: Mapping[str, Run]) -> dict[str, Times]:
+        """Return the least that each way to run takes."""
+        found: dict[str, list[Times]] = {name: [] for name in runs}
+        start, (least, most) = time.perf_counter(), _ROUNDS
+        for count in range(1, most + 1):
             # in turns, so that what slows the machine down slows all of them
             for name, run in runs.items():
-                times[name].append(self._timed(run))
-            agreed = all(_agree([sum(pair) for pair in rounds]) for rounds in times.values())
+                found[name].append(self._timed(run))
             spent = time.perf_counter() - start
-            if (count >= _ROUNDS[0] and (agreed or spent > enough)) or spent > 4 * enough:
+            if spent > _LONG or (count >= least and spent > _SECONDS * len(runs)):
                 break
-        return times
+        return {x: Times(*map(min, zip(*rounds, strict=True))) for x, rounds in found.items()}
 
     def flops(self, run: Run) -> int:
         """Return the FLOPs of the matrix products of forward and backward."""
@@ -170,43 +156,34 @@ class Call:
             self._timed(run)
         return counter.get_total_flops()
 
-    @property
-    def left_bytes(self) -> int:
-        """Bytes of the gradients that the backward leaves."""
-        return sum(map(_size, self._made))
-
-    def _timed(self, run: Run) -> tuple[float, float]:
+    def _timed(self, run: Run) -> Times:
         args, kwargs = self._arguments()
-        start = self._now()
+        start = seconds(self.device)
         root: Any = _Source.apply(*self._outputs(run(args, kwargs)))
-        middle = self._now()
-        _cool(self.device)
-        begin = self._now()
-        root.backward()
-        end = self._now()
+        middle = seconds(self.device)
+        if self.device.type == "cpu":
+            # push what the forward left out of a core's caches, as the rest of a step does
+            torch.zeros(_CACHES, dtype=torch.uint8)
+        begin = seconds(self.device)
+        with recomputes_timed(partial(seconds, self.device)) as again:
+            root.backward()
+        end = seconds(self.device)
         self._clear()
-        return (middle - start) * 1e3, (end - begin) * 1e3
+        return Times(*(1e3 * x for x in (middle - start, end - begin, sum(again))))
 
     def _arguments(self) -> tuple[Any, Any]:
-        fresh = aliased(self._given)
+        # as if another unit had computed them, at no cost in backward
         args, kwargs = pytree.tree_map_only(
-            Tensor, lambda x: _Entrance.apply(x) if x.requires_grad else x, fresh
+            Tensor, lambda x: x.clone() if x.requires_grad else x, aliased(self._given)
         )
         return tuple(args), kwargs
 
-    def _flowing(self, tensors: list[Tensor]) -> list[Tensor]:
-        graded = [x for x in tensors if x.requires_grad]
-        return [x for x, flows in zip(graded, self._flows, strict=True) if flows]
-
     def _outputs(self, output: Any) -> list[Tensor]:
         outputs = [x for x in tensors_of([output]) if x.requires_grad]
-        self.output_bytes = sum(map(_size, outputs))
+        self.output = sum(map(_size, outputs))
         if not outputs:
             raise NoGraph
         return outputs
-
-    def _now(self) -> float:
-        return seconds(self.device)
 
     def _clear(self) -> None:
         for parameter in self._made:
@@ -222,16 +199,44 @@ def seconds(device: torch.device) -> float:
     return time.thread_time() if alone else time.perf_counter()
 
 
-def _cool(device: torch.device) -> None:
-    """Push what a forward left out of a core's caches, as the rest of a step does."""
-    if device.type == "cpu":
-        torch.zeros(_CACHES, dtype=torch.uint8, device=device)
-
-
 def _size(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _agree(times: list[float]) -> bool:
-    best, *others = sorted(times)
-    return bool(others) and others[0] <= _AGREED * best
+T = TypeVar("T")
+
+# what was timed, by all that it depends on
+_known: dict[Any, Any] = {}
+
+
+def once(key: Any, measure: Callable[[], T]) -> T:
+    """Return what was measured first for this key."""
+    if key not in _known:
+        if len(_known) > 1000:
+            _known.clear()
+        _known[key] = measure()
+    return _known[key]
+
+
+def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return what units that cost the same have in common."""
+    shapes = [
+        (name, tuple(p.shape), p.dtype, p.requires_grad, p.grad is None)
+        for name, p in module.named_parameters()
+    ]
+    modes = [(type(child), child.training) for child in module.modules()]
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return repr(module), tuple(shapes), tuple(modes), tuple(map(_like, leaves)), str(spec)
+
+
+def step_kind(step: Step) -> Any:
+    """Return what steps that take the same time have in common."""
+    kind = kind_of(step.model, step.args, step.kwargs)
+    return kind, step.parameters()[0].device, torch.get_num_threads()
+
+
+def _like(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad
+    # a flag may choose another way through the module
+    return repr(x) if isinstance(x, (bool, int, float, str, type(None))) else type(x)

@@ -10,56 +10,52 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt.memory import SavedTensors, profiled
-from fusedckpt.planning import roles
-from fusedckpt.planning.chain import Chain, Level, Unit, forward_of
-from fusedckpt.planning.costs import Skipping
-from fusedckpt.planning.unit_costs import PLAIN, Costs
+from fusedckpt.planning.chain import Chain, Level, Unit
+from fusedckpt.planning.plan_record import PLAIN
+from fusedckpt.planning.survey import dropping
+from fusedckpt.planning.unit_costs import Costs
 from fusedckpt.reporting.step import Step
-from fusedckpt.reporting.timeline import Moment, Watch, timeline
+from fusedckpt.reporting.timeline import Watch, timeline
 
-__all__ = ["AFTER", "BEFORE", "chain_of"]
+__all__ = ["chain_of"]
 
 # what runs before the first unit and after the last one
-BEFORE, AFTER = "(before)", "(after)"
+_BEFORE, _AFTER = "(before)", "(after)"
 
 
 class _Walk:
-    """The second pass: what enters and leaves units that keep nothing."""
+    """What enters and leaves units that keep nothing."""
 
     def __init__(self, watch: Watch, costs: Sequence[Costs]):
         self._watch, self._costs, count = watch, costs, len(costs)
+        # the first one that it gets is what units hand on
         self._inputs: list[StorageWeakRef | None] = [None] * count
+        self._sizes = [0] * count
         self._outputs: list[StorageWeakRef | None] = [None] * count
         # what the last unit returned, as it did
         self._returned: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._sizes = [0] * count
         # bytes of the gradients with which backward came to each unit, 0 where it never did
         self.gradients = [0] * count
-        # inputs that were alive when backward came last to a unit
-        self._alive: set[int] | None = None
         # the first unit at whose backward the code held what was the input of another
         self._since: dict[int, int] = {}
+        # inputs that were alive when backward came last to a unit
+        self._alive = {*range(count)}
         # whether a unit gets what the one before returned, as that did
         self.joins = [False] * count
         self.saved: SavedTensors | None = None
 
-    def role(self, i: int, module: nn.Module) -> Skipping:
-        """Return the role of unit i."""
-        return Skipping(
-            module, partial(self._enter, i), partial(self._leave, i), partial(self._entered, i)
-        )
-
-    def _enter(self, i: int, given: list[Tensor]) -> list[Tensor]:
-        # the first one is what units hand on
+    def enter(self, i: int, call: Any, given: list[Tensor]) -> list[Tensor]:
+        """Note what a unit gets; return what is for it alone."""
         if given:
             self._inputs[i] = StorageWeakRef(given[0].untyped_storage())
             self._sizes[i] = given[0].numel() * given[0].element_size()
-        own = [x for x, flows in zip(given, self._costs[i].flows, strict=False) if flows]
+        own = [x for x, flows in zip(given, self._costs[i].flows, strict=True) if flows]
         self.joins[i] = bool(own) and all(map(self._is_returned, own))
         self._watch.phase(f"enter {i}")
         return own
@@ -68,19 +64,19 @@ class _Walk:
         known = self._returned.get(id(x))
         return known is not None and known[0]() is x and known[1] == x._version
 
-    def _leave(self, i: int, outputs: list[Tensor]) -> None:
-        if len(outputs) == 1:
-            self._outputs[i] = StorageWeakRef(outputs[0].untyped_storage())
-        self._returned = {id(x): (weakref.ref(x), x._version) for x in outputs}
+    def left(self, i: int, output: Any, tensors: list[Tensor]) -> None:
+        """Note what a unit returns."""
+        if len(tensors) == 1:
+            self._outputs[i] = StorageWeakRef(tensors[0].untyped_storage())
+        self._returned = {id(x): (weakref.ref(x), x._version) for x in tensors}
         self._watch.phase(f"left {i}")
 
-    def _entered(self, i: int, nbytes: int) -> None:
+    def entered(self, i: int, nbytes: int) -> None:
+        """Note what is alive as backward comes to a unit."""
         self.gradients[i] = nbytes
         self._watch.phase(f"entered {i}")
-        known = range(i + 1) if self._alive is None else self._alive
-        self._alive = {k for k in known if k <= i and self._lives(k)}
-        for k in self._alive:
-            self._since[k] = i
+        self._alive = {k for k in self._alive if k <= i and self._lives(k)}
+        self._since |= dict.fromkeys(self._alive, i)
 
     def _lives(self, k: int) -> bool:
         storage = self._inputs[k]
@@ -92,25 +88,22 @@ class _Walk:
 
     def shared(self, i: int) -> int:
         """Return the bytes of inputs of units before i that code between these and i holds, too."""
-        assert self.saved is not None
-        count = len(self._costs)
-        found = 0
-        for k in range(min(i, count)):
-            storage = self._inputs[k]
-            last = count if storage is not None and self.saved.holds(storage) else count + 1
-            since = self._since.get(k, last)
+        found, last = 0, len(self._costs)
+        for k in range(min(i, last)):
+            since = self._since.get(k, last if self._is_saved(self._inputs[k]) else last + 1)
             if k < since <= i and self._costs[k].keeps_input(PLAIN):
                 found += self._sizes[k]
         return found
 
+    def _is_saved(self, storage: StorageWeakRef | None) -> bool:
+        return storage is not None and self.saved is not None and self.saved.holds(storage)
+
     def handed_on(self, i: int, level: str) -> bool:
         """Whether unit i's output is counted by the unit, or the code, that comes next."""
         output = self._outputs[i]
-        if output is None or self.saved is None:
-            return False
-        if i + 1 < len(self._costs) and self._inputs[i + 1] == output:
+        if output is not None and i + 1 < len(self._costs) and self._inputs[i + 1] == output:
             return bool(self.held(i + 1)) or self._costs[i + 1].keeps_input(level)
-        return self.saved.holds(output)
+        return self._is_saved(output)
 
 
 def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: float) -> Chain:
@@ -119,56 +112,48 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: flo
     stepping: bytes that the optimizer's step takes for a moment. forward_ms: of the whole model.
     """
     step, held = step.fresh()
-    watch, device = Watch(step.model), held[0].device
-    resident = step.resident(held)
-    modules = [step.model.get_submodule(name) for name in costs]
+    watch, device, resident = Watch(step.model), held[0].device, step.resident(held)
     walk = _Walk(watch, [*costs.values()])
 
     def run() -> None:
         walk.saved = step.take(watch, held)
 
-    with roles.assigned({module: walk.role(i, module) for i, module in enumerate(modules)}):
+    with dropping(walk, [step.model.get_submodule(name) for name in costs]):
         moments = timeline(profiled(run, device), device, resident)
+    live: dict[str, list[int]] = {}
+    for moment in moments:
+        live.setdefault(moment.phase, []).append(moment.live_bytes)
     units = [
         one.unit(name, partial(walk.handed_on, i), walk.held(i))
         for i, (name, one) in enumerate(costs.items())
     ]
-    parameters = [x for x in step.parameters() if x.requires_grad and x not in step.gradients]
-    gradients = sum(x.numel() * x.element_size() for x in parameters)
     replays = [one.replay for one in costs.values()]
-    rest = _Rest(_Phases(moments), units, replays, walk, resident)
-    found = rest.chain(gradients + stepping)
-    # what is not in units, wherever it is
-    before = replace(found.units[0], forward=max(0.0, forward_ms - found.forward))
-    return replace(found, units=(before, *found.units[1:]))
-
-
-class _Phases:
-    """Live bytes through a step, by the phase that the moments are in."""
-
-    def __init__(self, moments: list[Moment]):
-        self._live: dict[str, list[int]] = {}
-        for moment in moments:
-            self._live.setdefault(moment.phase, []).append(moment.live_bytes)
-
-    def begin(self, phase: str) -> int | None:
-        """Return the bytes live when it began, None where it never did."""
-        return self._live.get(phase, [None])[0]
-
-    def most(self, phase: str) -> int:
-        """Return the most bytes live in it, 0 where it was never entered."""
-        return max(self._live.get(phase, [0]))
+    made = [x for x in step.parameters() if x.requires_grad and x not in step.gradients]
+    found = _Rest(live, units, replays, walk, resident).chain(
+        stepping + sum(x.numel() * x.element_size() for x in made)
+    )
+    # what is not in units, wherever it is; in calls of their own units may take longer
+    before, rest = found.units[0], max(0.0, forward_ms - found.forward)
+    share = forward_ms / (found.forward + rest)
+    units = (replace(unit, forward=share * unit.forward) for unit in found.units[1:])
+    return replace(found, units=(replace(before, forward=rest), *units))
 
 
 class _Rest:
     """What the code around units holds, from live bytes where these begin, forward and backward.
 
-    kept: of the code before each unit, and at last after all, what it keeps until its backward, but
-    for what units count. left: what lives on after the backward of the code behind each unit.
+    live: bytes by phase, one after the other. kept: of the code before each unit, and at last after
+    all, what it keeps until its backward, but for what units count. left: what lives on after the
+    backward of the code behind each unit.
     """
 
     def __init__(
-        self, live: _Phases, units: list[Unit], replays: list[int], walk: _Walk, resident: int
+        self,
+        live: dict[str, list[int]],
+        units: list[Unit],
+        replays: list[int],
+        walk: _Walk,
+        resident: int,
     ):
         self._live, self._units, self._resident = live, units, resident
         self._inputs = [unit.input - x for unit, x in zip(units, replays, strict=True)]
@@ -176,11 +161,9 @@ class _Rest:
         self._joins = [joins and not walk.held(i) for i, joins in enumerate(walk.joins)]
         # what is counted elsewhere: by parameters and the like, and by units
         self._counted = [resident + walk.shared(i) for i in range(len(units) + 1)]
-        end = live.begin("backward")
-        assert end is not None
         forward = [self._begin(f"enter {i}", i, x) for i, x in enumerate(self._inputs)]
         backward = [self._begin(f"entered {i}", i, x) for i, x in enumerate(walk.gradients)]
-        both = [*map(min, forward, backward), end - self._counted[-1]]
+        both = [*map(min, forward, backward), live["backward"][0] - self._counted[-1]]
         # what is kept before a unit is kept before all that follow
         kept = [max(0, x) for x in [*accumulate(reversed(both), min)][::-1]]
         # where units may be joined, as if it were before all of them
@@ -190,33 +173,42 @@ class _Rest:
         self.kept = [x + more for x, more in zip(kept, [*later, 0], strict=True)]
         self.forward = [max(0, x - y) for x, y in zip(forward, self.kept, strict=False)]
         self.backward = [max(0, x - y) for x, y in zip(backward, self.kept, strict=False)]
-        self.left = [*accumulate(self.backward, min)]
+        self.left = [*accumulate(self.backward, min), 0]
+        # and what a segment keeps of units behind its first, as if all that may be joined were
+        self._replays = sum(x for x, joins in zip(replays, self._joins, strict=True) if joins)
 
     def _begin(self, phase: str, i: int, of_unit: int) -> int:
-        found = self._live.begin(phase)
-        if found is None:
+        if phase not in self._live:
             # a unit that no gradient reaches
             return self._begin(f"enter {i}", i, self._inputs[i])
-        return found - self._counted[i] - of_unit
+        return self._live[phase][0] - self._counted[i] - of_unit
+
+    def _most(self, phase: str, i: int) -> int:
+        live = self._live.get(phase, [0])
+        # what callers of the unit still hold as it returns was held in its forward, too
+        while phase.startswith("left") and live[1:] and live[1] <= live[0]:
+            live = live[1:]
+        return max(live) - self._counted[i] - self.kept[i]
 
     def chain(self, stepping: int) -> Chain:
         """Return the units with what is before, between and after them."""
-        units = []
+        units = list[Unit]()
         for i, unit in enumerate(self._units):
             if i and not self._joins[i]:
-                units.append(self._between(i))
+                units.append(self._code(f"(after {self._units[i - 1].name})", i, f"entered {i}"))
             units.append(self._unit(i, unit))
-        left = self.left[0] + sum(unit.left for unit in self._units)
+        last, left = self._units[-1], self.left[0] + sum(unit.left for unit in self._units)
         before = self._before(stepping - left)
-        return Chain((before, *units, self._after()), self._resident)
+        after = replace(self._code(_AFTER, len(self._units), "backward"), input=last.output)
+        return Chain((before, *units, after), self._resident)
 
     def _unit(self, i: int, unit: Unit) -> Unit:
         """Count with a unit what is there for a moment only, and the code where it is joined."""
-        backward, forward, left = self.backward[i] - self.left[i], unit.forward_transient, unit.left
+        backward, left = self.backward[i] - self.left[i], unit.left
         before = behind = 0
         if i and self._joins[i]:
             before = self._most(f"left {i - 1}", i) - self._inputs[i]
-            forward, left = max(forward, before), left + self.left[i - 1] - self.left[i]
+            left += self.left[i - 1] - self.left[i]
         if self._joins[i + 1 : i + 2] == [True]:
             behind = self._most(f"entered {i + 1}", i + 1) - self.left[i]
         levels = (
@@ -224,41 +216,25 @@ class _Rest:
                 level,
                 transient=max(level.transient + backward, behind),
                 ending=None if level.ending is None else max(level.ending + backward, behind),
-                forward_transient=max(forward_of(unit, level), before) + self.forward[i],
+                forward_transient=max((level.forward_transient or 0) + self.forward[i], before),
             )
             for level in unit.levels
         )
-        forward += self.forward[i]
+        forward = max(unit.forward_transient + self.forward[i], before)
         return replace(unit, levels=tuple(levels), forward_transient=forward, left=left)
-
-    def _between(self, i: int) -> Unit:
-        kept = self.kept[i] - self.kept[i - 1]
-        transient = self._most(f"entered {i}", i) - self.left[i]
-        forward = self._most(f"left {i - 1}", i)
-        name, left = f"(after {self._units[i - 1].name})", self.left[i - 1] - self.left[i]
-        return _code(name, kept, transient, forward, left=left)
 
     def _before(self, stepping: int) -> Unit:
         transient = max(self._most("entered 0", 0) - self.left[0], stepping - self.kept[0])
-        kept, forward = self.kept[0], self._most("forward", 0)
-        # and what a segment keeps of units behind its first, as if all that may be joined were
-        replays = [unit.input - x for unit, x in zip(self._units, self._inputs, strict=True)]
-        kept += sum(x for x, joins in zip(replays, self._joins, strict=True) if joins)
-        return replace(_code(BEFORE, kept, transient, forward), output=self._inputs[0])
+        kept, forward = self.kept[0] + self._replays, self._most("forward", 0)
+        return replace(_code(_BEFORE, kept, transient, forward), output=self._inputs[0])
 
-    def _after(self) -> Unit:
-        last = len(self._units)
-        kept = self.kept[last] - self.kept[last - 1]
-        transient, forward = self._most("backward", last), self._most(f"left {last - 1}", last)
-        made = _code(AFTER, kept, transient, forward, left=self.left[-1])
-        return replace(made, input=self._units[-1].output)
-
-    def _most(self, phase: str, i: int) -> int:
-        return self._live.most(phase) - self._counted[i] - self.kept[i]
+    def _code(self, name: str, i: int, backward: str) -> Unit:
+        """Return the code between units i - 1 and i, whose backward is in that phase."""
+        kept, left = self.kept[i] - self.kept[i - 1], self.left[i - 1] - self.left[i]
+        transient = self._most(backward, i) - self.left[i]
+        return replace(_code(name, kept, transient, self._most(f"left {i - 1}", i)), left=left)
 
 
-def _code(name: str, kept: int, transient: int, forward: int, left: int = 0) -> Unit:
+def _code(name: str, kept: int, transient: int, forward: int) -> Unit:
     levels = (Level(PLAIN, kept, 0.0, max(0, transient)),)
-    return Unit(
-        name, levels, 0.0, 0, 0, forward_transient=max(0, forward), left=left, fixed=True, code=True
-    )
+    return Unit(name, levels, 0.0, 0, 0, forward_transient=max(0, forward), fixed=True, code=True)

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fusedckpt.planning.chain import Chain, moments, simulate
+from fusedckpt.planning.plan_record import PlanRecord
 from fusedckpt.planning.policies import policy
 from fusedckpt.planning.solver import Solution, least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 
-if TYPE_CHECKING:
-    from fusedckpt.planning.plans import Plan
-
-__all__ = ["draw", "frontier"]
+__all__ = ["draw"]
 
 _MIB = 2**20
 _POINTS = 24
 _RULES = {"none": "keep everything", "sqrt": "sqrt(n) segments", "all": "every unit again"}
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw(plan: PlanRecord, path: Path) -> None:
     """Write the figure in the format that the path's ending names."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(13, 5), dpi=160, layout="constrained")
         trade, step = figure.subplots(1, 2)
-        _draw(trade, plan)
+        _draw_trade(trade, plan)
         _draw_step(step, plan)
         figure.savefig(path)
 
 
-def _draw(axes: Axes, plan: Plan) -> None:
+def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
     chain = plan.chain
     forward = chain.forward or 1.0
-    points = frontier(chain)
+    points = _frontier(chain)
     axes.step(
         [point.peak / _MIB for point in points],
         [100 * point.extra / forward for point in points],
@@ -63,7 +60,7 @@ def _draw(axes: Axes, plan: Plan) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_step(axes: Axes, plan: Plan) -> None:
+def _draw_step(axes: Axes, plan: PlanRecord) -> None:
     """Draw live bytes through a step as predicted, under this plan and where everything is kept."""
     ways = {
         "keep everything": (policy(plan.chain, "none"), GREY),
@@ -82,7 +79,7 @@ def _draw_step(axes: Axes, plan: Plan) -> None:
     axes.legend(facecolor="white", edgecolor="none", framealpha=1.0, loc="lower center")
 
 
-def frontier(chain: Chain) -> list[Solution]:
+def _frontier(chain: Chain) -> list[Solution]:
     """Return the best plans from the least feasible peak to that of keeping everything."""
     least = least_peak(chain)
     most = simulate(chain, policy(chain, "none")).peak

@@ -14,33 +14,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.planning.chain import Chain, Item, Keep
-from fusedckpt.planning.cuts import Cut, chains, cuts_of, forward_of
-from fusedckpt.planning.plan_input import Policy, check_model, limit_of
-from fusedckpt.planning.plans import Plan, structure_of
-from fusedckpt.planning.policies import policy as by_rule
+from fusedckpt.planning.budget import Policy, limit_of
+from fusedckpt.planning.calls import once, seconds, step_kind
+from fusedckpt.planning.chain import Chain
+from fusedckpt.planning.code_between import chain_of
+from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
-from fusedckpt.planning.solver import (
-    Solution,
-    least_bytes,
-    least_outcome,
-    least_peak,
-    may_go_lower,
-    simulated,
-    solve,
-)
-from fusedckpt.planning.unit_costs import PRODUCTS
-from fusedckpt.reporting.memory_report import check_step, measure
+from fusedckpt.planning.solver import least_bytes, solve
+from fusedckpt.planning.survey import Kinds, Survey, ticking
+from fusedckpt.planning.trials import Trials
+from fusedckpt.planning.units import Cut, check_model, cuts_of
+from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss
-from fusedckpt.reporting.tables import enough
-from fusedckpt.reporting.trial import tensors_of, trial
+from fusedckpt.reporting.trial import aliased, tensors_of, trial
 
 __all__ = ["plan"]
 
-# plans tried for a budget before it is given up
-_TRIES = 4
-# how far off the model of memory may be
-_DOUBT = 1.1
+# forwards that are timed go on for so many ms, and so many at most
+_MS, _FORWARDS = 50.0, 8
 
 
 def plan(
@@ -184,33 +175,47 @@ def _planned(
     with trial(parts, step.optimizer, given), torch.enable_grad():
         stepping = _stepping(step)
         step.fresh()
-        rest = _rest(step) if is_rest else 0
-        forward_ms, last = forward_of(step)
+        held = [*step.parameters(), *step.gradients.values(), *step.state()]
+        rest = step.resident(held) if is_rest else 0
+        limit = None if limit is None else limit + rest
+        forward_ms, last = _forward(step)
         step = step._replace(last=last)
-        measured = chains(step, cuts, stepping, forward_ms, policy == "speed", progress)
-        chain, left_out = measured[0]
-        if len(measured) > 1:
-            chain, left_out = min(measured, key=lambda found: _cost(found[0], limit, rest))
-        if limit is None:
-            found = _by_policy(policy, step, chain, cuts[0].names)
-        else:
-            found = _within(limit + rest, step, chain, rest)
+        surveys = _surveys(step, cuts, policy == "speed", progress)
+        chains = [chain_of(step, one.units(), stepping, forward_ms) for one in surveys]
+        # of one cut there is nothing to choose
+        best = min(range(len(chains)), key=lambda i: len(chains) > 1 and _cost(chains[i], limit))
+        title = policy if isinstance(policy, str) else f"again: {', '.join(cuts[0].names)}"
+        trials, survey = Trials(step, chains[best], title, limit), surveys[best]
+        found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
+        packing = {name: costs.packing for name, costs in survey.units().items()}
+        found = trials.timed(found, packing)
     gradients = nbytes_of(step.gradients.values())
-    return replace(found, left_out=left_out, gradient_bytes=gradients)
+    return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
 
 
-def _cost(chain: Chain, limit: int | None, rest: int) -> tuple[float, int]:
+def _surveys(step: Step, cuts: Sequence[Cut], selective: bool, progress: bool) -> list[Survey]:
+    """Return what the units of cuts cost, of those that have some."""
+    kinds: Kinds = {}
+    with ticking(sum(len(cut.names) for cut in cuts), progress) as tick:
+        surveys = [Survey(cut, kinds, tick, selective) for cut in cuts]
+        for survey in surveys:
+            survey.run(step)
+    if found := [survey for survey in surveys if survey.units()]:
+        return found
+    why = [f"{name} {reason}" for name, reason in surveys[0].left_out().items()]
+    told = "; ".join([*why[:3], f"{len(why) - 3} more"] if len(why) > 4 else why)
+    raise ValueError(
+        f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, "
+        f"name some with units=: {told or 'it has no parts'}"
+    )
+
+
+def _cost(chain: Chain, limit: int | None) -> tuple[float, int]:
     """Return what tells which of several ways to cut a model is the best."""
     least = least_bytes(chain)
-    if limit is None or least > limit + rest:
+    if limit is None or least > limit:
         return math.inf, least
-    return solve(chain, limit + rest).extra, least
-
-
-def _rest(step: Step) -> int:
-    """Return the bytes of parameters, gradients and optimizer state."""
-    held = [*step.parameters(), *step.gradients.values(), *step.state()]
-    return step.resident(held)
+    return solve(chain, limit).extra, least
 
 
 def _stepping(step: Step) -> int:
@@ -228,97 +233,17 @@ def _stepping(step: Step) -> int:
     return peak_bytes(optimizer.step, step.parameters()[0].device) if step.is_last else 0
 
 
-def _within(limit: int, step: Step, chain: Chain, rest: int = 0) -> Plan:
-    """Return the fastest plan whose step, when run, stays within the limit.
-
-    rest: what of the limit the caller did not ask for.
-    """
-    lowest, target = least_bytes(chain), limit
-    for _ in range(_TRIES):
-        if target < lowest:
-            break
-        found = _tried(step, _plan(step, "budget", chain, solve(chain, target), limit))
-        if _measured(found) <= limit:
-            return found
-        # what the model of memory missed, it may miss again
-        target = min(target, found.predicted_bytes) - (_measured(found) - limit)
-    # the model of memory rather takes too much than too little; what it finds far too large may not
-    # fit the device at all, and is not run
-    least = least_peak(chain)
-    last = [least, simulated(chain, by_rule(chain, "none"))]
-    tried = [
-        _tried(step, _plan(step, "budget", chain, solution, limit))
-        for solution in last
-        if solution.peak <= _DOUBT * limit
-    ]
-    found = min(tried, key=_measured, default=None)
-    if found is not None and _measured(found) <= limit:
-        return found
-    needed = least.peak if found is None else _measured(found)
-    finer = may_go_lower(chain, least_outcome(chain))
-    needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
-    raise ValueError(
-        f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
-        f"got {limit - rest} bytes" + (f": {finer}" if finer else "")
-    )
-
-
-def _measured(found: Plan) -> int:
-    assert found.measured_bytes is not None
-    return found.measured_bytes
-
-
-def _by_policy(policy: Policy, step: Step, chain: Chain, names: Sequence[str]) -> Plan:
-    """Return the plan of a rule, with the peak of a step under it."""
-    if policy == "memory":
-        return _least(step, chain)
-    if policy == "speed":
-        items = _selective(chain)
-    else:
-        # modules that were listed: each on its own
-        items = by_rule(chain, policy if isinstance(policy, str) else "all")
-    title = policy if isinstance(policy, str) else f"again: {', '.join(names)}"
-    return _tried(step, _plan(step, title, chain, simulated(chain, items)))
-
-
-def _least(step: Step, chain: Chain) -> Plan:
-    """Return, of the plan of least peak and those of rules that may come near, the one that does.
-
-    The model of memory may be off by more than what is between them.
-    """
-    least = least_peak(chain)
-    rules = [simulated(chain, by_rule(chain, name)) for name in ("all", "sqrt", "none")]
-    ways = [least, *(rule for rule in rules if rule.peak <= _DOUBT * least.peak)]
-    # a way that is there twice is tried once
-    distinct = {way.items: way for way in reversed(ways)}
-    tried = [_tried(step, _plan(step, "memory", chain, way)) for way in distinct.values()]
-    return min(tried, key=lambda found: (_measured(found), found.extra_ms))
-
-
-def _plan(
-    step: Step, policy: str, chain: Chain, solution: Solution, limit: int | None = None
-) -> Plan:
-    costs = solution.peak, solution.extra, solution.lower_bound
-    names = ["", *(unit.name for unit in chain.units[1:-1] if not unit.code)]
-    structure = {name: structure_of(step.model.get_submodule(name)) for name in names}
-    title = type(step.model).__name__
-    return Plan(title, policy, limit, chain, solution.items, *costs, structure=structure)
-
-
-def _tried(step: Step, found: Plan) -> Plan:
-    """Run a step under the plan, and write down its peak, and what it held unseen."""
-    found.apply(step.model)
-    try:
-        measured = measure(step)
-        return replace(found, measured_bytes=measured.peak_bytes, held=measured.held)
-    finally:
-        found.undo()
-
-
-def _selective(chain: Chain) -> tuple[Item, ...]:
-    """Keep the outputs of products, but where the next unit writes into what it is given."""
-    overwritten = [unit.fixed and not unit.code for unit in chain.units[1:]]
-    return tuple(
-        Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
-        for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))
-    )
+def _forward(step: Step) -> tuple[float, int]:
+    """Return the ms that the model's forward takes, and the bytes of what it returns."""
+    held = [*step.parameters(), *step.model.buffers(), *step.inputs()]
+    times, output = [], None
+    # a first one is slower than others
+    while len(times) < 2 or (sum(times) < _MS and len(times) < _FORWARDS):
+        args, kwargs = aliased((step.args, step.kwargs))
+        start = seconds(held[0].device)
+        # so that no more is kept than units may keep
+        with torch.no_grad():
+            output = step.model(*args, **kwargs)
+        times.append(1e3 * (seconds(held[0].device) - start))
+    found = once((step_kind(step), "forward"), lambda: min(times))
+    return found, nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)

@@ -112,108 +112,104 @@ def together(group: ProcessGroup | None, prepare: Prepare) -> Plan:
     """
     if group is None:
         return prepare()[1]()
+    meeting = _Meeting(group)
     try:
         facts, make = prepare()
     except Exception as error:
-        _Meeting(group).fail(f"{type(error).__name__}: {error}")
+        meeting.put("facts", _told(error))
+        meeting.put("plan", ("ValueError", meeting.raised(meeting.rank, _told(error))))
         raise
-    return _Meeting(group).plan(facts, make)
+    return meeting.plan(facts, make)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _Meeting:
-    """One call of plan by all ranks of a group, of which the first one leads."""
+    """One call of plan by all ranks of a group.
+
+    Every rank puts its facts, or tells of the error that it raised; the first one compares them and
+    puts the plan, or the kind and text of an error that all are to raise.
+    """
 
     def __init__(self, group: ProcessGroup):
         self._ranks = dist.get_process_group_ranks(group)
-        self._rank = dist.get_rank()
+        self.rank, self._first = dist.get_rank(), self._ranks[0]
         self._store = dist.distributed_c10d._get_default_store()
         # disjoint groups may have one name
-        place = f"fusedckpt.plan/{group.group_name}/{self._ranks[0]}"
-        self._place = f"{place}/{self._store.add(f'{place}/calls of {self._rank}', 1)}/"
+        place = f"fusedckpt.plan/{group.group_name}/{self._first}"
+        self._place = f"{place}/{self._store.add(f'{place}/calls of {self.rank}', 1)}"
 
     def plan(self, facts: Facts, make: Callable[[], Plan]) -> Plan:
         """Make the plan, or take it from the rank that does."""
-        first, *others = self._ranks
-        if self._rank != first:
-            return self._taken(first, facts)
-        self._put("facts", facts)
-        try:
-            self._await([f"verdict of {rank}" for rank in others])
-            verdicts = (self._get(f"verdict of {rank}") for rank in others)
-            if wrong := next(filter(None, verdicts), None):
-                raise ValueError(f"plan: {wrong}")
-            found = make()
-        except BaseException as error:
-            # an interrupt, too: or the others would wait for ever
-            self._put("plan", (type(error).__name__, str(error)))
-            raise
-        self._put("plan", found)
-        return found
-
-    def fail(self, why: str) -> None:
-        """Let the others know that this rank has nothing to plan."""
-        if self._rank == self._ranks[0]:
-            self._put("facts", why)
-        else:
-            self._put(f"verdict of {self._rank}", f"rank {self._rank} raised {why}")
-
-    def _taken(self, first: int, facts: Facts) -> Plan:
-        self._await(["facts"])
-        theirs = self._get("facts")
-        if isinstance(theirs, str):
-            raise ValueError(f"plan: rank {first} raised {theirs}")
-        self._put(f"verdict of {self._rank}", self._difference(first, theirs, facts))
+        self.put("facts", facts)
+        if self.rank == self._first:
+            try:
+                self._wait("facts", self._ranks)
+                self._compare(facts)
+                found = make()
+            except BaseException as error:
+                # an interrupt, too: or the others would wait for ever
+                self.put("plan", (type(error).__name__, str(error)))
+                raise
+            self.put("plan", found)
+            return found
+        self._wait("facts", [self._first])
         # which takes the time that it takes
-        self._comes(["plan"], math.inf)
-        found = self._get("plan")
+        self._wait("plan", [self._first], math.inf)
+        found = self._get("plan", self._first)
         if isinstance(found, tuple):
             kind, text = found
             if kind == "ValueError":
                 raise ValueError(text)
-            raise RuntimeError(f"plan: rank {first} raised {kind}: {text}")
+            raise RuntimeError(self.raised(self._first, f"{kind}: {text}"))
         return found
 
-    def _difference(self, first: int, theirs: Facts, mine: Facts) -> str | None:
-        for name in dict.fromkeys([*theirs, *mine]):
-            one, other = theirs.get(name, "not there"), mine.get(name, "not there")
-            if one != other:
-                return (
-                    f"{name} is {one} on rank {first} and {other} on rank {self._rank}: all ranks "
-                    "of a group plan the same; those that train another model, such as stages of "
-                    "a pipeline, pass a group= of their own, or group=False to plan alone"
-                )
-        return None
+    def raised(self, rank: int, error: str) -> str:
+        """Say that a rank has nothing to plan."""
+        return f"plan: rank {rank} raised {error}"
 
-    def _await(self, keys: list[str]) -> None:
-        """Wait for what other ranks put as they call plan."""
-        if self._comes(keys, _PATIENCE):
-            return
-        missing = [self._ranks[0]]
-        if keys != ["facts"]:
-            missing = [int(key.split()[-1]) for key in keys if not self._has(key)]
-        who = "rank" if len(missing) < 2 else "ranks"
-        raise ValueError(
-            f"plan: {who} {', '.join(map(str, missing))} did not call plan within "
-            f"{_PATIENCE:.0f} s of rank {self._rank}: all ranks of the group {self._ranks} must "
-            "call it; pass group= to plan with others, or group=False to plan alone"
-        )
+    def _compare(self, facts: Facts) -> None:
+        for rank in self._ranks:
+            theirs = self._get("facts", rank)
+            if isinstance(theirs, str):
+                raise ValueError(self.raised(rank, theirs))
+            for name in dict.fromkeys([*facts, *theirs]):
+                one, other = facts.get(name, "not there"), theirs.get(name, "not there")
+                if one != other:
+                    raise ValueError(
+                        f"plan: {name} is {one} on rank {self.rank} and {other} on rank {rank}: "
+                        "all ranks of a group plan the same; those that train another model, such "
+                        "as stages of a pipeline, pass a group= of their own, or group=False to "
+                        "plan alone"
+                    )
 
-    def _comes(self, keys: list[str], seconds: float) -> bool:
-        """Whether all keys are there in time; its own wait would print warnings."""
-        end, (pause, longest) = time.monotonic() + seconds, _PAUSES
-        while not all(map(self._has, keys)):
+    def _wait(self, name: str, ranks: list[int], seconds: float | None = None) -> None:
+        """Wait for what ranks put as they call plan; the store's own wait would print warnings."""
+        patience = _PATIENCE if seconds is None else seconds
+        end, (pause, longest) = time.monotonic() + patience, _PAUSES
+        while missing := [r for r in ranks if not self._store.check([self._key(name, r)])]:
             if time.monotonic() > end:
-                return False
+                who = "rank" if len(missing) < 2 else "ranks"
+                error = ValueError(
+                    f"plan: {who} {', '.join(map(str, missing))} did not call plan within "
+                    f"{patience:.0f} s of rank {self.rank}: all ranks of the group {self._ranks} "
+                    "must call it; pass group= to plan with others, or group=False to plan alone"
+                )
+                # for those that come later
+                self.put("facts", _told(error))
+                raise error
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        return True
 
-    def _has(self, key: str) -> bool:
-        return self._store.check([self._place + key])
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._place}/{name} of {rank}"
 
-    def _put(self, key: str, value: Any) -> None:
+    def put(self, name: str, value: Any) -> None:
+        """Let the others know."""
         # typed as text; get returns bytes
-        self._store.set(self._place + key, pickle.dumps(value))  # type: ignore[arg-type]
+        self._store.set(self._key(name, self.rank), pickle.dumps(value))  # type: ignore[arg-type]
 
-    def _get(self, key: str) -> Any:
-        return pickle.loads(self._store.get(self._place + key))
+    def _get(self, name: str, rank: int) -> Any:
+        return pickle.loads(self._store.get(self._key(name, rank)))

@@ -2,17 +2,22 @@
 
 The module's class becomes a subclass made for it, so that its parameters, hooks, names, state_dict,
 isinstance and attributes stay; `release` puts the class back.
+
+FSDP2's `fully_shard(module)` makes a subclass too, before or after, and gathers parameters in hooks
+of the module's call. A segment's recompute calls forwards without their hooks, and so gathers them
+itself.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +27,18 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fusedckpt.autograd.backward import backward_id
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
-from fusedckpt.autograd.saved_tensor import is_plain, storage_of, version_of
+from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
-from fusedckpt.checkpointing.saved import Argument, layout_of
-from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.checkpointing.tape import Call
-from fusedckpt.planning.sharded import gathering
-from fusedckpt.reporting.trial import aliased
+from fusedckpt.checkpointing.segment import Recompute, Segment
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
 
-
-class Role(Protocol):
-    """What happens in place of a module's forward."""
-
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the module's own forward in some way, and return what it returns."""
-        ...
+# what happens in place of a module's forward: gets that, its args and its kwargs
+Role: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
 
 
 class Planned(nn.Module):
@@ -50,7 +47,9 @@ class Planned(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its role."""
         own = self.__dict__.get(_FORWARD) or super().forward
-        return self.__dict__[_ROLE].call(gathering(self, own), args, kwargs)
+        return self.__dict__[_ROLE](
+            _Gathering(self, own) if _is_sharded(self) else own, args, kwargs
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the class was made here, and has no name to be found by
@@ -109,39 +108,56 @@ def is_assigned(module: nn.Module) -> bool:
     return isinstance(module, Planned)
 
 
-def inner_level(level: str) -> str:
-    """Return what fused layers keep in a segment's recompute, by the name of the unit's level."""
-    return level if level in LEVELS else "preact"
+def _is_sharded(module: nn.Module) -> bool:
+    # who has not imported it has sharded nothing
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
-class Keeping(NamedTuple):
-    """Keep what autograd keeps, fused layers inside at `level`; None leaves them as they are."""
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, the same after `fully_shard` as before."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if _is_sharded(module) else name
 
-    level: str | None
 
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+class _Gathering:
+    """A sharded module's forward; in backward it gathers parameters where no hook has."""
+
+    def __init__(self, module: Any, forward: Callable[..., Any]):
+        self.__self__, self._forward = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if backward_id() == -1:
+            return self._forward(*args, **kwargs)
+        module = self.__self__
+        before = [*module.parameters()]
+        module.unshard()
+        gathered = any(a is not b for a, b in zip(before, module.parameters(), strict=True))
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            # of the module whose backward it is, FSDP's own hook gives them back
+            if gathered:
+                module.reshard()
+
+
+class SaveAt(NamedTuple):
+    """Keep what autograd keeps, fused layers inside at `level`; "plain" leaves them as they are."""
+
+    level: str
+
+    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it under `saving`."""
-        if self.level is None:
+        if self.level not in LEVELS:
             return forward(*args, **kwargs)
         with saving(self.level):
             return forward(*args, **kwargs)
 
 
-class Noting(NamedTuple):
-    """Note how it is called: its forward, args and kwargs."""
-
-    calls: list[tuple[Callable[..., Any], Any, Any]]
-
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run it as it is."""
-        self.calls.append((forward, *aliased((args, kwargs))))
-        return forward(*args, **kwargs)
-
-
-class Selecting(NamedTuple):
+class SelectiveCheckpoint(NamedTuple):
     """Keep the outputs of matrix products and convolutions, recompute the rest."""
 
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it under torch's selective checkpointing."""
         contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
         if is_plain_call() or current() is not None:
@@ -162,6 +178,8 @@ def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 class _Output(Argument):
     """An argument that an earlier call of the segment returned, as its leaf of that number."""
+
+    storage = 0
 
     def __init__(self, call: int, leaf: int):
         self.place = call, leaf
@@ -189,8 +207,8 @@ class _Part(Call):
 class HandingOn(Segment):
     """A segment of several calls in a row, which hand on their outputs instead of keeping them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
         # by place in memory, while they live as they were returned
         self._outputs: dict[Any, tuple[weakref.ref[Tensor], int, _Output]] = {}
         self._last_uses: dict[tuple[int, int], int] = {}
@@ -200,7 +218,7 @@ class HandingOn(Segment):
         self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], level: str = "preact"
     ) -> Any:
         """Call `fn`, fused layers in it keeping in the recompute what `level` says."""
-        number, self._level = len(self.tape.calls), level
+        number, self._level = len(self.calls), level
         if number:
             # an output of an earlier call may be anywhere in them
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -213,25 +231,49 @@ class HandingOn(Segment):
                 self._outputs[_place_of(leaf)] = known
         return output
 
+    def _recompute(self, backward: int, keeps: bool = False) -> Recompute:
+        if not _clocks:
+            return super()._recompute(backward, keeps)
+        clock, spent = _clocks[-1]
+        start = clock()
+        found = super()._recompute(backward, keeps)
+        spent.append(clock() - start)
+        return found
+
     def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
-        part = _Part(fn, args, kwargs, self.tape.options, self._hold)
-        part.level, part.number = self._level, len(self.tape.calls)
+        part = _Part(fn, args, kwargs, self.options, self._hold)
+        part.level, part.number = self._level, len(self.calls)
         part.last_uses = self._last_uses
         return part
 
     def _hold(self, tensor: Tensor) -> Argument:
         known = self._outputs.get(_place_of(tensor))
         if known is None or known[0]() is None or known[1] != version_of(tensor):
-            return super()._hold(tensor)
-        self._last_uses[known[2].place] = len(self.tape.calls)
+            return Argument(tensor)
+        self._last_uses[known[2].place] = len(self.calls)
         return known[2]
+
+
+# what times recomputes, and what they took
+_clocks: list[tuple[Callable[[], float], list[float]]] = []
+
+
+@contextmanager
+def recomputes_timed(clock: Callable[[], float]) -> Iterator[list[float]]:
+    """Yield a list that gets how long each recompute of a segment takes that runs inside."""
+    _clocks.append((clock, []))
+    try:
+        yield _clocks[-1][1]
+    finally:
+        _clocks.pop()
 
 
 def _place_of(tensor: Tensor) -> Any:
     """Return what a tensor has in common with an alias of it, which hooks of a call may make."""
-    if not is_plain(tensor):
+    storage = storage_of(tensor)
+    if not storage:
         return id(tensor)
-    return storage_of(tensor), layout_of(tensor), tensor.dtype, tensor.requires_grad
+    return storage, layout_of(tensor), tensor.dtype, tensor.requires_grad
 
 
 class _Flat:
@@ -247,31 +289,34 @@ class _Flat:
         return self.fn(*args, **kwargs)
 
 
-class Chained:
-    """Several modules, called one after the other, checkpointed as one segment."""
+class Segmented:
+    """Several modules, called one after the other, checkpointed as one segment.
+
+    levels: what fused layers in each keep in the recompute, "preact" where that is none of theirs.
+    """
 
     def __init__(self, levels: tuple[str, ...]):
-        self.levels = levels
+        self.levels = tuple(level if level in LEVELS else "preact" for level in levels)
         self._running = _Running()
 
     def __reduce__(self) -> Any:
-        return Chained, (self.levels,)
+        return Segmented, (self.levels,)
 
-    def run(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run member `index`; called out of order, it starts a segment of its own."""
+    def run(self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run member `place`; called out of order, it starts a segment of its own."""
         running = self._running
         # inside a checkpoint it is run again anyway, and perhaps without the members before it
         if is_plain_call() or current() is not None:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(functools.partial(forward, **kwargs), *args)
-        segment = running.segment() if index and running.expected == index else None
+        segment = running.segment() if place and running.expected == place else None
         running.segment = _no_segment
         if segment is None:
             segment = HandingOn()
-        output = segment.run(forward, args, kwargs, self.levels[index])
-        if index + 1 < len(self.levels):
-            running.segment, running.expected = weakref.ref(segment), index + 1
+        output = segment.run(forward, args, kwargs, self.levels[place])
+        if place + 1 < len(self.levels):
+            running.segment, running.expected = weakref.ref(segment), place + 1
         return output
 
 
@@ -287,17 +332,17 @@ class _Running(threading.local):
         self.expected = 0
 
 
-class Member(NamedTuple):
+class SegmentMember(NamedTuple):
     """One module of several that are checkpointed as one."""
 
-    chained: Chained
+    segment: Segmented
     place: int
 
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it as its part of the segment."""
-        return self.chained.run(self.place, forward, args, kwargs)
+        return self.segment.run(self.place, forward, args, kwargs)
 
 
-def again() -> Role:
+def again(level: str = "preact") -> Role:
     """Return the role of a module that runs again in backward on its own."""
-    return Member(Chained(("preact",)), 0)
+    return SegmentMember(Segmented((level,)), 0)

@@ -1,39 +1,43 @@
-"""What one unit of a model costs, measured by calling it again and again: time and bytes."""
+"""What one unit of a model costs at each of its levels, measured by calling it: bytes and ms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fusedckpt.autograd.levels import LEVELS
-from fusedckpt.planning import roles, ways
-from fusedckpt.planning.calls import Bytes, Call, Run
+from fusedckpt.checkpointing.calls import Options
+from fusedckpt.planning import roles
+from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times, once
 from fusedckpt.planning.chain import Level, Unit
-from fusedckpt.planning.part_costs import BUT, Parts
+from fusedckpt.planning.plan_record import BUT, PLAIN, PRODUCTS
 from fusedckpt.planning.units import has_levels
+from fusedckpt.reporting.trial import aliased
 
-__all__ = ["BUT", "PLAIN", "PRODUCTS", "Costs", "kind_of", "measured"]
+__all__ = ["Costs", "measured"]
 
-# the level of a module without fused layers, and that which keeps the outputs of matrix products
-PLAIN, PRODUCTS = "plain", "products"
 # more bytes than random states take
 _STATES = 2**14
-# other ways to run a unit: as a segment, as the first part of one, and before another one
-_AGAIN, _MIDDLE, _END = "again", "middle", "end"
+# what running a part again saves at least of what the unit keeps
+_WORTH = 0.02
+# ways to run a unit: as a segment of its own, and as one whose recompute does not stop early
+_AGAIN, _WHOLE = "again", "whole"
 
 
 class Costs(NamedTuple):
-    """What units that are alike cost, by the name of the level.
+    """What units that are alike cost, by the name of the level; times in ms.
 
-    again: what a segment of this unit alone holds. packed: bytes kept where saved tensors go
-    through hooks, as in a segment, where norms are not shared. extra: ms that a step takes more
-    than at the level that keeps most. writes: whether the unit writes into what it is given.
-    flows: see Call. composed: whether it has modules inside.
+    again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
+    hooks, as in a segment, where norms are not shared. extra: ms that a step takes more than at the
+    level that keeps most. rerun: ms of a recompute of all of it, alone: of one that stops early,
+    where it ends the segment; packing: ms that it takes more in a segment besides. given: bytes of
+    arguments that require grad; flows: whether each was made for this unit alone. writes: whether
+    it writes into them.
     """
 
     levels: dict[str, Bytes]
@@ -42,13 +46,18 @@ class Costs(NamedTuple):
     extra: dict[str, float]
     forward: float
     rerun: float
-    tail: float
-    input: int
+    alone: float
+    packing: float
+    given: tuple[int, ...]
     output: int
     left: int
     writes: bool
-    flows: tuple[bool, ...]
     composed: bool
+    flows: tuple[bool, ...] = ()
+
+    def own(self, given: Sequence[int]) -> int:
+        """Return the bytes, of those of each argument, that are of arguments for this unit."""
+        return sum(nbytes for nbytes, flows in zip(given, self.flows, strict=True) if flows)
 
     @property
     def replay(self) -> int:
@@ -61,18 +70,21 @@ class Costs(NamedTuple):
 
         Such as gradients, made in forward, in attributes of an autograd function.
         """
-        spares = any(found.kept < self.levels[x].kept for x, found in self.again.items())
+        spares = any(self._kept(x) < self._kept(self.levels[n]) for n, x in self.again.items())
         return self._beside > _STATES and not spares
 
     @property
     def _beside(self) -> int:
-        return max(0, 0, *(found.kept - found.input for found in self.again.values()))
+        return max(0, 0, *(found.made for found in self.again.values()))
+
+    def _kept(self, found: Bytes) -> int:
+        return found.made + self.own(found.given)
 
     def keeps_input(self, level: str) -> bool:
         """Whether it keeps what it was given, where the unit before is at this level."""
         # PRODUCTS stands beside PRODUCTS alone
         return all(
-            found.keeps_input
+            any(found.given[:1])
             for name, found in self.levels.items()
             if (name == PRODUCTS) == (level == PRODUCTS) or len(self.levels) == 1
         )
@@ -83,25 +95,21 @@ class Costs(NamedTuple):
         handed_on: whether, at a level, whoever comes next keeps the output, and so counts it.
         held: bytes of the input that the code before keeps, and so counts.
         """
-        shared = {
-            level: self.output if found.keeps_output and handed_on(level) else 0
-            for level, found in self.levels.items()
+        levels = {
+            x: self._level(x, self.output if found.keeps_output and handed_on(x) else 0, held)
+            for x, found in self.levels.items()
         }
+        most = max(x.forward_transient or 0 for x in levels.values() if not x.nested)
         return Unit(
             name,
-            tuple(self._level(level, shared[level], held) for level in self.levels),
+            tuple(levels.values()),
             forward=self.forward,
-            rerun=self.rerun,
-            input=self.input - held + self.replay,
+            input=self.own(self.given) - held + self.replay,
             output=self.output,
-            tail=self.tail,
+            tail=self.rerun - self.alone,
+            rerun=self.rerun + self.packing,
             # while it runs again in a segment: the states that are put back afterwards
-            forward_transient=self.replay
-            + max(
-                found.forward + shared[level] - (0 if found.keeps_input else held)
-                for level, found in self.levels.items()
-                if BUT not in level
-            ),
+            forward_transient=self.replay + most,
             left=self.left,
             fixed=self.writes or self.hoards,
             composed=self.composed,
@@ -109,40 +117,26 @@ class Costs(NamedTuple):
 
     def _level(self, name: str, shared: int, held: int) -> Level:
         found, again, ending = self.levels[name], self.again.get(name), None
-        less = shared + (held if found.keeps_input else 0)
-        kept, inside = found.kept - less, max(0, self.packed.get(name, found.kept) - less)
-        given = self.input - held + self.replay
+        given, own = self.own(self.given), self.own(found.given)
+        counted = held if any(found.given[:1]) else 0
+        kept = found.made + own - shared - counted
+        inside = max(0, self.packed.get(name, found.made) + own - shared - counted)
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
-        if again is not None and self.input in (found.input, again.input):
+        if again is not None and given in (own, self.own(again.given)):
             # the segment's input is the unit's
-            ending = max(0, given + again.backward - max(inside, given))
-        forward = found.forward + shared - (0 if found.keeps_input else held)
-        transient = found.backward + shared
+            begins = given - held + self.replay
+            ending = max(0, begins + again.backward - max(inside, begins))
+        forward = max(0, found.forward + given - own) + shared - (held - counted)
         return Level(
-            name, kept, self.extra[name], transient, ending, BUT in name, max(0, forward), inside
+            name,
+            kept,
+            self.extra[name],
+            found.backward + shared,
+            ending,
+            BUT in name,
+            max(0, forward),
+            inside,
         )
-
-
-def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return what units that cost the same have in common."""
-    shapes = [
-        (name, tuple(p.shape), p.dtype, p.requires_grad, p.grad is None)
-        for name, p in module.named_parameters()
-    ]
-    modes = [(type(child), child.training) for child in module.modules()]
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    given = [
-        (tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
-        if isinstance(x, Tensor)
-        else _name(x)
-        for x in leaves
-    ]
-    return repr(module), tuple(shapes), tuple(modes), tuple(given), str(spec)
-
-
-def _name(leaf: Any) -> Any:
-    # a flag may choose another way through the module
-    return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
 
 
 def measured(
@@ -150,109 +144,158 @@ def measured(
     forward: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    flows: Sequence[bool],
-    selective: bool,
-    parts: Sequence[str],
     kind: Any,
+    parts: Sequence[str] = (),
+    selective: bool = False,
 ) -> Costs:
-    """Measure one call of a unit at each of its levels; if `selective`, at PRODUCTS too.
+    """Measure one call of a unit at each of its levels.
 
-    `flows` is that of Call. parts: names of modules inside that may run again on their own. kind:
-    what units that cost the same have in common: they are timed once, so that plans stay the same.
+    kind: what units that cost the same have in common: they are timed once, so that plans stay the
+    same. parts: names of modules inside that may run again on their own. selective: measure it at
+    PRODUCTS, too.
 
     Raises:
         NoGraph: it returns nothing that requires a gradient.
         ValueError: a call changes an object among the arguments, so that no two are alike.
     """
-    call = Call(module, args, kwargs, flows)
+    call = Call(module, args, kwargs)
     runs: dict[str, Run] = {
-        level or PLAIN: partial(roles.Keeping(level).call, forward)
-        for level in (LEVELS if has_levels(module) else (None,))
+        level: partial(roles.SaveAt(level), forward)
+        for level in (LEVELS if has_levels(module) else (PLAIN,))
     }
-    _check_repeats(call, next(iter(runs.values())), args, kwargs)
-    if selective and not call.writes:
-        runs[PRODUCTS] = partial(roles.Selecting().call, forward)
+    before = _states(args, kwargs)
     taken = {name: call.bytes(run) for name, run in runs.items()}
+    _check_repeats(before, _states(args, kwargs))
+    if selective and not call.writes:
+        runs[PRODUCTS] = partial(roles.SelectiveCheckpoint(), forward)
+        taken[PRODUCTS] = call.bytes(runs[PRODUCTS])
     # of levels that keep the same, the first one
-    distinct = {(name == PRODUCTS, found.kept): name for name, found in reversed(taken.items())}
-    levels = {name: taken[name] for name in sorted(distinct.values(), key=list(runs).index)}
-    runs = {name: runs[name] for name in levels}
+    distinct = {(name == PRODUCTS, _all(x)): name for name, x in reversed(taken.items())}
+    levels = {name: taken[name] for name in runs if name in distinct.values()}
+    plain = sorted((x for x in levels if x != PRODUCTS), key=lambda name: -_all(levels[name]))
+    most, least = plain[0], plain[-1]
     # a segment cannot keep an argument that its own forward overwrites
-    segments = {} if call.writes else {x: ways.alone(x, forward) for x in runs if x != PRODUCTS}
+    segments = {} if call.writes else {x: partial(roles.again(x), forward) for x in plain}
     hooked = segments if has_levels(module) else ()
-    packed = {name: _packed(call, runs[name], levels[name]) for name in hooked}
-    forward_ms, extra, rerun, tail = _times(call, forward, runs, segments, levels, kind)
+    packed = {name: call.bytes(partial(_packed, runs[name])).made for name in hooked}
+    ways = {name: runs[name] for name in levels}
+    if segments:
+        ways |= {_AGAIN: segments[most], _WHOLE: partial(_whole, most, forward)}
+    flops = {name: call.flops(runs[name]) for name in plain} if len(plain) > 1 else {}
+    ms = _ms(_timed(kind, call, ways), plain, flops)
     if parts and not call.writes:
-        least = min(levels.keys() - {PRODUCTS}, key=lambda name: levels[name].kept)
-        finer = Parts(module, call, least, runs[least], kind)
-        for name, (found, ms) in finer.levels(parts, levels[least].kept).items():
-            levels[name], extra[name] = found, extra[least] + ms
-    return Costs(
-        levels, {name: call.bytes(run) for name, run in segments.items()}, packed,
-        extra, forward_ms, rerun, tail,
-        call.input_bytes, call.output_bytes, call.left_bytes, call.writes,
-        tuple(flows), any(module.children()),
-    )  # fmt: skip
+        finer = _with_parts(module, call, runs[least], _all(levels[least]), parts, kind)
+        for name, (found, more) in finer.items():
+            name = least + BUT + name
+            levels[name], ms.extra[name] = found, ms.extra[least] + more
+    again = {name: call.bytes(run) for name, run in segments.items()}
+    sizes = call.given, call.output, call.left
+    return Costs(levels, again, packed, *ms, *sizes, call.writes, any(module.children()))
 
 
-def _packed(call: Call, run: Run, level: Bytes) -> int:
-    """Return the bytes that a run keeps where saved tensors go through hooks."""
-    found = call.bytes(partial(ways.packed, run))
-    return found.kept - found.input + level.input
+class _Ms(NamedTuple):
+    """Those fields of `Costs`."""
+
+    extra: dict[str, float]
+    forward: float
+    rerun: float
+    alone: float
+    packing: float
 
 
-def _times(
-    call: Call,
-    forward: Callable[..., Any],
-    runs: Mapping[str, Run],
-    segments: Mapping[str, Run],
-    levels: Mapping[str, Bytes],
-    kind: Any,
-) -> tuple[float, dict[str, float], float, float]:
-    """Return ms of the forward, extra ms per level, ms to run it again, and what the last saves."""
-    plain = sorted(levels.keys() - {PRODUCTS}, key=lambda name: -levels[name].kept)
-    most, every = plain[0], dict(runs)
-    if most in segments:
-        every[_AGAIN] = segments[most]
-        every[_MIDDLE] = partial(ways.middle, most, forward)
-        every[_END] = partial(ways.end, runs[most])
-    counted = every.keys() - {PRODUCTS, _MIDDLE, _END}
-    flops = {name: call.flops(every[name]) for name in counted}
-    shares = {name: count / max(1, call.forward_flops) for name, count in flops.items()}
-    times = ways.Times(ways.timed(kind, call, every), shares)
-    # what keeps less does not get faster by it: that would be noise
-    slower = accumulate((times.slower(name, most) for name in plain), max)
-    extra = dict(zip(plain, slower, strict=True))
-    if PRODUCTS in levels:
-        extra[PRODUCTS] = times.slower(PRODUCTS, most)
-    rerun = tail = 0.0
-    if most in segments:
-        rerun = max(times.slower(_MIDDLE, _END), times.forward(levels) / 2)
-        tail = rerun - times.slower(_AGAIN, most)
-    return times.forward(levels), extra, rerun, tail
+def _ms(times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, int]) -> _Ms:
+    """Return what was timed as `Costs` has it.
+
+    plain: levels, those that keep most first. flops: of their products, where there are several.
+    """
+    sums = {name: found.forward + found.backward for name, found in times.items()}
+    most, forward = plain[0], times[plain[0]].forward
+    extra, least = dict.fromkeys(plain, 0.0), 0.0
+    for name in plain[1:]:
+        # what keeps less does not get faster by it, nor is a product free: that would be noise
+        more = (flops[name] - flops[most]) / max(1, flops[most]) / 2
+        extra[name] = least = max(least, sums[name] - sums[most], more * sums[most])
+    if PRODUCTS in sums:
+        extra[PRODUCTS] = max(0.0, sums[PRODUCTS] - sums[most])
+    if _AGAIN not in times:
+        return _Ms(extra, forward, forward, forward, 0.0)
+    alone, whole = times[_AGAIN].again, times[_WHOLE].again
+    # hooks see every tensor that is saved, and again as it is read
+    packing = max(0.0, sums[_AGAIN] - alone - sums[most])
+    return _Ms(extra, forward, max(whole, alone), alone, packing)
 
 
-def _check_repeats(call: Call, run: Run, args: Any, kwargs: Any) -> None:
-    """Refuse a unit that changes an object it is given, such as a cache of keys and values."""
+def _all(found: Bytes) -> int:
+    return found.made + sum(found.given)
+
+
+def _packed(run: Run, args: Any, kwargs: Any) -> Any:
+    """Run where saved tensors go through hooks, as inside a segment."""
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+        return run(args, kwargs)
+
+
+def _whole(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a unit as in the middle of a segment, whose recompute needs all of it."""
+    return roles.HandingOn(Options(early_stop=False)).run(forward, args, kwargs, level)
+
+
+def _timed(kind: Any, call: Call, runs: Mapping[str, Run]) -> dict[str, Times]:
+    """Return the times that were found first for units of this kind."""
+    key = kind, call.device, torch.get_num_threads(), *runs
+    return once(key, lambda: call.times(runs))
+
+
+def _with_parts(
+    module: nn.Module, call: Call, run: Run, kept: int, parts: Sequence[str], kind: Any
+) -> dict[str, tuple[Bytes, float]]:
+    """Return bytes and ms where parts run again, each on its own, one more each time.
+
+    What costs least for what it saves comes first. kept: bytes that the run keeps otherwise.
+    """
+    modules = {name: module.get_submodule(name) for name in parts}
+    calls: dict[str, list[Any]] = {name: [] for name in parts}
+
+    def noted(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        calls[name].append((forward, *aliased((args, kwargs))))
+        return forward(*args, **kwargs)
+
+    def bytes_with(chosen: Sequence[str]) -> Bytes:
+        with roles.assigned({modules[name]: roles.again() for name in chosen}):
+            return call.bytes(run)
+
+    with roles.assigned({part: partial(noted, name) for name, part in modules.items()}):
+        call.once(run)
+    costs: dict[str, tuple[float, float]] = {}
+    for name, seen in calls.items():
+        # one without a graph of its own is none
+        with suppress(NoGraph):
+            for forward, *given in seen if len(seen) == 1 else ():
+                part, again = Call(modules[name], *given), partial(roles.again(), forward)
+                ms = _timed((kind, name), part, {_AGAIN: again})[_AGAIN].again
+                saves = part.bytes(partial(roles.SaveAt(PLAIN), forward)).made
+                costs[name] = ms / max(1, saves), ms
+    found: dict[str, tuple[Bytes, float]] = {}
+    chosen, least, ms = list[str](), kept, 0.0
+    for name in sorted(costs, key=lambda name: costs[name]):
+        # what it is given, or returns, may be written into
+        with suppress(RuntimeError):
+            taken = bytes_with([*chosen, name])
+            if least - _all(taken) > _WORTH * kept:
+                chosen, least, ms = [*chosen, name], _all(taken), ms + costs[name][1]
+                found[", ".join(chosen)] = taken, ms
+    return found
+
+
+def _states(args: Any, kwargs: Any) -> dict[Any, list[Any]]:
+    """Return, by place and kind, what tells whether an object among the arguments was changed."""
     given = [*enumerate(args), *kwargs.items()]
-    objects = {name: x for name, x in given if hasattr(x, "__dict__") and not _is_known(x)}
-    before = {name: list(_state(x)) for name, x in objects.items()}
-    call.dry(run)
-    for name, found in objects.items():
-        if list(_state(found)) != before[name]:
-            raise ValueError(
-                "plan: expected units that do the same each time they are called, one changes its "
-                f"argument {name}, a {type(found).__name__}: for a cache of keys and values, pass "
-                "use_cache=False to the model"
-            )
-
-
-def _is_known(value: Any) -> bool:
-    return isinstance(value, (Tensor, nn.Module))
+    objects = [(name, x) for name, x in given if hasattr(x, "__dict__")]
+    known = (Tensor, nn.Module)
+    return {(name, type(x)): [*_state(x)] for name, x in objects if not isinstance(x, known)}
 
 
 def _state(value: Any, depth: int = 5) -> Iterator[Any]:
-    """Yield what tells whether an object was changed."""
     if isinstance(value, Tensor):
         yield id(value), value._version
     elif isinstance(value, (bool, int, float, str, type(None))):
@@ -262,3 +305,14 @@ def _state(value: Any, depth: int = 5) -> Iterator[Any]:
         parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
         for part in value if is_list else parts.values():
             yield from _state(part, depth - 1)
+
+
+def _check_repeats(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
+    """Refuse a unit that changes an object it is given, such as a cache of keys and values."""
+    for (name, kind), state in before.items():
+        if after[name, kind] != state:
+            raise ValueError(
+                "plan: expected units that do the same each time they are called, one changes its "
+                f"argument {name}, a {kind.__name__}: for a cache of keys and values, pass "
+                "use_cache=False to the model"
+            )

@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 
-from fusedckpt.fusing.swapped import FusedMLP, FusedRMSNorm
+from fusedckpt.fusing.forwards import FusedMLP, FusedNorm
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential, runs
+from fusedckpt.planning import roles
+from fusedckpt.planning.budget import Policy
 
-__all__ = ["candidates", "has_levels", "is_fused", "named", "parts_of"]
+__all__ = ["Cut", "candidates", "check_model", "cuts_of", "has_levels"]
 
-_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedRMSNorm)
+_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedNorm)
 
 
-def is_fused(module: nn.Module) -> bool:
+class Cut(NamedTuple):
+    """Names of modules that may be units, and by unit of what in it may run again on its own."""
+
+    names: Sequence[str]
+    parts: Mapping[str, Sequence[str]]
+
+
+def cuts_of(model: nn.Module, policy: Policy, units: Any) -> list[Cut]:
+    """Return the cuts to choose from: the one that was given, or that of a rule, as it is."""
+    if not isinstance(policy, str):
+        if units is not None:
+            raise ValueError("plan: expected units or a policy that lists modules, got both")
+        return [Cut(_named(model, policy), {})]
+    names = candidates(model) if units is None else _named(model, units)
+    rule, _, number = policy.partition(":")
+    if rule == "uniform" and int(number) > len(names):
+        raise ValueError(f"plan: expected uniform:1 to {len(names)}, got {policy!r}")
+    if units is not None or policy not in ("budget", "memory"):
+        return [Cut(names, {})]
+    finer = candidates(model, finer=True)
+    # a module that is elsewhere, too, is no part
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    return [
+        Cut(cut, {name: [*_parts(model.get_submodule(name), places)] for name in cut})
+        for cut in ([names] if finer == names else [names, finer])
+    ]
+
+
+def _parts(unit: nn.Module, places: Mapping[nn.Module, int]) -> Iterator[str]:
+    for name, child in () if _is_fused(unit) else unit.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from (f"{name}.{inner}" for inner in _parts(child, places))
+        elif places[child] == 1:
+            yield name
+
+
+def _is_fused(module: nn.Module) -> bool:
     """Whether a level tells the module itself what to keep."""
     if isinstance(module, Sequential):
         return any(run.kind != "layer" for run in runs(list(module)))
@@ -26,7 +68,7 @@ def is_fused(module: nn.Module) -> bool:
 
 def has_levels(module: nn.Module) -> bool:
     """Whether a level tells the module, or one inside it, what to keep."""
-    return any(is_fused(child) for child in module.modules())
+    return any(_is_fused(child) for child in module.modules())
 
 
 def candidates(model: nn.Module, finer: bool = False) -> list[str]:
@@ -77,7 +119,7 @@ def _is_block(module: nn.Module, count: int) -> bool:
 def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         name = f"{prefix}.{name}" if prefix else name
-        if is_fused(child):
+        if _is_fused(child):
             yield name, child
         else:
             yield from _fused(name, child)
@@ -86,7 +128,7 @@ def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_container(module: nn.Module) -> bool:
     # one of a single module is none; a fused Sequential computes its children together
     container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-    return container and len(module) > 1 and not is_fused(module)
+    return container and len(module) > 1 and not _is_fused(module)
 
 
 def _layers(modules: Iterable[nn.Module]) -> int:
@@ -95,22 +137,8 @@ def _layers(modules: Iterable[nn.Module]) -> int:
     return sum(any(True for _ in module.parameters(recurse=False)) for module in inner)
 
 
-def parts_of(unit: nn.Module) -> list[str]:
-    """Return the names of the modules in a unit that may run again on their own."""
-    found: list[str] = []
-    for name, child in () if is_fused(unit) else unit.named_children():
-        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        found += [f"{name}.{inner}" for inner in parts_of(child)] if is_list else [name]
-    return found
-
-
-def named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
-    """Return the names of units that a caller gave by name or as modules.
-
-    Raises:
-        TypeError: what came is no list of names and modules.
-        ValueError: it is empty, one is not in the model, came twice, or lies in another.
-    """
+def _named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
+    """Return the names of units that a caller gave by name or as modules."""
     if isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable):
         came = type(units).__name__
         raise TypeError(f"plan: units must be a list of modules or their names, got a {came}")
@@ -128,3 +156,31 @@ def named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
         if any(name.startswith(f"{other}.") for other in found):
             raise ValueError(f"plan: unit {name} lies inside another unit")
     return found
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose units cannot be given roles."""
+    if any(roles.is_assigned(module) for module in model.modules()):
+        raise ValueError("plan: a plan is applied to this model: undo it first")
+    # who has compiled nothing is spared the seconds that importing it takes
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    for name, module in model.named_modules():
+        # torch.compile(module), and module.compile()
+        wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+        if wrapped or vars(module).get("_compiled_call_impl") is not None:
+            raise ValueError(
+                f"plan: expected a model that is not compiled yet, got {name or 'one that is'} "
+                "compiled: plan a model that is made anew, apply the plan, then compile"
+            )
+        if isinstance(module, nn.SyncBatchNorm) and _has_peers(module):
+            raise ValueError(
+                f"plan: {name or 'the model'} is a SyncBatchNorm, whose forward waits for other "
+                "ranks, while one of them measures alone: plan first, then convert_sync_batchnorm"
+            )
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        raise ValueError("plan: expected a model that is not sharded yet: plan it, then shard it")
+
+
+def _has_peers(norm: nn.SyncBatchNorm) -> bool:
+    is_alone = not dist.is_available() or not dist.is_initialized()
+    return not is_alone and dist.get_world_size(norm.process_group) > 1

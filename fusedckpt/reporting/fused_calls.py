@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from fusedckpt.autograd import fallbacks
-from fusedckpt.fusing import running
+from fusedckpt.fusing import fuse_report
 from fusedckpt.memory import SavedStorage
 
 __all__ = ["FusedCalls", "FusedModule"]
@@ -40,7 +40,7 @@ class FusedCalls:
     """Sees the calls of fused modules in a forward."""
 
     def __init__(self, model: nn.Module):
-        self._parts = list(running.parts(model))
+        self._parts = list(fuse_report.parts(model))
         self._inner: dict[nn.Module, list[str]] = {}
         for _, module, inner, _ in self._parts:
             self._inner.setdefault(module, []).append(inner)
@@ -48,7 +48,7 @@ class FusedCalls:
         self._calls: Counter[nn.Module] = Counter()
         self._tokens: dict[nn.Module, int] = {}
         self._reasons: dict[tuple[nn.Module, str], str] = {}
-        running.forget(model)
+        fuse_report.forget(model)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -84,7 +84,7 @@ class FusedCalls:
             self._tokens[module] = self._tokens.get(module, 0) + _tokens(output)
 
     def _note(self, module: nn.Module) -> bool:
-        reasons = {inner: running.reason_now(module, inner) for inner in self._inner[module]}
+        reasons = {inner: fuse_report.reason_now(module, inner) for inner in self._inner[module]}
         fallbacks.taken(module)
         found = {(module, inner): why for inner, why in reasons.items() if why is not None}
         self._reasons.update(found)

@@ -1,4 +1,4 @@
-"""Where the memory of one training step goes: what autograd keeps per module, and when it peaks."""
+"""Where the memory of one training step goes: what autograd saves per module, and when it peaks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import SavedStorage, SavedTensors, addresses_of, nbytes_of, profiled
 from fusedckpt.reporting.fused_calls import FusedCalls, FusedModule
+from fusedckpt.reporting.memory_text import text
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.timeline import Block, Moment, Watch, read
 from fusedckpt.reporting.trial import tensors_of, trial
@@ -27,10 +28,10 @@ __all__ = ["FusedModule", "MemoryReport", "report"]
 class MemoryReport:
     """What `report` found. Sizes are in bytes, of distinct storages.
 
-    `saved` are the storages that autograd keeps between forward and backward, under the names of
-    modules that they were kept in: "(model)" is the model's own code, "(loss)" the loss. `held` are
-    the bytes that live on from a module's forward by other means, the largest first: attributes of
-    an autograd function, as a chunked `F.linear_cross_entropy` has gradients in, random states of
+    `saved` are the storages that autograd saves for the backward pass, under the names of the
+    modules that saved them: "(model)" is the model's own code, "(loss)" the loss. `held` are the
+    bytes that live on from a module's forward by other means, the largest first: attributes of an
+    autograd function, as a chunked `F.linear_cross_entropy` has gradients in, RNG states of
     checkpoints, caches. `timeline` holds live bytes after every allocation and free; the
     first of its highest is the peak. `fused` tells of every module that `fuse` swapped whether it
     ran fused, or why not and what that cost.
@@ -53,12 +54,12 @@ class MemoryReport:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd's saved tensors keep between forward and backward."""
+        """Bytes that autograd saves for the backward pass."""
         return sum(storage.nbytes for storage in self.saved)
 
     @property
     def saved_by_module(self) -> dict[str, int]:
-        """Saved bytes by the name of the module that kept them first, the largest first."""
+        """Saved bytes by the name of the module that saved them first, the largest first."""
         counts: Counter[str] = Counter()
         for storage in self.saved:
             counts[storage.owner] += storage.nbytes
@@ -74,34 +75,67 @@ class MemoryReport:
         """The most bytes that lived at once, what was there when the step began included."""
         return self.peak.live_bytes
 
+    @property
+    def live_by_kind(self) -> dict[str, list[int]]:
+        """Live bytes by kind, moment by moment, which add up to all; the constant ones first."""
+        there = self.optimizer_bytes or 0
+        base = max(0, self.resident_bytes - there)
+        kinds = {
+            "parameters": [min(base, moment.live_bytes) for moment in self.timeline],
+            "optimizer": [there + moment.optimizer_bytes for moment in self.timeline],
+            "gradients": [moment.gradient_bytes for moment in self.timeline],
+        }
+        if self.optimizer_bytes is None:
+            del kinds["optimizer"]
+        named = map(sum, zip(*kinds.values(), strict=True))
+        rest = [max(0, m.live_bytes - own) for m, own in zip(self.timeline, named, strict=True)]
+        return {**kinds, "activations": rest}
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts; the timeline by column."""
-        found = asdict(self)
         peak = self.peak
-        found["saved"] = [asdict(storage) for storage in self.saved]
-        found["timeline"] = {
-            name: [getattr(moment, name) for moment in self.timeline] for name in Moment._fields
+        columns = zip(Moment._fields, zip(*self.timeline, strict=True), strict=True)
+        return asdict(self) | {
+            "timeline": {name: list(column) for name, column in columns},
+            "saved": [asdict(storage) for storage in self.saved],
+            "saved_bytes": self.saved_bytes,
+            "saved_bytes_by_module": self.saved_by_module,
+            "peak_bytes": peak.live_bytes,
+            "peak_time_ns": peak.time_ns,
+            "peak_phase": peak.phase,
+            "peak_module": peak.module,
         }
-        found["saved_bytes"], found["saved_bytes_by_module"] = (
-            self.saved_bytes,
-            self.saved_by_module,
-        )
-        found["peak_bytes"], found["peak_time_ns"] = peak.live_bytes, peak.time_ns
-        found["peak_phase"], found["peak_module"] = peak.phase, peak.module
-        return found
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return `to_dict()` as JSON, and write it to `path` if given."""
-        text = json.dumps(self.to_dict())
+        found = json.dumps(self.to_dict())
         if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
+            Path(path).write_text(found + "\n", encoding="utf-8")
+        return found
+
+    @property
+    def _sizes(self) -> dict[str, int | None]:
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "buffers": self.buffer_bytes,
+            "inputs": self.input_bytes,
+            "saved for backward": self.saved_bytes,
+        }
 
     def __str__(self) -> str:
-        return importlib.import_module("fusedckpt.reporting.memory_text").text(self)
+        return text(
+            title=f"Memory of one training step of {self.model} on {self.device}",
+            sizes=self._sizes,
+            held=self.held,
+            peak=self.peak,
+            saved=self.saved,
+            fused=self.fused,
+        )
 
     def plot(self, path: str | Path) -> None:
-        """Draw the saved bytes of every module, and the timeline with its peak.
+        """Draw the saved bytes of every layer, and the timeline with its peak.
 
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
@@ -112,7 +146,14 @@ class MemoryReport:
                 "MemoryReport.plot: expected matplotlib to be installed, as "
                 f"pip install 'fusedckpt[bench]' does: {error}"
             ) from error
-        drawing.draw(self, Path(path))
+        drawing.draw(
+            Path(path),
+            title=f"Memory of one training step: {self.model} on {self.device}",
+            sizes={**self._sizes, "live before the step": self.resident_bytes},
+            saved=self.saved_by_module,
+            timeline=self.timeline,
+            live=self.live_by_kind,
+        )
 
 
 def report(
@@ -126,12 +167,12 @@ def report(
 
         loss(model(*args, **kwargs)).backward(); optimizer.step()
 
-    Afterwards everything is as before (see `trial`). Gradients start from None. A second
-    step follows where the first one created state of the optimizer, as it is the one that repeats.
-    What modules keep inside stock checkpoints is not saved and so not listed; its recompute shows
-    in the timeline. Inside torch.compile'd code there is one module, the compiled one; call it once
-    before, so that the step holds no compilation. A model that calls torch.func.grad or the like
-    cannot be reported: torch then refuses the hooks that see saved tensors.
+    Afterwards everything is restored (see `trial`). Gradients start from None. Where the first step
+    creates optimizer state, a second one is reported, as later steps are like it. Inside torch's
+    checkpoints nothing is saved and so nothing listed; the recomputation shows in the timeline.
+    torch.compile'd code counts as one module; call it once before, so that the step holds no
+    compilation. A model that calls torch.func.grad or the like cannot be reported, as torch then
+    refuses the hooks that see saved tensors.
 
     On a CPU sizes are what was asked for, on CUDA what the caching allocator took for it. With
     several devices, `timeline` and `resident_bytes` are those of the first parameter's.

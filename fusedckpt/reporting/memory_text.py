@@ -1,76 +1,78 @@
-"""A memory report as text."""
+"""A memory report as text: what holds memory, when it peaks, and what every module saves."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+from fusedckpt.memory import SavedStorage
+from fusedckpt.reporting.fused_calls import FusedModule
 from fusedckpt.reporting.tables import Row, held_by, size, table
-
-if TYPE_CHECKING:
-    from fusedckpt.reporting.memory_report import FusedModule, MemoryReport
+from fusedckpt.reporting.timeline import Moment
 
 __all__ = ["text"]
 
 # modules shown; the rest is summed
 _MOST = 24
+_MODULES = ("module", "saved", "share", "storages", "largest", "shared with")
 _FUSED = ("fused modules", "ran", "modules", "saves more, up to", "first")
-_HEAD = ("module", "saved", "share", "storages", "largest", "shared with")
 
 
-def text(report: MemoryReport) -> str:
-    """Return what holds memory, when it peaks, and what every module keeps for backward."""
-    title = f"Memory of one training step of {report.model} on {report.device}"
-    rows = module_rows(report)
-    lines = [title, *summary(report), "", table(_HEAD, rows, numbers=(1, 2, 3))]
-    if report.fused:
-        lines += ["", table(_FUSED, fused_rows(report), numbers=(2, 3))]
+def text(
+    *,
+    title: str,
+    sizes: Mapping[str, int | None],
+    held: Mapping[str, int],
+    peak: Moment,
+    saved: Sequence[SavedStorage],
+    fused: Sequence[FusedModule],
+) -> str:
+    """Return one line for each kind of memory and for the peak, and tables of modules."""
+    lines = [title, *(_line(kind, n) for kind, n in sizes.items() if n is not None)]
+    if where := held_by(held):
+        lines.append(_line("held otherwise", sum(held.values()), where))
+    lines.append(_line("peak", peak.live_bytes, f"in {peak.phase}, in {peak.module}"))
+    lines += ["", table(_MODULES, _module_rows(saved), numbers=(1, 2, 3))]
+    if fused:
+        lines += ["", table(_FUSED, _fused_rows(fused), numbers=(2, 3))]
     return "\n".join(lines)
 
 
-def summary(report: MemoryReport) -> list[str]:
-    """Return one line for each kind of memory, and one for the peak."""
-    peak = report.peak
-    kinds = {
-        "parameters": report.parameter_bytes,
-        "gradients": report.gradient_bytes,
-        "optimizer state": report.optimizer_bytes,
-        "buffers": report.buffer_bytes,
-        "inputs": report.input_bytes,
-        "saved for backward": report.saved_bytes,
-    }
-    lines = [f"  {kind:20}{size(n):>12}" for kind, n in kinds.items() if n is not None]
-    if where := held_by(report.held):
-        lines.append(f"  {'held otherwise':20}{size(sum(report.held.values())):>12}  {where}")
-    where = f"in {peak.phase}, in {peak.module}"
-    return [*lines, f"  {'peak':20}{size(peak.live_bytes):>12}  {where}"]
+def _line(kind: str, nbytes: int, where: str = "") -> str:
+    return f"  {kind:20}{size(nbytes):>12}  {where}".rstrip()
 
 
-def module_rows(report: MemoryReport) -> list[Row]:
-    """Return a row of `_HEAD` for every module that keeps something, the largest first."""
-    total = max(report.saved_bytes, 1)
-    modules = report.saved_by_module
+def _module_rows(saved: Sequence[SavedStorage]) -> list[Row]:
+    """Return a row of `_MODULES` for every module that saves something, the largest first."""
+    owned: dict[str, list[SavedStorage]] = {}
+    for storage in saved:
+        owned.setdefault(storage.owner, []).append(storage)
+    total = max(_nbytes(saved), 1)
+
+    def row(name: str, storages: Sequence[SavedStorage], *details: str) -> Row:
+        nbytes = _nbytes(storages)
+        return (name, size(nbytes), f"{nbytes / total:.1%}", str(len(storages)), *details)
+
     rows = []
-    for name in list(modules)[:_MOST]:
-        kept = [storage for storage in report.saved if storage.owner == name]
-        largest = max(kept, key=lambda storage: storage.nbytes)
-        tensor = f"{largest.dtype} {list(largest.shape)}"
-        sharers = list(dict.fromkeys(other for storage in kept for other in storage.sharers))
+    names = sorted(owned, key=lambda name: -_nbytes(owned[name]))
+    for name in names[:_MOST]:
+        largest = max(owned[name], key=lambda storage: storage.nbytes)
+        sharers = list(dict.fromkeys(other for s in owned[name] for other in s.sharers))
         shared = ", ".join(sharers[:2]) + (f" +{len(sharers) - 2}" if len(sharers) > 2 else "")
-        share = f"{modules[name] / total:.1%}"
-        rows.append((name, size(modules[name]), share, str(len(kept)), tensor, shared))
-    rest = list(modules)[_MOST:]
-    if rest:
-        nbytes = sum(modules[name] for name in rest)
-        count = sum(storage.owner in rest for storage in report.saved)
-        share = f"{nbytes / total:.1%}"
-        rows.append((f"{len(rest)} more", size(nbytes), share, str(count), "", ""))
+        rows.append(row(name, owned[name], f"{largest.dtype} {list(largest.shape)}", shared))
+    if rest := names[_MOST:]:
+        storages = [storage for name in rest for storage in owned[name]]
+        rows.append(row(f"{len(rest)} more", storages, "", ""))
     return rows
 
 
-def fused_rows(report: MemoryReport) -> list[Row]:
+def _nbytes(storages: Sequence[SavedStorage]) -> int:
+    return sum(storage.nbytes for storage in storages)
+
+
+def _fused_rows(fused: Sequence[FusedModule]) -> list[Row]:
     """Return a row of `_FUSED` for all fused modules that ran alike, what costs most first."""
     groups: dict[tuple[str, str], list[FusedModule]] = {}
-    for module in report.fused:
+    for module in fused:
         ran = module.reason or ("fused" if module.calls else "not called, or in compiled code")
         groups.setdefault((module.change, ran), []).append(module)
     rows = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 __all__ = ["Row", "enough", "held_by", "size", "table"]
 
@@ -33,30 +34,37 @@ def held_by(held: Mapping[str, int]) -> str | None:
     return f"outside saved tensors: {', '.join(names)}{rest}" if names else None
 
 
-def table(head: Row, rows: Sequence[Row], numbers: Sequence[int]) -> str:
-    """Return a table; the columns in `numbers` are aligned to the right."""
+def table(head: Row, rows: Sequence[Row], numbers: Sequence[int], compact: bool = False) -> str:
+    """Return a table; the columns in `numbers` are aligned to the right.
+
+    compact: without rules between columns, and with heads of several lines.
+    """
     try:
-        return _rich(head, rows, numbers)
+        return _rich(head, rows, numbers, compact)
     except ImportError:
         return _plain(head, rows, numbers)
 
 
 def _plain(head: Row, rows: Sequence[Row], numbers: Sequence[int]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    heads = [*zip_longest(*(name.split("\n") for name in head), fillvalue="")]
+    widths = [max(map(len, column)) for column in zip(*heads, *rows, strict=True)]
     lines = [
         "  ".join(
             cell.rjust(width) if column in numbers else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in [head, tuple("-" * width for width in widths), *rows]
+        for row in [*heads, tuple("-" * width for width in widths), *rows]
     ]
     return "\n".join(lines)
 
 
-def _rich(head: Row, rows: Sequence[Row], numbers: Sequence[int]) -> str:
-    names = ("rich.console", "rich.table", "rich.text")
-    console, tables, texts = (importlib.import_module(name) for name in names)
-    table = tables.Table()
+def _rich(head: Row, rows: Sequence[Row], numbers: Sequence[int], compact: bool) -> str:
+    names = ("rich.console", "rich.table", "rich.text", "rich.box")
+    console, tables, texts, boxes = (importlib.import_module(name) for name in names)
+    table = tables.Table(box=boxes.HEAVY_HEAD)
+    if compact:
+        look = {"padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
+        table = tables.Table(box=boxes.SIMPLE_HEAD, **look)
     for column, name in enumerate(head):
         table.add_column(name, justify="right" if column in numbers else "left", no_wrap=True)
     for row in rows:
@@ -66,4 +74,4 @@ def _rich(head: Row, rows: Sequence[Row], numbers: Sequence[int]) -> str:
     width = sum(max(map(len, column)) + 3 for column in zip(head, *rows, strict=True)) + 1
     page = console.Console(file=io.StringIO(), width=width, color_system=None)
     page.print(table)
-    return page.file.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in page.file.getvalue().splitlines()).strip("\n")

@@ -130,10 +130,9 @@ def _mark(kind: str, name: str) -> None:
 
 
 class _Item(NamedTuple):
-    """One thing in a profile that matters here."""
+    """One thing in a profile that matters here; kind: the method of `_Reader` that takes it."""
 
     time_ns: int
-    # phase, enter, leave: markers; op, node, done: autograd; memory
     kind: str
     content: Any
 
@@ -151,71 +150,24 @@ def read(
 ) -> Reading:
     """Read one step, as `timeline`; gradients: where in memory those are that it leaves."""
     items = sorted(_items(events, device), key=lambda item: item.time_ns)
-    sweep, ledger = _Sweep(), _Ledger()
-    start = 0
-    held: list[Block] = []
-    moments: list[Moment] = []
+    reader = _Reader(resident)
     for item in items:
-        if item.kind == "memory":
-            ledger.take(item.content, sweep, len(moments))
-        else:
-            sweep.follow(item)
-        if (item.kind, item.content) == ("phase", "backward"):
-            held = ledger.blocks()
-        start = start or item.time_ns
-        if sweep.phase and item.kind in ("memory", "phase"):
-            live, time_ns = resident + ledger.live, item.time_ns - start
-            moments.append(Moment(time_ns, live, sweep.phase, sweep.module))
-    return Reading(ledger.filed(moments, gradients), held)
+        getattr(reader, item.kind)(item.content)
+        if reader.phase_name and item.kind in ("memory", "phase"):
+            reader.note(item.time_ns - items[0].time_ns)
+    return Reading(reader.with_gradients(gradients), reader.held)
 
 
-class _Ledger:
-    """Which memory lives, of what was allocated under the profiler."""
+class _Reader:
+    """Follows allocations, markers and autograd nodes in the order of time."""
 
-    def __init__(self):
-        self.live = 0
+    def __init__(self, resident: int):
+        self.moments: list[Moment] = []
+        # what lives when backward begins
+        self.held: list[Block] = []
+        self.phase_name = ""
+        self._live, self._optimizer = resident, 0
         self._blocks: dict[int, Block] = {}
-        # by moment, how much more of the optimizer's there is than before
-        self._optimizer: Counter[int] = Counter()
-
-    def take(self, fields: Any, sweep: _Sweep, moment: int) -> None:
-        """Note an allocation or a free; that of a block from before counts nothing."""
-        if fields.alloc_size > 0:
-            block = Block(fields.ptr, fields.alloc_size, sweep.phase, sweep.module, moment)
-            self._blocks[fields.ptr] = block
-            change = block.nbytes
-        else:
-            block = self._blocks.pop(fields.ptr, None)
-            change = 0 if block is None else -block.nbytes
-        self.live += change
-        if block is not None and block.phase == "optimizer":
-            self._optimizer[moment] += change
-
-    def blocks(self) -> list[Block]:
-        """Return what lives."""
-        return list(self._blocks.values())
-
-    def filed(self, moments: list[Moment], gradients: Collection[int]) -> list[Moment]:
-        """Return the moments with what is the optimizer's, and of gradients at these addresses."""
-        grown: Counter[int] = Counter()
-        for block in self._blocks.values():
-            if block.address in gradients and block.phase != "optimizer":
-                grown[block.since] += block.nbytes
-        rows = zip(
-            moments, *(_sums(x, len(moments)) for x in (grown, self._optimizer)), strict=True
-        )
-        return [m._replace(gradient_bytes=x, optimizer_bytes=y) for m, x, y in rows]
-
-
-def _sums(changes: Counter[int], count: int) -> list[int]:
-    return [*accumulate(changes[i] for i in range(count))]
-
-
-class _Sweep:
-    """Follows markers and autograd nodes in the order of time."""
-
-    def __init__(self):
-        self.phase = ""
         self._running: list[str] = []
         # by thread and its sequence number, who ran the forward op that made the node
         self._makers: dict[tuple[int, int], str] = {}
@@ -228,30 +180,61 @@ class _Sweep:
         """Who runs now; between two nodes of a backward, who ran the former one's forward."""
         return self._running[-1] if self._running else self._last
 
-    def follow(self, item: _Item) -> None:
-        """Take the next marker, op or node."""
-        getattr(self, f"_{item.kind}")(item.content)
+    def note(self, time_ns: int) -> None:
+        """Add a moment."""
+        moment = Moment(time_ns, self._live, self.phase_name, self.module, 0, self._optimizer)
+        self.moments.append(moment)
 
-    def _begin(self, thread: int) -> None:
+    def memory(self, fields: Any) -> None:
+        """Take an allocation or a free; that of a block from before counts nothing."""
+        if fields.alloc_size > 0:
+            since = len(self.moments)
+            block = Block(fields.ptr, fields.alloc_size, self.phase_name, self.module, since)
+            self._blocks[fields.ptr], change = block, block.nbytes
+        else:
+            block = self._blocks.pop(fields.ptr, None)
+            change = 0 if block is None else -block.nbytes
+        self._live += change
+        if block is not None and block.phase == "optimizer":
+            self._optimizer += change
+
+    def with_gradients(self, addresses: Collection[int]) -> list[Moment]:
+        """Return the moments with the bytes of gradients that lie at these addresses in the end."""
+        grown: Counter[int] = Counter()
+        for block in self._blocks.values():
+            if block.address in addresses and block.phase != "optimizer":
+                grown[block.since] += block.nbytes
+        sums = accumulate(grown[index] for index in range(len(self.moments)))
+        return [m._replace(gradient_bytes=n) for m, n in zip(self.moments, sums, strict=True)]
+
+    def begin(self, thread: int) -> None:
+        """Note the thread that runs the step."""
         self._thread = thread
 
-    def _phase(self, name: str) -> None:
-        self.phase = name if name != "end" else ""
+    def phase(self, name: str) -> None:
+        """Enter forward, backward or optimizer, or leave the last one."""
+        self.phase_name = name if name != "end" else ""
         self._last = {"forward": ROOT, "optimizer": OPTIMIZER}.get(name, LOSS)
+        if name == "backward":
+            self.held = list(self._blocks.values())
 
-    def _enter(self, name: str) -> None:
+    def enter(self, name: str) -> None:
+        """Enter a module's forward."""
         self._running.append(name)
 
-    def _leave(self, _: str) -> None:
+    def leave(self, _: str) -> None:
+        """Leave a module's forward."""
         self._running.pop()
         if not self._running:
             self._last = LOSS
 
-    def _op(self, place: tuple[int, int]) -> None:
+    def op(self, place: tuple[int, int]) -> None:
+        """Remember who runs the op."""
         # the number is the next node's: of all ops that show it, the last one made the node
         self._makers[place] = self.module
 
-    def _node(self, place: tuple[int, int]) -> None:
+    def node(self, place: tuple[int, int]) -> None:
+        """Enter a node of the backward."""
         # a GPU's backward has a thread of its own, where a recompute counts its ops anew; the nodes
         # of these run inside a node, a reentrant checkpoint's
         thread, number = place
@@ -260,7 +243,8 @@ class _Sweep:
         self._running.append(self._makers.get(place, self.module))
         self._depth += 1
 
-    def _done(self, _: Any) -> None:
+    def done(self, _: Any) -> None:
+        """Leave a node."""
         self._depth -= 1
         self._last = self._running.pop()
 

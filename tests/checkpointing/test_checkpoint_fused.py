@@ -22,7 +22,7 @@ import fusedckpt
 from fusedckpt.autograd import phases
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.autograd.saved_tensor import SavedTensor
-from fusedckpt.checkpointing import saved as stand_ins
+from fusedckpt.checkpointing import calls
 from fusedckpt.functional import linear_act
 from fusedckpt.memory import saved_tensors
 
@@ -201,9 +201,9 @@ def test_inside_distributed_wrapper(impl):
 
 
 # torch's own, where it has one, and what stands for it
-@pytest.mark.parametrize("make_saved", dict.fromkeys([stand_ins.make_saved, SavedTensor]))
+@pytest.mark.parametrize("make_saved", dict.fromkeys([calls.make_saved, SavedTensor]))
 def test_saved_bytes_in_a_checkpoint_are_its_input(monkeypatch, make_saved):
-    monkeypatch.setattr(stand_ins, "make_saved", make_saved)
+    monkeypatch.setattr(calls, "make_saved", make_saved)
     layers = nn.Sequential(*blocks(fusedckpt.MLP, "preact"))
     x = randn(ROWS, D)
     for wrap in (fusedckpt.checkpoint, STOCK["non-reentrant"]):
@@ -239,7 +239,7 @@ def test_without_torchs_private_hooks(monkeypatch, name):
     layers, x = blocks(fusedckpt.MLP, "inputs"), randn(ROWS, D)
     expected = gradients(nn.Sequential(*layers), [x])
     monkeypatch.setattr(phases, "_top_hooks", None)
-    monkeypatch.setattr(stand_ins, "make_saved", SavedTensor)
+    monkeypatch.setattr(calls, "make_saved", SavedTensor)
     gemms, found = counted(partial(in_one, (STOCK | OURS)[name], layers), [x])
     assert gemms >= 35
     for a, b in zip(found, expected, strict=True):

@@ -15,11 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fusedckpt import checkpoint_sequential
-from fusedckpt.checkpointing.sequential import measured
-from fusedckpt.checkpointing.starts import ChainSizes, chain_sizes, least_starts
+from fusedckpt.checkpointing.starts import ChainSizes, chain_sizes, least_starts, measured_starts
 from fusedckpt.memory import peak_bytes, saved_tensors
 
-sqrt_starts = partial(measured, least_starts)
+sqrt_starts = partial(measured_starts, least_starts)
 
 
 def chain(count=7):

@@ -220,10 +220,10 @@ def test_an_inlined_mlp_is_named():
 
 def test_what_runs_once_for_all_is_the_same_for_all(monkeypatch):
     """Identical modules are checked once, others each."""
-    from fusedckpt.fusing import parity
+    from fusedckpt.fusing import verification
 
-    real, calls = parity.difference, []
-    monkeypatch.setattr(parity, "difference", lambda *a: calls.append(a) or real(*a))
+    real, calls = verification.difference, []
+    monkeypatch.setattr(verification, "difference", lambda *a: calls.append(a) or real(*a))
     model = nn.ModuleList([FeedForward(), FeedForward(), Split(), Split(), Split(96, 128)])
     assert len(fuse(model.to(DEVICE)).swapped) == 5
     assert len(calls) == 3
@@ -233,4 +233,4 @@ def test_what_runs_once_for_all_is_the_same_for_all(monkeypatch):
 def test_a_norm_casts_back_what_autocast_widens_if_it_did(make, expected):
     module = make().to(DEVICE)
     fuse(module)
-    assert module._fusedckpt_plan.casts_back is expected
+    assert module._fusedckpt_match.casts_back is expected

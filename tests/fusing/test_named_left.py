@@ -136,6 +136,29 @@ def test_lazy_modules_are_named():
     assert fuse(nn.LazyBatchNorm1d()).left == {"": why}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_what_torchscript_compiled_is_named():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.act, self.fc2 = nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)
+            self.act = torch.jit.script(self.act)
+
+        def forward(self, x):
+            return self.fc2(self.act(self.fc1(x)))
+
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)))
+    model = nn.Sequential(scripted, nn.LayerNorm(D), Mine())
+    report = fuse(model)
+    assert list(report.swapped) == ["1"]
+    assert report.left == {
+        "0": "TorchScript compiled it: fuse before scripting",
+        "2": "TorchScript compiled act: fuse before scripting",
+    }
+    assert report.classes == {"0": "Sequential", "2": "Mine"}
+    assert model(torch.randn(2, D)).shape == (2, D)
+
+
 ONLY = {
     "mpl": "matches no module: names are those of named_modules(), such as 'mlp'",
     "layers.*.mlp": "matches no module: names are",

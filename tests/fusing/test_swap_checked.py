@@ -1,4 +1,4 @@
-"""fuse: what is left of unknown classes and why, the parity check, and what a call chooses."""
+"""fuse: what is left of unknown classes and why, the check of numbers, and what a call chooses."""
 
 import copy
 
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE, randn
 from swap_cases import kinds
+from test_found import Split
 from test_swap_mlps import Conv1D, D, Gated, H, LoraLinear, Packed, Plain, assert_same
 from test_swap_norms import Llama
 from torch import nn
@@ -14,7 +15,8 @@ from torch.nn.utils import parametrize
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt.fusing import parity
+from fusedckpt.fusing import verification
+from fusedckpt.fusing.forwards import FusedMLP
 
 
 class Quantised(nn.Linear):
@@ -188,20 +190,28 @@ def test_a_wrong_rule_is_named(monkeypatch):
     """Every kind of swap is really checked: ours is broken on purpose."""
     model = nn.Sequential(Llama(), Plain(), Packed(), nn.LayerNorm(D), nn.RMSNorm(D), sequential())
     model.to(DEVICE)
-    real = parity.results
+    real = verification.results
 
-    def off(module, leaves, x, dout):
-        found = real(module, leaves, x, dout)
+    def off(module, wanted, dout):
+        found = real(module, wanted, dout)
         ours = "_fusedckpt_original" in module.__dict__
         return [found[0] * 1.001, *found[1:]] if ours else found
 
-    monkeypatch.setattr(parity, "results", off)
+    monkeypatch.setattr(verification, "results", off)
     before = kinds(model)
     report = fuse(model)
     assert report.swapped == {}
     assert sorted(report.left) == ["0", "1", "2", "3", "4", "5.0"]
     assert all(reason.startswith("output: error") for reason in report.left.values())
     assert kinds(model) == before
+
+
+def test_a_module_that_knows_its_sizes_is_checked(monkeypatch):
+    """Ours is run on a smaller copy of it, though that holds other numbers."""
+    real = FusedMLP._fused
+    monkeypatch.setattr(FusedMLP, "_fused", lambda self, x: real(self, x) * 1.001)
+    for module in (Split(), Plain(linear=Conv1D)):
+        assert fuse(module.to(DEVICE)).left[""].startswith("output: error")
 
 
 def sequential():
@@ -244,7 +254,7 @@ def test_nothing_is_touched(monkeypatch):
 def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     model = nn.Sequential(Plain(), Llama(), nn.LayerNorm(D)).to(DEVICE)
     before, attributes = kinds(model), [set(m.__dict__) for m in model.modules()]
-    real, calls = parity.difference, []
+    real, calls = verification.difference, []
 
     def fails(*args):
         calls.append(args)
@@ -252,7 +262,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
             raise MemoryError("no more")
         return real(*args)
 
-    monkeypatch.setattr(parity, "difference", fails)
+    monkeypatch.setattr(verification, "difference", fails)
     with pytest.raises(MemoryError, match="no more"):
         fuse(model)
     assert kinds(model) == before

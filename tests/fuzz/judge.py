@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusedckpt.autograd.accuracy import FLOOR, SLACK
+
 from .config import Config
 from .kept import kept_bytes, saved_bytes
 from .trial import Trial, attempt, settle
 
-SLACK = 2.0
-FLOOR = 8.0
 # how many draws an apparent excess is judged by, one stage after the other
 DRAWS = (16, 112)
 # where the first stage leaves no doubt

@@ -2,10 +2,11 @@
 
 import torch
 
-from bench.sizes import DEFAULT_TOKENS, SIZES
+from bench.settings import DEFAULT_TOKENS, SIZES
 from fusedckpt.kernels import linear, norm
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.kernels.hidden import hidden_grad, hybrid_grad
+from fusedckpt.kernels.elementwise import HiddenGrad
+from fusedckpt.kernels.linear import hidden_grad, hybrid_grad
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -38,13 +39,14 @@ def hybrids(
     dy, down = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype)
     z, up, h = (meta(m, n, dtype=dtype) for _ in range(3))
     if gated:
-        hidden_grad(h, z, up, h, z, up, activation, (True, True), "split")
-        hybrid_grad(dy, down, z, up, h, z, up, activation, (True, True))
-        hybrid_grad(dy, down, z, up, h, z, up, activation, (False, False))
+        grads = HiddenGrad(z, up, h, z, up)
+        hidden_grad(h, grads, activation, (True, True), "split")
+        hybrid_grad(dy, down, grads, activation, (True, True))
+        hybrid_grad(dy, down, grads, activation, (False, False))
     else:
-        hidden_grad(h, z, None, z, h, None, activation, (True, False), "split")
-        hybrid_grad(dy, down, z, None, z, h, None, activation, (True, False))
-        hybrid_grad(dy, down, z, None, None, h, None, activation, (False, False))
+        hidden_grad(h, HiddenGrad(z, None, z, h, None), activation, (True, False), "split")
+        hybrid_grad(dy, down, HiddenGrad(z, None, z, h, None), activation, (True, False))
+        hybrid_grad(dy, down, HiddenGrad(z, None, None, h, None), activation, (False, False))
 
 
 def norms(n: int) -> None:

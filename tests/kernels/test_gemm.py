@@ -17,7 +17,8 @@ if not HAS_TRITON:
 
 from fusedckpt.kernels import gemm, linear, tuned
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.kernels.hidden import hybrid_grad
+from fusedckpt.kernels.elementwise import HiddenGrad
+from fusedckpt.kernels.linear import hybrid_grad
 from fusedckpt.kernels.runtime import IS_INTERPRETED, arch
 from fusedckpt.kernels.tiles import TILES, slot_of
 
@@ -117,7 +118,8 @@ def test_hybrid(slot, gated, dtype, covered):
     theirs = eager_hidden(dy, down, z, up)
     truth = eager_hidden(*(None if t is None else t.double() for t in (dy, down, z, up)))
     h, dz, dup = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z) if gated else None
-    db = hybrid_grad(dy, down, z, up, h, dz, dup, "silu", (True, gated))
+    grads = HiddenGrad(z, up, h, dz, dup)
+    db = hybrid_grad(dy, down, grads, "silu", (True, gated))
     ours = (h, dz, dup, *db) if gated else (h, dz, db[0])
     for found in zip(ours, theirs, truth, strict=True):
         agree(*found)

@@ -170,9 +170,10 @@ def test_double_backward_of_every_mask(case, mask):
 @each
 def test_double_backward_runs_the_twin(case, monkeypatch):
     kind = case.name.split("-")[0]
-    modules = {"linear_act": layers.linear, "mlp": layers.mlp, "gated_mlp": layers.mlp}
+    blocks = layers.mlp_function
+    modules = {"linear_act": layers.linear, "mlp": blocks, "gated_mlp": blocks}
     modules["norm_linear"] = layers.norm_linear
-    module = modules.get(kind, layers.norm)
+    module = modules.get(kind, layers.norm_function)
     calls = []
     twin_gradients = module.twin_gradients
     monkeypatch.setattr(

@@ -102,9 +102,8 @@ def test_every_dtype_on_every_path(path):
         tensors = [p.detach() for p in mlp.to(DEVICE, dtype).parameters()]
 
         def fused(x, weight, *tensors):
-            spec = fusedckpt.NormSpec("rms", weight, None, 1e-6, 0.0, "llama")
             rms = fusedckpt.functional.rms_norm(x, (D,), weight, 1e-6, cast="llama")
-            n = norm_sharing.remember(norm, rms, spec)
+            n = norm_sharing.remember(norm, rms, weight, None)
             return fusedckpt.functional.gated_mlp(n, *tensors)
 
         def eager(x, weight, *tensors):

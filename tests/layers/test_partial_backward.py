@@ -180,18 +180,15 @@ def weights():
 
 def mlp_grad_calls(monkeypatch):
     """Collect which gradients the MLP's backward computes."""
-    from fusedckpt.layers import mlp
+    from fusedckpt.kernels import mlp
 
-    seen = []
+    seen, computed = [], mlp.backward
 
-    def spy(ops):
-        def call(dy, *args):
-            seen.append(args[-1])
-            return ops(dy, *args)
+    def spy(*args):
+        seen.append(args[6])
+        return computed(*args)
 
-        return call
-
-    monkeypatch.setattr(mlp, "mlp_backward_ops", tuple(map(spy, mlp.mlp_backward_ops)))
+    monkeypatch.setattr(mlp, "backward", spy)
     return seen
 
 

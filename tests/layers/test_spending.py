@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
-from fusedckpt.autograd import phases
+from fusedckpt.autograd import backward, donation
 from fusedckpt.functional import gated_mlp, linear_act, mlp
 from fusedckpt.memory import saved_tensors
 
@@ -183,10 +183,10 @@ def test_a_backward_beside_another(layer, monkeypatch):
     """One that has read what the layer kept when another, in its own thread, writes over it."""
     fn, inputs, dy, expected = layer
     y = fn(*inputs)
-    load, inner = phases.load, []
+    begin, inner = backward.begin, []
 
-    def load_before_the_other(ctx, num_given):
-        loaded = load(ctx, num_given)
+    def load_before_the_other(ctx, *dys):
+        loaded = begin(ctx, *dys)
         if not inner:
             inner.append(None)
             inner[0] = torch.autograd.grad(y, inputs, dy, retain_graph=True)
@@ -194,8 +194,8 @@ def test_a_backward_beside_another(layer, monkeypatch):
 
     # the one in between is the first to ask
     keeps = iter((False, True))
-    monkeypatch.setattr(phases, "_keeps_graph", lambda: next(keeps))
-    monkeypatch.setattr(phases, "load", load_before_the_other)
+    monkeypatch.setattr(donation, "_keeps_graph", lambda: next(keeps))
+    monkeypatch.setattr(backward, "begin", load_before_the_other)
     with pytest.raises(RuntimeError, match="another backward wrote over"):
         torch.autograd.grad(y, inputs, dy, retain_graph=True)
     assert_equal(inner[0], expected)

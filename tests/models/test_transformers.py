@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from support import squared
 from transformers_cases import MODELS
 
 from fusedckpt import fuse, unfuse
+from fusedckpt.autograd.accuracy import Errors, allowed
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
@@ -53,26 +53,19 @@ def results(model, inputs):
 def worst_ratio(fused, eager, batches):
     """Hold loss, logits and gradients to the contract; return the worst error beside eager's."""
     truth_model = copy.deepcopy(eager).double()
-    sums: Counter = Counter()
+    sums: dict[str, Errors] = {}
     for inputs in batches:
         ours, theirs = results(fused, inputs), results(eager, inputs)
         truth = results(truth_model, inputs)
         assert ours.keys() == theirs.keys() == truth.keys()
         for name, t in truth.items():
-            assert ours[name].dtype == theirs[name].dtype
-            assert torch.equal(ours[name].isfinite(), theirs[name].isfinite())
-            for key, x in (("ours", ours[name] - t), ("eager", theirs[name] - t), ("truth", t)):
-                sums[name, key] += squared(x)
-            sums[name, "count"] += t.numel()
+            sums.setdefault(name, Errors(theirs[name].dtype)).add(ours[name], theirs[name], t)
     worst = 0.0
-    for name in truth:
-        mine, eagers, scale = (
-            (sums[name, key] / sums[name, "count"]) ** 0.5 for key in ("ours", "eager", "truth")
-        )
-        floor = 8 * torch.finfo(torch.float32).eps * max(1.0, scale)
-        assert mine <= 2 * eagers + floor, f"{name}: error {mine:.3g}, eager's {eagers:.3g}"
+    for name, errors in sums.items():
+        assert errors.problem() is None, f"{name}: {errors.problem()}"
+        mine, eagers, scale = errors.rms()
         # below the floor a ratio is noise
-        worst = max(worst, mine / eagers if eagers > floor else 0.0)
+        worst = max(worst, mine / eagers if eagers > allowed(0, scale, errors.dtype) else 0.0)
     return worst
 
 

@@ -128,9 +128,9 @@ def check_groups(rank: int) -> None:
 
 def check_one_measures(rank: int) -> None:
     measured = []
-    chains, planner.chains = planner.chains, lambda *a: measured.append(1) or chains(*a)
+    made, planner._planned = planner._planned, lambda *a: measured.append(1) or made(*a)
     found = planned(transformer(2), tokens(), policy="sqrt")
-    planner.chains = chains
+    planner._planned = made
     assert len(measured) == 1 - rank
     pages = [""] * 2
     dist.all_gather_object(pages, str(found))

@@ -7,10 +7,12 @@ import pytest
 import torch
 from plan_models import Block, convolutional, images, tokens, transformer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedckpt
 from fusedckpt import Plan, plan, report
 from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.planning.calls import Times
 from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.solver import least_bytes, least_peak, may_go_lower, solve
@@ -229,15 +231,21 @@ def test_parts_that_are_shared_or_run_twice_do_not():
     assert {level.name for level in nested(found)} == {"plain but once"}
 
 
+def flops(step, *given):
+    with FlopCounterMode(display=False) as counter:
+        step(*given)
+    return counter.get_total_flops() / 1e6
+
+
 def by_flops(kind, call, runs):
     """Times without a clock: a forward takes its FLOPs, a backward twice that."""
-    ms = call.forward_flops / 1e6 + 0.01
-    backward = {"again": 2 * ms + 0.01, "middle": 3 * ms}
-    return {name: [(ms, backward.get(name, 2 * ms))] for name in runs}
+    forward = {name: flops(call.once, run) for name, run in runs.items()}
+    again = {name: flops(call._timed, run) - 3 * forward[name] for name, run in runs.items()}
+    return {x: Times(ms, 2 * ms, max(0.0, again[x]) + 0.01) for x, ms in forward.items()}
 
 
 def test_blocks_of_layers_are_cut_up_where_that_pays(monkeypatch):
-    monkeypatch.setattr("fusedckpt.planning.ways.timed", by_flops)
+    monkeypatch.setattr("fusedckpt.planning.unit_costs._timed", by_flops)
     model, x = convolutional(6), images()
     most, least = (plan(model, x, policy=policy, progress=False) for policy in ("none", "memory"))
     assert "1" in {unit.name for unit in most.chain.units}

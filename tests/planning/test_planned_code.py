@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from budgets import ResNet
 from torch import nn
 
 from fusedckpt import Plan, plan, report
@@ -132,3 +133,10 @@ def test_plans_around_code_are_applied_and_loaded(tmp_path):
         each(x)[0].square().mean().backward()
     ours, theirs = ([p.grad for p in m.layers.parameters()] for m in (model, plain))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["none", "all", "uniform:2"])
+def test_what_callers_of_units_hold_meanwhile_is_counted_once(policy):
+    model, x = ResNet((16, 32), 2), torch.randn(8, 3, 32, 32)
+    found = plan(model, x, policy=policy, progress=False)
+    assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes

@@ -13,11 +13,11 @@ from torch import nn
 import fusedckpt
 from fusedckpt import Checkpoint, checkpoint_sequential, plan, report
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.planning import planner
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.planning.chain import simulate
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.solver import solve
+from fusedckpt.planning.trials import Trials
 
 MODELS = {
     "transformer": (transformer, tokens),
@@ -482,9 +482,9 @@ def test_units_that_are_alike_are_measured_once(monkeypatch):
         torch.randn(4, 8),
     )
     kinds = []
-    measured = fusedckpt.planning.costs.measured
+    measured = fusedckpt.planning.survey.measured
     monkeypatch.setattr(
-        "fusedckpt.planning.costs.measured", lambda *a: kinds.append(1) or measured(*a)
+        "fusedckpt.planning.survey.measured", lambda *a: kinds.append(1) or measured(*a)
     )
     found = planned(model, x, policy="sqrt")
     assert len(units_of(found)) == 100
@@ -504,7 +504,7 @@ def test_levels_that_keep_less_are_never_faster():
 def test_a_hopeless_budget_is_not_tried(monkeypatch):
     """What keeps everything may not fit the device at all."""
     tried = []
-    monkeypatch.setattr(planner, "_tried", lambda step, found: tried.append(found))
+    monkeypatch.setattr(Trials, "tried", lambda self, found: tried.append(found))
     with pytest.raises(ValueError, match="plan: the least feasible budget is"):
         planned(transformer(2), tokens(), budget="10KiB")
     assert not tried

@@ -12,7 +12,7 @@ from support import calls
 
 from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
 from fusedckpt.planning.policies import policy
-from fusedckpt.planning.solver import _search, least_peak, solve
+from fusedckpt.planning.solver import _Search, least_peak, solve
 
 
 def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
@@ -324,7 +324,7 @@ def test_beats_sqrt_clearly_on_a_transformer():
     assert solve(chain, rule.peak).extra < 0.85 * rule.extra
 
 
-def test_bounds_hold_where_staircases_are_thinned(monkeypatch):
+def test_bounds_hold_where_frontiers_are_thinned(monkeypatch):
     draw = random.Random(9)
     chains = [random_chain(draw, draw.randint(4, 7)) for _ in range(60)]
     for chain in chains:
@@ -333,10 +333,9 @@ def test_bounds_hold_where_staircases_are_thinned(monkeypatch):
         exact = solve(chain, budget)
         with monkeypatch.context() as patch:
             patch.setattr("fusedckpt.planning.solver._FEWEST", 2)
-            patch.setattr("fusedckpt.planning.solver._MOST", 2)
             thinned = solve(chain, budget)
-            priced = _search(chain, budget - chain.base).prices
-        assert priced.lower_bound <= exact.extra + 1e-9
+        search = _Search(chain, budget - chain.base, len(chain.units), steps=2)
+        assert search.find_multiplier() <= exact.extra + 1e-9
         assert exact.lower_bound == exact.extra
         assert thinned.lower_bound <= exact.extra + 1e-9
         assert exact.extra <= thinned.extra + 1e-9

@@ -238,7 +238,7 @@ def test_the_figures_kinds_add_up(adam):
     model, x = nn.Sequential(mlp(), nn.Sequential(mlp(), nn.Tanh())), torch.randn(R, D)
     optimizer = torch.optim.Adam(model.parameters(), foreach=True) if adam else None
     found = report(model, x, optimizer=optimizer)
-    kinds = drawing.by_kind(found)
+    kinds = found.live_by_kind
     expected = ["parameters", *["optimizer"] * adam, "gradients", "activations"]
     assert [*kinds] == expected
     lives = [moment.live_bytes for moment in found.timeline]

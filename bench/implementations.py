@@ -1,0 +1,82 @@
+"""The implementations of a case: eager and what torch offers, ours, and other libraries'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from bench.cases import CASES, Case, Function, stack
+from bench.measure import Implementation
+from bench.peers import peers_of
+from bench.settings import Size
+from fusedckpt import checkpoint
+
+
+def _with_budget(budget: float) -> Callable[..., Any]:
+    """Return a compiler that lets a graph save this share of what it would save for backward."""
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(activation_memory_budget=budget):
+            return compile_fx(graph, inputs)
+
+    return compiler
+
+
+def _compiled(budget: float) -> Callable[[Function], Function]:
+    backend = _with_budget(budget)
+    return lambda eager: torch.compile(eager, dynamic=False, backend=backend)
+
+
+# nothing here draws random numbers: no checkpoint pays for keeping their state
+stock = partial(torch_checkpoint, use_reentrant=False, preserve_rng_state=False)
+ours = partial(checkpoint, preserve_rng_state=False)
+
+# the first is the one that errors and ratios refer to
+BASELINES: dict[str, Callable[[Function], Function]] = {
+    "eager": lambda eager: eager,
+    "torch.compile": lambda eager: torch.compile(eager, dynamic=False),
+    "torch.compile 0.5": _compiled(0.5),
+    "torch.compile 0": _compiled(0.0),
+    "checkpoint": lambda eager: partial(stock, eager),
+}
+
+
+def _levels(case: Case, size: Size, has_variants: bool) -> Iterator[tuple[str, Function]]:
+    fused = case.fused(size)
+    if not case.levels:
+        yield "fusedckpt", fused
+    for level in case.levels:
+        yield f"fusedckpt {level}", partial(fused, save=level)
+        for variant in case.variants if has_variants else ():
+            yield f"fusedckpt {level} {variant}", partial(fused, save=level, kernel=variant)
+
+
+def _checkpointed(case: Case, size: Size) -> Iterator[tuple[str, Function]]:
+    """A layer under our checkpoint; layers under either, each by itself and all as one segment."""
+    for kind, fn in (("eager", case.eager(size)), ("fused", case.fused(size))):
+        if case.call is not stack:
+            yield f"ours({kind})", partial(ours, fn)
+            continue
+        for name, wrap in (("torch", stock), ("ours", ours)):
+            yield f"{name}({kind}) per layer", partial(fn, per_layer=wrap)
+            yield f"{name}({kind}) one segment", partial(fn, whole=wrap)
+
+
+def implementations_of(name: str, size: Size, has_variants: bool) -> list[Implementation]:
+    """Return all implementations of a case, each kernel variant too where kernels are compiled."""
+    case = CASES[name]
+    found = {label: wrap(case.eager(size)) for label, wrap in BASELINES.items()}
+    if case.call is stack:
+        # _checkpointed has it
+        found.pop("checkpoint", None)
+    found |= dict(_levels(case, size, has_variants))
+    if case.sequences:
+        found |= dict(_checkpointed(case, size))
+    return [*(Implementation(label, fn) for label, fn in found.items()), *peers_of(name, size)]

@@ -1,0 +1,169 @@
+"""Work in a process of its own, which ends in time, whatever happens in it.
+
+When its time is up, or this process is asked to stop, it is interrupted, so that it keeps what it
+has, and killed GRACE seconds later, or when asked once more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# seconds that a process has to end by itself after an interrupt, before it is killed
+GRACE = 15
+# how often a process is asked whether it has ended
+POLL = 0.05
+# forked from a process that has imported torch and done nothing with it: no driver is open yet
+_CONTEXT: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+
+
+class Stops:
+    """Inside, what asks this process to stop is counted, so that it can end its work first."""
+
+    def __init__(self):
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stops:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # ignored under nohup, or in the background of a shell, and so it stays
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def _idle() -> bool:
+    time.sleep(POLL)
+    return False
+
+
+def _wait(
+    status: Callable[[], int | None],
+    seconds: float,
+    stops: Stops,
+    most: int,
+    listen: Callable[[], bool],
+) -> bool:
+    """Wait for an end; False after `seconds` of silence, or once more than `most` stops came."""
+    end = time.monotonic() + seconds
+    while status() is None:
+        if listen():
+            end = time.monotonic() + seconds
+        if stops.count > most or time.monotonic() > end:
+            return False
+    return True
+
+
+def _attend(
+    status: Callable[[], int | None],
+    send: Callable[[int], None],
+    seconds: float,
+    stops: Stops,
+    listen: Callable[[], bool] = _idle,
+) -> str:
+    """Wait for a process, and end it; returns "ended", "out of time" or "interrupted"."""
+    try:
+        if _wait(status, seconds, stops, 0, listen):
+            return "ended"
+        send(signal.SIGINT)
+        _wait(status, GRACE, stops, 1, listen)
+    finally:
+        # with what it started and left behind, which would go on using the GPU
+        send(signal.SIGKILL)
+    # a process inside a driver's call may take its time even now
+    _wait(status, GRACE, stops, 2, listen)
+    return "interrupted" if stops.count else "out of time"
+
+
+def take(command: Sequence[str], log: Path, seconds: float, stops: Stops) -> tuple[str, int | None]:
+    """Run a command, its output going to a file; returns its outcome and exit status."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # a shell's background jobs ignore interrupts, and so would what they start
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+    outcome = _attend(process.poll, partial(_send, process.pid), seconds, stops)
+    status = process.returncode
+    if outcome == "ended":
+        outcome = "killed" if status < 0 else "failed" if status else "ok"
+    return outcome, status
+
+
+def _send(group: int, number: int) -> None:
+    """Signal a process and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def isolated(
+    work: Callable[..., None],
+    args: tuple[Any, ...],
+    hear: Callable[..., None],
+    seconds: float,
+    stops: Stops,
+) -> str:
+    """Run work(say, *args); what it says goes to `hear`. Returns how it ended, in words.
+
+    seconds: that it may be silent; beyond them it is out of time.
+    """
+    # what each process would take seconds to import
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", "bench.run", "bench.capacity"])
+    here, there = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_begin, args=(there, work, args))
+    process.start()
+    there.close()
+
+    def listen() -> bool:
+        with suppress(EOFError):
+            if here.poll(POLL):
+                hear(*here.recv())
+                return True
+        return _idle()
+
+    def send(number: int) -> None:
+        if process.exitcode is None and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    outcome = _attend(lambda: process.exitcode, send, seconds, stops, listen)
+    # what it said at last
+    while here.poll() and listen():
+        pass
+    here.close()
+    if outcome != "ended":
+        return outcome if stops.count else f"{outcome} after {seconds:g} s"
+    status = process.exitcode or 0
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+def _begin(there: Any, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # a terminal's Ctrl-C comes twice: from there, and from the process that waits
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    with suppress(KeyboardInterrupt):
+        work(lambda *said: there.send(said), *args)

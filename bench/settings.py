@@ -1,0 +1,316 @@
+"""The commands and their options; no torch here, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CASE_NAMES = (
+    *("rms_norm", "layer_norm", "add_rms_norm", "linear_act", "norm_linear", "mlp", "gated_mlp"),
+    *("norm_gated_mlp_residual", "decoder_layer", "stack"),
+)
+# the cases that can trade time for memory
+BLOCKS = ("norm_gated_mlp_residual", "decoder_layer", "stack")
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_TOKENS = {"cpu": 4096, "cuda": 8192}
+# tokens that attend to one another, in cases with attention
+SEQUENCE = 2048
+
+
+class Size(NamedTuple):
+    """A model's widths: dim D, hidden F, that of its key and value projections, and of a head."""
+
+    dim: int
+    hidden: int
+    kv: int
+    head_dim: int = 64
+    tokens: int | None = None
+
+
+# The models' published configurations (config.json on the Hugging Face hub, by the name below):
+# hidden_size, intermediate_size, num_key_value_heads * head_dim, head_dim. GPT-2's and ViT-L/16's
+# hidden layer is four times as wide as the model, and every head has keys and values of its own.
+SIZES: dict[str, tuple[Size, ...]] = {
+    "tiny": (Size(32, 80, 16, 8, tokens=48),),
+    "cpu": (Size(512, 2048, 512), Size(768, 3072, 768)),
+    # openai-community/gpt2: n_embd 768, n_inner null, n_head 12
+    "gpt2": (Size(768, 3072, 768),),
+    # google/vit-large-patch16-224; Dosovitskiy et al., arXiv 2010.11929, table 1
+    "vit-l": (Size(1024, 4096, 1024),),
+    # meta-llama/Llama-3.2-1B: 8 of 32 heads have keys and values
+    "llama-3.2-1b": (Size(2048, 8192, 512),),
+    # Qwen/Qwen2.5-7B: 4 of 28 heads
+    "qwen2.5-7b": (Size(3584, 18944, 512, 128),),
+    # meta-llama/Meta-Llama-3-8B: 8 of 32 heads
+    "llama-3-8b": (Size(4096, 14336, 1024, 128),),
+}
+
+
+class Default(NamedTuple):
+    """What an option is where it is not given, on a CPU and on a GPU."""
+
+    cpu: Any
+    cuda: Any
+
+    def __str__(self) -> str:
+        cpu, cuda = (", ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in self)
+        return cpu if cpu == cuda else f"{cpu} on a CPU, {cuda} on a GPU"
+
+
+def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], what: str) -> Any:
+    def convert(text: str) -> Any:
+        with suppress(ValueError):
+            if accepts(value := kind(text)):
+                return value
+        raise ArgumentTypeError(f"expected {what}, got {text!r}")
+
+    return convert
+
+
+POSITIVE = _number(int, lambda x: x > 0, "a positive integer")
+NATURAL = _number(int, lambda x: 0 <= x < 2**63, "an integer in [0, 2^63)")
+MINUTES = _number(float, lambda x: 0 < x < 1e6, "a positive number")
+FRACTION = _number(float, lambda x: 0 <= x < 1, "a number in [0, 1)")
+
+
+class _Append(Action):
+    """Collects an option that may be repeated; a value given twice is meant once."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option: Any = None) -> None:
+        found = getattr(namespace, self.dest)
+        found = () if isinstance(found, Default) else found
+        setattr(namespace, self.dest, tuple(dict.fromkeys([*found, values])))
+
+
+class Options:
+    """Adds options to a parser."""
+
+    def __init__(self, parser: ArgumentParser):
+        self.parser = parser
+
+    def one(self, name: str, text: str, cpu: Any = None, cuda: Any = None, **how: Any) -> None:
+        """An option with a default, maybe another one on a GPU."""
+        default = Default(cpu, cpu if cuda is None else cuda)
+        if cpu not in (None, ()):
+            text += f"; default: {default}"
+        self.parser.add_argument(f"--{name}", help=text, default=default, **how)
+
+    def count(self, name: str, text: str, cpu: int, cuda: int | None = None) -> None:
+        """A positive number."""
+        self.one(name, text, cpu, cuda, type=POSITIVE, metavar="N")
+
+    def many(self, name: str, text: str, cpu: Any = (), cuda: Any = None, **how: Any) -> None:
+        """An option that may be repeated."""
+        text = f"may be repeated: {text}"
+        self.one(name, text, cpu, cuda, **{"action": _Append, "metavar": "NAME", **how})
+
+    def flag(self, name: str, text: str) -> None:
+        """A switch."""
+        self.parser.add_argument(f"--{name}", help=text, action="store_true")
+
+    def file(self, name: str, text: str, metavar: str = "FILE") -> None:
+        """A file by position."""
+        self.parser.add_argument(name, help=text, type=Path, metavar=metavar)
+
+    def place(self, files: str, device: bool = True) -> None:
+        """The device, and the folder for files."""
+        if device:
+            self.one("device", "cpu, cuda or cuda:N; default: cuda where there is one")
+        text = f"folder for {files}"
+        self.one("out", text, Path("bench/out"), type=Path, metavar="DIR")
+
+    def names(self) -> None:
+        """What `run` and `capacity` have in common."""
+        self.many("only", "only implementations with this in their name, and eager")
+        self.many("skip", "no implementations with this in their name")
+        text = "seconds that one step of an implementation may take"
+        self.count("timeout", text, 600)
+        self.flag("in-process", "measure in this process, for a debugger: a crash ends the command")
+
+
+def demo(add: Options) -> None:
+    """Train one model eagerly, checkpointed, fused and planned, and compare.
+
+    Trains a byte-level transformer on the standard library's sources five ways, step by step in
+    turn: eager, with torch.utils.checkpoint, after fusedckpt.fuse(model), with
+    fusedckpt.Checkpoint besides, and under a plan. Compares loss, memory and time.
+    """
+    add.count("steps", "training steps", 32, 200)
+    add.count("layers", "transformer blocks", 4, 12)
+    add.count("dim", "width of the residual stream, a multiple of the head size 64", 256, 1024)
+    add.count("seq", "bytes per sequence", 128, 1024)
+    add.count("batch", "sequences per step", 16, 8)
+    models = ("own", "llama", "gpt2", "bert", "vit")
+    text = "what to train: the demo's own transformer, or one of transformers' classes"
+    add.one("model", text, "own", choices=models)
+    text = "kind of the own model's MLPs: plain with GELU, or gated"
+    add.one("mlp", text, "gelu", choices=("gelu", "swiglu"))
+    add.one("dtype", "of parameters and activations", "float32", "bfloat16", choices=DTYPES[:2])
+    add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
+    add.place("demo.json and demo.png")
+
+
+def run(add: Options) -> None:
+    """Measure time and memory of functions beside eager, torch.compile and checkpoint.
+
+    Checks every implementation of each case numerically, then measures its memory and, in turns,
+    its time: eager, torch.compile, torch.utils.checkpoint, fusedckpt at every level, and other
+    libraries. Each case runs in a process of its own.
+    """
+    add.many("case", "what to measure", CASE_NAMES, choices=CASE_NAMES)
+    add.many("size", f"widths: {', '.join(SIZES)}", ("cpu",), ("llama-3-8b",), choices=SIZES)
+    text = "rows of x; default: 4096 on a CPU, 8192 on a GPU, 48 at tiny"
+    add.many("tokens", text, type=POSITIVE, metavar="N")
+    add.one("dtype", "of every tensor", "float32", "bfloat16", choices=DTYPES)
+    add.count("repeat", "timed rounds", 10, 50)
+    add.names()
+    add.flag("no-graphs", "launch kernels from Python on a GPU instead of replaying CUDA graphs")
+    add.flag("resume", "keep what the file has of this device and commit, measure the rest")
+    add.place("run.jsonl")
+
+
+def capacity(add: Options) -> None:
+    """How many tokens fit in a given memory, and how fast they are.
+
+    Finds how many tokens every implementation fits into the same memory, and times it there.
+    """
+    add.many("case", "what to measure", BLOCKS, choices=CASE_NAMES)
+    add.many("size", f"widths: {', '.join(SIZES)}", ("gpt2",), ("llama-3-8b",), choices=SIZES)
+    add.count("memory", "MiB that forward and backward may add", 1 << 10, 1 << 14)
+    add.one("dtype", "of every tensor", "float32", "bfloat16", choices=DTYPES)
+    add.count("repeat", "timed rounds", 3, 10)
+    add.names()
+    add.place("capacity.jsonl")
+
+
+def classics(add: Options) -> None:
+    """Reproduce the classic workloads of gradient checkpointing.
+
+    Trains many convolutions, a deep MLP and the deepest stack that fits a budget: plainly, with
+    torch's checkpoint_sequential, ours, and plans.
+    """
+    text = "many convolutions, a deep MLP, or how deep a stack can go"
+    add.one("part", text, "all", choices=("conv", "mlp", "depth", "all"))
+    add.count("layers", "convolutions", 100)
+    # 320 channels on a CPU would be 92 million parameters and 1.1 TFLOP a step
+    add.count("width", "channels of the convolutions, 320 in the classic net", 32, 320)
+    add.count("batch", "images per step", 64)
+    add.count("mlp-layers", "layers of the MLP", 20)
+    add.count("mlp-width", "width of the MLP and of its input, a square number", 1024)
+    add.count("mlp-batch", "images per step of the MLP", 32)
+    add.count("depth-dim", "width of the stack, a multiple of the head size 64", 64)
+    add.count("depth-seq", "tokens per sequence of the stack", 128)
+    add.count("depth-batch", "sequences per step of the stack", 8, 512)
+    # more activations than parameters
+    add.one("depth-budget", "what a step of the stack may take", "24MiB", "4GiB", metavar="SIZE")
+    add.count("steps", "training steps per turn", 2)
+    add.count("repeat", "turns of every way", 2, 10)
+    add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
+    add.place("classics.json and classics.png")
+
+
+def ways(add: Options) -> None:
+    """Compare ways of training a model of yours.
+
+    Trains your model eagerly, with torch's checkpoint around every unit, fused, with ours, and
+    under plans, and compares memory, recomputed FLOPs, time and losses. The factory returns
+    (model, args), (model, kwargs) or (model, args, kwargs), on the device to measure; the loss is
+    the output's .loss, or else the mean square of what it holds, so a loss of your own goes into a
+    module around the model.
+    """
+    text = "the function that makes the model and its inputs: package.module:name or file.py:name"
+    add.one("model", text, required=True, metavar="MODULE:FACTORY")
+    text = "for activations, of a plan, such as 2GiB; default: three in between"
+    add.many("budget", text, metavar="SIZE")
+    add.count("steps", "training steps per turn, on the same inputs", 2)
+    add.count("repeat", "turns of every way", 3)
+    add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
+    add.place("ways.json and ways.png", device=False)
+
+
+def tune(add: Options) -> None:
+    """Measure tiles and variants on this machine, for layers to use.
+
+    Measures tiles and variants of the kernels on this machine's GPU, checks each numerically, and
+    stores the fastest in the user's cache, from where layers take them.
+    """
+    sizes = ("gpt2", "vit-l", "llama-3.2-1b", "llama-3-8b")
+    add.many("size", "widths", sizes, choices=SIZES)
+    add.many("tokens", "rows of x", (2048, 8192), type=POSITIVE, metavar="N")
+    add.one("dtype", "of every tensor", "bfloat16", choices=DTYPES)
+    add.count("repeat", "timed rounds", 10)
+    add.one("minutes", "start nothing after that", 30.0, type=MINUTES, metavar="N")
+    add.flag("plans", "measure variants alone, with the tiles that there are")
+    text = "file to write; default: the user's cache, which layers read"
+    add.one("cache", text, type=Path, metavar="FILE")
+    add.one("device", "cpu, cuda or cuda:N; default: cuda where there is one")
+
+
+def gpu(add: Options) -> None:
+    """Test, measure and draw everything on a machine with a GPU, within minutes.
+
+    Runs the tests, the main cases and the tuner on this machine's GPU, each step within a share of
+    the time. Call it again to go on where it stopped.
+    """
+    add.one("minutes", "how long all steps may take together", 9.0, type=MINUTES, metavar="N")
+    text = "folder for results; default: bench/results/gpu-<device>"
+    add.one("out", text, type=Path, metavar="DIR")
+    add.flag("allow-cpu", "go through the steps on a CPU, at toy sizes")
+    add.flag("tiny", "toy sizes on a GPU too")
+    add.flag("restart", "take every step again; earlier measurements move to before-N")
+
+
+def table(add: Options) -> None:
+    """Print the tables of a results file."""
+    add.file("file", "what bench run or capacity wrote")
+    add.flag("markdown", "print Markdown")
+
+
+def plot(add: Options) -> None:
+    """Draw a results file: bars, time against memory, roofline."""
+    add.file("file", "what bench run, capacity, demo, classics or ways wrote")
+    add.one("out", "folder for the figures; default: the file's", type=Path, metavar="DIR")
+
+
+def compare(add: Options) -> None:
+    """Show what changed between two results files."""
+    add.file("before", "what bench run wrote", "A")
+    add.file("after", "what it wrote later, or elsewhere", "B")
+    text = "leave out times that differ by less, as a share"
+    add.one("threshold", text, 0.05, type=FRACTION, metavar="X")
+
+
+def env(add: Options) -> None:
+    """Show versions, devices and the path that each function takes."""
+
+
+# a command is the module of its name
+COMMANDS = (demo, run, classics, ways, capacity, tune, gpu, table, plot, compare, env)
+
+
+def filled(given: dict[str, Any], device_type: str) -> Namespace:
+    """Return a command's options, with the defaults of a device."""
+    return Namespace(
+        **{
+            name: getattr(value, device_type) if isinstance(value, Default) else value
+            for name, value in given.items()
+        }
+    )
+
+
+def parsers() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """Return the parser of the command line, and those of its commands."""
+    parser = ArgumentParser(prog="python -m bench", description="Measure fusedckpt.")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    found = {}
+    for command in COMMANDS:
+        name, text = command.__name__, str(command.__doc__)
+        # one line, where argparse would print every option above an error
+        usage = f"python -m bench {name} [options]" if "\n\n" in text else None
+        short = text.split("\n\n")[0].rstrip(".")
+        found[name] = commands.add_parser(name, usage=usage, help=short, description=text)
+        command(Options(found[name]))
+    return parser, found

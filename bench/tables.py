@@ -1,0 +1,93 @@
+"""Numbers and tables as text, and the progress of a command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from fusedckpt.reporting.tables import table
+
+MIB = 2**20
+
+
+def significant(value: float) -> str:
+    """Write a number with at least three significant digits."""
+    return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 3}f}"
+
+
+def difference(value: float) -> str:
+    """Write a difference, of which there may be none."""
+    return f"{value:.1e}" if value else "0"
+
+
+def mib(nbytes: float | None) -> str:
+    """Write bytes in MiB, "-" for None."""
+    if nbytes is None:
+        return "-"
+    return f"{nbytes / MIB:,.{0 if nbytes >= 1000 * MIB else 1}f}"
+
+
+def show(
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+    markdown: bool = False,
+    words: int = 1,
+) -> None:
+    """Print a table between its title and notes: `words` columns of words, then numbers."""
+    numbers = range(words, len(heads))
+    if markdown:
+        lines = [[head.replace("\n", " ") for head in heads]]
+        lines += [["---"] * words + ["---:"] * len(numbers), *map(list, rows)]
+        drawn = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        print(f"**{title}**", drawn, *notes, sep="\n\n", end="\n\n")
+    else:
+        drawn = table(tuple(heads), [tuple(row) for row in rows], numbers, compact=True)
+        print(title, drawn, *notes, sep="\n", end="\n\n", flush=True)
+
+
+@contextmanager
+def progress(part: str, total: int) -> Iterator[Callable[..., None]]:
+    """Yield what is to be called with the name of each step that begins, of `total`.
+
+    counts=False: it is part of the step that is under way; says=False: it moves the bar alone. The
+    bar is there in a terminal, where rich is installed; else each step is a line on stderr.
+    """
+    done = 0
+    is_shown = sys.stdout.isatty() and find_spec("rich") is not None
+    with _bar(part, total) if is_shown else _lines() as move:
+
+        def begin(what: str, counts: bool = True, says: bool = True) -> None:
+            nonlocal done
+            done += counts
+            if move is not None:
+                move(done, what)
+            elif says:
+                print(f"{part} {done}/{total}: {what}", file=sys.stderr, flush=True)
+
+        yield begin
+
+
+@contextmanager
+def _lines() -> Iterator[None]:
+    yield None
+
+
+@contextmanager
+def _bar(part: str, total: int) -> Iterator[Callable[[int, str], Any]]:
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("{task.description:>6}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(elapsed_when_finished=True),
+        bars.TextColumn("{task.fields[what]}", markup=False),
+    )
+    with bars.Progress(*columns, transient=True) as shown:
+        task = shown.add_task(part, total=total, what="")
+        yield lambda done, what: shown.update(task, completed=done, what=what)

@@ -1,0 +1,310 @@
+"""Ways of training one model, and what each costs: bytes, FLOPs, time, and the losses it reaches.
+
+All share the model's parameters and start from the same ones, so that as many fit as one likes.
+Memory is that of a step which finds gradients there, as all but a first micro-batch do.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.benchmark.utils.timer import timer
+from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.flop_counter import FlopCounterMode
+
+import fusedckpt
+from bench.results import Row, median, ratios, rounded
+from bench.tables import MIB, difference, mib, show, significant
+from fusedckpt import MemoryReport
+from fusedckpt.memory import nbytes_of, peak_bytes
+from fusedckpt.reporting.trial import trial
+
+# equally long parts of a step; of each a curve has the highest
+SLICES = 160
+# of the way from the least peak that a plan reaches to that of saving everything
+BUDGETS = (0.25, 0.5, 0.75)
+POLICIES = ("all", "sqrt", "speed", "memory")
+NUM_PLANS = len(POLICIES) + len(BUDGETS)
+NOTES = (
+    "saved: for backward; peak: of a step, beside parameters and gradients, which are there",
+    "already; asked, predicted: that peak, as a plan's activation budget and by the plan;",
+    "again: FLOPs that backward repeats, of the forward's; ms: of forward and backward;",
+    "MiB per ms: what the peak loses for each millisecond more; last loss: of the last step;",
+    "diff.: the largest of all steps to the first row's",
+)
+
+
+class Way(NamedTuple):
+    """What is called with a batch: the model, a copy that runs otherwise, or a function."""
+
+    name: str
+    run: Callable[..., Any]
+    plan: fusedckpt.Plan | None = None
+
+
+def in_segments(model: Any, whose: str, segments: int | str) -> Way:
+    """Return torch's checkpoint_sequential, or ours."""
+    run = partial(fusedckpt.checkpoint_sequential, model, segments)
+    if whose == "torch":
+        run = partial(checkpoint_sequential, model, segments, use_reentrant=False)
+    return Way(f"{whose} {segments}", run)
+
+
+class Batch(NamedTuple):
+    """What a model gets, and what its loss gets besides the output."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+
+
+class _Run(nn.Module):
+    """A way of running a model, as a module that has the model's parameters."""
+
+    def __init__(self, run: Callable[..., Any], model: nn.Module, accumulates: bool = False):
+        super().__init__()
+        self.run, self.model, self.accumulates = run, model, accumulates
+
+    def forward(self, batch: Batch) -> Any:
+        for parameter in self.parameters() if self.accumulates else ():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return self.run(*batch.args, **batch.kwargs)
+
+
+class Workload(NamedTuple):
+    """What is trained, on which batches, one step each, by which optimizer."""
+
+    model: nn.Module
+    batches: Sequence[Batch]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
+
+    def backward(self, run: Callable[..., Any], batch: Batch | None = None) -> Tensor:
+        """Run forward and backward, by default on the first batch."""
+        batch = batch or self.batches[0]
+        # held through backward, as in most loops
+        output = run(*batch.args, **batch.kwargs)
+        loss = self.loss(output, batch.target)
+        loss.backward()
+        return loss.detach()
+
+    def copied(self) -> nn.Module:
+        """Return a copy of the model that shares its parameters and buffers."""
+        shared = [*self.model.parameters(), *self.model.buffers()]
+        return copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared})
+
+    def planned(self, name: str, model: nn.Module | None = None, **options: Any) -> Way:
+        """Plan a copy of the model, or the one that is given, for the first batch."""
+        model = self.copied() if model is None else model
+        args, kwargs, _ = self.batches[0]
+        loss = self._first_loss
+        plan = fusedckpt.plan(model, *args, loss=loss, progress=False, **options, **kwargs)
+        return Way(name, plan.apply(model), plan)
+
+    def _first_loss(self, output: Any) -> Tensor:
+        return self.loss(output, self.batches[0].target)
+
+    def report(self, run: Callable[..., Any]) -> MemoryReport:
+        """Take a step on the first batch where gradients are there already."""
+        model = _Run(run, self.model, accumulates=True)
+        return fusedckpt.report(model, self.batches[0], loss=self._first_loss)
+
+    def flops(self, run: Callable[..., Any], backward: bool = True) -> int:
+        """Return the FLOPs of forward and backward, or of the forward alone."""
+        args, kwargs, _ = self.batches[0]
+        with trial(_Run(run, self.model)), FlopCounterMode(display=False) as counter:
+            if backward:
+                self.backward(run)
+            else:
+                with torch.no_grad():
+                    run(*args, **kwargs)
+        return counter.get_total_flops()
+
+    def peak_bytes(self, run: Callable[..., Any]) -> int:
+        """Return the peak of forward and backward, parameters and new gradients included."""
+        held = [*self.model.parameters(), *self.model.buffers(), *self.batches[0].args]
+        with trial(_Run(run, self.model)):
+            return nbytes_of(held) + peak_bytes(lambda: self.backward(run), held[0].device)
+
+
+class Trial:
+    """One way of training a workload, and what is known of it so far."""
+
+    def __init__(self, work: Workload, way: Way):
+        self.work, self.way = work, way
+        self.losses: list[list[float]] = []
+        self.samples: list[float] = []
+
+    def train(self) -> None:
+        """From the weights that are there, take a step on every batch, and put the weights back.
+
+        Times forward and backward: the optimizer's step is the same for all.
+        """
+        optimizer = self.work.optimizer(self.work.model.parameters())
+        self.losses.append([])
+        with trial(_Run(self.way.run, self.work.model), optimizer):
+            for batch in self.work.batches:
+                # synchronises a GPU
+                began = timer()
+                loss = self.work.backward(self.way.run, batch)
+                self.samples.append(1e3 * (timer() - began))
+                self.losses[-1].append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+    def columns(self, reference: Trial) -> Row:
+        """Return what it found, beside another's."""
+        # torch's max keeps a NaN, Python's may drop it
+        mine = torch.tensor(self.losses, dtype=torch.float64)
+        theirs = torch.tensor(reference.losses[0], dtype=torch.float64)
+        return {
+            "name": self.way.name,
+            "ms": rounded(self.samples),
+            "losses": self.losses[0],
+            "loss_difference": (mine - theirs).abs().max().item(),
+        }
+
+
+def take_turns(trials: Sequence[Trial], repeat: int, tick: Callable[[str], None]) -> None:
+    """Let each train `repeat` times; who begins changes from turn to turn."""
+    for turn in range(repeat):
+        first = turn % len(trials)
+        for one in (*trials[first:], *trials[:first]):
+            tick(one.way.name)
+            one.train()
+
+
+def plans(
+    work: Workload,
+    tick: Callable[[str], None],
+    name: str = "plan",
+    policies: Sequence[str] = POLICIES,
+    budgets: Sequence[int] | None = None,
+) -> Iterator[Way]:
+    """Plan by rules, then within budgets: None for some from the least peak to the model's own."""
+    ways = []
+    for policy in policies:
+        tick(f"planning {name} {policy}")
+        ways.append(work.planned(f"{name} {policy}", policy=policy, accumulate=True))
+    yield from ways
+    if budgets is None:
+        plain = work.report(work.model)
+        least = min(way.plan.measured_bytes for way in ways)
+        span, there = plain.peak_bytes - least, _resident(plain)
+        budgets = [int(least + share * span) - there for share in BUDGETS]
+    # of a model that no plan makes smaller they are one
+    for title, budget in {f"{name} {significant(x / MIB)} MiB": x for x in budgets}.items():
+        tick(f"planning {title}")
+        yield work.planned(title, activation_budget=budget)
+
+
+def compare(
+    work: Workload,
+    ways: Sequence[Way],
+    repeat: int,
+    tick: Callable[[str], None],
+    shown: Container[str] = (),
+    failures: list[str] | None = None,
+) -> list[Row]:
+    """Measure memory and time of all ways; others are held to the first.
+
+    shown: those whose memory through a step is recorded, too; failures: where to note what others
+    than the first raised, instead of raising it.
+    """
+    forward_flops = work.flops(work.model, backward=False)
+    found: list[tuple[Trial, MemoryReport, int]] = []
+    for way in ways:
+        tick(way.name)
+        try:
+            found.append((Trial(work, way), work.report(way.run), work.flops(way.run)))
+        except Exception as error:
+            if failures is None or not found:
+                raise
+            failures.append(f"{way.name}: {type(error).__name__}: {error}")
+    trials = [trial for trial, *_ in found]
+    take_turns(trials, repeat, tick)
+    rows = []
+    for one, report, flops in found:
+        plan, there = one.way.plan, _resident(report)
+        asked = (plan.budget_bytes, plan.predicted_bytes) if plan else (None, None)
+        rows.append(
+            {
+                **one.columns(trials[0]),
+                "saved_bytes": report.saved_bytes,
+                "rise_bytes": report.peak_bytes - there,
+                "asked_bytes": None if asked[0] is None else asked[0] - there,
+                "predicted_bytes": None if asked[1] is None else asked[1] - there,
+                "recomputed": (flops - found[0][2]) / forward_flops if forward_flops else 0.0,
+                "curve": _curve(report) if one.way.name in shown else None,
+            }
+        )
+    return rows
+
+
+def _resident(report: MemoryReport) -> int:
+    """Return the bytes of parameters and gradients, which no activation budget bounds."""
+    return report.parameter_bytes + report.gradient_bytes
+
+
+def _curve(report: MemoryReport) -> Row:
+    """Return memory through a step: ms, ms of the forward, the highest of each part and the end."""
+    times = np.array([moment.time_ns for moment in report.timeline])
+    lives = np.array([moment.live_bytes for moment in report.timeline]) - _resident(report)
+    starts = np.arange(SLICES) * times[-1] / SLICES
+    # what lives on from before, or more
+    highest = lives[np.searchsorted(times, starts, side="right") - 1]
+    np.maximum.at(highest, np.searchsorted(starts, times, side="right") - 1, lives)
+    forward = next(m.time_ns for m in report.timeline if m.phase == "backward")
+    mib = [round(nbytes / MIB, 3) for nbytes in [*highest.tolist(), lives[-1].item()]]
+    return {"ms": times[-1].item() / 1e6, "forward_ms": forward / 1e6, "mib": mib}
+
+
+def slowdown(row: Row, reference: Row) -> float:
+    """Return the median of the ratios within turns, where load that comes and goes cancels."""
+    return median(ratios(row["ms"], reference["ms"]))
+
+
+def worst_difference(rows: Sequence[Row]) -> float:
+    """Return the largest difference of losses; NaN if there is one."""
+    # Python's max may drop a NaN
+    return max((row["loss_difference"] for row in rows), key=lambda x: (math.isnan(x), x))
+
+
+def _trade(row: Row, reference: Row) -> str:
+    """What of the peak a millisecond more buys; "-" where none is added."""
+    added = median([a - b for a, b in zip(row["ms"], reference["ms"], strict=True)])
+    if row is reference or added <= 0:
+        return "-"
+    # a zero loses its sign
+    rate = (reference["rise_bytes"] - row["rise_bytes"]) / MIB / added
+    return f"{round(rate, 2) + 0.0:.2f}"
+
+
+def show_ways(title: str, notes: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print a line per way."""
+    sizes = ("saved_bytes", "asked_bytes", "predicted_bytes", "rise_bytes")
+    heads = [f"{name}\nMiB" for name in ("saved", "asked", "predicted", "peak")]
+    heads += ["again\n%", "MiB\nper ms", "ms", f"of\n{rows[0]['name']}", "last\nloss", "diff."]
+    lines = [
+        [
+            row["name"],
+            *(mib(row[size]) for size in sizes),
+            f"{100 * row['recomputed']:.0f}",
+            _trade(row, rows[0]),
+            significant(median(row["ms"])),
+            f"{slowdown(row, rows[0]):.2f}x",
+            f"{row['losses'][-1]:.4f}",
+            difference(row["loss_difference"]),
+        ]
+        for row in rows
+    ]
+    show(title, ["way", *heads], lines, notes)

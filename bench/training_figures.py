@@ -1,0 +1,236 @@
+"""The figures of `demo`, `classics` and `ways`, drawn from their records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
+
+from bench.figures import BLUE, FAINT, INK, OURS, STYLE, clusters, colour_of, lying, name_points
+from bench.results import Row, checked, median
+from bench.tables import difference
+from bench.training import slowdown
+
+HEIGHT = 3.5
+MIB = 2**20
+Rows = Sequence[Row]
+_RECORD = {"subtitle": "str", "settings": "dict", "environment": "dict"}
+_NUMBERS = {"name": "str", "losses": "list", "loss_difference": "float"}
+_RUN = _NUMBERS | dict.fromkeys(("saved_mib", "peak_mib", "ms_per_step"), "float")
+_WAY = _NUMBERS | {"ms": "list", "saved_bytes": "int", "rise_bytes": "int"}
+_DEPTH = _NUMBERS | {"ms": "list", "layers": "int", "peak_bytes": "int"}
+
+
+def drawing(record: Any) -> Callable[[Path], None] | None:
+    """Return what draws a record; None for what is none. Raises ValueError for a damaged one."""
+    if not isinstance(record, dict) or not {"runs", "depth", "own"} & record.keys():
+        return None
+    checked(record, _RECORD)
+    if "runs" in record:
+        for row in _rows(checked(record, {"title": "str"}), "runs"):
+            checked(row, _RUN)
+        return partial(draw_demo, record)
+    for name in ("conv", "mlp", "depth", "own"):
+        if (part := record.get(name)) is not None:
+            for row in _rows(checked(part, {"title": "str"}), "rows"):
+                checked(row, _DEPTH if name == "depth" else _WAY)
+    return partial(draw_classics, record)
+
+
+def _rows(record: Row, name: str) -> list[Any]:
+    rows = record.get(name)
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{name} is not a list of rows")
+    return rows
+
+
+def _draw_losses(axes: Axes, runs: Rows) -> None:
+    # the curves lie on one another: each is drawn thinner than the one below it
+    for run, width in zip(runs, (9.0, 6.6, 4.6, 2.8, 1.2), strict=False):
+        steps = range(1, len(run["losses"]) + 1)
+        axes.plot(steps, run["losses"], color=colour_of(run["name"]), linewidth=width)
+    axes.set_title("Training loss (nats per byte)")
+    axes.set_xlabel("step")
+    axes.grid(axis="y", color="#ececec")
+    lines = [f"{run['name']}  {difference(run['loss_difference'])}" for run in runs[1:]]
+    note = "\n".join([f"largest difference to {runs[0]['name']}", *lines])
+    place = {"transform": axes.transAxes, "ha": "right", "va": "top"}
+    behind = {"facecolor": "white", "edgecolor": "none"}
+    axes.text(1.0, 0.97, note, color=FAINT, linespacing=1.3, bbox=behind, **place)
+
+
+def _change_label(value: float, reference: float, index: int) -> str:
+    change = f"\n{value / reference - 1:+.0%}".replace("-", "\N{MINUS SIGN}") if index else ""
+    return f"{value:,.{int(value < 10)}f}{change}"
+
+
+def draw_demo(result: Row, path: Path) -> None:
+    """Write the figure of the demo: loss curves, memory, time."""
+    runs = result["runs"]
+    colours = [colour_of(run["name"]) for run in runs]
+    with mpl.rc_context(STYLE):
+        layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.73), wspace=0.06)
+        figure = Figure(figsize=(12, 4.9), dpi=200, layout=layout)
+        losses, memory, time = figure.subplots(1, 3, width_ratios=(3.6, 5.2, 2.8))
+        _draw_losses(losses, runs)
+        groups = {
+            "saved for backward": [run["saved_mib"] for run in runs],
+            "peak of a step": [run["peak_mib"] for run in runs],
+        }
+        clusters(memory, colours, groups, _change_label, 9)
+        memory.set_title("Memory (MiB)")
+        steps = {"median step": [run["ms_per_step"] for run in runs]}
+        clusters(time, colours, steps, _change_label, 9)
+        time.set_title("Time (ms)")
+        figure.text(0.012, 0.955, result["title"], fontsize=14, fontweight="bold", va="center")
+        look: dict[str, Any] = {"color": FAINT, "va": "top", "linespacing": 1.4}
+        figure.text(0.012, 0.915, result["subtitle"], fontsize=9, **look)
+        swatches = [Patch(color=colour_of(run["name"]), label=run["name"]) for run in runs]
+        # below the lines of the subtitle, which may be as wide as the figure
+        figure.legend(handles=swatches, loc=(0.005, 0.77), ncols=len(runs), frameon=False)
+        figure.savefig(path)
+
+
+def draw_classics(result: Row, path: Path) -> None:
+    """Write the figure of the classics, or of ways: curves and bars of each part."""
+    kinds: dict[str, tuple[Callable[..., None], float]] = {
+        "conv": (_draw_conv, 2 * HEIGHT),
+        "mlp": (_draw_mlp, HEIGHT),
+        "depth": (_draw_depths, HEIGHT),
+        "own": (_draw_own, 2 * HEIGHT),
+    }
+    shown = [(result[name], *kind) for name, kind in kinds.items() if result.get(name)]
+    heights = [height for *_, height in shown]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10, sum(heights) + 0.5), dpi=200, layout="constrained")
+        figure.suptitle(result["subtitle"], x=0.01, ha="left", fontsize=9, color=FAINT)
+        places = figure.subfigures(
+            len(shown), 1, squeeze=False, hspace=0.06, height_ratios=heights
+        )[:, 0]  # fmt: skip
+        for place, (part, fill, _) in zip(places, shown, strict=True):
+            place.suptitle(part["title"], x=0.01, ha="left", fontsize=12, fontweight="bold")
+            fill(place, part["rows"])
+        figure.savefig(path)
+
+
+def _colour(name: str) -> str:
+    """Of the classics, where fusedckpt is its checkpoint_sequential."""
+    if "recursive" in name:
+        return BLUE
+    return OURS.colour if name.startswith("fusedckpt") else colour_of(name)
+
+
+def _draw_conv(figure: SubFigure, rows: Rows) -> None:
+    segments, trade = _below_curves(figure, rows).subplots(1, 2)
+    _draw_segments(segments, rows)
+    _draw_trade(trade, rows)
+
+
+def _draw_own(figure: SubFigure, rows: Rows) -> None:
+    _draw_trade(_below_curves(figure, rows).subplots(), rows)
+
+
+def _below_curves(figure: SubFigure, rows: Rows) -> SubFigure:
+    """Draw memory through a step of each way that has it, and return the place below."""
+    shown = [row for row in rows if row["curve"]]
+    if not shown:
+        return figure
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(2, 3))[:, 0]
+    _draw_curves(above, shown)
+    return below
+
+
+def _draw_curves(figure: SubFigure, shown: Rows) -> None:
+    """Draw a panel a way: up in forward, down in backward."""
+    panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, row in zip(panels, shown, strict=True):
+        curve, colour = row["curve"], _colour(row["name"])
+        count = len(curve["mib"])
+        times = [curve["ms"] * index / (count - 1) for index in range(count)]
+        axes.fill_between(times, curve["mib"], color=colour, alpha=0.25, linewidth=0)
+        axes.plot(times, curve["mib"], color=colour, linewidth=1.2)
+        axes.axvline(curve["forward_ms"], color=INK, linewidth=0.8, linestyle=":")
+        axes.set_title(f"{row['name']}: {row['rise_bytes'] / MIB:,.1f}", fontsize=9)
+        axes.grid(axis="y", color="#ececec")
+    panels[0].set_ylabel("live MiB")
+    panels[0].set_ylim(bottom=0)
+    panels[0].set_xlim(left=0)
+    text = "ms into a step, under the profiler; dotted: forward ends, backward begins"
+    figure.supxlabel(text, fontsize=9, color=FAINT)
+    head = "Memory through a step, and its peak (MiB)"
+    figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
+def _draw_segments(axes: Axes, rows: Rows) -> None:
+    """Draw what is saved and how high a step climbs, by the number of segments."""
+    counts: list[int] = []
+    # where the curves lie on one another, the thinner one is on top
+    for whose, width in (("torch", 3.0), ("fusedckpt", 1.5)):
+        mine = [row for row in rows if re.fullmatch(rf"{whose} \d+", row["name"])]
+        counts = [int(row["name"].split()[1]) for row in mine]
+        look: dict[str, Any] = {"color": _colour(whose), "marker": "o", "linewidth": width}
+        for what, line, name in (("rise", "-", "peak"), ("saved", "--", "saved")):
+            sizes = [row[f"{what}_bytes"] / MIB for row in mine]
+            label = f"{whose}, {name}"
+            axes.plot(counts, sizes, linestyle=line, label=label, markersize=2 + width, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(k) for k in counts])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(bottom=0)
+    axes.set_title("Memory by segments (MiB)")
+    axes.set_xlabel("segments")
+    axes.grid(axis="y", color="#ececec")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_trade(axes: Axes, rows: Rows) -> None:
+    """Draw time against memory: towards the lower left is better."""
+    points = [(row["rise_bytes"] / MIB, slowdown(row, rows[0])) for row in rows]
+    for row, spot in zip(rows, points, strict=True):
+        marker = "s" if row is rows[0] else "D" if "plan" in row["name"] else "o"
+        axes.plot(*spot, marker, color=_colour(row["name"]), markersize=6)
+    axes.set_title("Time against memory")
+    axes.set_xlabel("peak of a step, MiB, beside parameters and gradients")
+    axes.set_ylabel(f"time, a multiple of {rows[0]['name']}'s")
+    axes.margins(x=0.12, y=0.12)
+    axes.grid(color="#ececec")
+    name_points(axes, points, [row["name"] for row in rows], 0.98 / max(17, len(points)))
+
+
+def _draw_mlp(figure: SubFigure, rows: Rows) -> None:
+    memory, time, trade = figure.subplots(1, 3, width_ratios=(3.4, 2, 4))
+    shown = [r for r in rows if r["name"] in ("plain", "torch 3", "fusedckpt 3", "plan sqrt")]
+    colours = [_colour(row["name"]) for row in shown]
+    kinds = {"saved": "saved_bytes", "peak of a step": "rise_bytes"}
+    sizes = {what: [row[name] / MIB for row in shown] for what, name in kinds.items()}
+    clusters(memory, colours, sizes, _label, 7)
+    memory.set_title("Memory (MiB)")
+    swatches = [Patch(color=_colour(row["name"]), label=row["name"]) for row in shown]
+    memory.legend(handles=swatches, frameon=False, fontsize=8, loc="upper left")
+    clusters(time, colours, {"median step": [median(row["ms"]) for row in shown]}, _label, 7)
+    time.set_title("Time (ms)")
+    _draw_trade(trade, rows)
+
+
+def _label(height: float, *_: Any) -> str:
+    return f"{height:,.{int(height < 100)}f}"
+
+
+def _draw_depths(figure: SubFigure, rows: Rows) -> None:
+    deep, slow = figure.subplots(1, 2, sharey=True)
+    names = [row["name"] for row in rows]
+    layers = [row["layers"] for row in rows]
+    texts = [f"{count} ({count / layers[0]:.1f}x)" for count in layers]
+    lying(deep, names, [layers], "Layers that fit", texts, colour=_colour)
+    times = [slowdown(row, rows[0]) * layers[0] / row["layers"] for row in rows]
+    texts = [f"{time:.2f}x" for time in times]
+    lying(slow, names, [times], "Time per layer, of plain's", texts, colour=_colour)

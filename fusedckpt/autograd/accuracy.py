@@ -1,0 +1,86 @@
+"""The error rule: twice as far from float64 as eager in the same dtype, plus 8 epsilons.
+
+`fuse` verifies by it, tests compare by it and benchmarks judge by it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["FLOOR", "SLACK", "Errors", "allowed"]
+
+SLACK, FLOOR = 2.0, 8.0
+
+
+def allowed(
+    eager: float,
+    truth: float,
+    dtype: torch.dtype,
+    *,
+    slack: float = SLACK,
+    floor: float = FLOOR,
+    least: float = 1.0,
+) -> float:
+    """Return the largest error that a result of this dtype may have.
+
+        slack * eager + floor * eps * max(least, truth)
+
+    All are root mean squares, eager's error and the truth's size among them; eps is that of float32
+    for half precision too.
+    """
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return slack * eager + floor * eps * max(least, truth)
+
+
+@dataclass
+class Errors:
+    """Squared errors of one result against float64, summed over draws.
+
+    strays counts elements that are finite in one of both results only, and results of another shape
+    or dtype.
+    """
+
+    dtype: torch.dtype
+    ours: float = 0.0
+    eager: float = 0.0
+    truth: float = 0.0
+    count: int = 0
+    strays: int = 0
+
+    def add(self, ours: Tensor, eager: Tensor, truth: Tensor) -> None:
+        """Add a draw: what ours computed, eager in the same dtype, and eager in float64."""
+        self.count += truth.numel()
+        if ours.shape != eager.shape or ours.dtype != eager.dtype:
+            self.strays += 1
+            return
+        finite = ours.isfinite() & eager.isfinite()
+        self.strays += int((ours.isfinite() != eager.isfinite()).sum())
+        self.ours += _squared((ours - truth).where(finite, 0))
+        self.eager += _squared((eager - truth).where(finite, 0))
+        self.truth += _squared(truth.where(finite, 0))
+
+    def rms(self) -> tuple[float, float, float]:
+        """Return the root mean squares: our error, eager's error, the truth."""
+        mine, eager, truth = (
+            math.sqrt(x / max(1, self.count)) for x in (self.ours, self.eager, self.truth)
+        )
+        return mine, eager, truth
+
+    def problem(
+        self, *, slack: float = SLACK, floor: float = FLOOR, least: float = 1.0
+    ) -> str | None:
+        """Return how the rule is broken, None if it holds."""
+        ours, eager, truth = self.rms()
+        limit = allowed(eager, truth, self.dtype, slack=slack, floor=floor, least=least)
+        # so written, a NaN fails
+        if not self.strays and ours <= limit:
+            return None
+        return f"error {ours:.3g} where the original's is {eager:.3g}"
+
+
+def _squared(x: Tensor) -> float:
+    return x.double().nan_to_num(0, 0, 0).square().sum().item()

@@ -1,0 +1,64 @@
+"""Subclasses made at run time: a class of ours before one of the user's.
+
+A module is given such a class and stays what it is: isinstance checks, attributes and methods go on
+working. A class is made once for each pair, and found again by the pair it was made from, so that
+copies and pickles need no name for it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+__all__ = ["made_of", "subclass"]
+
+# where a made class has what it was made of: ours, the original, what its name begins with
+_MADE = "_fusedckpt_made"
+
+
+class _Made(nn.Module):
+    """What all made classes begin with."""
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        # a class made of this one, by parametrization or sharding, is not ours to find again
+        if made_of(type(self)) is None:
+            return reduced
+        return _new, (_described(type(self)),), *reduced[2:]
+
+
+@cache
+def subclass(
+    ours: type[nn.Module], original: type[nn.Module], prefix: str = "Fused"
+) -> type[nn.Module]:
+    """Return the subclass of `original` with the methods of `ours`, one and the same each time."""
+    names = {"__module__": original.__module__, _MADE: (ours, original, prefix)}
+    return type(f"{prefix}{original.__name__}", (_Made, ours, original), names)
+
+
+def made_of(kind: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module], str] | None:
+    """Return what `subclass` made this very class of, None where it did not."""
+    return kind.__dict__.get(_MADE)
+
+
+def _described(kind: type[nn.Module]) -> Any:
+    """Return a class by those that pickle finds by their names: a made one may be made of one."""
+    made = made_of(kind)
+    return kind if made is None else (made[0], _described(made[1]), made[2])
+
+
+def _found(described: Any) -> type[nn.Module]:
+    if isinstance(described, type):
+        return described
+    ours, original, prefix = described
+    return subclass(ours, _found(original), prefix)
+
+
+def _new(described: Any) -> nn.Module:
+    kind = _found(described)
+    return kind.__new__(kind)

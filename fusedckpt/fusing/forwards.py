@@ -1,0 +1,273 @@
+"""The forwards that swapped modules get, and what they remember of the match.
+
+Such a module gets a subclass of its own class with our forward before the old one: isinstance
+checks, attributes and methods go on working, and whatever a call does that was not proven equal
+runs the old forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import wraps
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch, fallbacks, levels
+from fusedckpt.autograd.fallbacks import Fallback
+from fusedckpt.autograd.subclass import made_of
+from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, Path, broken, child_at
+from fusedckpt.layers import norm_sharing
+from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
+from fusedckpt.layers.linear import linear_act
+from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
+from fusedckpt.layers.norm import layer_norm, rms_norm
+
+# a linear's weight as [out, in], and its bias
+_Linear = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One change of class, not yet made.
+
+    kind: "norm", "mlp" or "linear", as `fuse` switches them; change: what the report says of it;
+    features: the trailing shape of what the module reads; is_sized: whether the module computes the
+    same with smaller parameters, so that it is verified with such; parts: what the swapped module
+    remembers for reports, by the name below it.
+    """
+
+    kind: str
+    change: str
+    to: type[nn.Module]
+    attributes: dict[str, Any]
+    features: tuple[int, ...]
+    is_sized: bool = False
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def apply(self, module: nn.Module) -> None:
+        """Change the module's class."""
+        module.__dict__.update(self.attributes)
+        module.__dict__[MARK] = Original(type(module), tuple(self.attributes), self.parts)
+        module.__class__ = self.to
+
+
+class NormMatch(NamedTuple):
+    """What a norm of some class computes: see `functional.rms_norm` and `layer_norm`.
+
+    weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: the
+    pairs of x's and the weight's dtype for which that was seen to hold, x's twice where there is no
+    weight; kind: "rms" or "layer"; bias: an attribute's name; casts_back: whether the result has
+    x's dtype whatever autocast does; held: what must still hold.
+    """
+
+    weight: str | None
+    eps: str | float
+    offset: float
+    cast: str
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
+    kind: str = "rms"
+    bias: str | None = None
+    casts_back: bool = False
+    held: tuple[Held, ...] = ()
+
+
+# what a function is made of
+_FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__")
+
+
+class Swapped(nn.Module):
+    """Forward of a swapped module: ours where it computes the same, else that of its class.
+
+    Here alone it is decided; why ours does not run is noted for `FuseReport` and `report`.
+    """
+
+    _fusedckpt_argument: str | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours, original, _ = made_of(cls) or (nn.Module, nn.Module, "")
+        if issubclass(ours, Swapped):
+            # with the original's signature, by which torch.fx names what it traces
+            call = FunctionType(*(getattr(Swapped.forward, key) for key in _FUNCTION))
+            cls.forward = wraps(original.forward)(call)
+            cls._fusedckpt_argument = _first_argument(original)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as ours does, or as the original class does."""
+        x = args[0] if len(args) == 1 and not kwargs else self._by_keyword(args, kwargs)
+        if not dispatch.is_recorded(x):
+            y = self._fused(x) if isinstance(x, Tensor) else ("arguments", "")
+            if type(y) is not tuple:
+                return y
+            fallbacks.note(self, y)
+        return super().forward(*args, **kwargs)
+
+    def _by_keyword(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the input where it alone is given, by its name; None for any other call."""
+        alone = not args and len(kwargs) == 1
+        name = self._fusedckpt_argument
+        return kwargs.get(name) if alone and name is not None else None
+
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
+        """Return the result, or what is in the way of computing it so."""
+        raise NotImplementedError
+
+
+def _first_argument(original: type[nn.Module]) -> str | None:
+    """Return the name by which a forward's first argument can be given, None if it has none."""
+    try:
+        _, first, *_ = inspect.signature(original.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return first.name if first.kind is first.POSITIONAL_OR_KEYWORD else None
+
+
+class FusedNorm(Swapped):
+    """Forward of a norm of any class, keeping x alone where its rule is known to hold."""
+
+    _fusedckpt_match: NormMatch
+
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
+        match, given = self._fusedckpt_match, self._parameters
+        weight = None if match.weight is None else given.get(match.weight)
+        bias = None if match.bias is None else given.get(match.bias)
+        if not dispatch.are_plain(x, weight, bias):
+            return fallbacks.unplain(
+                x, **{match.weight or "weight": weight, match.bias or "bias": bias}
+            )
+        if (changed := broken(self, match.held)) is not None:
+            return changed
+        for name, tensor in ((match.weight, weight), (match.bias, bias)):
+            if name is not None and tensor is None:
+                return "changed", name
+        if (x.dtype, x.dtype if weight is None else weight.dtype) not in match.dtypes:
+            return "dtype", x.dtype
+        return self._normalised(match, x, weight, bias)
+
+    def _normalised(
+        self, match: NormMatch, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        shape = x.shape[-1:] if weight is None else weight.shape
+        eps = getattr(self, match.eps) if isinstance(match.eps, str) else match.eps
+        if match.kind == "layer":
+            y = layer_norm(x, shape, weight, bias, eps)
+        else:
+            y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
+        if match.casts_back and y.dtype != x.dtype:
+            return y.to(x.dtype)
+        return norm_sharing.remember(self, y, weight, bias)
+
+    def extra_repr(self) -> str:
+        """Describe the module as its class does, and what it computes now."""
+        match = self._fusedckpt_match
+        ours = ["layer_norm"] if match.kind == "layer" else ["rms_norm", f"cast={match.cast}"]
+        return _described(super().extra_repr(), *ours)
+
+
+class MLPMatch(NamedTuple):
+    """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
+
+    held: what must still hold; rates: paths and names of numbers that drop something inside while
+    training; last: the path of a child that drops from the result; dtypes: of the weights, for
+    which all that was seen to hold.
+    """
+
+    block: Block
+    held: tuple[Held, ...]
+    rates: tuple[tuple[Path, str], ...]
+    last: Path | None
+    dtypes: tuple[torch.dtype, ...]
+
+
+class FusedMLP(Swapped):
+    """Forward of an MLP of any class, keeping what its save level names."""
+
+    _fusedckpt_match: MLPMatch
+    save: str
+
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
+        match, block = self._fusedckpt_match, self._fusedckpt_match.block
+        tensors = _tensors(self, match, x)
+        if isinstance(tensors, tuple):
+            return tensors
+        if block.kind == "mlp":
+            y = _mlp(x, self.save, block, *tensors)
+        elif block.kind == "gated_mlp":
+            y = _gated_mlp(x, self.save, block, *tensors)
+        else:
+            y = _linear_act(x, self.save, block, *tensors)
+        return y if match.last is None else child_at(self, match.last)(y)  # type: ignore[misc]  # held
+
+    def extra_repr(self) -> str:
+        """Describe the module as its class does, and what it computes now."""
+        block = self._fusedckpt_match.block
+        now = f"{block.kind}, activation={block.activation}"
+        return _described(super().extra_repr(), now, f"save={self.save}")
+
+
+def _described(original: str, *ours: str) -> str:
+    return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
+
+
+def _tensors(module: nn.Module, match: MLPMatch, x: Tensor) -> list[_Linear] | Fallback:
+    """Return the tensors of a block's linears, or what makes the call another than was matched."""
+    found = broken(module, match.held)
+    if found is not None:
+        return found
+    for path, name in match.rates:
+        part: Any = child_at(module, path)
+        if part.training and getattr(part, name) > 0:
+            return "dropout", ".".join(path) or name
+    if not dispatch.are_plain(x):
+        return fallbacks.unplain(x)
+    linears: list[_Linear] = []
+    for linear in match.block.linears:
+        weight, bias = (_parameter(module, path) for path in linear[:2])
+        for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
+            # gone as a parametrization or sharding leaves it, or of another class
+            if path is not None and (tensor is None or not dispatch.are_plain(tensor)):
+                return "weight", ".".join(path)
+        if weight.dtype not in match.dtypes:
+            return "dtype", weight.dtype
+        if weight.dtype != x.dtype and not dispatch.autocasts(x.device):
+            return "dtype", x.dtype
+        linears.append((weight.t() if linear.transposed else weight, bias))
+    return linears
+
+
+def _parameter(module: nn.Module, path: Path | None) -> Any:
+    if path is None:
+        return None
+    owner: Any = child_at(module, path[:-1])
+    return owner._parameters.get(path[-1])
+
+
+def _mlp(x: Tensor, save: str, block: Block, fc1: _Linear, fc2: _Linear) -> Tensor:
+    level = levels.resolve("mlp", None, within(save, MLP_LEVELS), MLP_LEVELS)
+    return mlp(x, *fc1, *fc2, block.activation, save=level)
+
+
+def _gated_mlp(x: Tensor, save: str, block: Block, first: _Linear, *rest: _Linear) -> Tensor:
+    level = levels.resolve("gated_mlp", None, save, GATED_LEVELS)
+    (gate, gate_bias), (down, down_bias) = first, rest[-1]
+    up, up_bias = rest[0] if len(rest) == 2 else (None, None)
+    if block.packed == "up":
+        up, gate = gate.chunk(2)
+        up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
+    biases: Any = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    return gated_mlp(x, gate, up, down, block.activation, **biases, save=level)
+
+
+def _linear_act(x: Tensor, save: str, block: Block, linear: _Linear) -> Tensor:
+    level = levels.resolve("linear_act", None, within(save, LINEAR_LEVELS), LINEAR_LEVELS)
+    return linear_act(x, *linear, block.activation, save=level)
+
+
+def within(level: str, known: tuple[str, ...]) -> str:
+    """Return a level, "inputs" for one that a layer without a gate does not have."""
+    levels.check("fuse", level, levels.LEVELS)
+    return level if level in known else "inputs"

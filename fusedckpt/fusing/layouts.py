@@ -1,0 +1,189 @@
+"""Which block a recorded forward is: its matrix products, and the activation between them.
+
+What stands between the products is a function of single elements, whatever ops it is made of. It is
+evaluated from the recording, on numbers from 1e-30 to 1e30, and looked up in the table of
+activations: one that clamps is another function, at whatever limit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fusedckpt.fusing.held import Block, Weight
+from fusedckpt.fusing.recording import Node, Recording
+from fusedckpt.fusing.replica import undisturbed
+from fusedckpt.kernels.activations import ACTIVATIONS
+
+# activations are told apart by it: another threshold of a softplus shows only here
+_TOL = 1e-8
+NONE = "is no activation that can be fused"
+
+
+def block_of(recording: Recording) -> Block | str:
+    """Return the block that a recorded forward is, or why it is none."""
+    y = recording.y
+    if y is None:
+        return str(recording.reason)
+    shape, result = recording.shapes
+    if len(shape) != len(result) or shape[:-1] != result[:-1]:
+        return f"its result has the shape {[*result]} for an input of {[*shape]}"
+    if len({*recording.dtypes}) > 1:
+        return f"its result is {recording.dtypes[1]} for an input of {recording.dtypes[0]}"
+    if y.kind == "x":
+        return "it returns its input"
+    rows, last = (y.of[0], [y]) if y.kind == "product" else (y, [])
+    found = _leaves(rows)
+    products = [leaf.of[0] if leaf.kind == "part" else leaf for leaf in found]
+    if rows.kind == "point" and found and all(map(_reads_x, products)):
+        if len(found) == 1 and found == products:
+            return _with_activation(rows, found[0], last)
+        if len(found) == 2:
+            return _gated(rows, found, products, last)
+    strange = _strange(y)
+    if strange is not None:
+        return strange
+    if not last:
+        return f"after its last linear it computes {_ops(y)}"
+    if rows.kind == "product":
+        return "it has no activation between its linears"
+    return "its linears do not follow each other as those of an MLP do"
+
+
+def _reads_x(node: Node) -> bool:
+    return node.kind == "product" and node.of[0].kind == "x"
+
+
+def _with_activation(h: Node, z: Node, last: list[Node]) -> Block | str:
+    name = _looked_up(h, z)
+    if name in (None, "identity"):
+        return f"{_ops(h)} {NONE}"
+    kind = "mlp" if last else "linear_act"
+    return Block(kind, tuple(map(_weight, [z, *last])), str(name))
+
+
+def _gated(h: Node, found: list[Node], products: list[Node], last: list[Node]) -> Block | str:
+    if not last:
+        return "it ends with its gate: no linear comes after"
+    for gate, up in (found, found[::-1]):
+        name = _looked_up(h, gate, up)
+        if name in (None, "identity"):
+            continue
+        if found == products:
+            return Block("gated_mlp", tuple(map(_weight, [gate, up, *last])), name)
+        half = gate.span[1] - gate.span[0]
+        halves = sorted([gate.span, up.span])
+        if products[0] is products[1] and halves == [(0, half), (half, 2 * half)]:
+            first = "gate" if gate.span == halves[0] else "up"
+            return Block("gated_mlp", (_weight(products[0]), _weight(last[0])), name, first)
+        return "its gate and up are no halves of one weight, one after the other"
+    return f"{_ops(h)} {NONE}"
+
+
+def activation_by(recording: Recording) -> str | None:
+    """Return the activation that a recorded forward is, None for any other."""
+    y = recording.y
+    if y is None or y.kind not in ("x", "point") or any(one.kind != "x" for one in _leaves(y)):
+        return None
+    return _looked_up(y, *_leaves(y))
+
+
+def _weight(product: Node) -> Weight:
+    _, weight, *bias = product.of
+    return Weight(weight.path, bias[0].path if bias else None, product.is_transposed)
+
+
+def _walk(y: Node, through: str | None = None) -> list[Node]:
+    """Return a node and what it was made from in order, past nodes of that kind alone if given."""
+    seen: set[Node] = set()
+    todo = [y]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.of if through in (None, node.kind) else ()
+    return sorted(seen, key=lambda node: node.number)
+
+
+def _leaves(y: Node) -> list[Node]:
+    """Return the products and parts, and whatever is no op on single elements, that make a node."""
+    return [node for node in _walk(y, "point") if node.kind not in ("point", "number")]
+
+
+def _ops(y: Node) -> str:
+    """Name the ops on single elements that make a node, the first one first."""
+    points = (node for node in _walk(y, "point") if node.kind == "point")
+    return ", ".join(dict.fromkeys(one.op.overloadpacket.__name__.rstrip("_") for one in points))
+
+
+def _strange(y: Node) -> str | None:
+    """Return what a forward computes that no block has, None where all of it is known."""
+    seen = _walk(y)
+    others = [node for node in seen if node.kind == "other"]
+    if others:
+        # the first ones: what they make is strange, too
+        sources = [node for node in others if all(one.kind != "other" for one in node.of)]
+        if any(isinstance(node.op, str) for node in sources):
+            return "its forward reads a tensor that is neither its input nor a parameter"
+        return f"its forward computes {', '.join(dict.fromkeys(map(_described, sources)))}"
+    if any(node.kind != "product" and any(one.kind == "x" for one in node.of) for node in seen):
+        return "its forward uses its input beside its linears"
+    return None
+
+
+def _described(node: Node) -> str:
+    paths = [".".join(one.path) for one in node.of if one.kind == "weight"]
+    return f"{node.name} of {', '.join(paths)}" if paths else node.name
+
+
+@cache
+def _grid() -> tuple[Tensor, Tensor]:
+    """Return numbers of all sizes, dense where activations bend, and as many in another order."""
+    with torch.device("cpu"):
+        near = torch.linspace(-30, 30, 1201, dtype=torch.float64)
+        large = torch.logspace(-30, 30, 601, dtype=torch.float64)
+        z = torch.cat([near, large, -large])
+        return z, z[torch.arange(len(z)) * 997 % len(z)]
+
+
+def _looked_up(h: Node, *inputs: Node) -> str | None:
+    """Return the activation that a node is of its input, times a second one where it has two."""
+    z, other = _grid()
+    up = other if len(inputs) == 2 else torch.ones_like(z)
+    with undisturbed("cpu"), torch.no_grad():
+        try:
+            found = _evaluated(h, dict(zip(inputs, (z, up), strict=False)))
+        except Exception:  # arbitrary code of others
+            return None
+        if not isinstance(found, Tensor) or found.shape != z.shape:
+            return None
+        for name, act in ACTIVATIONS.items():
+            expected = act.eager(z.clone()) * up
+            room = _TOL * up.abs().clamp_min(1) + _TOL * expected.abs()
+            if ((found.double() - expected).abs() <= room).all():
+                return name
+    return None
+
+
+def _evaluated(h: Node, known: dict[Node, Tensor]) -> Any:
+    """Return what a node is of some others, by ops on single elements."""
+    values: dict[Any, Any] = dict(known)
+    like = next(iter(known.values()))
+
+    def value(given: Any) -> Any:
+        return values[given] if isinstance(given, Node) else given
+
+    for node in _walk(h, "point"):
+        if node in values:
+            continue
+        args, kwargs = tree_map(value, (node.args, node.kwargs or {}))
+        if node.kind == "number":
+            kwargs = {**kwargs, "dtype": like.dtype, "device": like.device}
+        elif node.op._schema.is_mutable:
+            args = [args[0].clone(), *args[1:]]
+        values[node] = node.op(*args, **kwargs)
+    return values[h]

@@ -1,0 +1,142 @@
+"""Copies of modules over other parameters, and how to run them without touching anything else.
+
+A copy is made of new module objects with the same classes and attributes. Nothing of the user's is
+written, hooked or drawn from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.fusing.held import Path
+
+# rows of the random input: enough to tell rules of rounding apart, and few
+ROWS = 6
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def replica(
+    module: nn.Module,
+    parameter: Callable[[Tensor, Path], Any],
+    *,
+    training: bool = False,
+    rate: Callable[[Path], float] | None = None,
+    sizes: Mapping[int, int] = MappingProxyType({}),
+    enter: Callable[[nn.Module, Path], tuple[type, dict[str, Any]]] | None = None,
+    path: Path = (),
+) -> Any:
+    """Return a copy of a module tree over other parameters; buffers are shared, hooks left out.
+
+    parameter: gives the copy's for one of the module's and its path; rate: by which the parts at
+    a path drop, their own if None; sizes: what stands for numbers that are sizes; enter: gives the
+    class of the copy of a module, and attributes of it.
+    """
+    kind, own = (type(module), {}) if enter is None else enter(module, path)
+    clone = object.__new__(kind)
+    given = vars(module)
+    made: dict[str, Any] = {name: type(given[name])() for name in _HOOKS}
+    made |= {n: resized(v, sizes) for n, v in given.items() if resized(v, sizes) is not v}
+    if rate is not None:
+        made |= dict.fromkeys(rates_of(module), rate(path))
+    made["_parameters"] = {
+        name: None if one is None else parameter(one, (*path, name))
+        for name, one in module._parameters.items()
+    }
+    options: Any = {"training": training, "rate": rate, "sizes": sizes, "enter": enter}
+    made["_modules"] = {
+        name: None if child is None else replica(child, parameter, **options, path=(*path, name))
+        for name, child in module._modules.items()
+    }
+    # past a class that tells what is set
+    object.__getattribute__(clone, "__dict__").update(given, training=training, **made, **own)
+    return clone
+
+
+def resized(value: Any, sizes: Mapping[int, int]) -> Any:
+    """Return what stands for a number that is a size, any other value as it is."""
+    return sizes.get(value, value) if type(value) is int and value > 1 else value
+
+
+def rates_of(module: nn.Module) -> list[str]:
+    """Return the attributes that are numbers by which a forward drops while training."""
+    if type(module) is nn.Dropout:
+        return ["p"]
+    own = vars(module).items()
+    return [n for n, v in own if "drop" in n and type(v) in (int, float) and n[0] != "_"]
+
+
+class Draw:
+    """Random float64 values for a module's parameters and its input, always the same for a seed.
+
+    Matrices are scaled so that products are of order one. `values` are by the parameters' ids.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        features: tuple[int, ...],
+        sizes: Mapping[int, int] = MappingProxyType({}),
+        rows: int = ROWS,
+        seed: int = 0,
+    ):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.values: dict[int, Tensor] = {}
+        for parameter in module.parameters():
+            shape = tuple(sizes.get(n, n) for n in parameter.shape)
+            value = self._randn(shape)
+            self.values[id(parameter)] = value * shape[-1] ** -0.5 if len(shape) == 2 else value
+        # three dimensions: a module that picks one of the first two shows
+        self.x = self._randn((2, rows // 2, *(sizes.get(n, n) for n in features)))
+
+    def _randn(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
+
+    def like(self, y: Tensor) -> Tensor:
+        """Draw what has the shape of y."""
+        return self._randn(tuple(y.shape))
+
+
+@contextmanager
+def undisturbed(device: torch.device | str) -> Iterator[None]:
+    """Keep the random state, and run as plain training code does, whatever the caller is inside."""
+    kind = torch.device(device).type
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng([device] if kind == "cuda" else []),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(kind if kind != "meta" else "cpu", enabled=False),
+    ):
+        # of dtypes that no user asked for
+        warnings.simplefilter("ignore")
+        yield
+
+
+def call(module: Any, x: Tensor) -> Any:
+    """Run the module's forward, without the hooks around it."""
+    return type(module).forward(module, x)
+
+
+def takes_one(module: nn.Module) -> bool:
+    """Whether the module's forward can be called with one argument."""
+    try:
+        inspect.signature(type(module).forward).bind(module, None)
+    except (TypeError, ValueError):
+        return False
+    return True

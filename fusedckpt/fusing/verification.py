@@ -1,0 +1,179 @@
+"""A swapped module beside what it was, on random numbers: is it the same, and what does it save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd.accuracy import FLOOR, Errors
+from fusedckpt.fusing.forwards import Swap
+from fusedckpt.fusing.held import child_at
+from fusedckpt.fusing.replica import Draw, call, replica, resized, undisturbed
+from fusedckpt.memory import saved_tensors
+
+# of the inputs: limits that a module keeps to show where they are reached
+SCALES = (1.0, 10.0, 100.0, 1000.0)
+
+
+def difference(module: nn.Module, swap: Swap) -> str | None:
+    """Return how swapping would change outputs or gradients, None if it does not.
+
+    In the module's own dtype, in eval and in training, at inputs of several scales, over draws of
+    256 elements or 16 draws, by the error rule of `autograd.accuracy`; at a scale other than 1 the
+    floor is 64 epsilons of max(scale, rms(truth)).
+    """
+    first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
+    device = torch.device("cpu") if first.is_meta else first.device
+    sizes = small_sizes(module) if swap.is_sized else {}
+    small = _with_sizes(swap, module, sizes)
+    counts = [math.prod([sizes.get(n, n) for n in p.shape]) for p in module.parameters()]
+    draws = min(16, math.ceil(256 / max(1, min(counts, default=256))))
+    with undisturbed(device):
+        for scale, training in product(SCALES, (False, True)):
+            found: list[Errors] = []
+            for seed in range(draws if scale == 1 else min(draws, 4)):
+                run = _Run(module, swap, sizes, training, scale, seed)
+                eager = []
+                for dtype in (torch.float64, first.dtype):
+                    try:
+                        eager.append(run.results(dtype, device))
+                    except Exception:  # arbitrary code of others, in a dtype that it may not take
+                        name = str(dtype).removeprefix("torch.")
+                        return f"it does not run in {name}, in which it would be checked"
+                ours = run.results(first.dtype, device, small)
+                found = found or [Errors(first.dtype) for _ in ours]
+                for errors, mine, truth, theirs in zip(found, ours, *eager, strict=True):
+                    errors.add(mine, theirs, truth)
+            problem = _problem(found, first.dtype, scale)
+            if problem is not None:
+                return problem
+    return None
+
+
+def small_sizes(module: nn.Module) -> dict[int, int]:
+    """Return small sizes for those of a module's parameters: what it computes needs no large ones.
+
+    What is twice another stays so.
+    """
+    found: dict[int, int] = {}
+    for size in sorted({n for parameter in module.parameters() for n in parameter.shape}):
+        half = found.get(size // 2) if size % 2 == 0 else None
+        found[size] = min(size, 24 + 16 * len(found)) if half is None else 2 * half
+    return found
+
+
+def _with_sizes(swap: Swap, module: nn.Module, sizes: Mapping[int, int]) -> Swap:
+    """Return the swap of a replica, which must hold other numbers where these are sizes."""
+    match = swap.attributes.get("_fusedckpt_match")
+    if not sizes or match is None:
+        return swap
+    held = []
+    for one in match.held:
+        own = vars(child_at(module, one.path))
+        reads = (
+            (names, resized(value, sizes) if names[0] in own and len(names) == 1 else value)
+            for names, value in one.reads
+        )
+        held.append(one._replace(reads=tuple(reads)))
+    attributes = {**swap.attributes, "_fusedckpt_match": match._replace(held=tuple(held))}
+    return replace(swap, attributes=attributes)
+
+
+def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> str | None:
+    # large inputs overflow half precision where eager keeps what we do not, and what is small
+    # there may be the difference of large numbers
+    floor = FLOOR if scale == 1 else 8 * FLOOR
+    names = ["output", "gradient of x", *["gradient of a parameter"] * (len(found) - 2)]
+    for name, errors in zip(names, found, strict=True):
+        if scale > 1 and dtype in (torch.float16, torch.bfloat16):
+            errors.strays = 0
+        problem = errors.problem(floor=floor, least=scale)
+        if problem is not None:
+            return f"{name}{f' at inputs of {scale:g}' if scale > 1 else ''}: {problem}"
+    return None
+
+
+class _Run:
+    """One draw, on which a module and what it would be swapped for are run."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        swap: Swap,
+        sizes: Mapping[int, int],
+        training: bool,
+        scale: float,
+        seed: int,
+    ):
+        self.draw, self.scale = Draw(module, swap.features, sizes, seed=seed), scale
+        self.own = next((p.dtype for p in module.parameters()), torch.float32)
+        rate = (lambda path: 0.0) if training else None
+        self.replica = partial(replica, module, training=training, rate=rate, sizes=sizes)
+        self.dout: Tensor | None = None
+
+    def results(self, dtype: torch.dtype, device: torch.device, swap: Swap | None = None) -> Any:
+        """Return the output and the gradients of x and of every parameter; ours for a swap."""
+
+        def leaf(value: Tensor) -> Tensor:
+            # rounded to the module's dtype first: that is no error of either
+            return value.to(device, self.own).to(dtype).detach().requires_grad_(True)
+
+        leaves = {key: leaf(value) for key, value in self.draw.values.items()}
+        x = leaf(self.draw.x * self.scale)
+        clone = self.replica(lambda parameter, path: leaves[id(parameter)])
+        if swap is not None:
+            swap.apply(clone)
+        return results(clone, [x, *leaves.values()], self._dout)
+
+    def _dout(self, y: Tensor) -> Tensor:
+        dout = self.draw.like(y).to(self.own) if self.dout is None else self.dout
+        self.dout = dout
+        return dout.to(y)
+
+
+def results(module: Any, wanted: list[Tensor], dout: Any) -> list[Tensor]:
+    """Return the output for the first of `wanted`, and the gradients of all."""
+    y = call(module, wanted[0])
+    weights = dout(y)
+    if not y.requires_grad:
+        return [y, *map(torch.zeros_like, wanted)]
+    grads = torch.autograd.grad(y, wanted, weights, allow_unused=True)
+    found = zip(grads, wanted, strict=True)
+    return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in found)]
+
+
+def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None:
+    """Return the bytes that one token of training keeps, before and after; None if it cannot run.
+
+    Measured at the module's own shapes, dtype and dropout on meta tensors, which takes neither
+    memory nor time; the module's input counts as an activation.
+    """
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    tokens = 4
+    found = []
+    with undisturbed("meta"):
+        for change in (None, swap):
+            leaves: dict[int, Tensor] = {
+                id(p): torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=True)
+                for p in module.parameters()
+            }
+            clone = replica(module, lambda p, _, made=leaves: made[id(p)], training=True)
+            if change is not None:
+                change.apply(clone)
+            x = torch.empty(1, tokens, *swap.features, dtype=dtype, device="meta")
+            x.requires_grad_(True)
+            with saved_tensors() as saved:
+                try:
+                    y = call(clone, x * 1)
+                except Exception:  # arbitrary code of others, on a device that it may not know
+                    return None
+            found.append(saved.nbytes / tokens)
+            del y
+    return found[0], found[1]

@@ -1,0 +1,66 @@
+"""`plan` and `report` on the first batch that a model trains on, in any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fusedckpt.planning.planner import plan as make_plan
+from fusedckpt.planning.roles import is_assigned
+from fusedckpt.reporting.memory_report import report as make_report
+
+__all__ = ["at_first_batch"]
+
+
+def at_first_batch(
+    model: nn.Module,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    report: bool = False,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    log: Callable[[Any], Any] = print,
+) -> RemovableHandle:
+    """Plan, report or both, on what the first training forward of `model` gets, before it runs.
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        at_first_batch(model, plan={"budget": "20GiB"}, optimizer=optimizer)
+
+    The training goes on as if nothing had been, under the plan. Call it with the module that the
+    loop calls, after DDP, FSDP and torch.compile: a forward inside a sharded or compiled one is no
+    place for another step. Of a compiled model it is the step without torch.compile. What is
+    sharded can be reported, not planned.
+
+    Args:
+        plan: what `fusedckpt.plan` gets besides the batch, {"budget": "20GiB"}; the plan is
+            applied, unless one is already, which stays. None plans nothing.
+        report: whether one step is reported, under the plan.
+        loss, optimizer: as in `fusedckpt.report`.
+        log: gets the Plan and the MemoryReport.
+
+    Returns:
+        What takes the call back: `.remove()`.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        module = getattr(module, "_orig_mod", module)
+        step = {"loss": loss, "optimizer": optimizer, **kwargs}
+        if plan is not None and not any(is_assigned(part) for part in module.modules()):
+            found = make_plan(module, *args, **plan, **step)
+            found.apply(module)
+            log(found)
+        if report:
+            log(make_report(module, *args, **step))
+
+    # else torch.compile would look into all the steps that are tried
+    uncompiled: Any = torch.compiler.disable(hook)
+    handle = model.register_forward_pre_hook(uncompiled, prepend=True, with_kwargs=True)
+    return handle

@@ -1,0 +1,58 @@
+"""torchtitan: overrides that fuse every block, and checkpoint it with ours.
+
+    --override.imports fusedckpt.integrations.torchtitan.fused_block
+    --override.imports 'fusedckpt.integrations.torchtitan.fused_block={"save": "preact"}'
+    --override.imports fusedckpt.integrations.torchtitan.full_checkpoint
+
+Blocks are fused where they are built, before tensor parallelism, checkpoints, compile and FSDP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# the checkers' environment does not have it
+# pyright: reportMissingImports=false
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common import TransformerBlock
+from torchtitan.tools.logging import logger
+
+from fusedckpt.checkpointing.wrapper import Checkpoint
+from fusedckpt.fusing.swap import fuse
+
+__all__ = ["full_checkpoint", "fused_block"]
+
+
+@override(target=TransformerBlock.Config, description="fusedckpt.fuse")
+def fused_block(config: Any, **options: Any) -> Any:
+    """Return a config that builds the block as its own does, and fuses it; options of `fuse`."""
+
+    class FusedBlockConfig(type(config)):
+        __slots__ = ()
+
+        def build(self, **kwargs: Any) -> nn.Module:
+            block = super().build(**kwargs)
+            logger.info(fuse(block, **options))
+            return block
+
+    return derive(config, FusedBlockConfig)
+
+
+class _FullCheckpoint(FullAC):
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        """As full activation checkpointing's."""
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        names = ("preserve_rng_state", "determinism_check", "debug")
+        return Checkpoint(module, **{name: getattr(self.config, name) for name in names})
+
+
+@override(target=FullAC.Config, description="fusedckpt.checkpoint")
+def full_checkpoint(config: Any) -> Any:
+    """Return a config of full activation checkpointing that wraps blocks in `Checkpoint`."""
+    return derive(config, _FullCheckpoint.Config)

@@ -1,0 +1,111 @@
+"""transformers: a callback for its Trainer, and our checkpoint under its gradient checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch.utils.checkpoint as stock
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fusedckpt.checkpointing.function import checkpoint
+from fusedckpt.fusing.held import MARK
+from fusedckpt.fusing.swap import fuse
+from fusedckpt.integrations.first_batch import at_first_batch
+
+__all__ = ["FuseCallback", "use_checkpoint"]
+
+
+class FuseCallback(TrainerCallback):
+    """Fuse a Trainer's model, take our checkpoint, and plan and report on the first batch.
+
+        Trainer(model, args, train_dataset=data, callbacks=[FuseCallback(save="preact")]).train()
+
+    Given as `callbacks=` it fuses when the Trainer is made, before DDP, FSDP and torch.compile. A
+    model that `model_init` makes in `train()` is fused after them, which FSDP does not allow: call
+    `fuse` in `model_init`. Budgets are of the module inside DDP, its buckets apart.
+
+    Args:
+        checkpoint: whether `gradient_checkpointing=True` takes ours, see `use_checkpoint`.
+        plan, report: as in `at_first_batch`, once for each `train()`.
+        log: gets the FuseReport, Plan and MemoryReport, of the first process alone.
+        options: those of `fusedckpt.fuse`.
+
+    Raises:
+        ValueError: when training begins: plan or report with torch_compile on several processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint: bool = True,
+        plan: Mapping[str, Any] | None = None,
+        report: bool = False,
+        log: Callable[[Any], Any] = print,
+        **options: Any,
+    ):
+        self.checkpoint, self.plan, self.report = checkpoint, plan, report
+        self.log, self.options = log, options
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Fuse: the one event before `accelerator.prepare`."""
+        self._fuse(kwargs["model"], state)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take our checkpoint, and prepare for the first batch."""
+        model = kwargs["model"]
+        if not any(MARK in vars(module) for module in model.modules()):
+            self._fuse(model, state)
+        if self.checkpoint and args.gradient_checkpointing:
+            use_checkpoint(model)
+        # not even a hook: inside what DDP or FSDP compiles, one would end the compilation
+        if self.plan is None and not self.report:
+            return
+        if args.torch_compile and args.world_size > 1:
+            raise ValueError(
+                "FuseCallback: expected one process, or no torch_compile, for plan and report, got "
+                f"torch_compile=True and {args.world_size} processes"
+            )
+        at_first_batch(
+            model,
+            plan=self.plan and {"accumulate": args.gradient_accumulation_steps, **self.plan},
+            report=self.report,
+            # one that accumulates gradients steps after the last micro-batch alone
+            optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
+            log=self._log(state),
+        )
+
+    def _fuse(self, model: nn.Module, state: TrainerState) -> None:
+        self._log(state)(fuse(model, **self.options))
+
+    def _log(self, state: TrainerState) -> Callable[[Any], Any]:
+        return self.log if state.is_world_process_zero else lambda found: None
+
+
+def use_checkpoint(model: nn.Module) -> None:
+    """Put `fusedckpt.checkpoint` where gradient checkpointing put torch's, with its options.
+
+        model.gradient_checkpointing_enable()
+        use_checkpoint(model)
+
+    `gradient_checkpointing_disable()` ends it, enabling it anew brings torch's back.
+
+    Raises:
+        ValueError: no gradient checkpointing is enabled, or it runs another function than torch's
+            checkpoint, as `offload=True` has it; on the first call: use_reentrant=True.
+    """
+    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
+    if not found:
+        raise ValueError("use_checkpoint: call model.gradient_checkpointing_enable() before")
+    for module in found:
+        function: Any = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(function, "func", None) not in (stock.checkpoint, checkpoint):
+            raise ValueError(f"use_checkpoint: expected torch's checkpoint, found {function}")
+        ours: Any = partial(checkpoint, *function.args, **function.keywords)
+        module._gradient_checkpointing_func = ours

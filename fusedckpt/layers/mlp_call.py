@@ -1,0 +1,157 @@
+"""What a call of an MLP block comes down to: checked, and settled once for calls that are alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.autograd.norm_spec import NormSpec, rule_of
+from fusedckpt.kernels import mlp as kernels
+from fusedckpt.kernels.mlp import Block, Weights
+from fusedckpt.kernels.norm import NormRule
+from fusedckpt.layers import validate
+
+
+class Args(NamedTuple):
+    """The constants of a call, as the ops take them; kind "none" is no norm."""
+
+    kind: str
+    eps: float
+    offset: float
+    cast: str
+    activation: str
+    residual: bool
+    dtype: torch.dtype
+    chunks: int | None
+    kernel: str | None
+
+    @property
+    def rule(self) -> NormRule | None:
+        """The norm, None for none."""
+        return None if self.kind == "none" else NormRule(*self[:4])
+
+
+def block_of(args: Args, rows: int, w: Any) -> Block:
+    """Settle what the caller left open: the plan, and into how many chunks rows are cut."""
+    (f, d), gemms = w.gate.shape, 2 if w.up is None else 3
+    # the GEMM that a hybrid plan does itself contracts over the output features
+    op, sizes = "mlp" if w.up is None else "gated_mlp", (rows, f, w.down.shape[0])
+    kernel = dispatch.plan_for(op, w.gate, args.dtype, sizes, args.kernel, "hybrid")
+    kernel = kernel if d else "aten"
+    chunks = args.chunks or kernels.chunks_for(rows, d, f, gemms, w.down.dtype.itemsize)
+    return Block(args.rule, args.activation, args.residual, kernel, chunks)
+
+
+# gate and up in one weight
+PACKED = ("gate", "down")
+
+
+def _half(packed: Any) -> Any:
+    """Return what is known of a half of the rows."""
+    if packed is None:
+        return None
+    shape = torch.Size((packed.shape[0] // 2, *packed.shape[1:]))
+    return Meta(shape, packed.dtype, packed.device)
+
+
+class MLPCall(NamedTuple):
+    """What a call comes down to.
+
+    block: what kernels compute; direct: whether nothing traces or watches ops; dtypes: of x and
+    Weights; adds_after: whether x is added to the result outside, in another dtype.
+    """
+
+    options: Args
+    block: Block | None
+    level: str
+    direct: bool
+    dtypes: tuple[torch.dtype | None, ...]
+    adds_after: bool
+
+
+class MLPOptions(NamedTuple):
+    """The options of a call; norm: a NormSpec without its tensors, of `kinds`; over: its shape."""
+
+    caller: str
+    linears: tuple[str, ...]
+    activation: str
+    residual: bool
+    save: str | None
+    levels: tuple[str, ...]
+    chunks: int | None
+    kernel: str | None = None
+    norm: NormSpec | None = None
+    kinds: tuple[type, ...] = ()
+    over: Any = None
+    default: str = "inputs"
+    is_module: bool = False
+
+    @property
+    def name(self) -> str:
+        """Who refuses tensors: the function, or a module that has a norm."""
+        if self.over is not None:
+            return self.caller
+        return "mlp" if self.linears[0] == "fc1" else "gated_mlp"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors: x, then Weights."""
+        first, *up, last = [(f"{key}_weight", f"{key}_bias?") for key in self.linears]
+        up = up or [("up_weight?", "up_bias?")]
+        return ("x", "norm.weight?", "norm.bias?", *first, *up[0], *last)
+
+    def chosen(self, override: str | None) -> tuple[str, str]:
+        """Return activation and save level; refuse options that there are not."""
+        level = levels.chosen(self.caller, (self.save, override, self.default), self.levels)
+        activation = validate.activation(self.caller, self.activation)
+        validate.block(self.caller, self.residual, self.chunks)
+        validate.kernel(self.caller, self.kernel, "hybrid")
+        return activation, level
+
+    def settle(self, around: Around, x: Any, *metas: Any) -> MLPCall | None:
+        """Refuse a block whose parts do not fit."""
+        name, w = self.name, Weights(*metas)
+        activation, level = self.chosen(around.level)
+        norm = self.norm
+        if norm is not None:
+            if isinstance(norm, NormSpec):
+                norm = norm._replace(weight=w.norm, bias=w.norm_bias)  # type: ignore[arg-type]
+            validate.norm_spec(name, norm)
+        validate.tensors(name, self.names, (x, *metas))
+        if self.over is not None:
+            shape = validate.normalized_shape(name, self.over)
+            validate.norm(name, x, shape, w.norm, w.norm_bias)
+        up = [] if w.up is None else [(w.up, w.up_bias)]
+        pairs = [(w.gate, w.gate_bias), *up, (w.down, w.down_bias)]
+        linears: Any = dict(zip(self.linears, pairs, strict=True))
+        packed = self.linears == PACKED
+        validate.mlp(name, x, linears, bool(self.residual), packed)
+        given = dict(zip([key.rstrip("?") for key in self.names[3:]], metas[2:], strict=True))
+        dtype = validate.multiplied(name, around, validate.normed(name, x, norm, around), given)
+        validate.runs(name, self.kernel, "hybrid", x, dtype)
+        if around.twin:
+            return None
+        if packed:
+            gate, gate_bias = (_half(t) for t in (w.gate, w.gate_bias))
+            w = w._replace(gate=gate, up=gate, gate_bias=gate_bias, up_bias=gate_bias)
+        constants = ("none", 0.0, 0.0, "torch") if norm is None else rule_of(norm, x.dtype)
+        adds = bool(self.residual) and x.dtype == dtype
+        args = Args(*constants, activation, adds, dtype, self.chunks, self.kernel)
+        block = block_of(args, math.prod(x.shape[:-1]), w) if around.direct else None
+        dtypes = tuple([None if t is None else t.dtype for t in (x, *w)])
+        level = level if around.grad else "inputs"
+        adds_after = bool(self.residual) and not adds
+        return MLPCall(args, block, level, around.direct, dtypes, adds_after)
+
+
+def split(norm: Any) -> tuple[tuple[Any, tuple[type, ...]], tuple[Any, Any]]:
+    """Return a record without its tensors, and the types in it; and these tensors."""
+    if not isinstance(norm, NormSpec):
+        # refused where it is no None
+        return (norm, ()), (None, None)
+    bare = norm._replace(weight=None, bias=None)
+    return (bare, tuple(map(type, bare))), (norm.weight, norm.bias)

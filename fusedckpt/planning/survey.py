@@ -1,0 +1,203 @@
+"""A pass over the user's own model: each unit is measured where it is called, once of a kind."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from fusedckpt.autograd.phases import current
+from fusedckpt.memory import nbytes_of
+from fusedckpt.planning import roles
+from fusedckpt.planning.calls import NoGraph, kind_of
+from fusedckpt.planning.unit_costs import Costs, measured
+from fusedckpt.planning.units import Cut
+from fusedckpt.reporting.step import Step
+from fusedckpt.reporting.trial import aliased, tensors_of
+
+__all__ = ["Kinds", "Survey", "dropping", "ticking"]
+
+
+class _Skip(torch.autograd.Function):
+    """Hands on what a unit returned, and as large gradients to what it was given as it would."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        entered: Callable[[int], None],
+        outputs: list[Tensor],
+        held: list[Tensor],
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.entered = entered
+        ctx.save_for_backward(*held)
+        ctx.set_materialize_grads(False)
+        ctx.likes = [(x.shape, x.dtype, x.device) for x in given]
+        ctx.stays = [isinstance(x, nn.Parameter) for x in given]
+        # not a view, which nobody could write into; of the same memory, so that it costs none
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        # gradients of several outputs may be one
+        ctx.entered(nbytes_of(x for x in given if x is not None))
+        grads = (
+            None if stays else torch.zeros(s, dtype=d, device=on)
+            for (s, d, on), stays in zip(ctx.likes, ctx.stays, strict=True)
+        )
+        return None, None, None, *grads
+
+
+class _DropActivations(NamedTuple):
+    """A role: run unit i without a graph, and put one node in its place that keeps nothing.
+
+    visitor: its `enter` sees the call, and what it gets that requires grad, and returns what of
+    that is for this unit alone; `left` sees what it returns, and the tensors in that; `entered` the
+    beginning of its backward, with gradients of so many bytes.
+    """
+
+    visitor: Any
+    i: int
+    module: nn.Module
+
+    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        tensors = list(tensors_of([args, kwargs]))
+        given = [x for x in tensors if x.requires_grad]
+        own = self.visitor.enter(self.i, (forward, args, kwargs), given)
+        # such as masks, and what other units get, too
+        held = [x for x in tensors if all(x is not y for y in own)]
+        with torch.no_grad():
+            output = forward(*args, **kwargs)
+        given += [p for p in self.module.parameters() if p.requires_grad][:1]
+        leaves, spec = pytree.tree_flatten(output)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _flows(x)]
+        if given and places:
+            outputs = [leaves[i] for i in places]
+            made = _Skip.apply(lambda n: self.visitor.entered(self.i, n), outputs, held, *given)
+            for i, x in zip(places, made, strict=True):
+                leaves[i] = x
+        self.visitor.left(self.i, output, [leaves[i] for i in places])
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def _flows(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def dropping(visitor: Any, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Let units keep nothing meanwhile, and the visitor see them by number."""
+    given = {module: _DropActivations(visitor, i, module) for i, module in enumerate(modules)}
+    return roles.assigned(given)
+
+
+# what was measured, by what units that are alike have in common
+Kinds = dict[Any, Costs | None]
+
+
+class Survey:
+    """What the units of a cut cost.
+
+    kinds: what is known. tick: called for every unit. selective: see `measured`.
+    """
+
+    def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], selective: bool):
+        self._cut, self._kinds, self._tick, self._selective = cut, kinds, tick, selective
+        self._modules: list[nn.Module] = []
+        self._calls: Counter[str] = Counter()
+        # in the order of the forward
+        self._costs: dict[str, Costs | None] = {}
+        # what each call got, and how many got the same
+        self._given: list[tuple[str, list[StorageWeakRef]]] = []
+        self._counts: Counter[int] = Counter()
+        # by unit the dataclass that it returns, where that hides tensors
+        self._hidden: dict[str, str] = {}
+
+    def run(self, step: Step) -> None:
+        """Run the model's forward."""
+        self._modules = [step.model.get_submodule(name) for name in self._cut.names]
+        with dropping(self, self._modules):
+            args, kwargs = aliased((step.args, step.kwargs))
+            step.model(*args, **kwargs)
+
+    def enter(self, i: int, call: tuple[Any, Any, Any], given: list[Tensor]) -> list[Tensor]:
+        """Measure a call, once of a kind."""
+        name, (forward, args, kwargs) = self._cut.names[i], call
+        if current() is not None:
+            raise ValueError(
+                f"plan: unit {name} runs inside a checkpoint: a plan says itself what runs again; "
+                "take the checkpoint away (of transformers' models, "
+                "gradient_checkpointing_disable()), or name the module that it is around in units="
+            )
+        storages = [StorageWeakRef(x.untyped_storage()) for x in given]
+        self._given.append((name, storages))
+        self._counts.update({storage.cdata for storage in storages})
+        self._calls[name] += 1
+        if self._calls[name] == 1:
+            module, parts = self._modules[i], tuple(self._cut.parts.get(name, ()))
+            kind = kind_of(module, args, kwargs)
+            if (kind, parts) not in self._kinds:
+                self._kinds[kind, parts] = None
+                with suppress(NoGraph):
+                    self._kinds[kind, parts] = measured(
+                        module, forward, args, kwargs, kind, parts, self._selective
+                    )
+            self._costs[name] = self._kinds[kind, parts]
+        self._tick()
+        return list(tensors_of([args, kwargs]))
+
+    def left(self, i: int, output: Any, tensors: list[Tensor]) -> None:
+        """See whether an output hides tensors, as that of a dict does not."""
+        for part in output if isinstance(output, (tuple, list)) else [output]:
+            if is_dataclass(part) and next(tensors_of(part), None) is None:
+                self._hidden[self._cut.names[i]] = type(part).__name__
+
+    def units(self) -> dict[str, Costs]:
+        """Return what the units cost, in the order in which they run."""
+        return {
+            name: costs._replace(
+                # what several units get belongs to none, but what each gets first
+                flows=tuple(not i or self._counts[x.cdata] == 1 for i, x in enumerate(given))
+            )
+            for name, given in self._given
+            if self._calls[name] == 1 and (costs := self._costs[name])
+        }
+
+    def left_out(self) -> dict[str, str]:
+        """Return why others of the cut are no units."""
+        units = self.units()
+        return {name: self._why_not(name) for name in self._cut.names if name not in units}
+
+    def _why_not(self, name: str) -> str:
+        if not (calls := self._calls[name]):
+            return "is not called in a step with gradients"
+        if calls > 1:
+            return f"is called {calls} times in a step"
+        if hidden := self._hidden.get(name):
+            return (
+                f"returns a dataclass, {hidden}, whose tensors are not seen: let it return a "
+                "tensor, tuple or dict"
+            )
+        return "returns nothing that requires a gradient"
+
+
+@contextmanager
+def ticking(total: int, progress: bool) -> Iterator[Callable[[], None]]:
+    """Yield what is to be called for every unit that is done."""
+    if not progress or importlib.util.find_spec("rich") is None:
+        yield lambda: None
+        return
+    console = importlib.import_module("rich.console").Console(stderr=True)
+    with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bar:
+        task = bar.add_task("measuring units", total=total)
+        yield lambda: bar.advance(task)

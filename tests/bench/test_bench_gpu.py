@@ -1,0 +1,339 @@
+"""`python -m bench gpu`: steps in processes of their own, within their time, kept and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support import HANGS
+
+pytest.importorskip("matplotlib", reason="needs the bench extra")
+
+from stepping import Clock
+
+from bench import __main__ as command
+from bench import gpu, processes
+from bench.env import settled
+from bench.gpu import Step
+from bench.processes import Stops, take
+from bench.settings import parsers
+
+CPU = ["gpu", "--allow-cpu", "--tiny", "--minutes=9"]
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    made: list[Step] = []
+    monkeypatch.setattr(gpu, "steps_of", lambda *chosen: made)
+    return made
+
+
+def outcomes(out) -> dict[str, str]:
+    record = json.loads((out / "gpu.json").read_text())
+    return {name: facts["outcome"] for name, facts in record["steps"].items()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["gpu"])
+    assert ended.value.code == 2
+    assert "this torch sees no GPU; --allow-cpu" in capsys.readouterr().err
+
+
+def test_a_failure_costs_its_own_step_alone(tmp_path, capsys, steps):
+    steps += [
+        Step("bad", python("raise SystemExit('no [luck]')")),
+        Step("good", python("print(7)")),
+    ]
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 1
+    assert outcomes(tmp_path) == {"bad": "failed", "good": "ok"}
+    assert (tmp_path / "good.log").read_text() == "7\n"
+    out = capsys.readouterr().out
+    assert "    no [luck]" in out
+    assert "failed: bad" in out
+
+
+def test_another_call_goes_on_where_one_stopped(tmp_path, steps, capsys, monkeypatch):
+    mark = f"open({str(tmp_path / 'mark')!r}, 'a').write('x')"
+    steps += [Step("once", python(mark)), Step("plot", python(mark), only_reads=True)]
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    # what reads results reads them again
+    assert (tmp_path / "mark").read_text() == "xxx"
+    assert "once: ok, in an earlier call" in capsys.readouterr().out
+    assert command.main([*CPU, "--restart", f"--out={tmp_path}"]) == 0
+    assert (tmp_path / "mark").read_text() == "xxxxx"
+    # another commit's steps are to be taken
+    monkeypatch.setattr(gpu, "commit", lambda: "another")
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    assert (tmp_path / "mark").read_text() == "xxxxxxx"
+
+
+SLEEPER = """
+import sys, time
+print("half", flush=True)
+try:
+    time.sleep(3600)
+except KeyboardInterrupt:
+    print("kept")
+    sys.exit(130)
+"""
+
+
+@pytest.fixture(autouse=True)
+def hang_guard():
+    """Fail a test whose process does not end, instead of waiting for it."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(HANGS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_time_that_is_up_interrupts_first(tmp_path, request, monkeypatch, handler):
+    """Also in the background of a shell, where interrupts are ignored."""
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, handler)
+    log = tmp_path / "log"
+    Clock(monkeypatch, log, grace_ends=False)
+    assert take(python(SLEEPER), log, 3.0, Stops()) == ("out of time", 130)
+    assert log.read_text() == "half\nkept\n"
+
+
+def test_who_does_not_stop_is_killed(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    clock = Clock(monkeypatch, log, grace_ends=True)
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    code += "; print('deaf', flush=True); time.sleep(3600)"
+    outcome, status = take(python(code), log, 2.0, Stops())
+    assert (outcome, status) == ("out of time", -9)
+    assert clock.sent == [signal.SIGINT, signal.SIGKILL]
+
+
+def to_parent(number: str) -> str:
+    return f"os.kill(os.getppid(), signal.{number})"
+
+
+@pytest.fixture
+def outer():
+    """The handlers of a program that runs the command, wherever this test runs."""
+
+    def handler(number, frame) -> None:
+        raise RuntimeError(f"died of {number}")
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, handler) for number in numbers]
+    yield handler
+    for number, was in zip(numbers, before, strict=True):
+        signal.signal(number, was)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_who_is_asked_to_stop_ends_the_step_first(
+    tmp_path, monkeypatch, capsys, steps, outer, name
+):
+    monkeypatch.setattr(processes, "GRACE", HANGS)
+    code = SLEEPER.replace("time.sleep", f"import os, signal; {to_parent(name)}; time.sleep")
+    steps += [Step("slow", python(code)), Step("next", python("")), Step("plot", python(""))]
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 130
+    left = dict.fromkeys(("next", "plot"), "not started")
+    assert outcomes(tmp_path) == {"slow": "interrupted"} | left
+    assert (tmp_path / "slow.log").read_text() == "half\nkept\n"
+    assert "left: slow, next, plot; another call goes on there" in capsys.readouterr().out
+    # whoever called gets its own handler back
+    assert signal.getsignal(getattr(signal, name)) is outer
+
+
+def test_what_is_to_be_ignored_stays_so(outer):
+    """As under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stops() as stops:
+        signal.raise_signal(signal.SIGHUP)
+        assert stops.count == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path, monkeypatch, steps, outer):
+    # longer than the guard lets the test take
+    monkeypatch.setattr(processes, "GRACE", 2 * HANGS)
+    again = f"signal.signal(signal.SIGINT, lambda *_: {to_parent('SIGINT')})"
+    code = f"import os, signal, time; {again}; {to_parent('SIGINT')}; time.sleep(3600)"
+    steps += [Step("deaf", python(code))]
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 130
+    facts = json.loads((tmp_path / "gpu.json").read_text())["steps"]["deaf"]
+    assert (facts["outcome"], facts["status"]) == ("interrupted", -9)
+
+
+def test_nothing_of_a_step_outlives_it(tmp_path):
+    sleeper = [*python("import time; time.sleep(3600)")]
+    code = f"import subprocess; print(subprocess.Popen({sleeper}).pid)"
+    assert take(python(code), tmp_path / "log", HANGS, Stops()) == ("ok", 0)
+    stat = Path(f"/proc/{(tmp_path / 'log').read_text().strip()}/stat")
+    with suppress(FileNotFoundError, ProcessLookupError):
+        # a zombie until someone waits for it
+        while stat.read_text().split()[2] != "Z":
+            time.sleep(0.01)
+
+
+def test_who_a_signal_killed_is_tried_again(tmp_path, capsys, steps):
+    mark = tmp_path / "mark"
+    code = f"""
+import os, pathlib, signal
+mark = pathlib.Path({str(mark)!r})
+if not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    steps += [Step("unlucky", python(code))]
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 1
+    assert outcomes(tmp_path) == {"unlucky": "killed"}
+    out = capsys.readouterr().out
+    assert "unlucky: killed with status -9 after" in out
+    assert "left: unlucky;" in out
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    assert outcomes(tmp_path) == {"unlucky": "ok"}
+
+
+def test_a_restart_measures_again_and_keeps_what_was(tmp_path, steps):
+    (tmp_path / "smoke").mkdir()
+    for name in ("run.jsonl", "smoke/run.jsonl", "tuned.json", "mine.txt"):
+        (tmp_path / name).write_text("old")
+    steps += [Step("cases", python(f"open({str(tmp_path / 'run.jsonl')!r}, 'x').write('new')"))]
+    for number in (1, 2):
+        assert command.main([*CPU, "--restart", f"--out={tmp_path}"]) == 0
+        assert outcomes(tmp_path) == {"cases": "ok"}
+        assert (tmp_path / "run.jsonl").read_text() == "new"
+        assert (tmp_path / f"before-{number}" / "run.jsonl").exists()
+    first = tmp_path / "before-1"
+    assert {str(path.relative_to(first)) for path in first.rglob("*")} == {
+        *("run.jsonl", "smoke", "smoke/run.jsonl", "tuned.json"),
+    }
+    assert (tmp_path / "mine.txt").exists()
+
+
+def prepared(*options: str):
+    return gpu.prepare(settled(vars(parsers()[1]["gpu"].parse_args(["--allow-cpu", *options]))))
+
+
+def test_a_folder_is_meant_from_where_the_command_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chosen = prepared("--out=here", "--tiny")
+    assert chosen.out == tmp_path / "here"
+    steps = gpu.steps_of(chosen.out, 9.0, True)
+    assert any(str(tmp_path / "here") in word for s in steps for word in s.command)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"key": KEY}',
+        '{"key": KEY, "steps": 5}',
+        '{"key": KEY, "steps": {"env": 5}}',
+        '{"key": KEY, "steps": {"old": {"status": 1}}}',
+        '{"key": KEY, "steps": {"env": {"outcome": ["ok"]}}}',
+    ],
+)
+def test_a_damaged_record_is_set_aside_aloud(tmp_path, steps, record):
+    steps += [Step("env", python(""))]
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    path = tmp_path / "gpu.json"
+    text = record.replace("KEY", json.dumps(json.loads(path.read_text())["key"]))
+    path.write_text(text)
+    with pytest.warns(RuntimeWarning, match=r"gpu\.json is no record .*moved to gpu\.json\.damag"):
+        assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    assert outcomes(tmp_path) == {"env": "ok"}
+    assert (tmp_path / "gpu.json.damaged").read_text() == text
+
+
+def test_time_that_is_too_short_leaves_steps(tmp_path, capsys, steps):
+    steps += [Step("once", python("")), Step("plot", python(""), only_reads=True)]
+    short = ["gpu", "--allow-cpu", "--minutes=0.01", f"--out={tmp_path}"]
+    assert command.main(short) == 1
+    assert outcomes(tmp_path) == {"once": "not started", "plot": "not started"}
+    assert "left: once, plot;" in capsys.readouterr().out
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    # figures of before say nothing about this call
+    assert command.main(short) == 1
+    assert outcomes(tmp_path) == {"once": "ok", "plot": "not started"}
+
+
+def test_steps_share_the_time():
+    step, last = Step("half", (), 0.5), processes.GRACE + gpu.RESERVE
+    assert gpu._limit(step, 400.0 + last, gpu.RESERVE) == 200.0
+    # a process needs as long to start
+    assert gpu._limit(step, 40.0 + last, gpu.RESERVE) == 30.0
+    assert gpu._limit(step, 20.0 + last, gpu.RESERVE) == 20.0
+    assert gpu._limit(step, 0.0 + last, gpu.RESERVE) is None
+    assert gpu._limit(Step("plot", (), only_reads=True), 0.0 + last, gpu.RESERVE) == gpu.RESERVE
+
+
+@pytest.mark.parametrize("minutes", [0.1, 1.0, 3.0, 9.0])
+def test_what_takes_all_it_may_ends_in_time(tmp_path, monkeypatch, minutes):
+    """Each step as long as its limit, and then the grace."""
+    now = [0.0]
+
+    def slowly(command, log, seconds, stops):
+        now[0] += seconds + processes.GRACE
+        log.touch()
+        return "out of time", -9
+
+    monkeypatch.setattr(gpu, "take", slowly)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    chosen = prepared(f"--minutes={minutes}", f"--out={tmp_path}")
+    chosen.tiny = False
+    assert gpu.run(chosen) == 1
+    assert now[0] <= 60 * minutes
+    # with the time it has by default, what reads is read even then
+    assert minutes < 9 or outcomes(tmp_path)["table"] == "out of time"
+
+
+@pytest.mark.parametrize(("has_xdist", "cores"), [(True, 16), (True, 1), (False, 16)])
+def test_tests_share_the_gpu_where_they_can(tmp_path, monkeypatch, has_xdist, cores):
+    found = object() if has_xdist else None
+    monkeypatch.setattr(gpu, "find_spec", lambda name: found)
+    monkeypatch.setattr(gpu.os, "cpu_count", lambda: cores)
+    steps = gpu.steps_of(tmp_path, 9.0, False)
+    commands = [" ".join(step.command) for step in steps if "pytest" in step.command]
+    assert len(commands) == 2
+    for words in commands:
+        assert ("-n 8 --dist=loadgroup" in words) == (has_xdist and cores > 1)
+
+
+def test_the_steps_of_a_gpu_are_commands_that_exist(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "_run", lambda parser, args: seen.append(args) or 0)
+    steps = gpu.steps_of(tmp_path, 9.0, False)
+    for step in steps:
+        if step.command[1:3] == ("-m", "bench"):
+            assert command.main(step.command[3:]) == 0
+    assert {args.command for args in seen} == {"env", "run", "tune", "capacity", "table", "plot"}
+    assert all((gpu.ROOT / "tests" / name).exists() for name in gpu.KERNEL_TESTS)
+    assert [step.name for step in steps][:3] == ["env", "smoke", "tests"]
+
+
+def test_a_cpu_goes_through_the_same_steps(tmp_path, monkeypatch, capsys):
+    # a process takes seconds: two of them show that the commands are right
+    chosen = gpu.steps_of(tmp_path, 9.0, True)
+    # interpreted kernels would take longer
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(gpu, "steps_of", lambda *_: [chosen[2], chosen[3]])
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 0, capsys.readouterr().out
+    assert outcomes(tmp_path) == {"cases": "ok", "table": "ok"}
+    assert (tmp_path / "run.jsonl").exists()
+    assert "mlp, tiny: 48 tokens" in (tmp_path / "table.log").read_text()

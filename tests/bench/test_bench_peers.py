@@ -1,0 +1,188 @@
+"""Adapters of other libraries: weights laid out and back, and modules that read them late."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bench import cases, peers
+from bench.measure import Implementation, Truth, Work
+from bench.settings import SIZES
+
+(SIZE,) = SIZES["tiny"]
+CPU = torch.device("cpu")
+
+
+def work_of(name: str, dtype: torch.dtype = torch.float32) -> Work:
+    case = cases.CASES[name]
+    inputs = cases.draw(case, SIZE, 8, CPU, dtype)
+    work = Work(inputs, (), CPU, case.num_inputs)
+    return work._replace(douts=[torch.randn_like(y) for y in work.forward(case.eager(SIZE))])
+
+
+def failure_of(found: Implementation, work: Work, name: str) -> str | None:
+    """Hold an implementation of a case to eager's numbers."""
+    found.attempt(Truth(work, cases.CASES[name].eager(SIZE)).check)
+    return found.failure
+
+
+PACKED = [peer for peer in peers.PEERS if peer.pack is not None]
+
+
+@pytest.mark.parametrize("peer", PACKED, ids=lambda peer: f"{peer.name}-{peer.case}")
+def test_what_is_packed_is_unpacked(peer):
+    inputs = work_of(peer.case).inputs
+    packed = peer.pack(inputs)
+    assert len(packed) < len(inputs)
+    assert all(x.is_leaf and x.requires_grad for x in packed)
+    # x aside these are weights: what a module takes, and what is not counted as saved
+    assert all(isinstance(x, nn.Parameter) for x in packed[1:])
+    unpacked = peer.unpack(packed)
+    assert [x.shape for x in unpacked] == [x.shape for x in inputs]
+    assert all(torch.equal(a, b) for a, b in zip(unpacked, inputs, strict=True))
+
+
+class Late(torch.autograd.Function):
+    """A module's sum of parts; backward reads the parameters that the module has by then."""
+
+    @staticmethod
+    def forward(ctx, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module.compute(x, *parameters)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[override]
+        inputs = [*ctx.saved_tensors, *ctx.module.parameters()]
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            y = ctx.module.compute(*inputs)
+        return None, *torch.autograd.grad(y, inputs, dy)
+
+
+class StandIn(nn.Module):
+    """Takes the arguments of Transformer Engine's modules, and names parameters as they do."""
+
+    def __init__(self, params_dtype: torch.dtype, eps: float, **shapes: tuple[int, ...]):
+        super().__init__()
+        self.eps = eps
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=params_dtype)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Late.apply(self, x, *self.parameters())
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class RMSNorm(StandIn):
+    def __init__(self, dim, eps=1e-5, *, params_dtype):
+        super().__init__(params_dtype, eps, weight=(dim,))
+
+    def compute(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.norm(x, weight)
+
+
+class LayerNorm(StandIn):
+    def __init__(self, dim, eps=1e-5, *, params_dtype):
+        super().__init__(params_dtype, eps, weight=(dim,), bias=(dim,))
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+class LayerNormLinear(StandIn):
+    def __init__(self, fan_in, fan_out, eps, *, bias, normalization, params_dtype):
+        assert (bias, normalization) == (False, "RMSNorm")
+        shapes = {"layer_norm_weight": (fan_in,), "weight": (fan_out, fan_in)}
+        super().__init__(params_dtype, eps, **shapes)
+
+    def compute(self, x: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(self.norm(x, norm_weight), weight)
+
+
+class LayerNormMLP(StandIn):
+    def __init__(
+        self, dim, hidden, eps, *, bias, normalization, activation, params_dtype, checkpoint=False
+    ):
+        assert (bias, normalization, activation) == (False, "RMSNorm", "swiglu")
+        shapes = {"layer_norm_weight": (dim,), "fc1_weight": (2 * hidden, dim)}
+        super().__init__(params_dtype, eps, **shapes, fc2_weight=(dim, hidden))
+
+    def compute(self, x: Tensor, norm_weight: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+        gate, up = F.linear(self.norm(x, norm_weight), fc1).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, fc2)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Put stand-ins for Transformer Engine's modules where it would be imported from."""
+    package, pytorch = ModuleType(peers.TE), ModuleType(f"{peers.TE}.pytorch")
+    for kind in (RMSNorm, LayerNorm, LayerNormLinear, LayerNormMLP):
+        setattr(pytorch, kind.__name__, kind)
+    for module in (package, pytorch):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+ENGINE = [(peer.name, peer.case) for peer in peers.PEERS if peer.package == peers.TE]
+
+
+@pytest.mark.parametrize(("name", "case"), ENGINE)
+def test_backward_of_a_module_sees_our_weights(engine, name, case):
+    found = {one.name: one for one in peers.peers_of(case, SIZE)}[name]
+    work = work_of(case)
+    assert failure_of(found, work, case) is None
+    # other weights than those that the module was first called with, then another dtype
+    weights = [nn.Parameter(x.detach() * 0.5) for x in work.inputs[1:]]
+    assert failure_of(found, work._replace(inputs=[work.inputs[0], *weights]), case) is None
+    assert failure_of(found, work_of(case, torch.bfloat16), case) is None
+
+
+class Doubled(torch.autograd.Function):
+    """Returns what it is given; backward doubles the gradient where it lies."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy.mul_(2) / 2
+
+
+def test_whoever_writes_to_what_all_are_given_is_wrong():
+    work, eager = work_of("rms_norm"), cases.CASES["rms_norm"].eager(SIZE)
+
+    def shifted(x: Tensor, weight: Tensor) -> Tensor:
+        y = eager(x, weight)
+        weight.data.add_(1)
+        return y
+
+    def crashed(x: Tensor, weight: Tensor) -> Tensor:
+        x.data.zero_()
+        raise RuntimeError("no such kernel")
+
+    given = [x.detach().clone() for x in (*work.inputs, *work.douts)]
+    truth = Truth(work, eager)
+    fns = {
+        "wrong: it overwrites gradient 0": lambda *inputs: Doubled.apply(eager(*inputs)),
+        "wrong: it overwrites input 1": shifted,
+        "RuntimeError: no such kernel": crashed,
+        None: eager,
+    }
+    for failure, fn in fns.items():
+        found = Implementation("peer", fn)
+        found.attempt(truth.check)
+        assert found.failure == failure
+        assert found.is_wrong == str(failure).startswith("wrong")
+        assert all(
+            torch.equal(x, old) for x, old in zip((*work.inputs, *work.douts), given, strict=True)
+        )

@@ -1,0 +1,168 @@
+"""What kills the process that measures costs one row; Ctrl-C ends all of it in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from support import HANGS
+
+pytest.importorskip("matplotlib", reason="needs the bench extra")
+
+import crashing
+
+from bench import __main__ as command
+from bench import jobs, processes
+from bench.jobs import Job, Measuring
+from bench.processes import Stops
+from bench.results import groups, read
+from bench.settings import SIZES
+
+ROOT = Path(__file__).parents[2]
+(SIZE,) = SIZES["tiny"]
+JOB = Job("rms_norm", "tiny", SIZE, 48, torch.device("cpu"), torch.float32, ("eager",))
+
+
+def rows_of(work, *names: str, tick=lambda name, **kwargs: None) -> list[dict]:
+    how = Measuring(
+        work,
+        options=lambda job: names,
+        blank=lambda job, one: {"name": one.name, "failure": one.failure},
+        num_steps=1,
+        is_kept=lambda job, rows: True,
+        show=lambda rows: None,
+    )
+    chosen = Namespace(in_process=False, timeout=HANGS)
+    rows, is_interrupted = jobs._rows(JOB, chosen, how, Stops(), tick)
+    assert not is_interrupted
+    return rows
+
+
+def test_what_crashes_is_left_out(capfd):
+    rows = rows_of(crashing.measure, "eager", "abort", "leave", "kill")
+    assert {row["name"]: row["failure"] for row in rows} == {
+        "eager": None,
+        "abort": "crashed: SIGABRT",
+        "leave": "crashed: exit status 0",
+        "kill": "crashed: SIGKILL",
+    }
+    error = capfd.readouterr().err
+    assert f"{JOB.title}: abort crashed: SIGABRT; once more without it" in error
+
+
+def test_what_hangs_is_left_out(monkeypatch):
+    """Time passes once it is at work, and by what happens."""
+    now = iter(range(0, 10**9, HANGS + 1))
+    at_work = []
+    stand_in = Namespace(sleep=time.sleep, monotonic=lambda: next(now) if at_work else 0)
+    monkeypatch.setattr(processes, "time", stand_in)
+
+    def tick(name: str, **kwargs) -> None:
+        at_work[:] = [name] if name == "hang" else []
+
+    rows = rows_of(crashing.measure, "hang", "eager", tick=tick)
+    assert [row["failure"] for row in rows] == ["crashed: out of time after 600 s", None]
+
+
+def test_a_crash_between_implementations_costs_one_case():
+    rows = rows_of(crashing.crash_alone)
+    failures = {row["name"]: row["failure"] for row in rows}
+    assert failures == {"eager": "crashed: SIGABRT"}
+
+
+def library(folder: Path, monkeypatch, code: str) -> None:
+    """Put a library in the place of Liger, whose RMSNorm is this code when it is imported."""
+    ops = folder / "liger_kernel" / "ops"
+    ops.mkdir(parents=True)
+    for place in (ops.parent, ops):
+        (place / "__init__.py").touch()
+    (ops / "rms_norm.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def bench(out: Path, *options: str) -> tuple[str, ...]:
+    command = (sys.executable, "-m", "bench", "run", "--device=cpu", "--size=tiny")
+    return (*command, "--repeat=1", "--only=Liger", f"--out={out}", *options)
+
+
+def test_a_crash_of_one_implementation_loses_its_row(tmp_path, monkeypatch):
+    library(tmp_path, monkeypatch, "import os; os.abort()")
+    cases = ("--case=rms_norm", "--case=layer_norm")
+    done = subprocess.run(bench(tmp_path, *cases), capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr
+    assert "rms_norm, tiny: 48 tokens, D = 32: Liger crashed: SIGABRT; once more" in done.stderr
+    first, second = groups(read(tmp_path / "run.jsonl"))
+    assert [row["failure"] for row in first] == [None, "crashed: SIGABRT"]
+    assert second[1]["failure"].startswith("ModuleNotFoundError")
+    assert first[0]["both_ms"]
+    assert second[0]["both_ms"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_both_processes(tmp_path, monkeypatch, number):
+    code = "print('at work', flush=True)\nimport time; time.sleep(3600)"
+    library(tmp_path, monkeypatch, code)
+    process = subprocess.Popen(
+        bench(tmp_path, "--case=rms_norm"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() != "at work\n":
+        assert process.poll() is None
+    if number == signal.SIGINT:
+        # of a terminal: to all in the foreground
+        os.killpg(process.pid, number)
+    else:
+        process.terminate()
+    # pipes end with the last of both
+    out, error = process.communicate(timeout=HANGS)
+    assert process.returncode == 130
+    assert out.endswith("interrupted\n")
+    assert "Traceback" not in error
+    # nothing was timed
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_help_spares_itself_torch():
+    code = "import sys, bench.__main__; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_an_interrupt_ends_imports():
+    """Also where a library takes it for its own failure, as numpy does."""
+    code = """
+import os, signal, sys
+from bench import __main__ as command
+def swallow(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100): pass
+    except BaseException:
+        raise ImportError("cannot load module more than once per process")
+command.import_module = swallow
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(command.main(["env"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    # for a shell that is 130
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
+def test_an_interrupt_is_a_line(monkeypatch, capsys):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "import_module", interrupt)
+    assert command.main(["env"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

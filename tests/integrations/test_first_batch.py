@@ -1,0 +1,105 @@
+"""Plans and reports on the first batch of loops that know nothing of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import run_ranks
+from torch import nn
+
+import fusedckpt
+from fusedckpt.integrations.first_batch import at_first_batch
+
+PLAN = {"policy": "all", "progress": False}
+
+
+def build():
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+    return nn.Sequential(*blocks, nn.Dropout(0.2))
+
+
+def train(model, optimizer):
+    """Evaluate, train, and return the losses and all parameters."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    model.eval()(torch.randn(4, 8))
+    model.train()
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("options", [{"report": True}, {"plan": PLAN}, {"plan": PLAN, "report": 1}])
+def test_the_training_goes_on_as_without(options):
+    found, seen = [], []
+    for is_seen in (False, True):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if is_seen:
+            at_first_batch(model, optimizer=optimizer, log=seen.append, **options)
+        found.append(train(model, optimizer))
+    assert all(map(torch.equal, *found))
+    assert len(seen) == len(options)
+    if "report" in options:
+        assert isinstance(seen[-1], fusedckpt.MemoryReport)
+        assert seen[-1].input_bytes == 4 * 8 * 4
+        # of AdamW: two moments and a step for each parameter
+        moments = sum(8 * p.numel() + 4 for p in model.parameters())
+        assert seen[-1].optimizer_bytes == moments
+    if "plan" in options:
+        assert isinstance(seen[0], fusedckpt.Plan)
+        with pytest.raises(ValueError, match="a plan is applied"):
+            seen[0].apply(model)
+
+
+def test_it_can_be_taken_back():
+    model, seen = build(), []
+    at_first_batch(model, report=True, log=seen.append).remove()
+    train(model, torch.optim.SGD(model.parameters()))
+    assert not seen
+    assert not model._forward_pre_hooks
+
+
+class Own(nn.Module):
+    """torch.compile takes a model of torch.nn's own classes otherwise than others."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+# a hook that is there before would be compiled with a module of torch.nn's
+@pytest.mark.parametrize(("kind", "before"), [(nn.Sequential, False), (Own, False), (Own, True)])
+def test_it_stays_out_of_compiled_code(kind, before):
+    model, seen, graphs = kind(*build()), [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    at_first_batch(model if before else compiled, report=True, log=seen.append)
+    for _ in range(2):
+        compiled(torch.randn(4, 8)).sum().backward()
+    # what is reported is the step as it runs uncompiled, by module
+    prefix = "" if kind is nn.Sequential else "parts."
+    owners = {storage.owner for storage in seen[0].saved}
+    assert {f"{prefix}{index}.2" for index in range(3)} <= owners
+    assert len(graphs) == 1
+
+
+def test_two_ranks(tmp_path):
+    run_ranks(Path(__file__).parent / "first_batch_ranks.py", tmp_path / "store")

@@ -1,0 +1,174 @@
+"""A callback for transformers' Trainer, and our checkpoint under its gradient checkpointing."""
+
+import types
+
+import pytest
+import torch
+from little_llama import LAYERS, VOCAB, build, history, trainer, transformers
+from support import DEVICE, flops
+
+import fusedckpt
+from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.checkpointing import function
+from fusedckpt.integrations.transformers import FuseCallback, use_checkpoint
+from fusedckpt.kernels.runtime import IS_INTERPRETED
+
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the Trainer is told to use a CPU")
+PLAN = {"policy": "all", "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def on_aten():
+    with forced_path("aten" if IS_INTERPRETED else None):
+        yield
+
+
+@pytest.fixture
+def segments(monkeypatch):
+    """Count the forwards that run in a checkpoint of ours."""
+    seen = []
+    segment = function.Segment
+    monkeypatch.setattr(function, "Segment", lambda *args: (seen.append(1), segment(*args))[1])
+    return seen
+
+
+def fused(model):
+    return [type(layer.mlp).__name__ == "FusedLlamaMLP" for layer in model.model.layers]
+
+
+class Before(transformers.TrainerCallback):
+    """Note which modules are fused when accelerate gets the model."""
+
+    def __init__(self):
+        self.seen = self.hooks = None
+
+    def watch(self, trainer):
+        prepare = trainer.accelerator.prepare
+
+        def watched(*args, **kwargs):
+            if args and isinstance(args[0], torch.nn.Module):
+                self.seen = fused(args[0])
+            return prepare(*args, **kwargs)
+
+        trainer.accelerator.prepare = watched
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.hooks = len(kwargs["model"]._forward_pre_hooks)
+
+
+def test_it_fuses_before_accelerate_prepares(tmp_path):
+    seen, before = [], Before()
+    ours = trainer(tmp_path, model=build(), callbacks=[FuseCallback(log=seen.append), before])
+    before.watch(ours)
+    found = history(ours)
+    assert before.seen == [True] * LAYERS
+    assert before.hooks == 0
+    assert [type(report) for report in seen] == [fusedckpt.FuseReport]
+    assert len(seen[0].swapped) == 3 * LAYERS + 1
+    theirs = history(trainer(tmp_path, model=build()))
+    assert len(theirs) == 2
+    assert theirs[0, 0] != theirs[1, 0]
+    torch.testing.assert_close(found, theirs, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("later", ["model_init", "add_callback"])
+def test_a_model_that_was_not_there_is_fused_when_training_begins(tmp_path, later):
+    seen = []
+    callback = FuseCallback(log=seen.append)
+    if later == "model_init":
+        ours = trainer(tmp_path, model_init=lambda: build(), callbacks=[callback])
+    else:
+        ours = trainer(tmp_path, model=build())
+        ours.add_callback(callback)
+    found = history(ours)
+    assert fused(ours.model) == [True] * LAYERS
+    assert [len(report.swapped) for report in seen[-1:]] == [3 * LAYERS + 1]
+    torch.testing.assert_close(found, history(trainer(tmp_path, model=build())), rtol=1e-4, atol=0)
+
+
+def test_plan_and_report_on_the_first_batch(tmp_path):
+    seen = []
+    callback = FuseCallback(plan=PLAN, report=True, log=seen.append)
+    ours = trainer(tmp_path, model=build(dropout=0.1), callbacks=[callback])
+    found = history(ours)
+    assert [type(one).__name__ for one in seen] == ["FuseReport", "Plan", "MemoryReport"]
+    report = seen[-1]
+    # two texts of 8 tokens and their labels, and the count of tokens that the Trainer adds
+    assert 2 * 2 * 8 * 8 <= report.input_bytes <= 2 * 2 * 8 * 8 + 8
+    # the optimizer stepped, though the first micro-batch does not
+    assert report.optimizer_bytes > 2 * report.parameter_bytes
+    theirs = history(trainer(tmp_path, model=build(dropout=0.1)))
+    torch.testing.assert_close(found, theirs, rtol=1e-4, atol=0)
+    # the plan stays, and what it was made for is reported anew
+    ours.train()
+    assert [type(one).__name__ for one in seen[3:]] == ["MemoryReport"]
+
+
+def test_what_several_processes_compile_is_not_planned(tmp_path):
+    options = {"model": build(), "callbacks": [FuseCallback(report=True)]}
+    ours = trainer(tmp_path, torch_compile=True, torch_compile_backend="eager", **options)
+    two = types.SimpleNamespace(gradient_checkpointing=False, torch_compile=True, world_size=2)
+    with pytest.raises(ValueError, match="expected one process"):
+        ours.callback_handler.on_train_begin(two, ours.state, ours.control)
+
+
+def test_gradient_checkpointing_is_ours(tmp_path, segments):
+    given = {"gradient_checkpointing": True}
+    theirs = history(trainer(tmp_path, model=build(dropout=0.1), **given))
+    assert not segments
+    callbacks = [FuseCallback(log=lambda found: None)]
+    ours = history(trainer(tmp_path, model=build(dropout=0.1), callbacks=callbacks, **given))
+    assert len(segments) == 2 * 2 * LAYERS
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+    segments.clear()
+    callbacks = [FuseCallback(checkpoint=False, log=lambda found: None)]
+    history(trainer(tmp_path, model=build(), callbacks=callbacks, **given))
+    assert not segments
+
+
+def step(model):
+    ids = torch.randint(3, VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_use_checkpoint(segments, every):
+    """Every layer's forward runs once more, but for its last GEMM."""
+    plain = build().train()
+    fusedckpt.fuse(plain, save="preact")
+    expected, least = step(plain), flops(lambda: step(plain))
+    model = build().train()
+    fusedckpt.fuse(model, save="preact")
+    model.activation_checkpointing_enable(every_n_layers=every)
+    use_checkpoint(model)
+    use_checkpoint(model)
+    segments.clear()
+    found = []
+    total = flops(lambda: found.extend(step(model)))
+    assert len(segments) == len(range(0, LAYERS, every))
+    # 16 tokens through q, k, v and o, gate and up
+    one = 2 * 16 * 32 * (32 + 16 + 16 + 32 + 48 + 48)
+    assert total == least + len(segments) * one
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    segments.clear()
+    model.activation_checkpointing_disable()
+    step(model)
+    assert not segments
+
+
+def test_what_cannot_be_ours_is_named():
+    model = build().train()
+    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
+        use_checkpoint(model)
+    model.activation_checkpointing_enable(offload=True)
+    with pytest.raises(ValueError, match="expected torch's checkpoint"):
+        use_checkpoint(model)
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    use_checkpoint(model)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        step(model)
