@@ -61,11 +61,15 @@ def norm_grad(
     weight: Tensor | None,
     rule: NormRule,
     needs: tuple[bool, bool, bool],
+    sums_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dx [M, N] (plus `dtotal`), dw [N] and db [N], each where needed."""
+    """Return dx [M, N] (plus `dtotal`), dw [N] and db [N], each where needed.
+
+    dw and db are rounded once, to `sums_dtype`, else they are at least float32.
+    """
     # below float32 torch's sums over rows are of half precision too: 4 % off after 3000 in bfloat16
-    fits = dy.dtype == x.dtype and x.dtype in WIDE and (weight is not None or not needs[1])
-    if fits and has_native(x, (weight,)):
+    fits = dy.dtype == x.dtype and x.dtype in WIDE and sums_dtype in (None, x.dtype)
+    if fits and (weight is not None or not needs[1]) and has_native(x, (weight,)):
         return native_grad(dy, dtotal, x, weight, rule, needs)
     wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)
@@ -91,6 +95,8 @@ def norm_grad(
                 grad.add_(dtotal[block])
             if place is None:
                 dx[block] = grad
+    if sums_dtype is not None:
+        dw, db = (t if t is None else t.to(sums_dtype) for t in (dw, db))
     return dx, dw, db
 
 

@@ -120,9 +120,12 @@ def norm_grad(
     weight: Tensor | None,
     rule: NormRule,
     needs: tuple[bool, bool, bool],
-    sums_dtype: torch.dtype = torch.float32,
+    sums_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dx [M, N] (plus `dtotal`), dw [N] and db [N] in `sums_dtype`, each where needed."""
+    """Return dx [M, N] (plus `dtotal`), dw [N] and db [N], each where needed.
+
+    dw and db are rounded once, to `sums_dtype`, else they are float32.
+    """
     check_operands((dy, dtotal, x), (weight,))
     (m, n), share = x.shape, share_for(dy, x, rule)
     wide = n * 16 > MAX_GRAD_BLOCK * share
@@ -146,7 +149,7 @@ def norm_grad(
             if dw is not None or db is not None:
                 grid, stages = (programs, triton.cdiv(n, tile["BLOCK_N"])), stages_for(dy, x)
                 wide_dw_kernel[grid](t, stats, m, n, **rule.constexprs, **tile, STAGES=stages)
-    return dx, *sum_partials(dw, db, sums_dtype)
+    return dx, *sum_partials(dw, db, sums_dtype or torch.float32)
 
 
 def share_for(dy: Tensor, x: Tensor, rule: NormRule) -> int:

@@ -39,6 +39,12 @@ def output_dtype(
     return torch.float32 if dispatch.widens_norm(autocast, x.device, rule.kind) else x.dtype
 
 
+def sums_dtype(x: dispatch.Meta, weight: Any, bias: Any) -> torch.dtype:
+    """Return the dtype of their gradients: the one that they share, or else at least float32."""
+    found = {t.dtype for t in (weight, bias) if t is not None}
+    return found.pop() if len(found) == 1 else torch.promote_types(x.dtype, torch.float32)
+
+
 def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
     """Return the constants of a checked record for inputs of `dtype`."""
     if norm.kind == "layer":

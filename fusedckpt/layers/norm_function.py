@@ -13,7 +13,7 @@ from fusedckpt.autograd import arguments, backward, custom_op, dispatch
 from fusedckpt.autograd.custom_op import BELOW, below
 from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.double_backward import twin_gradients
-from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of
+from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import aten
 from fusedckpt.kernels import norm as triton_norm
@@ -25,13 +25,15 @@ from fusedckpt.layers import validate
 class NormCall(NamedTuple):
     """What a norm's call comes down to: see NormRule.
 
-    num_dims: how many dimensions are normalised together; out_dtype: the result's; direct: whether
-    nothing traces or watches ops; on_aten: whether ATen runs, None to look.
+    num_dims: how many dimensions are normalised together; out_dtype: the result's; sums_dtype: that
+    of weight and bias; direct: whether nothing traces or watches ops; on_aten: whether ATen runs,
+    None to look.
     """
 
     num_dims: int
     rule: NormRule
     out_dtype: torch.dtype
+    sums_dtype: torch.dtype
     direct: bool = False
     on_aten: bool | None = None
 
@@ -59,7 +61,8 @@ class NormCall(NamedTuple):
         assert dy is not None
         if self.direct:
             return _backward(dy, dtotal, x, weight, self, needs)
-        found = _norm_backward_op.overload(dy, dtotal, x, weight, self.num_dims, *self.rule, needs)
+        args = (self.num_dims, *self.rule, self.sums_dtype, needs)
+        found = _norm_backward_op.overload(dy, dtotal, x, weight, *args)
         return tuple([grad if need else None for grad, need in zip(found, needs, strict=True)])
 
 
@@ -101,7 +104,8 @@ def _forward(
 
 def _forward_op(x: Tensor, residual: Any, weight: Any, bias: Any, *args: Any) -> tuple[Any, Any]:
     num_dims, *rule, out_dtype = args
-    return _forward(x, residual, weight, bias, NormCall(num_dims, NormRule(*rule), out_dtype))
+    call = NormCall(num_dims, NormRule(*rule), out_dtype, out_dtype)
+    return _forward(x, residual, weight, bias, call)
 
 
 def _forward_fake(
@@ -125,10 +129,13 @@ def _backward(
         rows = _rows(dy, call.num_dims)
         if x is None:
             wide = torch.promote_types(dy.dtype, torch.float32)
-            return None, None, rows.sum(0, dtype=wide).view(dy.shape[-call.num_dims :])
+            db = rows.sum(0, dtype=wide).to(call.sums_dtype)
+            return None, None, db.view(dy.shape[-call.num_dims :])
         total = None if dtotal is None else _rows(dtotal, call.num_dims)
         x_rows, scale = _rows(x, call.num_dims), _vector(weight)
-        found = _row_kernels(call, x).norm_grad(rows, total, x_rows, scale, call.rule, tuple(needs))
+        found = _row_kernels(call, x).norm_grad(
+            rows, total, x_rows, scale, call.rule, tuple(needs), call.sums_dtype
+        )
         if rows is dy:
             return found
         shape = dy.shape[-call.num_dims :]
@@ -141,8 +148,8 @@ def _backward(
 
 
 def _backward_op(dy: Tensor, dtotal: Any, x: Any, weight: Any, *args: Any) -> tuple[Any, ...]:
-    num_dims, *rule, needs = args
-    call = NormCall(num_dims, NormRule(*rule), dy.dtype)
+    num_dims, *rule, dtype, needs = args
+    call = NormCall(num_dims, NormRule(*rule), dy.dtype, dtype)
     return _backward(dy, dtotal, x, weight, call, needs)
 
 
@@ -152,18 +159,13 @@ def _backward_fake(
     x: Tensor | None,
     weight: Tensor | None,
     num_dims: int,
-    kind: str,
-    eps: float,
-    offset: float,
-    cast: str,
-    needs: list[bool],
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = dy.shape[-num_dims:]
-    wide = torch.promote_types((dy if x is None else x).dtype, torch.float32)
+    shape, (dtype, needs) = dy.shape[-num_dims:], options[-2:]
     return (
         x.new_empty(x.shape) if needs[0] and x is not None else custom_op.absent(dy),
-        dy.new_empty(shape, dtype=wide) if needs[1] else custom_op.absent(dy),
-        dy.new_empty(shape, dtype=wide) if needs[2] else custom_op.absent(dy),
+        dy.new_empty(shape, dtype=dtype) if needs[1] else custom_op.absent(dy),
+        dy.new_empty(shape, dtype=dtype) if needs[2] else custom_op.absent(dy),
     )
 
 
@@ -180,7 +182,8 @@ _norm_op = custom_op.define(
 )
 _norm_backward_op = custom_op.define(
     "norm_backward(Tensor dy, Tensor? dtotal, Tensor? x, Tensor? weight, int num_dims, str kind,"
-    " float eps, float offset, str cast, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    " float eps, float offset, str cast, ScalarType sums_dtype, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor)",
     _backward_op,
     _backward_fake,
     _no_gemm,
@@ -235,7 +238,8 @@ class NormOptions(NamedTuple):
         on_aten = None
         if around.direct:
             on_aten = 0 in x.shape or dispatch.path_of(x.device, x.dtype) == "aten"
-        return NormCall(len(shape), rule, out_dtype, around.direct, on_aten)
+        sums = sums_dtype(x, weight, bias)
+        return NormCall(len(shape), rule, out_dtype, sums, around.direct, on_aten)
 
 
 class _Norm(torch.autograd.Function):

@@ -14,7 +14,7 @@ from fusedckpt.autograd import backward, dispatch
 from fusedckpt.autograd.backward import is_batched
 from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.double_backward import twin_gradients
-from fusedckpt.autograd.norm_spec import NormSpec, rule_of
+from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix, column_sums
@@ -83,7 +83,8 @@ class NormLinearOptions(NamedTuple):
         read = validate.normed(name, x, norm, around)
         dtype = validate.multiplied(name, around, read, dict(zip(keys, linears, strict=True)))
         rule = rule_of(norm, x.dtype)
-        return None if around.twin else NormCall(1, rule, dtype, around.direct)
+        sums = sums_dtype(x, weight, bias)
+        return None if around.twin else NormCall(1, rule, dtype, sums, around.direct)
 
 
 class _NormLinear(torch.autograd.Function):

@@ -131,7 +131,7 @@ def ops_and_arguments(empty):
         "linear_act_backward": (dy, x, w, b, z, "gelu", [True, True, True], None),
         "linear_act_backward_spending": (dy, x, w, b, z, "gelu", [True, True, True], None),
         "norm": (x, empty(T, D), norm, None, *NORM, torch.float32),
-        "norm_backward": (empty(T, D), empty(T, D), x, norm, *NORM, [True, True, False]),
+        "norm_backward": (empty(T, D), empty(T, D), x, norm, *NORM, torch.half, needs[:3]),
         "mlp": (x, *gated, *MLP, "preact"),
         "mlp_backward": (empty(T, D), z, u, x, *gated, *MLP, needs),
         "mlp_backward_spending": (empty(T, D), z, u, x, *gated, *MLP, needs),
