@@ -1,14 +1,17 @@
 """Half precision is rounded where eager rounds it, and nowhere else on the way to a result."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from support import DEVICE, HALF, compare, randn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedckpt import NormSpec, functional, reference
-from fusedckpt.functional import add_rms_norm, gated_mlp, mlp
+from fusedckpt.autograd.norm_spec import sums_dtype
+from fusedckpt.functional import add_rms_norm, gated_mlp, layer_norm, mlp, norm_linear
 from fusedckpt.kernels import aten, products
 from fusedckpt.kernels.norm import MAX_BLOCK, NormRule
 
@@ -159,3 +162,47 @@ def test_autocast_adds_gradients_of_n_as_wide_as_n(path):
             return module.norm_linear(x, NormSpec("layer", eps=1.0), weights)
 
     compare(partial(call, functional), partial(call, reference), make)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts around our ops, and the ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = self.casts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += func is torch.ops.fusedckpt.norm_backward.default
+        self.casts += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mask", list(product((False, True), repeat=3))[1:])
+@half
+def test_sums_are_written_in_the_dtype_of_the_weight(dtype, mask, path):
+    x, w, b = (randn(*s, dtype=dtype) for s in ((6, 20), (20,), (20,)))
+    for tensor, need in zip((x, w, b), mask, strict=True):
+        tensor.requires_grad_(need)
+    for y in (layer_norm(x, 20, w, b), norm_linear(x, NormSpec("layer", w, b), [w[None]])[0]):
+        with Casts() as seen:
+            y.backward(torch.ones_like(y))
+        assert (seen.ops, seen.casts) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "sums"),
+    [
+        (torch.float16, torch.float16, torch.float16),
+        (None, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (None, None, torch.float32),
+    ],
+    ids=str,
+)
+def test_sums_for_two_dtypes_stay_wide(weight, bias, sums):
+    """As autocast on a GPU allows."""
+    x, *parameters = (
+        None if dtype is None else torch.empty(20, dtype=dtype) for dtype in (sums, weight, bias)
+    )
+    assert sums_dtype(x, *parameters) == sums
+    assert sums_dtype(x.double(), None, None) == torch.float64
