@@ -14,7 +14,7 @@ from torch import nn
 
 __all__ = ["made_of", "subclass"]
 
-# where a made class has what it was made of: ours, the original, what its name begins with
+# where a made class has what it was made of: ours and the original
 _MADE = "_fusedckpt_made"
 
 
@@ -33,15 +33,13 @@ class _Made(nn.Module):
 
 
 @cache
-def subclass(
-    ours: type[nn.Module], original: type[nn.Module], prefix: str = "Fused"
-) -> type[nn.Module]:
+def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `original` with the methods of `ours`, one and the same each time."""
-    names = {"__module__": original.__module__, _MADE: (ours, original, prefix)}
-    return type(f"{prefix}{original.__name__}", (_Made, ours, original), names)
+    names = {"__module__": original.__module__, _MADE: (ours, original)}
+    return type(f"Fused{original.__name__}", (_Made, ours, original), names)
 
 
-def made_of(kind: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module], str] | None:
+def made_of(kind: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module]] | None:
     """Return what `subclass` made this very class of, None where it did not."""
     return kind.__dict__.get(_MADE)
 
@@ -49,14 +47,14 @@ def made_of(kind: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module], st
 def _described(kind: type[nn.Module]) -> Any:
     """Return a class by those that pickle finds by their names: a made one may be made of one."""
     made = made_of(kind)
-    return kind if made is None else (made[0], _described(made[1]), made[2])
+    return kind if made is None else (made[0], _described(made[1]))
 
 
 def _found(described: Any) -> type[nn.Module]:
     if isinstance(described, type):
         return described
-    ours, original, prefix = described
-    return subclass(ours, _found(original), prefix)
+    ours, original = described
+    return subclass(ours, _found(original))
 
 
 def _new(described: Any) -> nn.Module:

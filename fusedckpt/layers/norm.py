@@ -35,8 +35,11 @@ def _run(
     call, phase = dispatch.settled(options, x, residual, weight, bias)
     if call is not None:
         return apply(call, phase, x, residual, weight, bias)
+    if not dispatch.is_recorded(x):
+        # torch's own takes no numbers of numpy
+        shape = validate.normalized_shape(options.name, shape)
     total = x if residual is None else x + residual
-    y = eager(options, total, options.normalized_shape, weight, bias)
+    y = eager(options, total, shape, weight, bias)
     return y if residual is None else (y, total)
 
 

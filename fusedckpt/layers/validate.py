@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
@@ -70,7 +71,7 @@ def dense(name: str, given: Mapping[str, Any]) -> bool:
 
 def tensor(name: str, key: str, given: Any) -> None:
     """Refuse what is no tensor, None among it."""
-    if not isinstance(given, Tensor):
+    if not isinstance(given, (Tensor, Proxy)):
         arguments.wrong_type(name, key, "a tensor", given)
 
 

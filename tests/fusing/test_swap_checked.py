@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from own_classes import LoraLinear
 from support import DEVICE, randn
 from swap_cases import kinds
 from test_found import Split
-from test_swap_mlps import Conv1D, D, Gated, H, LoraLinear, Packed, Plain, assert_same
+from test_swap_mlps import Conv1D, D, Gated, H, Packed, Plain, assert_same
 from test_swap_norms import Llama
 from torch import nn
 from torch.nn.utils import parametrize

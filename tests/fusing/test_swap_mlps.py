@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from own_classes import LoraLinear
 from support import DEVICE, randn
 from torch import nn
 
@@ -307,23 +308,6 @@ def replace_forward(module):
 
 def make_lora(module):
     module.first = LoraLinear(module.first)
-
-
-class LoraLinear(nn.Module):
-    """What adapters put in a linear's place."""
-
-    def __init__(self, base_layer, r=2):
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.Linear(base_layer.in_features, r, bias=False).to(base_layer.weight)
-        self.lora_B = nn.Linear(r, base_layer.out_features, bias=False).to(base_layer.weight)
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
+from own_classes import LoraLinear
 from support import DEVICE
-from test_swap_mlps import LoraLinear
 from transformers_cases import MODELS, VOCAB, transformers
 
 import fusedckpt
