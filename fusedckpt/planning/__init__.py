@@ -1,4 +1,5 @@
 """`plan`: measures a model's units, and finds the fastest plan that fits a memory budget.
 
-A model goes cuts -> unit_costs -> chain -> solver -> plans; a plan gives each unit a role.
+A model goes units -> survey -> unit_costs -> code_between -> solver -> trials -> plans; a plan
+gives each unit a role.
 """
