@@ -233,6 +233,15 @@ def ways(add: Options) -> None:
     add.place("ways.json and ways.png", device=False)
 
 
+def model(add: Options) -> None:
+    """Count what is in each kernel's compiled form: no GPU is needed.
+
+    Compiles every kernel at every size for a chip, and prints the bytes that it moves and waits
+    for, its barriers, instructions, registers and spills, beside what the chip can do.
+    """
+    add.one("arch", "the chip", "sm_90", choices=("sm_80", "sm_90", "sm_100"))
+
+
 def tune(add: Options) -> None:
     """Measure tiles and variants on this machine, for layers to use.
 
@@ -309,7 +318,21 @@ def env(add: Options) -> None:
 
 
 # a command is the module of its name
-COMMANDS = (demo, run, classics, ways, capacity, profile, tune, gpu, table, plot, compare, env)
+COMMANDS = (
+    demo,
+    run,
+    classics,
+    ways,
+    capacity,
+    profile,
+    model,
+    tune,
+    gpu,
+    table,
+    plot,
+    compare,
+    env,
+)
 
 
 def filled(given: dict[str, Any], device_type: str) -> Namespace:

@@ -285,7 +285,8 @@ def linear_act(
             pre-activation in backward: one GEMM more. "preact" keeps the pre-activation too,
             out_features elements per token, and recomputes no GEMM.
         kernel: "fused" (one Triton GEMM with the activation in its epilogue) or "split" (the
-            vendor's GEMM, then an elementwise kernel in place); by default chosen by shape.
+            vendor's GEMM, then an elementwise kernel in place); by default split, unless
+            `python -m bench tune` measured the other to be faster.
 
     Returns:
         [..., out_features], in the dtype that F.linear would give.
