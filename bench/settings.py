@@ -318,21 +318,8 @@ def env(add: Options) -> None:
 
 
 # a command is the module of its name
-COMMANDS = (
-    demo,
-    run,
-    classics,
-    ways,
-    capacity,
-    profile,
-    model,
-    tune,
-    gpu,
-    table,
-    plot,
-    compare,
-    env,
-)
+COMMANDS = (demo, run, classics, ways, capacity, profile, model, tune)
+COMMANDS += (gpu, table, plot, compare, env)
 
 
 def filled(given: dict[str, Any], device_type: str) -> Namespace:
