@@ -1,8 +1,9 @@
-"""`python -m bench gpu`: all that a machine with a GPU has to tell, in one command and minutes.
+"""`python -m bench gpu`: what a machine with a GPU has to tell, in three parts of minutes each.
 
-Every step is a process of its own with a share of the time. What one leaves behind stays, also
-when it fails or its time is up; the next call of the same commit on the same device goes on where
-this one stopped. Nothing is downloaded.
+Every step is a process of its own with a share of its part's time. What one leaves behind stays,
+also when it fails or its time is up, and is in one archive after every step; the next call of the
+same commit on the same device goes on where this one stopped, in any copy of the checkout. Nothing
+is downloaded, and nothing is drawn: `bench table` and `bench plot` do that elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
+import tarfile
 import time
 import warnings
 from argparse import Namespace
@@ -24,36 +27,41 @@ import torch
 
 from bench.env import commit, device_name
 from bench.processes import GRACE, ROOT, Stops, take
+from bench.settings import CASE_NAMES, PARTS
 
 STATE = "gpu.json"
 # what steps measured and take up again: files and a folder
-MEASURED = (STATE, "run.jsonl", "smoke", "tuned.json", "capacity.jsonl")
+MEASURED = (STATE, "run.jsonl", "launched", "profile.jsonl", "tuned.json", "capacity.jsonl")
 # tests spend their time in the kernels' compiler, a process each, and hold little of the GPU
-PROCESSES = 8
+PROCESSES = 14
 # what differs between a GPU and the interpreter
 KERNEL_TESTS = (
-    "kernels/test_tiles.py",
-    "kernels/test_activations.py",
+    *("kernels/test_gemm.py", "kernels/test_tiles.py", "kernels/test_activations.py"),
     *(f"layers/test_{name}.py" for name in ("norm", "linear", "mlp", "blocks", "contracts")),
     "reporting/test_memory.py",
 )
-# seconds kept for the steps that only read
-RESERVE = 60
 # of these a step is done with; one that a signal killed may have had bad luck
 DONE = ("ok", "failed")
 OUTCOMES = (*DONE, "killed", "out of time", "interrupted", "not started")
+# a model's blocks, which a reader asks for first
+BLOCKS = ("norm_gated_mlp_residual", "gated_mlp", "mlp", "linear_act", "rms_norm")
+# without those that compile, which takes longer than to measure all others, and other libraries
+ALONE: dict[str, Any] = {"skip": ("compile", "Liger", "quack", "TE", "flash-attn")}
+TOYS: dict[str, Any] = {"size": "tiny", "case": "rms_norm"}
+# a few replays of each kernel that is marked
+SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats")
+NCU = ("ncu", "--profile-from-start=off", "--clock-control=none")
+NCU += tuple(f"--section={name}" for name in SECTIONS)
+Words = tuple[str, ...]
 
 
 class Step(NamedTuple):
-    """A command, and the share of the time left that it may take; steps after it take the rest.
+    """A command, its part, and the share of the part's time left that it may take."""
 
-    A step that only reads what other steps left is taken again in every call.
-    """
-
+    part: int
     name: str
     command: tuple[str, ...]
     share: float = 1.0
-    only_reads: bool = False
 
 
 def prepare(chosen: Namespace) -> Namespace:
@@ -66,6 +74,8 @@ def prepare(chosen: Namespace) -> Namespace:
     # steps run in another folder than this process
     chosen.out = (chosen.out or ROOT / "bench" / "results" / f"gpu-{slug}").resolve()
     chosen.out.mkdir(parents=True, exist_ok=True)
+    chosen.archive = (chosen.archive or chosen.out.with_name(f"{chosen.out.name}.tar.gz")).resolve()
+    chosen.archive.parent.mkdir(parents=True, exist_ok=True)
     chosen.tiny = chosen.tiny or not torch.cuda.is_available()
     return chosen
 
@@ -74,52 +84,89 @@ def _device_name() -> str:
     return device_name(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
-def _bench(*options: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "bench", *options)
+def _bench(command: str, *options: str, **chosen: Any) -> Words:
+    """Return a command of ours; an option whose value is a tuple is repeated."""
+    pairs = [(name, v if isinstance(v, tuple) else (v,)) for name, v in chosen.items()]
+    given = [f"--{name}={value}" for name, values in pairs for value in values]
+    return (sys.executable, "-m", "bench", command, *given, *options)
 
 
-def _tests() -> tuple[str, ...]:
-    command = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
-    count = min(PROCESSES, os.cpu_count() or 1)
-    if find_spec("xdist") is None or count == 1:
-        return command
-    # what takes most of the memory is in one group, and so never beside itself
-    return (*command, "-n", str(count), "--dist=loadgroup")
+class Commands(NamedTuple):
+    """The commands of steps; tiny: the same at toy sizes, for fewer cases and tests."""
+
+    out: Path
+    tiny: bool
+
+    def run(self, *options: str, place: str = "", **chosen: Any) -> Words:
+        """Measure cases, with the choices that were measured in an earlier step."""
+        chosen = {"repeat": 1, **TOYS, **ALONE} if self.tiny else chosen
+        return (*self.cached, *_bench("run", "--resume", *options, out=self.out / place, **chosen))
+
+    def tune(self, *size: str) -> Words:
+        """Measure tiles and variants at widths."""
+        if self.tiny:
+            options = {"size": "tiny", "tokens": 48, "dtype": "float32", "repeat": 1}
+            return ("env", "TRITON_INTERPRET=1", *_bench("tune", cache=self.cache, **options))
+        return _bench("tune", cache=self.cache, size=size, tokens=8192, minutes=5)
+
+    def profile(self, *options: str) -> Words:
+        """Look at the kernels one by one."""
+        return _bench("profile", *options, out=self.out, **(TOYS if self.tiny else {}))
+
+    def capacity(self) -> Words:
+        """Fill memory with tokens."""
+        options = {"memory": 1, "repeat": 1, **TOYS} if self.tiny else {"repeat": 5}
+        return (*self.cached, *_bench("capacity", out=self.out, **options, **ALONE))
+
+    def tests(self, *options: str) -> Words:
+        """Test in many processes, where pytest can."""
+        command = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
+        count = min(PROCESSES, os.cpu_count() or 1)
+        if find_spec("xdist") is not None and count > 1:
+            # what takes most of the memory is in one group, and so never beside itself
+            command = (*command, "-n", str(count), "--dist=loadgroup")
+        return (*command, *(("tests/kernels/test_tiles.py", "-k", "row") if self.tiny else options))
+
+    @property
+    def cache(self) -> Path:
+        """What `bench tune` writes."""
+        return self.out / "tuned.json"
+
+    @property
+    def cached(self) -> Words:
+        """What makes a command read it, where it is there."""
+        return ("env", f"FUSEDCKPT_CACHE={self.cache}")
 
 
-def steps_of(out: Path, minutes: float, tiny: bool) -> list[Step]:
-    """Return the steps: what others depend on first, then what matters most."""
-    measured = _bench("run", "--resume", f"--out={out}")
-    first = tuple(f"tests/{name}" for name in KERNEL_TESTS)
-    env = Step("env", _bench("env"))
-    draw = [
-        Step("table", _bench("table", str(out / "run.jsonl")), 0.5, only_reads=True),
-        Step("plot", _bench("plot", str(out / "run.jsonl"), f"--out={out}"), only_reads=True),
+def steps_of(out: Path, tiny: bool) -> list[Step]:
+    """Return the steps, in each part first what others depend on, then what matters most.
+
+    tiny: toys of different steps are alike, and the first of them stands for all.
+    """
+    do, wide, short = Commands(out, tiny), {"size": "llama-3-8b"}, ("vit-l", "gpt2")
+    every, blocks, layers = {"case": CASE_NAMES}, {"case": BLOCKS}, {"case": CASE_NAMES[-2:]}
+    # those that compile are the last to be measured, and a stack takes them too long
+    final = {"case": (*BLOCKS, *CASE_NAMES[:-1]), "repeat": 40}
+    launch, first = ("--no-graphs",), tuple(f"tests/{name}" for name in KERNEL_TESTS)
+    steps = [
+        Step(1, "env", _bench("env")),
+        Step(1, "numbers", do.run(**wide, **every, **ALONE, repeat=20), 0.45),
+        Step(1, "numbers-short", do.run(size=short, **blocks, **ALONE, repeat=20), 0.3),
+        Step(1, "kernel-tests", do.tests(*first)),
+        Step(2, "profile", do.profile(), 0.2),
+        Step(2, "tune-short", do.tune(*short), 0.35),
+        Step(2, "tune", do.tune("llama-3-8b"), 0.5),
+        Step(2, "layers", do.run(**wide, **layers, **ALONE, repeat=40), 0.6),
+        Step(2, "widths", do.run(size="llama-3.2-1b", **every, **ALONE, repeat=20)),
+        Step(3, "final", do.run(**wide, **final), 0.5),
+        Step(3, "launched", do.run(*launch, **wide, **blocks, **ALONE, place="launched"), 0.4),
+        Step(3, "other-tests", do.tests(*(f"--ignore={file}" for file in first)), 0.8),
+        Step(3, "capacity", do.capacity()),
     ]
-    if tiny:
-        toy = ("--size=tiny", "--repeat=1", "--skip=compile", "--case=rms_norm", "--case=mlp")
-        tests = Step("tests", (*_tests(), "tests/kernels/test_tiles.py", "-k", "row"))
-        return [env, tests, Step("cases", (*measured, *toy)), *draw]
-    # what a reader asks for first: blocks at one model's widths; then the other cases and widths
-    main = ("--case=gated_mlp", "--case=norm_gated_mlp_residual", "--case=mlp", "--case=rms_norm")
-    layers = ("--case=decoder_layer", "--case=stack", "--repeat=20")
-    rest = ("--size=llama-3.2-1b", "--size=gpt2", "--repeat=20", "--skip=compile")
-    # they try dozens of tilings in their first call
-    slow = ("--skip=compile", "--skip=LigerMLP", "--skip=quack")
-    smoke = _bench("run", "--resume", f"--out={out / 'smoke'}", "--size=tiny", "--repeat=2", *slow)
-    tune = _bench("tune", "--plans", f"--cache={out / 'tuned.json'}", f"--minutes={minutes / 5:g}")
-    return [
-        env,
-        Step("smoke", smoke, 0.15),
-        Step("tests", (*_tests(), *first), 0.35),
-        Step("cases", (*measured, *main, "--repeat=30"), 0.5),
-        Step("thresholds", tune, 0.5),
-        Step("layers", (*measured, *layers), 0.6),
-        Step("widths", (*measured, *rest), 0.6),
-        Step("other-tests", (*_tests(), *(f"--ignore={file}" for file in first))),
-        Step("capacity", _bench("capacity", f"--out={out}", "--repeat=5", *slow)),
-        *draw,
-    ]
+    if shutil.which("ncu"):
+        given = (*NCU, f"--log-file={out / 'ncu.txt'}", *do.profile("--bare"))
+        steps.insert(5, Step(2, "ncu", given, 0.3))
+    return list({step.command: step for step in steps[::-1]}.values())[::-1] if tiny else steps
 
 
 class Log:
@@ -127,8 +174,8 @@ class Log:
 
     def __init__(self, path: Path, key: dict[str, Any], steps: Sequence[Step]):
         self.path, self.key = path, key
-        earlier, new = self._read(), {"outcome": "not started"}
-        self.steps = {s.name: new if s.only_reads else earlier.get(s.name, new) for s in steps}
+        earlier = self._read()
+        self.steps = {s.name: earlier.get(s.name, {"outcome": "not started"}) for s in steps}
         self._write()
 
     def _read(self) -> dict[str, dict[str, Any]]:
@@ -164,16 +211,16 @@ class Log:
         return self.steps[step.name]["outcome"]
 
 
-def _limit(step: Step, left: float, reserve: float) -> float | None:
+def _limit(step: Step, left: float) -> float | None:
     """Return how many seconds of those left a step may take, None where it is too late to start."""
-    # a step that is stopped may take its grace too
-    left -= GRACE if step.only_reads else GRACE + reserve
+    # one that is stopped may take its grace too
+    left -= GRACE
     return None if left <= 0 else min(left, max(30.0, left * step.share))
 
 
-def _take_all(out: Path, steps: Sequence[Step], minutes: float, log: Log, stops: Stops) -> None:
-    """Take every step that is left, until time is up or a stop is asked for."""
-    end, reserve = time.monotonic() + 60 * minutes, min(RESERVE, 60 * minutes / 4)
+def _take_all(chosen: Namespace, steps: Sequence[Step], log: Log, stops: Stops) -> None:
+    """Take every step of a part that is left, until time is up or a stop is asked for."""
+    end = time.monotonic() + 60 * chosen.minutes
     for step in steps:
         if stops.count:
             return
@@ -181,21 +228,32 @@ def _take_all(out: Path, steps: Sequence[Step], minutes: float, log: Log, stops:
             print(f"{step.name}: {log.outcome(step)}, in an earlier call")
             continue
         left = end - time.monotonic()
-        limit = _limit(step, left, reserve)
+        limit = _limit(step, left)
         if limit is None:
             print(f"{step.name}: not started, the time is up")
             continue
         print(f"{step.name}: at most {limit:.0f} s, of {left:.0f} s left", flush=True)
-        path, start = out / f"{step.name}.log", time.monotonic()
+        path, start = chosen.out / f"{step.name}.log", time.monotonic()
         outcome, status = take(step.command, path, limit, stops)
         seconds = round(time.monotonic() - start, 1)
-        command = step.command[1:]
-        log.note(step, outcome=outcome, status=status, seconds=seconds, command=command)
+        log.note(step, outcome=outcome, status=status, seconds=seconds, command=step.command)
+        # after every step: no signal can take away what is in it
+        _pack(chosen.out, chosen.archive)
         ended = f"{outcome} with status {status}" if status else outcome
         print(f"{step.name}: {ended} after {seconds:.0f} s")
         said = path.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in () if outcome == "ok" else [line for line in said if line.strip()][-3:]:
             print(f"    {line}")
+
+
+def _pack(folder: Path, archive: Path) -> None:
+    """Replace the archive by one of all that is in the folder."""
+    written = archive.with_name(f"{archive.name}.part")
+    with tarfile.open(written, "w:gz") as file:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path not in (archive, written):
+                file.add(path, path.relative_to(folder))
+    written.replace(archive)
 
 
 def _set_aside(out: Path) -> None:
@@ -213,12 +271,18 @@ def run(chosen: Namespace) -> int:
     """Take every step; returns 0 where all went well, 1 where not, 130 where interrupted."""
     if chosen.restart:
         _set_aside(chosen.out)
-    steps = steps_of(chosen.out, chosen.minutes, chosen.tiny)
+    steps = steps_of(chosen.out, chosen.tiny)
     key = {"device": _device_name(), "commit": commit(), "tiny": chosen.tiny}
     log = Log(chosen.out / STATE, key, steps)
-    print(f"{chosen.minutes:g} minutes, results in {chosen.out}", flush=True)
+    parts = chosen.part or PARTS
+    print(f"{chosen.minutes:g} minutes a part, results in {chosen.archive}", flush=True)
     with Stops() as stops:
-        _take_all(chosen.out, steps, chosen.minutes, log, stops)
+        try:
+            for part in parts:
+                _take_all(chosen, [step for step in steps if step.part == part], log, stops)
+        finally:
+            _pack(chosen.out, chosen.archive)
+    steps = [step for step in steps if step.part in parts]
     failed = [step.name for step in steps if log.outcome(step) == "failed"]
     left = [step.name for step in steps if log.outcome(step) not in DONE]
     if failed:

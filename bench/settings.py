@@ -12,6 +12,8 @@ CASE_NAMES = (
     *("rms_norm", "layer_norm", "add_rms_norm", "linear_act", "norm_linear", "mlp", "gated_mlp"),
     *("norm_gated_mlp_residual", "decoder_layer", "stack"),
 )
+# of `bench gpu`
+PARTS = (1, 2, 3)
 # the cases that can trade time for memory
 BLOCKS = ("norm_gated_mlp_residual", "decoder_layer", "stack")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -231,6 +233,15 @@ def ways(add: Options) -> None:
     add.place("ways.json and ways.png", device=False)
 
 
+def model(add: Options) -> None:
+    """Count what is in each kernel's compiled form: no GPU is needed.
+
+    Compiles every kernel at every size for a chip, and prints the bytes that it moves and waits
+    for, its barriers, instructions, registers and spills, beside what the chip can do.
+    """
+    add.one("arch", "the chip", "sm_90", choices=("sm_80", "sm_90", "sm_100"))
+
+
 def tune(add: Options) -> None:
     """Measure tiles and variants on this machine, for layers to use.
 
@@ -249,15 +260,34 @@ def tune(add: Options) -> None:
     add.one("device", "cpu, cuda or cuda:N; default: cuda where there is one")
 
 
-def gpu(add: Options) -> None:
-    """Test, measure and draw everything on a machine with a GPU, within minutes.
+def profile(add: Options) -> None:
+    """Name each kernel that ours launch, and how long it takes.
 
-    Runs the tests, the main cases and the tuner on this machine's GPU, each step within a share of
-    the time. Call it again to go on where it stopped.
+    Runs forward and backward of every level and variant of the cases under torch's profiler.
     """
-    add.one("minutes", "how long all steps may take together", 9.0, type=MINUTES, metavar="N")
+    add.many("case", "what to look at", CASE_NAMES[:-2], choices=CASE_NAMES)
+    add.many("size", f"widths: {', '.join(SIZES)}", ("cpu",), ("llama-3-8b",), choices=SIZES)
+    add.many("tokens", "rows of x", type=POSITIVE, metavar="N")
+    add.one("dtype", "of every tensor", "float32", "bfloat16", choices=DTYPES)
+    add.many("only", "only implementations with this in their name", ("fusedckpt",))
+    add.many("skip", "no implementations with this in their name")
+    add.flag("bare", "mark what is to be seen for another profiler, such as ncu, and print nothing")
+    add.place("profile.jsonl")
+
+
+def gpu(add: Options) -> None:
+    """Test, measure and tune everything on a machine with a GPU, within minutes.
+
+    Runs numbers and the kernels' tests (part 1), profiles and tunes (2), and takes the final times
+    (3), each step within a share of its part's time. Call it again to go on where it stopped.
+    """
+    text = "numbers and kernel tests, profile and tuning, or final times; default: all three"
+    add.many("part", text, type=int, choices=PARTS, metavar="1|2|3")
+    add.one("minutes", "how long a part may take", 9.0, type=MINUTES, metavar="N")
     text = "folder for results; default: bench/results/gpu-<device>"
     add.one("out", text, type=Path, metavar="DIR")
+    text = "file with all that is in the folder, replaced after every step; default: DIR.tar.gz"
+    add.one("archive", text, type=Path, metavar="FILE")
     add.flag("allow-cpu", "go through the steps on a CPU, at toy sizes")
     add.flag("tiny", "toy sizes on a GPU too")
     add.flag("restart", "take every step again; earlier measurements move to before-N")
@@ -288,7 +318,8 @@ def env(add: Options) -> None:
 
 
 # a command is the module of its name
-COMMANDS = (demo, run, classics, ways, capacity, tune, gpu, table, plot, compare, env)
+COMMANDS = (demo, run, classics, ways, capacity, profile, model, tune)
+COMMANDS += (gpu, table, plot, compare, env)
 
 
 def filled(given: dict[str, Any], device_type: str) -> Namespace:

@@ -219,7 +219,7 @@ def report(choices: Tuned, arch: str, cache: Path) -> Iterator[str]:
     if rows := list(rows_of(choices, arch)):
         yield from ("rows for TILES in kernels/tiles.py:", *rows)
     if variants := list(variants_of(choices, arch)):
-        # tables have none: gains_by_fusion is a rule
+        # tables have none: split is shipped
         yield from ("variants, which this file alone holds:", *variants)
 
 

@@ -31,11 +31,13 @@ from . import norm as norm_kernels
 from .elementwise import HiddenGrad
 from .linear import hidden, hidden_grad, hybrid_grad, linear
 from .norm import NormRule
-from .products import add_product, sum_of_products
+from .products import add_product, product, sum_of_products
 from .runtime import column_sums
 
 # above this many bytes of F-wide temporaries the rows are cut into chunks, if that pays
 CHUNK_BYTES = 512 << 20
+# rows of a GEMM's tile, which a chunk fills
+CHUNK_STEP = 128
 
 
 class Weights(NamedTuple):
@@ -108,10 +110,12 @@ def chunks_for(rows: int, d: int, f: int, num_tensors: int, itemsize: int) -> in
 
 
 def row_chunks(rows: int, chunks: int) -> list[slice]:
-    """Cut rows into at most `chunks` slices of nearly equal size."""
+    """Cut rows into at most `chunks` slices of nearly equal size, long ones by CHUNK_STEP."""
     if chunks == 1:
         return [slice(0, rows)]
     step = max(1, math.ceil(rows / chunks))
+    if step > CHUNK_STEP:
+        step = math.ceil(step / CHUNK_STEP) * CHUNK_STEP
     return [slice(start, start + step) for start in range(0, max(rows, 1), step)]
 
 
@@ -158,8 +162,12 @@ class Backward:
     until the end anyway.
     """
 
-    def __init__(self, w: Weights, block: Block, needs: Needs, donates: bool):
+    def __init__(
+        self, w: Weights, block: Block, needs: Needs, donates: bool, dtype: torch.dtype | None
+    ):
         self.w, self.block, self.needs, self.donates = w, block, needs, donates
+        # that weight gradients are wanted in
+        self.dtype = dtype
         self.grads: dict[str, Tensor] = {}
 
     def add(self, name: str, grad: Tensor | None) -> None:
@@ -170,7 +178,7 @@ class Backward:
     def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
         """Add a.T @ b, in float32 where there are several chunks."""
         if self.block.chunks == 1:
-            self.grads[name] = torch.mm(a.t(), b)
+            self.grads[name] = product(a.t(), b, self.dtype)
             return
         if name not in self.grads:
             wide = torch.promote_types(a.dtype, torch.float32)
@@ -275,12 +283,14 @@ def backward(
     block: Block,
     needs: Needs,
     donates: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Return the wanted gradients by the names of Needs; x may be None where nothing reads it.
 
-    gate, up: those outputs, where they were saved; donates: they may be written over.
+    gate, up: those outputs, where they were saved; donates: they may be written over; dtype: in
+    which weight gradients are wanted, where a GEMM can write them so.
     """
-    run, dx = Backward(w, block, needs, donates), None
+    run, dx = Backward(w, block, needs, donates, dtype), None
     needs_hidden = needs.hidden
     reads_n = needs.gate or needs.up or gate is None or (up is None and w.up is not None)
     for rows in row_chunks(dy.shape[0], block.chunks):

@@ -6,15 +6,27 @@ import torch
 from torch import Tensor
 
 
+def writes_wider(a: Tensor) -> bool:
+    """Whether the device has a GEMM that reads this half precision and writes float32."""
+    return a.is_cuda and torch.version.hip is None and a.dtype in (torch.float16, torch.bfloat16)
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a @ b, in float32 where asked and a GEMM writes it, else in their dtype."""
+    if dtype == torch.float32 and writes_wider(a):
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b)
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to total, which has their dtype or is float32 where they are half precision.
 
-    No product is rounded to half precision on its way. A CPU has no GEMM that writes wider than it
-    reads: there operands are widened, in blocks that together take no more memory than total.
+    No product is rounded to half precision on its way. Where no GEMM writes wider than it reads,
+    operands are widened, in blocks that together take no more memory than total.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:
+    elif writes_wider(a):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         step = max(1, total.numel() // max(1, sum(total.shape)))

@@ -1,4 +1,4 @@
-"""Which tile a GEMM launch uses and whether a layer runs split or fused: data, and two lookups.
+"""Which tile a GEMM launch uses, and where it may be one of ours: data, and two lookups.
 
 The sm_80 to sm_100 and gfx942 rows were chosen by compiling: none spills, none serialises its
 tensor-core instructions. No row was timed on a device yet.
@@ -115,11 +115,16 @@ def slot_of(k: int, hybrid: bool = False, descriptors: bool = True) -> str:
     return ("hybrid_" if hybrid else "") + ("short" if k <= SHORT_K else "long")
 
 
-def gains_by_fusion(arch: str, itemsize: int, k: int) -> bool:
-    """Whether a GEMM of contraction length k gains by an elementwise kernel in its epilogue.
+def may_pay(
+    arch: str, itemsize: int, sizes: tuple[int, int, int], hybrid: bool, multiprocessors: int
+) -> bool:
+    """Whether a GEMM [m, n, k] of ours, where it was the faster one once, can be so at these sizes.
 
-    That saves passes over an F-wide tensor, and costs what the Triton GEMM loses to the vendor's;
-    a model of the trade breaks even near k = 2048 on half precision, so up to SHORT_K it should
-    win. float32 stays with the vendor.
+    Not where rows off 16 bytes take it past tensor descriptors, nor with fewer tiles than
+    multiprocessors: the vendor's GEMM has kernels for both. The interpreter runs all that there is.
     """
-    return arch == "interpreter" or (itemsize == 2 and k <= SHORT_K)
+    m, n, k = sizes
+    tile = tile_for(arch, itemsize, k, hybrid)
+    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    is_aligned = n * itemsize % 16 == 0 and k * itemsize % 16 == 0
+    return arch == "interpreter" or (is_aligned and tiles >= multiprocessors)

@@ -29,8 +29,9 @@ from fusedckpt.autograd import arguments, levels, phases
 from fusedckpt.autograd.backward import is_profiled
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import tuned as tuning
+from fusedckpt.kernels.norm import num_multiprocessors
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
-from fusedckpt.kernels.tiles import gains_by_fusion
+from fusedckpt.kernels.tiles import may_pay
 from fusedckpt.kernels.tuned import VARIANTS, tuned
 
 logger = logging.getLogger("fusedckpt")
@@ -109,8 +110,9 @@ def plan_for(
     """Return the plan of a layer on tensors like x: "aten", "split", or `fused`.
 
     `sizes` are the GEMM's m, n and k; `kernel` is what the call asked for. Next come the
-    environment's preference, what `bench tune` measured on this machine, and a rule. The choice is
-    logged at level DEBUG, once for calls that are alike.
+    environment's preference, what `bench tune` measured on this machine where that may still pay,
+    and "split", but in the interpreter, whose tests are to see every kernel. The choice is logged
+    at level DEBUG, once for calls that are alike.
     """
     if 0 in sizes or path_of(x.device, dtype) == "aten":
         return "aten"
@@ -118,9 +120,10 @@ def plan_for(
         kernel = _PREFERRED
     if kernel is None:
         measured = tuned().variant(op, arch(), dtype.itemsize, sizes)
-        kernel = measured if measured in ("split", fused) else None
-    if kernel is None:
-        kernel = fused if gains_by_fusion(arch(), dtype.itemsize, sizes[-1]) else "split"
+        shipped = fused if arch() == "interpreter" else "split"
+        kernel = measured if measured in ("split", fused) else shipped
+        launch = dtype.itemsize, sizes, fused == "hybrid", num_multiprocessors(x.device)
+        kernel = kernel if may_pay(arch(), *launch) else "split"
     logger.debug("%s %s %s on %s: %s", op, "x".join(map(str, sizes)), dtype, arch(), kernel)
     return kernel
 

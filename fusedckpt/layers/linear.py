@@ -15,6 +15,7 @@ from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import linear as kernels
+from fusedckpt.kernels.products import product
 from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
 from fusedckpt.layers import constructors, norm_sharing, validate
 from fusedckpt.layers.norm_sharing import Versioned
@@ -80,21 +81,20 @@ def _backward(
     activation: str,
     needs: list[bool],
     kernel: str | None,
-    plan: str | None = None,
+    call: _Call | None = None,
     spends: bool = False,
 ) -> tuple[Tensor | None, ...]:
+    plan, dtype = (None, None) if call is None else (call.plan, call.dtypes[1])
     with below(BELOW):
         x2, z = None if x is None else as_matrix(x), as_dense(z)
         w, b = None if w is None else as_weight(w, dy.dtype), as_vector(b, dy.dtype)
         plan = plan or _plan(dy, activation, kernel, (1, 1) if w is None else w.shape)
         args = (activation, needs[2], plan, spends)
         (dz, db), dx, dw = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z, *args), None, None
-        if needs[0]:
-            assert w is not None
+        if needs[0] and w is not None:
             dx = torch.mm(dz, w).view(*dy.shape[:-1], w.shape[1])
-        if needs[1]:
-            assert x2 is not None
-            dw = torch.mm(dz.t(), x2)
+        if needs[1] and x2 is not None:
+            dw = product(dz.t(), x2, dtype)
         return dx, dw, db
 
 
@@ -227,10 +227,10 @@ class _LinearAct(torch.autograd.Function):
             return (*_double_backward(ctx, x, w, b, dy, needs), None, None)
         args = (dy, x, w, b, z, call.activation, needs, call.kernel)
         if z is None and direct:
-            found: Any = _backward(*args, call.plan)
+            found: Any = _backward(*args, call)
         else:
-            plan = call.plan if direct else None
-            found = donation.run(ctx, _linear_act_backward_ops, (z,), args, plan)
+            ops, settled = _linear_act_backward_ops, call if direct else None
+            found = donation.run(ctx, ops, (z,), args, settled)
         triples = zip(found, needs, call.dtypes, strict=True)
         grads = [grad.to(dtype) if need else None for grad, need, dtype in triples]
         return (*grads, None, None)
@@ -285,7 +285,7 @@ def linear_act(
             pre-activation in backward: one GEMM more. "preact" keeps the pre-activation too,
             out_features elements per token, and recomputes no GEMM.
         kernel: "fused" (one Triton GEMM with the activation in its epilogue) or "split" (the
-            vendor's GEMM, then an elementwise kernel in place); by default chosen by shape.
+            vendor's GEMM, then an elementwise kernel in place); by default split, or as measured.
 
     Returns:
         [..., out_features], in the dtype that F.linear would give.

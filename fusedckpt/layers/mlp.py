@@ -58,7 +58,8 @@ def mlp(
             gradients accumulate in float32, 4 bytes per weight. By default one, unless the
             temporaries pass 512 MiB and cutting them saves more than the accumulators take.
         kernel: "split" (vendor GEMMs and elementwise kernels in place) or "hybrid" (the GEMM of dh
-            turns it into h and dz in its epilogue); by default chosen by shape.
+            turns it into h and dz in its epilogue); by default split, unless
+            `python -m bench tune` measured the other to be faster.
 
     Returns:
         [..., D_out].

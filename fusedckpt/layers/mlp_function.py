@@ -117,19 +117,21 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Take the op's arguments, and then the Block where that is settled."""
     w, options, needs = Weights(*args[:8]), Args(*args[8:17]), Needs(*args[17])
+    dtype = w.gate.dtype
     with below(BELOW):
         w = _laid_out(w, options.dtype)
         rows, x_rows = _rows(dy), None if x is None else _rows(x)
         block = (args[18] if len(args) > 18 else None) or block_of(options, rows.shape[0], w)
         gate, up = as_dense(gate), as_dense(up)
-        found = kernels.backward(rows, x_rows, w, gate, up, block, needs, spends)
+        found = kernels.backward(rows, x_rows, w, gate, up, block, needs, spends, dtype)
         if rows is not dy and "x" in found:
             found["x"] = found["x"].view(*dy.shape[:-1], w.gate.shape[1])
         if len(args) > 18:
             return tuple([found.get(name) for name in Needs._fields])
         likes = zip(Needs._fields, _grad_likes(dy, x, args), strict=True)
+        # each sum goes as it is rounded, not after all of them
         return tuple(
-            [found[name].to(dtype) if name in found else None for name, (_, dtype) in likes]
+            [found.pop(name).to(dtype) if name in found else None for name, (_, dtype) in likes]
         )
 
 
@@ -227,8 +229,11 @@ class _MLP(torch.autograd.Function):
         else:
             block = call.block if direct else None
             found = donation.run(ctx, _mlp_backward_ops, (gate, up), args, block)
-        triples = zip(found, needs, call.dtypes, strict=True)
-        grads = [grad.to(dtype) if need else None for grad, need, dtype in triples]
+        grads = list(found)
+        del found
+        for i, (need, dtype) in enumerate(zip(needs, call.dtypes, strict=True)):
+            # each sum goes as it is rounded, not after all of them
+            grads[i] = grads[i].to(dtype) if need else None
         return (*grads, None, None)
 
 

@@ -17,6 +17,7 @@ from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
+from fusedckpt.kernels.products import product
 from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.layers import validate
 from fusedckpt.layers.mlp_call import split
@@ -142,7 +143,7 @@ class _NormLinear(torch.autograd.Function):
         else:
             call = ctx.call._replace(direct=direct)
             with _no_autocast(dys):
-                found = _gradients(call, tensors, dys, needs)
+                found = _gradients(call, tensors, dys, needs, ctx.likes)
             grads = [
                 None if grad is None or like is None else grad.to(like[1])
                 for grad, like in zip(found, ctx.likes, strict=True)
@@ -166,13 +167,17 @@ def _no_autocast(dys: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
 
 
 def _gradients(
-    call: NormCall, tensors: Sequence[Tensor | None], dys: Sequence[Tensor | None], needs: _Needs
+    call: NormCall,
+    tensors: Sequence[Tensor | None],
+    dys: Sequence[Tensor | None],
+    needs: _Needs,
+    likes: Sequence[Any],
 ) -> list[Tensor | None]:
     """Return the wanted gradients of x, the norm's weight and bias, the weights and the biases."""
     rows = [None if dy is None else as_matrix(dy) for dy in dys]
     dws = [dy if need else None for dy, need in zip(rows, needs.weights, strict=True)]
     if any(dy is not None for dy in dws):
-        dws = _products(call, tensors, dws)
+        dws = _products(call, tensors, dws, likes[3 : 3 + len(dws)])
     norm = _norm_gradients(call, tensors, rows, needs.norm) if needs.dn else [None] * 3
     dbs = (
         column_sums(dy) if dy is not None and need else None
@@ -182,13 +187,20 @@ def _gradients(
 
 
 def _products(
-    call: NormCall, tensors: Sequence[Tensor | None], dys: list[Tensor | None]
+    call: NormCall,
+    tensors: Sequence[Tensor | None],
+    dys: list[Tensor | None],
+    likes: Sequence[Any],
 ) -> list[Tensor | None]:
-    """Return dy.T @ n for every dy, n being the normalised x."""
+    """Return dy.T @ n for every dy, n being the normalised x, in its weight's dtype if possible."""
     x, weight, bias, *_ = tensors
     assert x is not None
     n = as_matrix(call.normalised(x, None, weight, bias)[0])
-    return [None if dy is None else torch.mm(dy.t(), n) for dy in dys]
+    # a batch of gradients takes no other dtype
+    return [
+        None if dy is None else product(dy.t(), n, dtype if call.direct else None)
+        for dy, (_, dtype) in zip(dys, likes, strict=True)
+    ]
 
 
 def _norm_gradients(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import tarfile
 import time
 from contextlib import suppress
 from functools import partial
@@ -12,18 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from stepping import Clock
 from support import HANGS
 
-pytest.importorskip("matplotlib", reason="needs the bench extra")
-
-from stepping import Clock
-
 from bench import __main__ as command
-from bench import gpu, processes
+from bench import gpu, jobs, processes
 from bench.env import settled
 from bench.gpu import Step
 from bench.processes import Stops, take
-from bench.settings import parsers
+from bench.settings import PARTS, filled, parsers
 
 CPU = ["gpu", "--allow-cpu", "--tiny", "--minutes=9"]
 
@@ -54,8 +52,8 @@ def test_without_a_gpu_it_says_so(capsys):
 
 def test_a_failure_costs_its_own_step_alone(tmp_path, capsys, steps):
     steps += [
-        Step("bad", python("raise SystemExit('no [luck]')")),
-        Step("good", python("print(7)")),
+        Step(1, "bad", python("raise SystemExit('no [luck]')")),
+        Step(1, "good", python("print(7)")),
     ]
     assert command.main([*CPU, f"--out={tmp_path}"]) == 1
     assert outcomes(tmp_path) == {"bad": "failed", "good": "ok"}
@@ -67,18 +65,53 @@ def test_a_failure_costs_its_own_step_alone(tmp_path, capsys, steps):
 
 def test_another_call_goes_on_where_one_stopped(tmp_path, steps, capsys, monkeypatch):
     mark = f"open({str(tmp_path / 'mark')!r}, 'a').write('x')"
-    steps += [Step("once", python(mark)), Step("plot", python(mark), only_reads=True)]
+    steps += [Step(1, "once", python(mark))]
     assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    # in another copy of the checkout, whose only trace is the folder
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
     assert command.main([*CPU, f"--out={tmp_path}"]) == 0
-    # what reads results reads them again
-    assert (tmp_path / "mark").read_text() == "xxx"
+    assert (tmp_path / "mark").read_text() == "x"
     assert "once: ok, in an earlier call" in capsys.readouterr().out
     assert command.main([*CPU, "--restart", f"--out={tmp_path}"]) == 0
-    assert (tmp_path / "mark").read_text() == "xxxxx"
+    assert (tmp_path / "mark").read_text() == "xx"
     # another commit's steps are to be taken
-    monkeypatch.setattr(gpu, "commit", lambda: "another")
+    monkeypatch.setenv("FUSEDCKPT_COMMIT", "another")
     assert command.main([*CPU, f"--out={tmp_path}"]) == 0
-    assert (tmp_path / "mark").read_text() == "xxxxxxx"
+    assert (tmp_path / "mark").read_text() == "xxx"
+
+
+def test_a_part_takes_its_steps_and_keeps_those_of_others(tmp_path, steps, capsys):
+    mark = tmp_path / "mark"
+    steps += [Step(n, f"step{n}", python(f"open({str(mark)!r}, 'a').write('{n}')")) for n in PARTS]
+    assert command.main([*CPU, "--part=2", f"--out={tmp_path}"]) == 0
+    assert outcomes(tmp_path) == {"step1": "not started", "step2": "ok", "step3": "not started"}
+    assert command.main([*CPU, "--part=1", f"--out={tmp_path}"]) == 0
+    assert command.main([*CPU, f"--out={tmp_path}"]) == 0
+    assert mark.read_text() == "213"
+    assert set(outcomes(tmp_path).values()) == {"ok"}
+
+
+def packed(archive: Path) -> dict[str, str]:
+    with tarfile.open(archive) as file:
+        files = ((member.name, file.extractfile(member)) for member in file)
+        return {name: part.read().decode() for name, part in files if part is not None}
+
+
+def test_one_archive_has_it_all(tmp_path, steps):
+    out, archive = tmp_path / "out", tmp_path / "elsewhere" / "all.tar.gz"
+    steps += [Step(1, "first", python(f"open({str(out / 'run.jsonl')!r}, 'w').write('row')"))]
+    # after every step: what a later one does to this process takes nothing away
+    look = f"import tarfile; print(tarfile.open({str(archive)!r}).getnames())"
+    steps += [Step(1, "second", python(look)), Step(1, "bad", python("raise SystemExit('no')"))]
+    assert command.main([*CPU, f"--out={out}", f"--archive={archive}"]) == 1
+    found = packed(archive)
+    assert set(found) == {"gpu.json", "run.jsonl", "first.log", "second.log", "bad.log"}
+    assert (found["run.jsonl"], found["bad.log"]) == ("row", "no\n")
+    assert found["second.log"] == "['first.log', 'gpu.json', 'run.jsonl']\n"
+    # by default beside the folder; inside it, an archive does not hold itself
+    assert command.main([*CPU, f"--out={out}"]) == 1
+    assert command.main([*CPU, f"--out={out}", f"--archive={out / 'all.tgz'}"]) == 1
+    assert set(packed(out / "all.tgz")) == set(packed(tmp_path / "out.tar.gz")) == set(found)
 
 
 SLEEPER = """
@@ -147,10 +180,15 @@ def test_who_is_asked_to_stop_ends_the_step_first(
 ):
     monkeypatch.setattr(processes, "GRACE", HANGS)
     code = SLEEPER.replace("time.sleep", f"import os, signal; {to_parent(name)}; time.sleep")
-    steps += [Step("slow", python(code)), Step("next", python("")), Step("plot", python(""))]
+    steps += [
+        Step(1, "slow", python(code)),
+        Step(1, "next", python("")),
+        Step(1, "plot", python("")),
+    ]
     assert command.main([*CPU, f"--out={tmp_path}"]) == 130
     left = dict.fromkeys(("next", "plot"), "not started")
     assert outcomes(tmp_path) == {"slow": "interrupted"} | left
+    assert packed(tmp_path.with_name(f"{tmp_path.name}.tar.gz"))["slow.log"] == "half\nkept\n"
     assert (tmp_path / "slow.log").read_text() == "half\nkept\n"
     assert "left: slow, next, plot; another call goes on there" in capsys.readouterr().out
     # whoever called gets its own handler back
@@ -171,7 +209,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path, monkeypatch, steps, outer):
     monkeypatch.setattr(processes, "GRACE", 2 * HANGS)
     again = f"signal.signal(signal.SIGINT, lambda *_: {to_parent('SIGINT')})"
     code = f"import os, signal, time; {again}; {to_parent('SIGINT')}; time.sleep(3600)"
-    steps += [Step("deaf", python(code))]
+    steps += [Step(1, "deaf", python(code))]
     assert command.main([*CPU, f"--out={tmp_path}"]) == 130
     facts = json.loads((tmp_path / "gpu.json").read_text())["steps"]["deaf"]
     assert (facts["outcome"], facts["status"]) == ("interrupted", -9)
@@ -197,7 +235,7 @@ if not mark.exists():
     mark.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    steps += [Step("unlucky", python(code))]
+    steps += [Step(1, "unlucky", python(code))]
     assert command.main([*CPU, f"--out={tmp_path}"]) == 1
     assert outcomes(tmp_path) == {"unlucky": "killed"}
     out = capsys.readouterr().out
@@ -208,10 +246,10 @@ if not mark.exists():
 
 
 def test_a_restart_measures_again_and_keeps_what_was(tmp_path, steps):
-    (tmp_path / "smoke").mkdir()
-    for name in ("run.jsonl", "smoke/run.jsonl", "tuned.json", "mine.txt"):
+    (tmp_path / "launched").mkdir()
+    for name in ("run.jsonl", "launched/run.jsonl", "tuned.json", "mine.txt"):
         (tmp_path / name).write_text("old")
-    steps += [Step("cases", python(f"open({str(tmp_path / 'run.jsonl')!r}, 'x').write('new')"))]
+    steps += [Step(1, "cases", python(f"open({str(tmp_path / 'run.jsonl')!r}, 'x').write('new')"))]
     for number in (1, 2):
         assert command.main([*CPU, "--restart", f"--out={tmp_path}"]) == 0
         assert outcomes(tmp_path) == {"cases": "ok"}
@@ -219,7 +257,7 @@ def test_a_restart_measures_again_and_keeps_what_was(tmp_path, steps):
         assert (tmp_path / f"before-{number}" / "run.jsonl").exists()
     first = tmp_path / "before-1"
     assert {str(path.relative_to(first)) for path in first.rglob("*")} == {
-        *("run.jsonl", "smoke", "smoke/run.jsonl", "tuned.json"),
+        *("run.jsonl", "launched", "launched/run.jsonl", "tuned.json"),
     }
     assert (tmp_path / "mine.txt").exists()
 
@@ -232,7 +270,7 @@ def test_a_folder_is_meant_from_where_the_command_is_called(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     chosen = prepared("--out=here", "--tiny")
     assert chosen.out == tmp_path / "here"
-    steps = gpu.steps_of(chosen.out, 9.0, True)
+    steps = gpu.steps_of(chosen.out, True)
     assert any(str(tmp_path / "here") in word for s in steps for word in s.command)
 
 
@@ -250,7 +288,7 @@ def test_a_folder_is_meant_from_where_the_command_is_called(tmp_path, monkeypatc
     ],
 )
 def test_a_damaged_record_is_set_aside_aloud(tmp_path, steps, record):
-    steps += [Step("env", python(""))]
+    steps += [Step(1, "env", python(""))]
     assert command.main([*CPU, f"--out={tmp_path}"]) == 0
     path = tmp_path / "gpu.json"
     text = record.replace("KEY", json.dumps(json.loads(path.read_text())["key"]))
@@ -262,25 +300,22 @@ def test_a_damaged_record_is_set_aside_aloud(tmp_path, steps, record):
 
 
 def test_time_that_is_too_short_leaves_steps(tmp_path, capsys, steps):
-    steps += [Step("once", python("")), Step("plot", python(""), only_reads=True)]
+    steps += [Step(1, "once", python(""))]
     short = ["gpu", "--allow-cpu", "--minutes=0.01", f"--out={tmp_path}"]
     assert command.main(short) == 1
-    assert outcomes(tmp_path) == {"once": "not started", "plot": "not started"}
-    assert "left: once, plot;" in capsys.readouterr().out
+    assert outcomes(tmp_path) == {"once": "not started"}
+    assert "left: once;" in capsys.readouterr().out
     assert command.main([*CPU, f"--out={tmp_path}"]) == 0
-    # figures of before say nothing about this call
-    assert command.main(short) == 1
-    assert outcomes(tmp_path) == {"once": "ok", "plot": "not started"}
+    assert command.main(short) == 0
 
 
 def test_steps_share_the_time():
-    step, last = Step("half", (), 0.5), processes.GRACE + gpu.RESERVE
-    assert gpu._limit(step, 400.0 + last, gpu.RESERVE) == 200.0
+    step, last = Step(1, "half", (), 0.5), processes.GRACE
+    assert gpu._limit(step, 400.0 + last) == 200.0
     # a process needs as long to start
-    assert gpu._limit(step, 40.0 + last, gpu.RESERVE) == 30.0
-    assert gpu._limit(step, 20.0 + last, gpu.RESERVE) == 20.0
-    assert gpu._limit(step, 0.0 + last, gpu.RESERVE) is None
-    assert gpu._limit(Step("plot", (), only_reads=True), 0.0 + last, gpu.RESERVE) == gpu.RESERVE
+    assert gpu._limit(step, 40.0 + last) == 30.0
+    assert gpu._limit(step, 20.0 + last) == 20.0
+    assert gpu._limit(step, 0.0 + last) is None
 
 
 @pytest.mark.parametrize("minutes", [0.1, 1.0, 3.0, 9.0])
@@ -295,12 +330,11 @@ def test_what_takes_all_it_may_ends_in_time(tmp_path, monkeypatch, minutes):
 
     monkeypatch.setattr(gpu, "take", slowly)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
-    chosen = prepared(f"--minutes={minutes}", f"--out={tmp_path}")
-    chosen.tiny = False
-    assert gpu.run(chosen) == 1
-    assert now[0] <= 60 * minutes
-    # with the time it has by default, what reads is read even then
-    assert minutes < 9 or outcomes(tmp_path)["table"] == "out of time"
+    for part in PARTS:
+        chosen = prepared(f"--minutes={minutes}", f"--out={tmp_path}", f"--part={part}")
+        chosen.tiny, now[0] = False, 0.0
+        assert gpu.run(chosen) == 1
+        assert now[0] <= 60 * minutes
 
 
 @pytest.mark.parametrize(("has_xdist", "cores"), [(True, 16), (True, 1), (False, 16)])
@@ -308,32 +342,43 @@ def test_tests_share_the_gpu_where_they_can(tmp_path, monkeypatch, has_xdist, co
     found = object() if has_xdist else None
     monkeypatch.setattr(gpu, "find_spec", lambda name: found)
     monkeypatch.setattr(gpu.os, "cpu_count", lambda: cores)
-    steps = gpu.steps_of(tmp_path, 9.0, False)
+    steps = gpu.steps_of(tmp_path, False)
     commands = [" ".join(step.command) for step in steps if "pytest" in step.command]
     assert len(commands) == 2
     for words in commands:
-        assert ("-n 8 --dist=loadgroup" in words) == (has_xdist and cores > 1)
+        assert ("-n 14 --dist=loadgroup" in words) == (has_xdist and cores > 1)
 
 
-def test_the_steps_of_a_gpu_are_commands_that_exist(tmp_path, monkeypatch):
+@pytest.mark.parametrize("tiny", [False, True])
+def test_the_steps_of_a_gpu_are_commands_that_exist(tmp_path, monkeypatch, tiny):
     seen = []
     monkeypatch.setattr(command, "_run", lambda parser, args: seen.append(args) or 0)
-    steps = gpu.steps_of(tmp_path, 9.0, False)
-    for step in steps:
-        if step.command[1:3] == ("-m", "bench"):
-            assert command.main(step.command[3:]) == 0
-    assert {args.command for args in seen} == {"env", "run", "tune", "capacity", "table", "plot"}
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: name)
+    steps = gpu.steps_of(tmp_path, tiny)
+    assert {step.part for step in steps} == set(PARTS)
+    for step in sorted(steps, key=lambda step: step.part):
+        if "bench" in step.command:
+            assert command.main(step.command[step.command.index("bench") + 1 :]) == 0
+    names = ["env", "run", "run", "profile", "profile", "tune", "tune", *["run"] * 4, "capacity"]
+    toys = ["env", "run", "profile", "profile", "tune", "run", "capacity"]
+    assert [args.command for args in seen] == (toys if tiny else names)
     assert all((gpu.ROOT / "tests" / name).exists() for name in gpu.KERNEL_TESTS)
-    assert [step.name for step in steps][:3] == ["env", "smoke", "tests"]
+    for args in seen:
+        if args.command in ("run", "capacity", "profile"):
+            jobs.check_choice(filled(vars(args), "cuda"))
+    compiled = [args for args in seen if args.command == "run" and "compile" not in args.skip]
+    # compilers take part at the end
+    assert compiled == ([] if tiny else seen[-3:-2])
 
 
 def test_a_cpu_goes_through_the_same_steps(tmp_path, monkeypatch, capsys):
-    # a process takes seconds: two of them show that the commands are right
-    chosen = gpu.steps_of(tmp_path, 9.0, True)
+    # .ci/run goes through all of them: one shows that what was measured before counts
+    monkeypatch.setenv("FUSEDCKPT_COMMIT", "0123")
     # interpreted kernels would take longer
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(gpu, "steps_of", lambda *_: [chosen[2], chosen[3]])
+    first = next(step for step in gpu.steps_of(tmp_path, True) if step.name == "numbers")
+    monkeypatch.setattr(gpu, "steps_of", lambda *_: [first, first._replace(part=3, name="final")])
     assert command.main([*CPU, f"--out={tmp_path}"]) == 0, capsys.readouterr().out
-    assert outcomes(tmp_path) == {"cases": "ok", "table": "ok"}
-    assert (tmp_path / "run.jsonl").exists()
-    assert "mlp, tiny: 48 tokens" in (tmp_path / "table.log").read_text()
+    assert outcomes(tmp_path) == {"numbers": "ok", "final": "ok"}
+    assert "rms_norm, tiny: 48 tokens" in (tmp_path / "numbers.log").read_text()
+    assert "nothing left to measure" in (tmp_path / "final.log").read_text()

@@ -2,60 +2,9 @@
 
 import torch
 
-from bench.settings import DEFAULT_TOKENS, SIZES
-from fusedckpt.kernels import linear, norm
+from bench.launches import benchmarked, hybrids, linears, meta, norms
+from fusedckpt.kernels import norm
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.kernels.elementwise import HiddenGrad
-from fusedckpt.kernels.linear import hidden_grad, hybrid_grad
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def linears(
-    *activations: str,
-    dtype: torch.dtype = torch.bfloat16,
-    sizes: tuple[int, int, int] = (8192, 11008, 4096),
-    kernel: str = "fused",
-) -> None:
-    m, n, k = sizes
-    x, w, b, dy = (meta(*shape, dtype=dtype) for shape in ((m, k), (n, k), (n,), (m, n)))
-    for activation in activations:
-        linear.linear_act(x, w, b, activation, True, kernel)
-        linear.linear_act(x, w, None, activation, False, kernel)
-        linear.linear_act_dz(dy, x, w, b, None, activation, True, kernel)
-        linear.linear_act_dz(dy, x, w, None, None, activation, False, kernel)
-
-
-def hybrids(
-    activation: str,
-    *,
-    gated: bool,
-    dtype: torch.dtype = torch.bfloat16,
-    sizes: tuple[int, int, int] = (8192, 11008, 4096),
-) -> None:
-    m, n, k = sizes
-    dy, down = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype)
-    z, up, h = (meta(m, n, dtype=dtype) for _ in range(3))
-    if gated:
-        grads = HiddenGrad(z, up, h, z, up)
-        hidden_grad(h, grads, activation, (True, True), "split")
-        hybrid_grad(dy, down, grads, activation, (True, True))
-        hybrid_grad(dy, down, grads, activation, (False, False))
-    else:
-        hidden_grad(h, HiddenGrad(z, None, z, h, None), activation, (True, False), "split")
-        hybrid_grad(dy, down, HiddenGrad(z, None, z, h, None), activation, (True, False))
-        hybrid_grad(dy, down, HiddenGrad(z, None, None, h, None), activation, (False, False))
-
-
-def norms(n: int) -> None:
-    """The norms as layers call them: with a weight, and backward the residual's gradient."""
-    x, w = meta(4096, n), meta(n)
-    for kind, bias in (("rms", None), ("layer", w)):
-        rule = norm.NormRule(kind, 1e-6)
-        norm.norm(x, x, w, bias, rule, torch.bfloat16)
-        norm.norm_grad(x, x, x, w, rule, (True, True, bias is not None), w.dtype)
 
 
 def rare_norms(n: int) -> None:
@@ -74,19 +23,13 @@ def rare_norms(n: int) -> None:
     norm.norm(x, wide, w, None, llama, torch.float32)
 
 
-def benchmarked() -> None:
-    """What `bench run` launches, at every size that it has."""
-    for size in {size for sizes in SIZES.values() for size in sizes}:
-        tokens, d, f = size.tokens or DEFAULT_TOKENS["cuda"], size.dim, size.hidden
-        norms(d)
-        linears("gelu", sizes=(tokens, f, d))
-        linears("gelu", sizes=(tokens, f, d), kernel="split")
-        hybrids("gelu", gated=False, sizes=(tokens, f, d))
-        hybrids("silu", gated=True, sizes=(tokens, f, d))
+def every_size() -> None:
+    benchmarked()
+    everything()
 
 
 def everything() -> None:
-    benchmarked()
+    benchmarked("tiny", "llama-3-8b")
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))
     # rows of 1001 bf16 elements are not 16-byte aligned: pointer loads
@@ -103,6 +46,8 @@ def everything() -> None:
     linears("gelu", dtype=torch.float32)
     linears("gelu", dtype=torch.float32, sizes=(431, 333, 1001))
     hybrids("gelu", gated=True, dtype=torch.float32)
+    for n in (768, 2048):
+        norms(n)
     for n in (64, 4096, 8192, 16384, 32768):
         norms(n)
         rare_norms(n)

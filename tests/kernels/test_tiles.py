@@ -9,16 +9,18 @@ import pytest
 import torch
 from support import randn
 
+from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, linear_act
+from fusedckpt.kernels import tuned
 from fusedckpt.kernels.runtime import HAS_TRITON
 from fusedckpt.kernels.tiles import (
     SCALAR_TILE,
     SHORT_K,
     TILES,
     family,
-    gains_by_fusion,
     tile_for,
 )
+from fusedckpt.kernels.tuned import Tuned
 
 
 @pytest.mark.parametrize(
@@ -65,11 +67,27 @@ def test_tiles_are_what_triton_takes():
             assert tile.block_n // tile.slices >= 16
 
 
-def test_fusion_is_chosen_for_short_half_precision_contractions():
-    assert gains_by_fusion("sm_90", 2, SHORT_K)
-    assert not gains_by_fusion("sm_90", 2, SHORT_K + 1)
-    assert not gains_by_fusion("sm_90", 4, SHORT_K)
-    assert gains_by_fusion("interpreter", 4, 4096)
+def test_split_is_shipped_and_measured_gemms_are_for_whole_gpus(monkeypatch):
+    monkeypatch.setattr(dispatch, "path_of", lambda device, dtype: "triton")
+    monkeypatch.setattr(dispatch, "arch", lambda: "sm_90")
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+
+    def plan(m: int, n: int = 4096, k: int = 1024, op: str = "mlp", fused: str = "hybrid") -> str:
+        x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+        return dispatch.plan_for(op, x, x.dtype, (m, n, k), None, fused)
+
+    assert plan(8192) == plan(8192, op="linear_act", fused="fused") == "split"
+    keys = [("mlp", 4096, 1024), ("mlp", 4096, 1001), ("mlp", 431, 1024), ("mlp", 512, 1024)]
+    chosen = Tuned({}, {(op, "sm_90", 2, n, k, 13): "hybrid" for op, n, k in keys})
+    with tuned.using(chosen):
+        assert plan(8192) == plan(640) == "hybrid"
+        # four rows of 32 tiles
+        assert plan(512) == plan(1) == "split"
+        # rows that no tensor descriptor takes
+        assert plan(8192, k=1001) == plan(8192, n=431) == "split"
+        # as it says on an older chip, for which nothing was measured
+        monkeypatch.setattr(dispatch, "arch", lambda: "sm_80")
+        assert plan(8192) == "split"
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

@@ -157,6 +157,9 @@ def test_default_chunks_come_from_shapes_alone():
         slices = row_chunks(rows, chunks)
         assert sum(len(range(rows)[s]) for s in slices) == rows
         assert 1 <= len(slices) <= chunks
+    # chunks fill the tiles of a GEMM, but for the last
+    assert [s.start for s in row_chunks(2000, 3)] == [0, 768, 1536]
+    assert row_chunks(16384, 3)[0] == slice(0, 5504)
 
 
 @needs_triton

@@ -112,3 +112,17 @@ def test_norms_need_a_few_blocks_of_rows(norm, blocks):
         down = peak_bytes(lambda: torch.autograd.grad(y, (x, weight), dy), DEVICE)
     assert x.nbytes <= up <= x.nbytes + blocks * block_bytes
     assert x.nbytes <= down <= x.nbytes + blocks * block_bytes
+
+
+def test_sums_are_rounded_one_after_the_other():
+    """Float32 sums and the gradients that they are rounded to are never all there."""
+    size = 128
+    x, *weights = (randn(size, size, dtype=torch.bfloat16).detach() for _ in range(4))
+    leaves = [t.requires_grad_() for t in (x[:4].clone(), *weights)]
+    with dispatch.forced_path("aten"), torch.backends.mkldnn.flags(enabled=False):
+        y = gated_mlp(*leaves, chunks=2)
+        dy = torch.ones_like(y)
+        peak = peak_bytes(lambda: torch.autograd.grad(y, leaves, dy), DEVICE)
+    sums, rounded = 3 * WIDE * size**2, torch.bfloat16.itemsize * size**2
+    # and a little for four rows
+    assert sums <= peak <= sums + 1.5 * rounded

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedckpt import NormSpec, functional, reference
+from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.norm_spec import sums_dtype
 from fusedckpt.functional import add_rms_norm, gated_mlp, layer_norm, mlp, norm_linear
 from fusedckpt.kernels import aten, products
@@ -134,6 +135,35 @@ def test_layer_norm_sums_its_weight_gradients_in_float32(affine, dtype):
             assert ours.dtype == torch.float32
             error = (ours - exact).square().mean().sqrt()
             assert error <= 8 * EPS * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("name", ["linear_act", "norm_linear", "gated_mlp"])
+def test_gradients_of_float32_weights_come_unrounded_under_autocast(monkeypatch, name):
+    """Where the device has GEMMs that write them so: here, an op in their place."""
+    asked, mm = [], torch.mm
+
+    def wide_mm(a, b, out_dtype=None, **options):
+        if out_dtype is None:
+            return mm(a, b, **options)
+        asked.append(out_dtype)
+        return mm(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(products, "writes_wider", lambda a: a.dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    x = randn(9, 17)
+    gate, up = (randn(23, 17).detach().requires_grad_() for _ in range(2))
+    down = randn(17, 23).detach().requires_grad_()
+    weights = {"linear_act": [gate], "norm_linear": [gate, up], "gated_mlp": [gate, up, down]}[name]
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16), dispatch.forced_path("aten"):
+        if name == "norm_linear":
+            found = norm_linear(x, NormSpec("rms"), weights)
+        else:
+            found = [getattr(functional, name)(x, *weights)]
+        grads = torch.autograd.grad([y.float().square().sum() for y in found], weights)
+    assert asked == [torch.float32] * len(weights)
+    for grad in grads:
+        assert grad.dtype == torch.float32
+        assert not torch.equal(grad, grad.bfloat16().float())
 
 
 @pytest.mark.parametrize(

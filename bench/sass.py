@@ -29,9 +29,11 @@ class Body(NamedTuple):
     written: int = 0
     depth: int = 0
     trips: int = 0
-    # before the first load, and after the loop
+    # before the first load; and after the loop, where a GEMM's tile goes through its epilogue
     before: int = 0
     after: int = 0
+    read_after: int = 0
+    written_after: int = 0
 
 
 def width(opcode: str) -> int:
@@ -54,7 +56,9 @@ def body(sass: str) -> Body:
     loops = [(labels[label], at + 1) for at, label in jumps if labels.get(label, at + 1) < at]
     loads = [at for at, opcode in enumerate(opcodes) if re.match(f"{READ}|{COPY}", opcode)]
     loops = [(start, end) for start, end in loops if any(start <= at < end for at in loads)]
-    start, end = max(loops, key=lambda span: span[1] - span[0], default=(0, len(opcodes)))
+    # what waits for a tensor map's tile waits behind the kernel's end, and jumps back from there
+    pick = min if any(opcode.startswith("UTMALDG") for opcode in opcodes) else max
+    start, end = pick(loops, key=lambda span: span[1] - span[0], default=(0, len(opcodes)))
     inside = opcodes[start:end]
     return Body(
         sum(opcode != "NOP" for opcode in inside),
@@ -66,10 +70,13 @@ def body(sass: str) -> Body:
         trips(inside),
         loads[0] if loads else 0,
         sum(opcode != "NOP" for opcode in opcodes[end:]),
+        moved(opcodes[end:], READ),
+        moved(opcodes[end:], WRITE),
     )
 
 
 def moved(opcodes: Sequence[str], pattern: str) -> int:
+    """Return how many bytes the accesses among these move per thread."""
     return sum(width(opcode) for opcode in opcodes if re.match(pattern, opcode))
 
 

@@ -2,13 +2,15 @@
 
 The interpreter proves a kernel's numbers; this proves, also without a GPU, that the same source
 compiles for each chip and comes out without spills, serialised wgmma or an empty body. Whether a
-kernel is interpreted is fixed when it is decorated, so tests call `compile_all`, which runs
+kernel is interpreted is fixed when it is decorated, so `bench model` and tests call `compile_all`,
+which runs
 
-    python tests/kernels/compile_only.py sm_90 MODULE:FUNC
+    python -m bench.compile_only sm_90 MODULE:FUNC
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -30,12 +32,15 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from sass import Body, body
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from bench import sass
+from bench.processes import ROOT
+from bench.sass import body
 
 
 class Chip(NamedTuple):
@@ -66,6 +71,10 @@ OPCODES = {
 }
 
 
+# what is kept beside a kernel is what this version reads
+_READ_BY = hashlib.sha256(Path(sass.__file__).read_bytes()).hexdigest()[:12]
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One specialisation of a kernel on one chip."""
@@ -93,6 +102,8 @@ class Compiled:
     grid: int = 0
     tile: tuple[int, int] = (0, 0)
     operand_bytes: int = 0
+    # of a GEMM: its K, how often a block goes around its loop, and bytes that it loads each time
+    loop: tuple[int, int, int] = (0, 1, 0)
     # sass.Body, on NVIDIA
     body: Sequence[int] = ()
 
@@ -155,7 +166,7 @@ def compile_for(target: str) -> Iterator[Collection[Compiled]]:
         patch.object(CUDABackend, "make_cubin", _recording(CUDABackend.make_cubin)),
     ):
         # apart from the user's cache, whose kernels come without a log
-        knobs.cache.dir += "_compile_only2"
+        knobs.cache.dir += f"_compile_only_{_READ_BY}"
         yield records.values()
 
 
@@ -171,11 +182,11 @@ def _recording(make_cubin: Callable[..., bytes]) -> Callable[..., bytes]:
             file.flush()
             # triton's own disassembler loses what follows the 4096th instruction
             command = [knobs.nvidia.nvdisasm.path, "--print-code", "--no-dataflow", file.name]
-            sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         line = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)"
         metadata["ptxas_log"] = log.getvalue()
-        metadata["opcodes"] = Counter(re.findall(line, sass, re.M))
-        metadata["body"] = list(body(sass))
+        metadata["opcodes"] = Counter(re.findall(line, listing, re.M))
+        metadata["body"] = list(body(listing))
         return cubin
 
     return recording
@@ -213,41 +224,26 @@ def _read(kernel: Any) -> dict[str, Any]:
 def _geometry(
     kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any], grid: Sequence[int]
 ) -> dict[str, Any]:
-    given = [value for name, value in zip(kernel.arg_names, args, strict=False)]
-    tensors = [value for _, value in _leaves("", tuple(given)) if isinstance(value, torch.Tensor)]
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    leaves = [value for _, value in _leaves("", tuple(given.values()))]
+    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
     largest = max(t.numel() for t in tensors)
-    rows = kwargs.get("BLOCK_M", 1)
-    return {
+    rows, columns, depth = kwargs.get("BLOCK_M", 1), kwargs.get("BLOCK_N"), kwargs.get("BLOCK_K")
+    found = {
         "grid": math.prod(grid),
-        "tile": (rows * kwargs.get("BLOCK_N", kwargs.get("BLOCK", 1)), rows),
+        "tile": (rows * (columns or kwargs.get("BLOCK", 1)), rows),
         "operand_bytes": sum(t.element_size() for t in tensors if t.numel() == largest),
     }
-
-
-def model(record: Compiled) -> dict[str, Any]:
-    """Return what an H200's multiprocessor does with a kernel of sm_90, counted, not measured.
-
-    blocks: on a multiprocessor; in_flight: bytes that they wait for at a time; moved, minimum:
-    bytes per element that threads ask for, caches included, and that there are; per row of a tile
-    barriers; per tile trips to memory, one after another; per element a thread's instructions.
-    """
-    found, threads, (elements, rows) = Body(*record.body), 32 * record.num_warps, record.tile
-    registers = -(-record.registers // 8) * 8 * threads
-    fitting = min(65536 // registers, (228 << 10) // (record.shared + 1024), 2048 // threads)
-    # without a device one multiprocessor's share of programs that persist is launched
-    fitting = min(fitting, record.grid)
-    ahead = found.copied * found.depth if found.copied else found.read // max(1, found.trips)
-    return {
-        "kernel": record.label,
-        "registers": record.registers,
-        "blocks": fitting,
-        "in_flight": fitting * threads * ahead,
-        "moved": threads * (found.read + found.copied + found.written) / elements,
-        "minimum": record.operand_bytes,
-        "barriers": found.barriers / rows,
-        "trips": found.trips,
-        "instructions": threads * found.instructions / elements,
-    }
+    if columns and depth:
+        operand = getattr(given["x"], "base", given["x"])
+        loaded = (rows + columns) * depth * operand.element_size()
+        # what the epilogue has is as large as its result
+        out = [value for _, value in _leaves("", given["out"]) if isinstance(value, torch.Tensor)]
+        numel = max(t.numel() for t in out)
+        nbytes = sum(t.element_size() for t in out if t.numel() == numel)
+        k = given["k"]
+        found |= {"loop": (k, -(-k // depth), loaded), "operand_bytes": nbytes}
+    return found
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -273,13 +269,14 @@ def _label(kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def compile_all(function: str, targets: Sequence[str] = tuple(CHIPS)) -> list[Compiled]:
-    """What `MODULE:FUNC` launches, compiled for each target in a process of its own."""
+    """Return what `MODULE:FUNC` launches, compiled for each target in a process of its own."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
 
     def compile_one(target: str) -> list[Compiled]:
-        command = [sys.executable, __file__, target, function]
-        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        command = [sys.executable, "-m", "bench.compile_only", target, function]
+        how: Any = {"cwd": ROOT, "env": environment, "check": True}
+        said = subprocess.run(command, stdout=subprocess.PIPE, **how)
+        lines = [json.loads(line) for line in said.stdout.splitlines()]
         return [Compiled(**{k: line[k] for k in line if k != "problems"}) for line in lines]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -287,9 +284,9 @@ def compile_all(function: str, targets: Sequence[str] = tuple(CHIPS)) -> list[Co
 
 
 def main() -> None:
+    """Print a line of JSON for each kernel that a function launches."""
     target, function = sys.argv[1:]
     module, _, name = function.partition(":")
-    sys.path.append(str(Path(__file__).parents[2]))
     # standard output is for the records alone
     with redirect_stdout(sys.stderr), compile_for(target) as records:
         getattr(importlib.import_module(module), name)()
