@@ -1,7 +1,7 @@
 """How a module of someone's model is made to run under a plan: by a class that asks its role.
 
-The module's class becomes a subclass made for it, so that its parameters, hooks, names, state_dict,
-isinstance and attributes stay; `release` puts the class back.
+The module's class becomes a subclass, so that its parameters, hooks, names, state_dict, isinstance
+and attributes stay; `release` puts the class back.
 
 FSDP2's `fully_shard(module)` makes a subclass too, before or after, and gathers parameters in hooks
 of the module's call. A segment's recompute calls forwards without their hooks, and so gathers them
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 from fusedckpt.autograd.backward import backward_id
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
+from fusedckpt.autograd.subclass import made_of, subclass
 from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
 from fusedckpt.checkpointing.segment import Recompute, Segment
@@ -42,7 +43,10 @@ Role: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
 
 
 class Planned(nn.Module):
-    """The base of every class made here."""
+    """The methods of a module that runs in a role."""
+
+    # it prints, and is found by name, as the class that it was
+    _fusedckpt_prefix = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its role."""
@@ -51,21 +55,13 @@ class Planned(nn.Module):
             _Gathering(self, own) if _is_sharded(self) else own, args, kwargs
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # the class was made here, and has no name to be found by
-        return _rebuild, (_unplanned(type(self)),), self.__dict__
-
-
-@cache
-def _planned(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (Planned, kind), {"__module__": kind.__module__})
-
 
 @cache
 def _unplanned(kind: Any) -> Any:
     """Return the class that a planned one was, also where a subclass was made of that since."""
-    if Planned in kind.__bases__:
-        return kind.__bases__[1]
+    ours, original = made_of(kind) or (None, None)
+    if ours is Planned:
+        return original
     bases = tuple(
         _unplanned(base) if issubclass(base, Planned) else base for base in kind.__bases__
     )
@@ -73,13 +69,9 @@ def _unplanned(kind: Any) -> Any:
     return type(kind.__name__, bases, inside)
 
 
-def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    return object.__new__(_planned(kind))
-
-
 def assign(module: nn.Module, role: Role) -> None:
     """Let `module` run in `role`."""
-    module.__class__ = _planned(type(module))
+    module.__class__ = subclass(Planned, type(module))
     module.__dict__[_ROLE] = role
     if "forward" in module.__dict__:
         module.__dict__[_FORWARD] = module.__dict__.pop("forward")
