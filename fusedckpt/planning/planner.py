@@ -20,7 +20,7 @@ from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
-from fusedckpt.planning.solver import least_bytes, solve
+from fusedckpt.planning.solver import least_outcome, solve
 from fusedckpt.planning.survey import Kinds, Survey, ticking
 from fusedckpt.planning.trials import Trials
 from fusedckpt.planning.units import Cut, check_model, cuts_of
@@ -212,7 +212,7 @@ def _surveys(step: Step, cuts: Sequence[Cut], selective: bool, progress: bool) -
 
 def _cost(chain: Chain, limit: int | None) -> tuple[float, int]:
     """Return what tells which of several ways to cut a model is the best."""
-    least = least_bytes(chain)
+    least = least_outcome(chain).peak
     if limit is None or least > limit:
         return math.inf, least
     return solve(chain, limit).extra, least

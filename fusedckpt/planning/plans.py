@@ -94,7 +94,7 @@ class Plan(PlanRecord):
 
     def _roles(self) -> Iterator[tuple[str, roles.Role]]:
         for item in self.items:
-            names = [unit.name for unit in self.chain.units[item.start : item.stop]]
+            names = [unit.name for unit in self.chain.units_of(item)]
             if isinstance(item, Segment):
                 segment = roles.Segmented(item.levels)
                 yield from ((x, roles.SegmentMember(segment, i)) for i, x in enumerate(names))
@@ -116,7 +116,7 @@ class Plan(PlanRecord):
         """
         found: list[tuple[int, int, AbstractContextManager[None] | None]] = []
         for item in self.items:
-            names = [u.name for u in self.chain.units[item.start : item.stop] if not u.fixed]
+            names = [u.name for u in self.chain.units_of(item) if not u.fixed]
             if not names:
                 continue
             if not all(name.isdecimal() and int(name) < count for name in names):
