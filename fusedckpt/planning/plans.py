@@ -96,12 +96,11 @@ class Plan(PlanRecord):
         for item in self.items:
             names = [unit.name for unit in self.chain.units_of(item)]
             if isinstance(item, Segment):
-                segment = roles.Segmented(item.levels)
-                yield from ((x, roles.SegmentMember(segment, i)) for i, x in enumerate(names))
+                yield from zip(names, roles.Segmented(item.levels).roles(), strict=True)
                 continue
             level, parts = level_and_parts(item.level)
             if level == PRODUCTS:
-                yield names[0], roles.SelectiveCheckpoint()
+                yield names[0], roles.keep_products
             elif level in LEVELS:
                 yield names[0], roles.SaveAt(level)
             yield from ((f"{names[0]}.{part}", roles.again()) for part in parts)

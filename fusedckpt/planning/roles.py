@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -146,15 +146,12 @@ class SaveAt(NamedTuple):
             return forward(*args, **kwargs)
 
 
-class SelectiveCheckpoint(NamedTuple):
-    """Keep the outputs of matrix products and convolutions, recompute the rest."""
-
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run it under torch's selective checkpointing."""
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
-        if is_plain_call() or current() is not None:
-            return forward(*args, **kwargs)
-        return checkpoint(functools.partial(forward, **kwargs), *args, context_fn=contexts)
+def keep_products(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Keep the outputs of matrix products and convolutions, recompute the rest: a role."""
+    if is_plain_call() or current() is not None:
+        return forward(*args, **kwargs)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
+    return checkpoint(functools.partial(forward, **kwargs), *args, context_fn=contexts)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -281,60 +278,39 @@ class _Flat:
         return self.fn(*args, **kwargs)
 
 
+# by thread: the segment that runs, what it is of, and the member that may go on with it
+_running = threading.local()
+
+
 class Segmented:
     """Several modules, called one after the other, checkpointed as one segment.
 
     levels: what fused layers in each keep in the recompute, "preact" where that is none of theirs.
     """
 
-    def __init__(self, levels: tuple[str, ...]):
+    def __init__(self, levels: Iterable[str]):
         self.levels = tuple(level if level in LEVELS else "preact" for level in levels)
-        self._running = _Running()
-
-    def __reduce__(self) -> Any:
-        return Segmented, (self.levels,)
 
     def run(self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run member `place`; called out of order, it starts a segment of its own."""
-        running = self._running
         # inside a checkpoint it is run again anyway, and perhaps without the members before it
         if is_plain_call() or current() is not None:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(functools.partial(forward, **kwargs), *args)
-        segment = running.segment() if place and running.expected == place else None
-        running.segment = _no_segment
-        if segment is None:
-            segment = HandingOn()
+        known, of, expected = getattr(_running, "segment", (None, None, 0))
+        # while a graph holds it
+        segment = known() if place and of is self and expected == place else None
+        segment, _running.segment = segment or HandingOn(), (None, None, 0)
         output = segment.run(forward, args, kwargs, self.levels[place])
-        if place + 1 < len(self.levels):
-            running.segment, running.expected = weakref.ref(segment), place + 1
+        _running.segment = weakref.ref(segment), self, place + 1
         return output
 
-
-def _no_segment() -> None:
-    return None
-
-
-class _Running(threading.local):
-    """The segment that the next member goes on with, while a graph holds it."""
-
-    def __init__(self) -> None:
-        self.segment: Callable[[], HandingOn | None] = _no_segment
-        self.expected = 0
-
-
-class SegmentMember(NamedTuple):
-    """One module of several that are checkpointed as one."""
-
-    segment: Segmented
-    place: int
-
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run it as its part of the segment."""
-        return self.segment.run(self.place, forward, args, kwargs)
+    def roles(self) -> list[Role]:
+        """Return the role of each module."""
+        return [functools.partial(self.run, place) for place in range(len(self.levels))]
 
 
 def again(level: str = "preact") -> Role:
     """Return the role of a module that runs again in backward on its own."""
-    return SegmentMember(Segmented((level,)), 0)
+    return Segmented((level,)).roles()[0]

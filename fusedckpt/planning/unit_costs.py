@@ -167,7 +167,7 @@ def measured(
     taken = {name: call.bytes(run) for name, run in runs.items()}
     _check_repeats(before, _states(args, kwargs))
     if selective and not call.writes:
-        runs[PRODUCTS] = partial(roles.SelectiveCheckpoint(), forward)
+        runs[PRODUCTS] = partial(roles.keep_products, forward)
         taken[PRODUCTS] = call.bytes(runs[PRODUCTS])
     # of levels that keep the same, the first one
     distinct = {(name == PRODUCTS, _all(x)): name for name, x in reversed(taken.items())}
