@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedckpt.memory import profiled, saved_tensors
+from fusedckpt.memory import saved_tensors
 from fusedckpt.planning.roles import recomputes_timed
 from fusedckpt.reporting.step import Step
-from fusedckpt.reporting.timeline import Watch, timeline
+from fusedckpt.reporting.timeline import Watch, live_by_phase
 from fusedckpt.reporting.trial import aliased, tensors_of
 
 __all__ = [
@@ -122,16 +122,13 @@ class Call:
             root.backward()
             self._watch.phase("end")
 
-        moments = timeline(profiled(step, self.device), self.device, 0)
+        live = live_by_phase(step, self.device)
         self._clear()
         self.writes |= any(x._version != was for x, was in zip(given, versions, strict=True))
-        forward, backward = (
-            [moment.live_bytes for moment in moments if moment.phase == phase]
-            for phase in ("forward", "backward")
-        )
         # what lives between the two
-        made = backward[0]
-        return Bytes(made, max(forward) - made, max(backward) - made, kept, keeps_output)
+        made = live["backward"][0]
+        forward, backward = max(live["forward"]) - made, max(live["backward"]) - made
+        return Bytes(made, forward, backward, kept, keeps_output)
 
     def once(self, run: Run) -> None:
         """Run it with a graph, which is thrown away."""

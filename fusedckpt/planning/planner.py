@@ -187,7 +187,7 @@ def _planned(
         title = policy if isinstance(policy, str) else f"again: {', '.join(cuts[0].names)}"
         trials, survey = Trials(step, chains[best], title, limit), surveys[best]
         found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
-        packing = {name: costs.packing for name, costs in survey.units().items()}
+        packing = {name: costs.ms.packing for name, costs in survey.units().items()}
         found = trials.timed(found, packing)
     gradients = nbytes_of(step.gradients.values())
     return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
