@@ -1,25 +1,10 @@
 """A model as a chain of units, what a plan does to it, and what that costs in bytes and time.
 
 A plan covers the chain, in order, with items: a unit that keeps a level of its intermediates, or a
-checkpointed segment that keeps only its input and is run again in backward. Bytes live at a moment:
-
-    forward of unit i, kept         base + kept(<= i) + forward_transient_i (its level's)
-    forward of unit i, segment s    base + kept(< s) + input_s + output_(i-1) + forward_transient_i
-                                    (no output_(i-1) for the first, whose input is input_s)
-    run again of unit i of s        base + kept(< s) + held(s, i) + forward_transient_i
-                                    + output_last + left(> last)
-    backward of unit i              base + kept(< s) + held(s, i) + transient_i + left(> i)
-    both, of the last unit of s     base + kept(< s) + held(s, last) + ending_last + left(> last)
-                                    (where its level says; else as above)
-
-where kept(...) sums what items keep, left(...) the gradients that units left behind, and
-held(s, i) is what units of item s up to i hold for their backward: the sum of their levels' kept
-bytes, or of those of `again` in a segment, the first one's being at least input_s. A kept unit is
-its own item. The peak is the largest of these. Extra time is the sum of the levels' extra, and for
-each segment what its units take to run again less the tail of the last.
-
-`simulate` walks through a step and adds this up, one moment after the other; it knows nothing of
-`solver`, whose plans it checks.
+checkpointed segment that keeps only its input and is run again in backward. `simulate` walks
+through a step and adds up the bytes that live, one moment after the other: what items before keep,
+what the units of this one hold for their backward, what those behind left, and what is there for a
+moment only. It knows nothing of `solver`, whose plans it checks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.calls import once, seconds, step_kind
+from fusedckpt.planning.calls import once, repeated, seconds, step_kind
 from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
@@ -30,8 +30,8 @@ from fusedckpt.reporting.trial import aliased, tensors_of, trial
 
 __all__ = ["plan"]
 
-# forwards that are timed go on for so many ms, and so many at most
-_MS, _FORWARDS = 50.0, 8
+# forwards that are timed go on for so many seconds, and so many at most
+_SECONDS, _FORWARDS = 0.05, 8
 
 
 def plan(
@@ -128,11 +128,8 @@ def plan(
 
 
 def _accumulates(accumulate: Any) -> bool:
-    try:
-        # of numpy too
-        count = operator.index(accumulate)
-    except TypeError:
-        count = -1
+    # of numpy too
+    count = operator.index(accumulate) if hasattr(accumulate, "__index__") else -1
     if count < 0:
         raise ValueError(
             f"plan: accumulate is True, False or a number of micro-batches, got {accumulate!r}"
@@ -236,14 +233,17 @@ def _stepping(step: Step) -> int:
 def _forward(step: Step) -> tuple[float, int]:
     """Return the ms that the model's forward takes, and the bytes of what it returns."""
     held = [*step.parameters(), *step.model.buffers(), *step.inputs()]
-    times, output = [], None
-    # a first one is slower than others
-    while len(times) < 2 or (sum(times) < _MS and len(times) < _FORWARDS):
+    outputs = []
+
+    def forward() -> float:
+        outputs.clear()
         args, kwargs = aliased((step.args, step.kwargs))
         start = seconds(held[0].device)
         # so that no more is kept than units may keep
         with torch.no_grad():
-            output = step.model(*args, **kwargs)
-        times.append(1e3 * (seconds(held[0].device) - start))
+            outputs.append(step.model(*args, **kwargs))
+        return 1e3 * (seconds(held[0].device) - start)
+
+    times = repeated(forward, _SECONDS, _FORWARDS)
     found = once((step_kind(step), "forward"), lambda: min(times))
-    return found, nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
+    return found, nbytes_of([*tensors_of(outputs), *held]) - nbytes_of(held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import weakref
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from fusedckpt.planning.plan_record import (
 )
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
+from fusedckpt.reporting.figure import drawing
 
 __all__ = ["Plan"]
 
@@ -164,14 +164,7 @@ class Plan(PlanRecord):
 
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
-        try:
-            drawing = importlib.import_module("fusedckpt.planning.plan_plot")
-        except ImportError as error:
-            raise ImportError(
-                "Plan.plot: expected matplotlib to be installed, as "
-                f"pip install 'fusedckpt[bench]' does: {error}"
-            ) from error
-        drawing.draw(self, Path(path))
+        drawing("fusedckpt.planning.plan_plot", "Plan.plot").draw(self, Path(path))
 
 
 def _unit(model: nn.Module, name: str) -> nn.Module:

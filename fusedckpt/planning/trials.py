@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from fusedckpt.planning.budget import Policy
-from fusedckpt.planning.calls import once, seconds, step_kind
+from fusedckpt.planning.calls import once, repeated, seconds, step_kind
 from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, Segment, simulate
 from fusedckpt.planning.plan_record import BUT, PRODUCTS, level_and_parts
 from fusedckpt.planning.plans import Plan, structure_of
@@ -152,15 +151,16 @@ def _recompute_ms(chain: Chain, item: Item, packing: Mapping[str, float]) -> flo
 
 def _recomputes(step: Step) -> float:
     """Return the ms that recomputes take in a step."""
-    clock, times = partial(seconds, step.parameters()[0].device), list[float]()
-    start = time.perf_counter()
-    while not times or (time.perf_counter() - start < _SECONDS and len(times) < _STEPS):
+    clock = partial(seconds, step.parameters()[0].device)
+
+    def spent() -> float:
         made, _ = step.fresh()
         loss = made.loss(made.model(*made.args, **made.kwargs))
-        with recomputes_timed(clock) as spent:
+        with recomputes_timed(clock) as times:
             loss.backward()
-        times.append(1e3 * sum(spent))
-    return median(times)
+        return 1e3 * sum(times)
+
+    return median(repeated(spent, _SECONDS, _STEPS))
 
 
 def _scaled(found: Plan, ratio: float) -> Plan:

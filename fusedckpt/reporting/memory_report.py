@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedckpt.memory import SavedStorage, SavedTensors, addresses_of, nbytes_of, profiled
+from fusedckpt.reporting.figure import drawing
 from fusedckpt.reporting.fused_calls import FusedCalls, FusedModule
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.tables import Row, held_by, size, table
@@ -146,14 +146,7 @@ class MemoryReport:
 
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
-        try:
-            drawing = importlib.import_module("fusedckpt.reporting.memory_plot")
-        except ImportError as error:
-            raise ImportError(
-                "MemoryReport.plot: expected matplotlib to be installed, as "
-                f"pip install 'fusedckpt[bench]' does: {error}"
-            ) from error
-        drawing.draw(
+        drawing("fusedckpt.reporting.memory_plot", "MemoryReport.plot").draw(
             Path(path),
             title=f"Memory of one training step: {self.model} on {self.device}",
             sizes={**self._sizes, "live before the step": self.resident_bytes},
