@@ -26,13 +26,17 @@ class Case:
 
     def inputs(
         self,
-        rows: tuple[int, ...] = (70,),
-        d: int = 45,
-        f: int = 72,
+        rows: tuple[int, ...] = (50,),
+        d: int = 98,
+        f: int = 102,
         dtype: torch.dtype = torch.float32,
         mask: tuple[bool, ...] | None = None,
     ) -> list[Tensor | None]:
-        """Draw inputs of order one, matrices scaled so that products stay so."""
+        """Draw inputs of order one, matrices scaled so that products stay so.
+
+        By default of 1.5 interpreted tiles per axis, and wide enough for three draws to be 256
+        numbers of a vector.
+        """
         shapes = self.shapes(rows, d, f)
         found = []
         for index, shape in enumerate(shapes):

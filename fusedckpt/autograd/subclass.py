@@ -22,7 +22,7 @@ class _Made(nn.Module):
     """What all made classes begin with."""
 
     def _get_name(self) -> str:
-        return type(self).__name__
+        return type(self).__name__ if _prefix(type(self)) else super()._get_name()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -34,9 +34,16 @@ class _Made(nn.Module):
 
 @cache
 def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `original` with the methods of `ours`, one and the same each time."""
+    """Return the subclass of `original` with the methods of `ours`, one and the same each time.
+
+    Its name begins with `_fusedckpt_prefix` of `ours`, "Fused" where that says nothing.
+    """
     names = {"__module__": original.__module__, _MADE: (ours, original)}
-    return type(f"Fused{original.__name__}", (_Made, ours, original), names)
+    return type(f"{_prefix(ours)}{original.__name__}", (_Made, ours, original), names)
+
+
+def _prefix(kind: type[nn.Module]) -> str:
+    return getattr(kind, "_fusedckpt_prefix", "Fused")
 
 
 def made_of(kind: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module]] | None:

@@ -204,7 +204,8 @@ def unfuse(model: nn.Module) -> nn.Module:
     swapped = [(name, m) for name, m in model.named_modules() if MARK in m.__dict__]
     for name, module in swapped:
         kind = type(module)
-        if kind not in (LayerNorm, RMSNorm, Sequential) and made_of(kind) is None:
+        _, was = made_of(kind) or (None, None)
+        if kind not in (LayerNorm, RMSNorm, Sequential) and was is not module.__dict__[MARK].kind:
             where = name or "the model"
             raise ValueError(f"unfuse: {where} became a {kind.__name__}: undo that first")
     for _, module in swapped:

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedckpt.memory import profiled, saved_tensors
+from fusedckpt.memory import saved_tensors
 from fusedckpt.planning.roles import recomputes_timed
 from fusedckpt.reporting.step import Step
-from fusedckpt.reporting.timeline import Watch, timeline
+from fusedckpt.reporting.timeline import Watch, live_by_phase
 from fusedckpt.reporting.trial import aliased, tensors_of
 
 __all__ = [
@@ -27,15 +27,18 @@ __all__ = [
     "Times",
     "kind_of",
     "once",
+    "repeated",
     "seconds",
     "step_kind",
 ]
 
 Run = Callable[[Any, Any], Any]
+T = TypeVar("T")
 
-# rounds of timing go on for so many seconds for each way to run; of as many at least and at most,
-# and once where one round takes longer than that
-_SECONDS, _ROUNDS, _LONG = 0.01, (2, 6), 1.0
+# rounds of timing go on for so many seconds for each way to run, and so many at most
+_SECONDS, _ROUNDS = 0.01, 6
+# seconds after which nothing is timed again
+_LONG = 1.0
 # more bytes than the caches of one core hold
 _CACHES = 2**23
 
@@ -122,16 +125,13 @@ class Call:
             root.backward()
             self._watch.phase("end")
 
-        moments = timeline(profiled(step, self.device), self.device, 0)
+        live = live_by_phase(step, self.device)
         self._clear()
         self.writes |= any(x._version != was for x, was in zip(given, versions, strict=True))
-        forward, backward = (
-            [moment.live_bytes for moment in moments if moment.phase == phase]
-            for phase in ("forward", "backward")
-        )
         # what lives between the two
-        made = backward[0]
-        return Bytes(made, max(forward) - made, max(backward) - made, kept, keeps_output)
+        made = live["backward"][0]
+        forward, backward = max(live["forward"]) - made, max(live["backward"]) - made
+        return Bytes(made, forward, backward, kept, keeps_output)
 
     def once(self, run: Run) -> None:
         """Run it with a graph, which is thrown away."""
@@ -139,16 +139,14 @@ class Call:
 
     def times(self, runs: Mapping[str, Run]) -> dict[str, Times]:
         """Return the least that each way to run takes."""
-        found: dict[str, list[Times]] = {name: [] for name in runs}
-        start, (least, most) = time.perf_counter(), _ROUNDS
-        for count in range(1, most + 1):
-            # in turns, so that what slows the machine down slows all of them
-            for name, run in runs.items():
-                found[name].append(self._timed(run))
-            spent = time.perf_counter() - start
-            if spent > _LONG or (count >= least and spent > _SECONDS * len(runs)):
-                break
-        return {x: Times(*map(min, zip(*rounds, strict=True))) for x, rounds in found.items()}
+
+        # in turns, so that what slows the machine down slows all of them
+        def turn() -> list[Times]:
+            return [self._timed(run) for run in runs.values()]
+
+        rounds = repeated(turn, _SECONDS * len(runs), _ROUNDS)
+        least = [Times(*map(min, zip(*times, strict=True))) for times in zip(*rounds, strict=True)]
+        return dict(zip(runs, least, strict=True))
 
     def flops(self, run: Run) -> int:
         """Return the FLOPs of the matrix products of forward and backward."""
@@ -199,11 +197,19 @@ def seconds(device: torch.device) -> float:
     return time.thread_time() if alone else time.perf_counter()
 
 
+def repeated(measure: Callable[[], T], enough: float, most: int) -> list[T]:
+    """Measure twice, as a first time is slower than others, and on until `enough` seconds."""
+    start, found = time.perf_counter(), [measure()]
+    while (spent := time.perf_counter() - start) < _LONG and len(found) < most:
+        if len(found) > 1 and spent > enough:
+            break
+        found.append(measure())
+    return found
+
+
 def _size(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
-
-T = TypeVar("T")
 
 # what was timed, by all that it depends on
 _known: dict[Any, Any] = {}

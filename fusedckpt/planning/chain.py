@@ -1,25 +1,10 @@
 """A model as a chain of units, what a plan does to it, and what that costs in bytes and time.
 
 A plan covers the chain, in order, with items: a unit that keeps a level of its intermediates, or a
-checkpointed segment that keeps only its input and is run again in backward. Bytes live at a moment:
-
-    forward of unit i, kept         base + kept(<= i) + forward_transient_i (its level's)
-    forward of unit i, segment s    base + kept(< s) + input_s + output_(i-1) + forward_transient_i
-                                    (no output_(i-1) for the first, whose input is input_s)
-    run again of unit i of s        base + kept(< s) + held(s, i) + forward_transient_i
-                                    + output_last + left(> last)
-    backward of unit i              base + kept(< s) + held(s, i) + transient_i + left(> i)
-    both, of the last unit of s     base + kept(< s) + held(s, last) + ending_last + left(> last)
-                                    (where its level says; else as above)
-
-where kept(...) sums what items keep, left(...) the gradients that units left behind, and
-held(s, i) is what units of item s up to i hold for their backward: the sum of their levels' kept
-bytes, or of those of `again` in a segment, the first one's being at least input_s. A kept unit is
-its own item. The peak is the largest of these. Extra time is the sum of the levels' extra, and for
-each segment what its units take to run again less the tail of the last.
-
-`simulate` walks through a step and adds this up, one moment after the other; it knows nothing of
-`solver`, whose plans it checks.
+checkpointed segment that keeps only its input and is run again in backward. `simulate` walks
+through a step and adds up the bytes that live, one moment after the other: what items before keep,
+what the units of this one hold for their backward, what those behind left, and what is there for a
+moment only. It knows nothing of `solver`, whose plans it checks.
 """
 
 from __future__ import annotations
@@ -43,23 +28,17 @@ __all__ = [
 ]
 
 
-_AMOUNTS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "int | None": (int, type(None)),
-}
+_AMOUNTS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 
 
 def _check_amounts(record: Level | Unit | Chain) -> None:
     for field in fields(record):
-        value = getattr(record, field.name)
-        wanted = _AMOUNTS.get(str(field.type))
-        if wanted is None or (value is None and type(None) in wanted):
+        value, (wanted, _, optional) = getattr(record, field.name), field.type.partition(" | ")
+        if wanted not in _AMOUNTS or (value is None and optional):
             continue
         # True is an int, too
         least = -math.inf if field.name == "tail" else 0
-        if value is None or type(value) not in wanted or not least <= value < math.inf:
+        if type(value) not in _AMOUNTS[wanted] or not least <= value < math.inf:
             kind = type(record).__name__
             raise ValueError(
                 f"{kind}: {field.name} is {field.type}, finite and not negative, got {value!r}"
@@ -181,6 +160,26 @@ class Chain:
         """Ms of one forward pass."""
         return sum(unit.forward for unit in self.units)
 
+    def units_of(self, item: Item) -> tuple[Unit, ...]:
+        """Return the units of an item of a plan."""
+        return self.units[item.start : item.stop]
+
+    def levels_of(self, item: Item) -> list[tuple[Unit, Level]]:
+        """Return the units of an item with their levels."""
+        return [(u, u.level(x)) for u, x in zip(self.units_of(item), item.levels, strict=True)]
+
+    def kept_by(self, item: Item) -> int:
+        """Return the bytes that an item keeps from its forward until its backward."""
+        unit, level = self.levels_of(item)[0]
+        return unit.input if isinstance(item, Segment) else level.kept
+
+    def extra_of(self, item: Item) -> float:
+        """Return the ms that an item adds to a step."""
+        extra, units = sum(level.extra for _, level in self.levels_of(item)), self.units_of(item)
+        if isinstance(item, Keep):
+            return extra
+        return extra + sum(unit.again for unit in units) - units[-1].tail
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -188,6 +187,11 @@ class Keep:
 
     start: int
     level: str
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """That level, as a segment has those of its units."""
+        return (self.level,)
 
     @property
     def stop(self) -> int:
@@ -216,18 +220,23 @@ Item: TypeAlias = Keep | Segment
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan costs: the peak in bytes, extra ms per step, and the moment of the peak."""
+    """What a plan costs: the peak in bytes, extra ms per step, and the moment of the peak.
 
+    lower_bound: ms that no plan within the same budget is below, as far as is known.
+    """
+
+    items: tuple[Item, ...]
     peak: int
     extra: float
     where: str
+    lower_bound: float = 0.0
 
 
 def simulate(chain: Chain, items: Sequence[Item]) -> Outcome:
     """Walk through one step under a plan; raise ValueError if that does not cover the chain."""
     _check_cover(chain, items)
     peak, where = max(moments(chain, items), key=lambda moment: moment[0])
-    return Outcome(peak, sum(_extra(chain, item) for item in items), where)
+    return Outcome(tuple(items), peak, sum(map(chain.extra_of, items)), where)
 
 
 def _check_cover(chain: Chain, items: Sequence[Item]) -> None:
@@ -235,7 +244,7 @@ def _check_cover(chain: Chain, items: Sequence[Item]) -> None:
     for item in items:
         if item.start != at or item.stop == at:
             raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
-        held = _levels(chain, item) if isinstance(item, Segment) else ()
+        held = chain.levels_of(item) if isinstance(item, Segment) else ()
         if any(unit.fixed or level.nested for unit, level in held):
             raise ValueError(
                 f"simulate: a segment without fixed units or nested levels expected, got {item}"
@@ -249,7 +258,7 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     """Yield live bytes and what is going on, from the first forward to the last backward."""
     units, live = chain.units, chain.base
     for item in items:
-        live += _kept(chain, item)
+        live += chain.kept_by(item)
         for i in range(item.start, item.stop):
             if isinstance(item, Keep):
                 transient = forward_of(units[i], units[i].level(item.level))
@@ -258,10 +267,10 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
                 transient += units[i - 1].output if i > item.start else 0
             yield live + transient, f"forward of {units[i].name}"
     for item in reversed(items):
-        live -= _kept(chain, item)
+        live -= chain.kept_by(item)
         held = []
         dy = units[item.stop - 1].output
-        for unit, level in _levels(chain, item):
+        for unit, level in chain.levels_of(item):
             first = isinstance(item, Segment) and not held
             kept = level.held if isinstance(item, Segment) else level.kept
             held.append(max(kept, unit.input) if first else kept)
@@ -270,7 +279,7 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
                 if len(held) == len(item.levels) and level.ending is not None:
                     again = level.ending
                 yield live + sum(held) + again, f"recompute of {unit.name}"
-        for unit, level in reversed(_levels(chain, item)):
+        for unit, level in reversed(chain.levels_of(item)):
             # of the last unit of a segment, `ending` was both
             ends = isinstance(item, Segment) and len(held) == len(item.levels)
             if not ends or level.ending is None:
@@ -283,22 +292,3 @@ def forward_of(unit: Unit, level: Level) -> int:
     """Return what the forward of a unit that is kept at this level holds beyond what is kept."""
     found = level.forward_transient
     return unit.forward_transient if found is None else found
-
-
-def _kept(chain: Chain, item: Item) -> int:
-    unit = chain.units[item.start]
-    return unit.input if isinstance(item, Segment) else unit.level(item.level).kept
-
-
-def _levels(chain: Chain, item: Item) -> list[tuple[Unit, Level]]:
-    names = item.levels if isinstance(item, Segment) else (item.level,)
-    units = chain.units[item.start : item.stop]
-    return [(unit, unit.level(name)) for unit, name in zip(units, names, strict=True)]
-
-
-def _extra(chain: Chain, item: Item) -> float:
-    extra = sum(level.extra for _, level in _levels(chain, item))
-    if isinstance(item, Keep):
-        return extra
-    units = chain.units[item.start : item.stop]
-    return extra + sum(unit.again for unit in units) - units[-1].tail

@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedckpt.memory import SavedTensors, profiled
+from fusedckpt.memory import SavedTensors
 from fusedckpt.planning.chain import Chain, Level, Unit
 from fusedckpt.planning.plan_record import PLAIN
 from fusedckpt.planning.survey import dropping
 from fusedckpt.planning.unit_costs import Costs
 from fusedckpt.reporting.step import Step
-from fusedckpt.reporting.timeline import Watch, timeline
+from fusedckpt.reporting.timeline import Watch, live_by_phase
 
 __all__ = ["chain_of"]
 
@@ -119,10 +119,7 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: flo
         walk.saved = step.take(watch, held)
 
     with dropping(walk, [step.model.get_submodule(name) for name in costs]):
-        moments = timeline(profiled(run, device), device, resident)
-    live: dict[str, list[int]] = {}
-    for moment in moments:
-        live.setdefault(moment.phase, []).append(moment.live_bytes)
+        live = live_by_phase(run, device, resident)
     units = [
         one.unit(name, partial(walk.handed_on, i), walk.held(i))
         for i, (name, one) in enumerate(costs.items())

@@ -8,10 +8,10 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fusedckpt.planning.chain import Chain, moments, simulate
+from fusedckpt.planning.chain import Chain, Outcome, moments, simulate
 from fusedckpt.planning.plan_record import PlanRecord
 from fusedckpt.planning.policies import policy
-from fusedckpt.planning.solver import Solution, least_peak, solve
+from fusedckpt.planning.solver import least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 
 __all__ = ["draw"]
@@ -79,7 +79,7 @@ def _draw_step(axes: Axes, plan: PlanRecord) -> None:
     axes.legend(facecolor="white", edgecolor="none", framealpha=1.0, loc="lower center")
 
 
-def _frontier(chain: Chain) -> list[Solution]:
+def _frontier(chain: Chain) -> list[Outcome]:
     """Return the best plans from the least feasible peak to that of keeping everything."""
     least = least_peak(chain)
     most = simulate(chain, policy(chain, "none")).peak

@@ -68,25 +68,27 @@ def read(kind: type[Kind], found: Any) -> Kind:
 def _check(plan: PlanRecord) -> None:
     units = plan.chain.units
     names = [unit.name for unit in units]
-    if len({*names}) < len(names) or not (units[0].fixed and units[-1].fixed and len(units) > 2):
-        raise ValueError("expected units of distinct names between what is before and after them")
     texts = [plan.model, plan.policy, *names, *plan.held]
     texts += [text for told in (plan.left_out, plan.structure) for text in (*told, *told.values())]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("expected names as text")
     known = {PLAIN, PRODUCTS, *LEVELS}
-    if {level_and_parts(level.name)[0] for unit in units for level in unit.levels} - known:
-        raise ValueError(f"expected levels among {sorted(known)}")
-    if not all(type(x) is int and x >= 0 for x in (plan.gradient_bytes, *plan.held.values())):
-        raise ValueError("expected in bytes the gradients that are there, and what is held")
-    peaks = (plan.budget_bytes, plan.measured_bytes)
-    if not all(type(x) is int and x > 0 for x in peaks if x is not None):
-        raise ValueError("expected budget and measured peak in bytes, or null")
+    levels = {level_and_parts(level.name)[0] for unit in units for level in unit.levels}
+    peaks = [x for x in (plan.budget_bytes, plan.measured_bytes) if x is not None]
+    sizes = [*peaks, plan.gradient_bytes, *plan.held.values()]
+    ends = units[0].fixed and units[-1].fixed and len(units) > 2
     outcome = simulate(plan.chain, plan.items)
-    if plan.predicted_bytes != outcome.peak or not isclose(plan.extra_ms, outcome.extra):
-        raise ValueError(
-            f"the units come to {outcome.peak} bytes and {outcome.extra} ms, the plan says "
-            f"{plan.predicted_bytes} and {plan.extra_ms}"
-        )
-    if not 0 <= plan.lower_bound_ms <= plan.extra_ms * (1 + 1e-9):
-        raise ValueError("expected a lower bound that is not above the extra time")
+    found = outcome.peak, outcome.extra
+    expected = {
+        "distinct names of units, between what is before and after them": ends
+        and len({*names}) == len(names),
+        "names as text": all(isinstance(text, str) for text in texts),
+        f"levels among {sorted(known)}": levels <= known,
+        "sizes in bytes": all(type(x) is int and x >= 0 for x in sizes) and all(peaks),
+        "the {} bytes and {} ms that the units come to".format(*found): (
+            plan.predicted_bytes == found[0] and isclose(plan.extra_ms, found[1])
+        ),
+        "a lower bound, not above the extra time": (
+            0 <= plan.lower_bound_ms <= plan.extra_ms * (1 + 1e-9)
+        ),
+    }
+    if wrong := [what for what, holds in expected.items() if not holds]:
+        raise ValueError(f"expected {wrong[0]}")

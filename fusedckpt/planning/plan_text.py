@@ -46,22 +46,18 @@ def _rows(plan: PlanRecord, between: list[Unit]) -> list[Row]:
 
 def _cells(plan: PlanRecord, item: Item) -> Row:
     """Return what the row of an item says, but for its name and number."""
-    units = plan.chain.units[item.start : item.stop]
-    unit, forward = units[0], sum(unit.forward for unit in units)
+    chain, units = plan.chain, plan.chain.units_of(item)
+    kept, forward = size(chain.kept_by(item)), f"{sum(unit.forward for unit in units):.2f}"
+    extra = f"{chain.extra_of(item):.2f}"
     if isinstance(item, Segment):
-        levels = sum(u.level(name).extra for u, name in zip(units, item.levels, strict=True))
-        extra = sum(unit.again for unit in units) - units[-1].tail + levels
-        of = f" of {len(units)} units" if len(units) > 1 else ""
-        return of, size(unit.input), f"{extra:.2f}", f"{forward:.2f}"
-    level = unit.level(item.level)
-    times = ("", "") if unit.code else (f"{level.extra:.2f}", f"{forward:.2f}")
-    kept, parts = level_and_parts(level.name)
-    runs = "as it is" if kept == PLAIN else f"keeping {kept}"
+        return f" of {len(units)} units" if len(units) > 1 else "", kept, extra, forward
+    unit, (level, parts) = units[0], level_and_parts(item.level)
+    runs = "as it is" if level == PLAIN else f"keeping {level}"
     runs += f", again: {', '.join(parts)}" if parts else ""
     if unit.fixed and not unit.code:
         holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)
         runs += ", no checkpoint drops what it holds" if holds else ", writes into its input"
-    return runs, size(level.kept), *times
+    return runs, kept, *(("", "") if unit.code else (extra, forward))
 
 
 def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.calls import once, seconds, step_kind
+from fusedckpt.planning.calls import once, repeated, seconds, step_kind
 from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
-from fusedckpt.planning.solver import least_bytes, solve
+from fusedckpt.planning.solver import least_outcome, solve
 from fusedckpt.planning.survey import Kinds, Survey, ticking
 from fusedckpt.planning.trials import Trials
 from fusedckpt.planning.units import Cut, check_model, cuts_of
@@ -30,8 +30,8 @@ from fusedckpt.reporting.trial import aliased, tensors_of, trial
 
 __all__ = ["plan"]
 
-# forwards that are timed go on for so many ms, and so many at most
-_MS, _FORWARDS = 50.0, 8
+# forwards that are timed go on for so many seconds, and so many at most
+_SECONDS, _FORWARDS = 0.05, 8
 
 
 def plan(
@@ -128,11 +128,8 @@ def plan(
 
 
 def _accumulates(accumulate: Any) -> bool:
-    try:
-        # of numpy too
-        count = operator.index(accumulate)
-    except TypeError:
-        count = -1
+    # of numpy too
+    count = operator.index(accumulate) if hasattr(accumulate, "__index__") else -1
     if count < 0:
         raise ValueError(
             f"plan: accumulate is True, False or a number of micro-batches, got {accumulate!r}"
@@ -187,7 +184,7 @@ def _planned(
         title = policy if isinstance(policy, str) else f"again: {', '.join(cuts[0].names)}"
         trials, survey = Trials(step, chains[best], title, limit), surveys[best]
         found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
-        packing = {name: costs.packing for name, costs in survey.units().items()}
+        packing = {name: costs.ms.packing for name, costs in survey.units().items()}
         found = trials.timed(found, packing)
     gradients = nbytes_of(step.gradients.values())
     return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
@@ -212,7 +209,7 @@ def _surveys(step: Step, cuts: Sequence[Cut], selective: bool, progress: bool) -
 
 def _cost(chain: Chain, limit: int | None) -> tuple[float, int]:
     """Return what tells which of several ways to cut a model is the best."""
-    least = least_bytes(chain)
+    least = least_outcome(chain).peak
     if limit is None or least > limit:
         return math.inf, least
     return solve(chain, limit).extra, least
@@ -236,14 +233,17 @@ def _stepping(step: Step) -> int:
 def _forward(step: Step) -> tuple[float, int]:
     """Return the ms that the model's forward takes, and the bytes of what it returns."""
     held = [*step.parameters(), *step.model.buffers(), *step.inputs()]
-    times, output = [], None
-    # a first one is slower than others
-    while len(times) < 2 or (sum(times) < _MS and len(times) < _FORWARDS):
+    outputs = []
+
+    def forward() -> float:
+        outputs.clear()
         args, kwargs = aliased((step.args, step.kwargs))
         start = seconds(held[0].device)
         # so that no more is kept than units may keep
         with torch.no_grad():
-            output = step.model(*args, **kwargs)
-        times.append(1e3 * (seconds(held[0].device) - start))
+            outputs.append(step.model(*args, **kwargs))
+        return 1e3 * (seconds(held[0].device) - start)
+
+    times = repeated(forward, _SECONDS, _FORWARDS)
     found = once((step_kind(step), "forward"), lambda: min(times))
-    return found, nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
+    return found, nbytes_of([*tensors_of(outputs), *held]) - nbytes_of(held)

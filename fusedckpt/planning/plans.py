@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import weakref
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from fusedckpt.planning.plan_record import (
 )
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
+from fusedckpt.reporting.figure import drawing
 
 __all__ = ["Plan"]
 
@@ -94,14 +94,13 @@ class Plan(PlanRecord):
 
     def _roles(self) -> Iterator[tuple[str, roles.Role]]:
         for item in self.items:
-            names = [unit.name for unit in self.chain.units[item.start : item.stop]]
+            names = [unit.name for unit in self.chain.units_of(item)]
             if isinstance(item, Segment):
-                segment = roles.Segmented(item.levels)
-                yield from ((x, roles.SegmentMember(segment, i)) for i, x in enumerate(names))
+                yield from zip(names, roles.Segmented(item.levels).roles(), strict=True)
                 continue
             level, parts = level_and_parts(item.level)
             if level == PRODUCTS:
-                yield names[0], roles.SelectiveCheckpoint()
+                yield names[0], roles.keep_products
             elif level in LEVELS:
                 yield names[0], roles.SaveAt(level)
             yield from ((f"{names[0]}.{part}", roles.again()) for part in parts)
@@ -116,7 +115,7 @@ class Plan(PlanRecord):
         """
         found: list[tuple[int, int, AbstractContextManager[None] | None]] = []
         for item in self.items:
-            names = [u.name for u in self.chain.units[item.start : item.stop] if not u.fixed]
+            names = [u.name for u in self.chain.units_of(item) if not u.fixed]
             if not names:
                 continue
             if not all(name.isdecimal() and int(name) < count for name in names):
@@ -165,14 +164,7 @@ class Plan(PlanRecord):
 
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
-        try:
-            drawing = importlib.import_module("fusedckpt.planning.plan_plot")
-        except ImportError as error:
-            raise ImportError(
-                "Plan.plot: expected matplotlib to be installed, as "
-                f"pip install 'fusedckpt[bench]' does: {error}"
-            ) from error
-        drawing.draw(self, Path(path))
+        drawing("fusedckpt.planning.plan_plot", "Plan.plot").draw(self, Path(path))
 
 
 def _unit(model: nn.Module, name: str) -> nn.Module:

@@ -110,76 +110,58 @@ def together(group: ProcessGroup | None, prepare: Prepare) -> Plan:
     Raises:
         ValueError: facts differ, or ranks do not come, or the first one has no plan: on all ranks.
     """
-    if group is None:
-        return prepare()[1]()
-    meeting = _Meeting(group)
-    try:
-        facts, make = prepare()
-    except Exception as error:
-        meeting.put("facts", _told(error))
-        meeting.put("plan", ("ValueError", meeting.raised(meeting.rank, _told(error))))
-        raise
-    return meeting.plan(facts, make)
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return prepare()[1]() if group is None else _Meeting(group).plan(prepare)
 
 
 class _Meeting:
     """One call of plan by all ranks of a group.
 
-    Every rank puts its facts, or tells of the error that it raised; the first one compares them and
-    puts the plan, or the kind and text of an error that all are to raise.
+    Every rank puts its facts; the first one compares them and puts the plan. Either may be an error
+    instead, which who gets it raises.
     """
 
     def __init__(self, group: ProcessGroup):
         self._ranks = dist.get_process_group_ranks(group)
-        self.rank, self._first = dist.get_rank(), self._ranks[0]
+        self._rank, self._first = dist.get_rank(), self._ranks[0]
         self._store = dist.distributed_c10d._get_default_store()
         # disjoint groups may have one name
         place = f"fusedckpt.plan/{group.group_name}/{self._first}"
-        self._place = f"{place}/{self._store.add(f'{place}/calls of {self.rank}', 1)}"
+        self._place = f"{place}/{self._store.add(f'{place}/calls of {self._rank}', 1)}"
 
-    def plan(self, facts: Facts, make: Callable[[], Plan]) -> Plan:
+    def plan(self, prepare: Prepare) -> Plan:
         """Make the plan, or take it from the rank that does."""
-        self.put("facts", facts)
-        if self.rank == self._first:
-            try:
-                self._wait("facts", self._ranks)
-                self._compare(facts)
-                found = make()
-            except BaseException as error:
-                # an interrupt, too: or the others would wait for ever
-                self.put("plan", (type(error).__name__, str(error)))
-                raise
-            self.put("plan", found)
+        facts = None
+        try:
+            facts, make = prepare()
+            self._put("facts", facts)
+            if self._rank != self._first:
+                self._wait("facts", [self._first])
+                # which takes the time that it takes
+                self._wait("plan", [self._first], math.inf)
+                return self._get("plan", self._first)
+            self._wait("facts", self._ranks)
+            self._compare(facts)
+            found = make()
+            self._put("plan", found)
             return found
-        self._wait("facts", [self._first])
-        # which takes the time that it takes
-        self._wait("plan", [self._first], math.inf)
-        found = self._get("plan", self._first)
-        if isinstance(found, tuple):
-            kind, text = found
-            if kind == "ValueError":
-                raise ValueError(text)
-            raise RuntimeError(self.raised(self._first, f"{kind}: {text}"))
-        return found
-
-    def raised(self, rank: int, error: str) -> str:
-        """Say that a rank has nothing to plan."""
-        return f"plan: rank {rank} raised {error}"
+        except BaseException as error:
+            # an interrupt, too: or the others would wait for ever
+            told = f"plan: rank {self._rank} raised {type(error).__name__}: {error}"
+            raised = ValueError(told) if facts is None else RuntimeError(told)
+            if facts is not None and isinstance(error, ValueError):
+                raised = ValueError(str(error))
+            self._put("facts", raised)
+            self._put("plan", raised)
+            raise
 
     def _compare(self, facts: Facts) -> None:
         for rank in self._ranks:
             theirs = self._get("facts", rank)
-            if isinstance(theirs, str):
-                raise ValueError(self.raised(rank, theirs))
             for name in dict.fromkeys([*facts, *theirs]):
                 one, other = facts.get(name, "not there"), theirs.get(name, "not there")
                 if one != other:
                     raise ValueError(
-                        f"plan: {name} is {one} on rank {self.rank} and {other} on rank {rank}: "
+                        f"plan: {name} is {one} on rank {self._rank} and {other} on rank {rank}: "
                         "all ranks of a group plan the same; those that train another model, such "
                         "as stages of a pipeline, pass a group= of their own, or group=False to "
                         "plan alone"
@@ -192,24 +174,23 @@ class _Meeting:
         while missing := [r for r in ranks if not self._store.check([self._key(name, r)])]:
             if time.monotonic() > end:
                 who = "rank" if len(missing) < 2 else "ranks"
-                error = ValueError(
+                raise ValueError(
                     f"plan: {who} {', '.join(map(str, missing))} did not call plan within "
-                    f"{patience:.0f} s of rank {self.rank}: all ranks of the group {self._ranks} "
+                    f"{patience:.0f} s of rank {self._rank}: all ranks of the group {self._ranks} "
                     "must call it; pass group= to plan with others, or group=False to plan alone"
                 )
-                # for those that come later
-                self.put("facts", _told(error))
-                raise error
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
     def _key(self, name: str, rank: int) -> str:
         return f"{self._place}/{name} of {rank}"
 
-    def put(self, name: str, value: Any) -> None:
-        """Let the others know."""
+    def _put(self, name: str, value: Any) -> None:
         # typed as text; get returns bytes
-        self._store.set(self._key(name, self.rank), pickle.dumps(value))  # type: ignore[arg-type]
+        self._store.set(self._key(name, self._rank), pickle.dumps(value))  # type: ignore[arg-type]
 
     def _get(self, name: str, rank: int) -> Any:
-        return pickle.loads(self._store.get(self._key(name, rank)))
+        found = pickle.loads(self._store.get(self._key(name, rank)))
+        if isinstance(found, Exception):
+            raise found
+        return found

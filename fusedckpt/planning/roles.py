@@ -1,7 +1,7 @@
 """How a module of someone's model is made to run under a plan: by a class that asks its role.
 
-The module's class becomes a subclass made for it, so that its parameters, hooks, names, state_dict,
-isinstance and attributes stay; `release` puts the class back.
+The module's class becomes a subclass, so that its parameters, hooks, names, state_dict, isinstance
+and attributes stay; `release` puts the class back.
 
 FSDP2's `fully_shard(module)` makes a subclass too, before or after, and gathers parameters in hooks
 of the module's call. A segment's recompute calls forwards without their hooks, and so gathers them
@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 from fusedckpt.autograd.backward import backward_id
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
+from fusedckpt.autograd.subclass import made_of, subclass
 from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
 from fusedckpt.checkpointing.segment import Recompute, Segment
@@ -42,7 +43,10 @@ Role: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
 
 
 class Planned(nn.Module):
-    """The base of every class made here."""
+    """The methods of a module that runs in a role."""
+
+    # it prints, and is found by name, as the class that it was
+    _fusedckpt_prefix = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its role."""
@@ -51,21 +55,13 @@ class Planned(nn.Module):
             _Gathering(self, own) if _is_sharded(self) else own, args, kwargs
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # the class was made here, and has no name to be found by
-        return _rebuild, (_unplanned(type(self)),), self.__dict__
-
-
-@cache
-def _planned(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (Planned, kind), {"__module__": kind.__module__})
-
 
 @cache
 def _unplanned(kind: Any) -> Any:
     """Return the class that a planned one was, also where a subclass was made of that since."""
-    if Planned in kind.__bases__:
-        return kind.__bases__[1]
+    ours, original = made_of(kind) or (None, None)
+    if ours is Planned:
+        return original
     bases = tuple(
         _unplanned(base) if issubclass(base, Planned) else base for base in kind.__bases__
     )
@@ -73,13 +69,9 @@ def _unplanned(kind: Any) -> Any:
     return type(kind.__name__, bases, inside)
 
 
-def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    return object.__new__(_planned(kind))
-
-
 def assign(module: nn.Module, role: Role) -> None:
     """Let `module` run in `role`."""
-    module.__class__ = _planned(type(module))
+    module.__class__ = subclass(Planned, type(module))
     module.__dict__[_ROLE] = role
     if "forward" in module.__dict__:
         module.__dict__[_FORWARD] = module.__dict__.pop("forward")
@@ -154,15 +146,12 @@ class SaveAt(NamedTuple):
             return forward(*args, **kwargs)
 
 
-class SelectiveCheckpoint(NamedTuple):
-    """Keep the outputs of matrix products and convolutions, recompute the rest."""
-
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run it under torch's selective checkpointing."""
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
-        if is_plain_call() or current() is not None:
-            return forward(*args, **kwargs)
-        return checkpoint(functools.partial(forward, **kwargs), *args, context_fn=contexts)
+def keep_products(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Keep the outputs of matrix products and convolutions, recompute the rest: a role."""
+    if is_plain_call() or current() is not None:
+        return forward(*args, **kwargs)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
+    return checkpoint(functools.partial(forward, **kwargs), *args, context_fn=contexts)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -289,60 +278,39 @@ class _Flat:
         return self.fn(*args, **kwargs)
 
 
+# by thread: the segment that runs, what it is of, and the member that may go on with it
+_running = threading.local()
+
+
 class Segmented:
     """Several modules, called one after the other, checkpointed as one segment.
 
     levels: what fused layers in each keep in the recompute, "preact" where that is none of theirs.
     """
 
-    def __init__(self, levels: tuple[str, ...]):
+    def __init__(self, levels: Iterable[str]):
         self.levels = tuple(level if level in LEVELS else "preact" for level in levels)
-        self._running = _Running()
-
-    def __reduce__(self) -> Any:
-        return Segmented, (self.levels,)
 
     def run(self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run member `place`; called out of order, it starts a segment of its own."""
-        running = self._running
         # inside a checkpoint it is run again anyway, and perhaps without the members before it
         if is_plain_call() or current() is not None:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(functools.partial(forward, **kwargs), *args)
-        segment = running.segment() if place and running.expected == place else None
-        running.segment = _no_segment
-        if segment is None:
-            segment = HandingOn()
+        known, of, expected = getattr(_running, "segment", (None, None, 0))
+        # while a graph holds it
+        segment = known() if place and of is self and expected == place else None
+        segment, _running.segment = segment or HandingOn(), (None, None, 0)
         output = segment.run(forward, args, kwargs, self.levels[place])
-        if place + 1 < len(self.levels):
-            running.segment, running.expected = weakref.ref(segment), place + 1
+        _running.segment = weakref.ref(segment), self, place + 1
         return output
 
-
-def _no_segment() -> None:
-    return None
-
-
-class _Running(threading.local):
-    """The segment that the next member goes on with, while a graph holds it."""
-
-    def __init__(self) -> None:
-        self.segment: Callable[[], HandingOn | None] = _no_segment
-        self.expected = 0
-
-
-class SegmentMember(NamedTuple):
-    """One module of several that are checkpointed as one."""
-
-    segment: Segmented
-    place: int
-
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run it as its part of the segment."""
-        return self.segment.run(self.place, forward, args, kwargs)
+    def roles(self) -> list[Role]:
+        """Return the role of each module."""
+        return [functools.partial(self.run, place) for place in range(len(self.levels))]
 
 
 def again(level: str = "preact") -> Role:
     """Return the role of a module that runs again in backward on its own."""
-    return SegmentMember(Segmented((level,)), 0)
+    return Segmented((level,)).roles()[0]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,15 +29,7 @@ from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, Segment, forwar
 from fusedckpt.planning.pareto import NEVER, Bytes, Frontier, Ms, pareto, promising, thinned, way
 from fusedckpt.planning.policies import policy
 
-__all__ = [
-    "Solution",
-    "least_bytes",
-    "least_outcome",
-    "least_peak",
-    "may_go_lower",
-    "simulated",
-    "solve",
-]
+__all__ = ["least_outcome", "least_peak", "may_go_lower", "solve"]
 
 # chains of up to so many units may be cut into segments of any length; longer chains into
 # segments of at most so many units or twice the square root of their number
@@ -53,22 +45,10 @@ _WIDTHS = (64, 512, 4096)
 _HALVINGS = 18
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A plan, its peak in bytes and its extra ms as simulated, and ms that no plan is below.
-
-    lower_bound: of all plans whose segments are no longer than `solve` tries.
-    """
-
-    items: tuple[Item, ...]
-    peak: int
-    extra: float
-    lower_bound: float
-
-
-def solve(chain: Chain, budget: float) -> Solution:
+def solve(chain: Chain, budget: float) -> Outcome:
     """Return the fastest plan whose peak is at most `budget` bytes; math.inf sets no limit.
 
+    Its `lower_bound` is of all plans whose segments are no longer than are tried here.
     Never slower than a `policy` that fits ("none", "all", "sqrt", "uniform:k" for powers of two).
     Chains of more than 128 units are cut into segments of at most 64 units, or twice the square
     root of their number if that is more, and a plan within 0.1 % of the lower bound ends the
@@ -78,26 +58,30 @@ def solve(chain: Chain, budget: float) -> Solution:
         ValueError: no plan stays within `budget` (the message names the least that would do), or
             the chain holds 4 PiB or more.
     """
-    least = simulated(chain, _least_items(chain))
+    least = least_outcome(chain)
     if not budget >= least.peak:
         raise ValueError(f"solve: the least feasible budget is {least.peak} bytes, got {budget}")
     return _fastest(chain, budget, least)
 
 
-def least_peak(chain: Chain) -> Solution:
+def least_peak(chain: Chain) -> Outcome:
     """Return the fastest of the plans with the least peak that any plan reaches."""
-    least = simulated(chain, _least_items(chain))
+    least = least_outcome(chain)
     return _fastest(chain, least.peak, least)
 
 
 def least_outcome(chain: Chain) -> Outcome:
-    """Return the least peak that any plan reaches, and where one is."""
-    return simulate(chain, _least_items(chain))
-
-
-def least_bytes(chain: Chain) -> int:
-    """Return the least peak that any plan reaches."""
-    return least_outcome(chain).peak
+    """Return a plan with the least peak: of each item alone, the least need is enough."""
+    total = chain.base + sum(
+        sum((unit.input, unit.output, unit.forward_transient, unit.left))
+        + sum((level.kept, level.transient, level.ending or 0))
+        for unit in chain.units
+        for level in unit.levels
+    )
+    if total >= NEVER:
+        raise ValueError(f"solve: a chain of less than {NEVER} bytes was expected, got {total}")
+    search = _Search(chain, NEVER, len(chain.units), steps=1)
+    return simulate(chain, search.items(search.least()))
 
 
 def may_go_lower(chain: Chain, least: Outcome) -> str:
@@ -111,34 +95,14 @@ def may_go_lower(chain: Chain, least: Outcome) -> str:
     )
 
 
-def simulated(chain: Chain, items: tuple[Item, ...]) -> Solution:
-    """Return a plan that was made otherwise, which says nothing of others."""
-    outcome = simulate(chain, items)
-    return Solution(items, outcome.peak, outcome.extra, 0.0)
-
-
-def _least_items(chain: Chain) -> tuple[Item, ...]:
-    """Return a plan with the least peak: of each item alone, the least need is enough."""
-    total = chain.base + sum(
-        sum((unit.input, unit.output, unit.forward_transient, unit.left))
-        + sum((level.kept, level.transient, level.ending or 0))
-        for unit in chain.units
-        for level in unit.levels
-    )
-    if total >= NEVER:
-        raise ValueError(f"solve: a chain of less than {NEVER} bytes was expected, got {total}")
-    search = _Search(chain, NEVER, len(chain.units), steps=1)
-    return search.items(search.least())
-
-
-def _by_rule(chain: Chain) -> Iterator[Solution]:
+def _by_rule(chain: Chain) -> Iterator[Outcome]:
     count = sum(not unit.fixed for unit in chain.units)
     powers = (1 << i for i in range(count.bit_length()))
     for name in ("none", "all", "sqrt", *(f"uniform:{k}" for k in powers)):
-        yield simulated(chain, policy(chain, name))
+        yield simulate(chain, policy(chain, name))
 
 
-def _fastest(chain: Chain, budget: float, least: Solution) -> Solution:
+def _fastest(chain: Chain, budget: float, least: Outcome) -> Outcome:
     """Return the best plan within the budget, which the one with the least peak keeps."""
     known = [least, *(plan for plan in _by_rule(chain) if plan.peak <= budget)]
     best = min(known, key=lambda plan: plan.extra)
@@ -149,14 +113,14 @@ def _fastest(chain: Chain, budget: float, least: Solution) -> Solution:
     for width in _WIDTHS:
         rest, lost = search.run(best.extra, width)
         if np.isfinite(rest[0].ms[-1]):
-            best = min(best, simulated(chain, search.items(rest)), key=lambda plan: plan.extra)
+            best = min(best, simulate(chain, search.items(rest)), key=lambda plan: plan.extra)
             assert best.peak <= budget, "the search and the simulator disagree"
         if not lost:
             bound = bound if search.thinned else best.extra
             break
         if count > _ANY_LENGTH and best.extra <= _NEAR * bound:
             break
-    return Solution(best.items, best.peak, best.extra, min(bound, best.extra))
+    return replace(best, lower_bound=min(bound, best.extra))
 
 
 class _Starts(NamedTuple):

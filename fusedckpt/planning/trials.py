@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,21 +9,13 @@ from statistics import median
 from typing import NamedTuple
 
 from fusedckpt.planning.budget import Policy
-from fusedckpt.planning.calls import once, seconds, step_kind
-from fusedckpt.planning.chain import Chain, Item, Keep, Segment, simulate
+from fusedckpt.planning.calls import once, repeated, seconds, step_kind
+from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, Segment, simulate
 from fusedckpt.planning.plan_record import BUT, PRODUCTS, level_and_parts
 from fusedckpt.planning.plans import Plan, structure_of
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.roles import recomputes_timed
-from fusedckpt.planning.solver import (
-    Solution,
-    least_bytes,
-    least_outcome,
-    least_peak,
-    may_go_lower,
-    simulated,
-    solve,
-)
+from fusedckpt.planning.solver import least_outcome, least_peak, may_go_lower, solve
 from fusedckpt.reporting.memory_report import measure
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.tables import enough
@@ -47,7 +38,7 @@ class Trials(NamedTuple):
     title: str
     limit: int | None = None
 
-    def tried(self, solution: Solution) -> Plan:
+    def tried(self, solution: Outcome) -> Plan:
         """Run a step under a plan, and write down its peak, and what it held unseen."""
         model, names = self.step.model, [u.name for u in self.chain.units[1:-1] if not u.code]
         found = Plan(
@@ -68,9 +59,9 @@ class Trials(NamedTuple):
         rest: what of the limit the caller did not ask for.
         """
         chain, target = self.chain, limit
-        lowest = least_bytes(chain)
+        lowest = least_outcome(chain)
         for _ in range(_TRIES):
-            if target < lowest:
+            if target < lowest.peak:
                 break
             found = self.tried(solve(chain, target))
             if (excess := _peak(found) - limit) <= 0:
@@ -85,22 +76,22 @@ class Trials(NamedTuple):
         needed = least.peak if found is None else _peak(found)
         if found is not None and needed <= limit:
             return found
-        finer = may_go_lower(chain, least_outcome(chain))
+        finer = may_go_lower(chain, lowest)
         needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
         raise ValueError(
             f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
             f"got {limit - rest} bytes" + (f": {finer}" if finer else "")
         )
 
-    def _rule(self, name: str) -> Solution:
-        return simulated(self.chain, by_rule(self.chain, name))
+    def _rule(self, name: str) -> Outcome:
+        return simulate(self.chain, by_rule(self.chain, name))
 
     def by_policy(self, policy: Policy) -> Plan:
         """Return the plan of a rule."""
         if policy == "memory":
             return self._least()
         if policy == "speed":
-            return self.tried(simulated(self.chain, _selective(self.chain)))
+            return self.tried(simulate(self.chain, _selective(self.chain)))
         # modules that were listed: each on its own
         return self.tried(self._rule(policy if isinstance(policy, str) else "all"))
 
@@ -160,15 +151,16 @@ def _recompute_ms(chain: Chain, item: Item, packing: Mapping[str, float]) -> flo
 
 def _recomputes(step: Step) -> float:
     """Return the ms that recomputes take in a step."""
-    clock, times = partial(seconds, step.parameters()[0].device), list[float]()
-    start = time.perf_counter()
-    while not times or (time.perf_counter() - start < _SECONDS and len(times) < _STEPS):
+    clock = partial(seconds, step.parameters()[0].device)
+
+    def spent() -> float:
         made, _ = step.fresh()
         loss = made.loss(made.model(*made.args, **made.kwargs))
-        with recomputes_timed(clock) as spent:
+        with recomputes_timed(clock) as times:
             loss.backward()
-        times.append(1e3 * sum(spent))
-    return median(times)
+        return 1e3 * sum(times)
+
+    return median(repeated(spent, _SECONDS, _STEPS))
 
 
 def _scaled(found: Plan, ratio: float) -> Plan:

@@ -29,25 +29,33 @@ _WORTH = 0.02
 _AGAIN, _WHOLE = "again", "whole"
 
 
-class Costs(NamedTuple):
-    """What units that are alike cost, by the name of the level; times in ms.
+class Ms(NamedTuple):
+    """What a unit takes, in ms.
 
-    again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
-    hooks, as in a segment, where norms are not shared. extra: ms that a step takes more than at the
-    level that keeps most. rerun: ms of a recompute of all of it, alone: of one that stops early,
-    where it ends the segment; packing: ms that it takes more in a segment besides. given: bytes of
-    arguments that require grad; flows: whether each was made for this unit alone. writes: whether
-    it writes into them.
+    extra: by level, how much longer a step takes than at the level that keeps most. rerun: a
+    recompute of all of it; alone: one that stops early, where it ends the segment. packing: how
+    much longer it takes in a segment besides.
     """
 
-    levels: dict[str, Bytes]
-    again: dict[str, Bytes]
-    packed: dict[str, int]
     extra: dict[str, float]
     forward: float
     rerun: float
     alone: float
     packing: float
+
+
+class Costs(NamedTuple):
+    """What units that are alike cost, by the name of the level.
+
+    again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
+    hooks, as in a segment, where norms are not shared. given: bytes of arguments that require grad;
+    flows: whether each was made for this unit alone. writes: whether it writes into them.
+    """
+
+    levels: dict[str, Bytes]
+    again: dict[str, Bytes]
+    packed: dict[str, int]
+    ms: Ms
     given: tuple[int, ...]
     output: int
     left: int
@@ -103,11 +111,11 @@ class Costs(NamedTuple):
         return Unit(
             name,
             tuple(levels.values()),
-            forward=self.forward,
+            forward=self.ms.forward,
             input=self.own(self.given) - held + self.replay,
             output=self.output,
-            tail=self.rerun - self.alone,
-            rerun=self.rerun + self.packing,
+            tail=self.ms.rerun - self.ms.alone,
+            rerun=self.ms.rerun + self.ms.packing,
             # while it runs again in a segment: the states that are put back afterwards
             forward_transient=self.replay + most,
             left=self.left,
@@ -130,7 +138,7 @@ class Costs(NamedTuple):
         return Level(
             name,
             kept,
-            self.extra[name],
+            self.ms.extra[name],
             found.backward + shared,
             ending,
             BUT in name,
@@ -167,7 +175,7 @@ def measured(
     taken = {name: call.bytes(run) for name, run in runs.items()}
     _check_repeats(before, _states(args, kwargs))
     if selective and not call.writes:
-        runs[PRODUCTS] = partial(roles.SelectiveCheckpoint(), forward)
+        runs[PRODUCTS] = partial(roles.keep_products, forward)
         taken[PRODUCTS] = call.bytes(runs[PRODUCTS])
     # of levels that keep the same, the first one
     distinct = {(name == PRODUCTS, _all(x)): name for name, x in reversed(taken.items())}
@@ -190,21 +198,11 @@ def measured(
             levels[name], ms.extra[name] = found, ms.extra[least] + more
     again = {name: call.bytes(run) for name, run in segments.items()}
     sizes = call.given, call.output, call.left
-    return Costs(levels, again, packed, *ms, *sizes, call.writes, any(module.children()))
+    return Costs(levels, again, packed, ms, *sizes, call.writes, any(module.children()))
 
 
-class _Ms(NamedTuple):
-    """Those fields of `Costs`."""
-
-    extra: dict[str, float]
-    forward: float
-    rerun: float
-    alone: float
-    packing: float
-
-
-def _ms(times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, int]) -> _Ms:
-    """Return what was timed as `Costs` has it.
+def _ms(times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, int]) -> Ms:
+    """Return what was timed, by level.
 
     plain: levels, those that keep most first. flops: of their products, where there are several.
     """
@@ -218,11 +216,11 @@ def _ms(times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, in
     if PRODUCTS in sums:
         extra[PRODUCTS] = max(0.0, sums[PRODUCTS] - sums[most])
     if _AGAIN not in times:
-        return _Ms(extra, forward, forward, forward, 0.0)
+        return Ms(extra, forward, forward, forward, 0.0)
     alone, whole = times[_AGAIN].again, times[_WHOLE].again
     # hooks see every tensor that is saved, and again as it is read
     packing = max(0.0, sums[_AGAIN] - alone - sums[most])
-    return _Ms(extra, forward, max(whole, alone), alone, packing)
+    return Ms(extra, forward, max(whole, alone), alone, packing)
 
 
 def _all(found: Bytes) -> int:

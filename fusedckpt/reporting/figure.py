@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-__all__ = ["BLUE", "FAINT", "GREY", "INK", "RED", "STYLE"]
+__all__ = ["BLUE", "FAINT", "GREY", "INK", "RED", "STYLE", "drawing"]
 
 # Okabe and Ito's, told apart with every kind of colour vision
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#8c8c8c"
@@ -22,3 +23,14 @@ STYLE: dict[Any, Any] = {
     "xtick.color": FAINT,
     "ytick.color": FAINT,
 }
+
+
+def drawing(module: str, caller: str) -> Any:
+    """Return a module that draws; raise ImportError, naming the caller, without matplotlib."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{caller}: expected matplotlib to be installed, as pip install 'fusedckpt[bench]' "
+            f"does: {error}"
+        ) from error

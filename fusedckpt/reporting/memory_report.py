@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedckpt.memory import SavedStorage, SavedTensors, addresses_of, nbytes_of, profiled
+from fusedckpt.reporting.figure import drawing
 from fusedckpt.reporting.fused_calls import FusedCalls, FusedModule
-from fusedckpt.reporting.memory_text import text
 from fusedckpt.reporting.step import Step, default_loss
+from fusedckpt.reporting.tables import Row, held_by, size, table
 from fusedckpt.reporting.timeline import Block, Moment, Watch, read
 from fusedckpt.reporting.trial import tensors_of, trial
 
 __all__ = ["FusedModule", "MemoryReport", "report"]
+
+# modules shown; the rest is summed
+_MOST = 24
+_MODULES = ("module", "saved", "share", "storages", "largest", "shared with")
+_FUSED = ("fused modules", "ran", "modules", "saves more, up to", "first")
 
 
 @dataclass(frozen=True)
@@ -125,28 +130,23 @@ class MemoryReport:
         }
 
     def __str__(self) -> str:
-        return text(
-            title=f"Memory of one training step of {self.model} on {self.device}",
-            sizes=self._sizes,
-            held=self.held,
-            peak=self.peak,
-            saved=self.saved,
-            fused=self.fused,
-        )
+        lines = [f"Memory of one training step of {self.model} on {self.device}"]
+        lines += [_line(kind, n) for kind, n in self._sizes.items() if n is not None]
+        if where := held_by(self.held):
+            lines.append(_line("held otherwise", sum(self.held.values()), where))
+        peak = self.peak
+        lines.append(_line("peak", peak.live_bytes, f"in {peak.phase}, in {peak.module}"))
+        lines += ["", table(_MODULES, _module_rows(self.saved), numbers=(1, 2, 3))]
+        if self.fused:
+            lines += ["", table(_FUSED, _fused_rows(self.fused), numbers=(2, 3))]
+        return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
         """Draw the saved bytes of every layer, and the timeline with its peak.
 
         The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
-        try:
-            drawing = importlib.import_module("fusedckpt.reporting.memory_plot")
-        except ImportError as error:
-            raise ImportError(
-                "MemoryReport.plot: expected matplotlib to be installed, as "
-                f"pip install 'fusedckpt[bench]' does: {error}"
-            ) from error
-        drawing.draw(
+        drawing("fusedckpt.reporting.memory_plot", "MemoryReport.plot").draw(
             Path(path),
             title=f"Memory of one training step: {self.model} on {self.device}",
             sizes={**self._sizes, "live before the step": self.resident_bytes},
@@ -256,3 +256,51 @@ def _by_module(blocks: Iterable[Block]) -> dict[str, int]:
     for block in blocks:
         counts[block.module] += block.nbytes
     return dict(counts.most_common())
+
+
+def _line(kind: str, nbytes: int, where: str = "") -> str:
+    return f"  {kind:20}{size(nbytes):>12}  {where}".rstrip()
+
+
+def _module_rows(saved: Sequence[SavedStorage]) -> list[Row]:
+    """Return a row of `_MODULES` for every module that saves something, the largest first."""
+    owned: dict[str, list[SavedStorage]] = {}
+    for storage in saved:
+        owned.setdefault(storage.owner, []).append(storage)
+    total = max(_nbytes(saved), 1)
+
+    def row(name: str, storages: Sequence[SavedStorage], *details: str) -> Row:
+        nbytes = _nbytes(storages)
+        return (name, size(nbytes), f"{nbytes / total:.1%}", str(len(storages)), *details)
+
+    rows = []
+    names = sorted(owned, key=lambda name: -_nbytes(owned[name]))
+    for name in names[:_MOST]:
+        largest = max(owned[name], key=lambda storage: storage.nbytes)
+        sharers = list(dict.fromkeys(other for s in owned[name] for other in s.sharers))
+        shared = ", ".join(sharers[:2]) + (f" +{len(sharers) - 2}" if len(sharers) > 2 else "")
+        rows.append(row(name, owned[name], f"{largest.dtype} {list(largest.shape)}", shared))
+    if rest := names[_MOST:]:
+        storages = [storage for name in rest for storage in owned[name]]
+        rows.append(row(f"{len(rest)} more", storages, "", ""))
+    return rows
+
+
+def _nbytes(storages: Sequence[SavedStorage]) -> int:
+    return sum(storage.nbytes for storage in storages)
+
+
+def _fused_rows(fused: Sequence[FusedModule]) -> list[Row]:
+    """Return a row of `_FUSED` for all fused modules that ran alike, what costs most first."""
+    groups: dict[tuple[str, str], list[FusedModule]] = {}
+    for module in fused:
+        ran = module.reason or ("fused" if module.calls else "not called, or in compiled code")
+        groups.setdefault((module.change, ran), []).append(module)
+    rows = []
+    for (change, ran), modules in groups.items():
+        known = [module.extra_bytes for module in modules if module.extra_bytes is not None]
+        unknown = modules[0].reason is not None and not known
+        cost = "?" if unknown else size(sum(known)) if sum(known) else ""
+        row = (change, ran, str(len(modules)), cost, modules[0].name or "(model)")
+        rows.append((sum(known), row))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

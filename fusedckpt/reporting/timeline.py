@@ -11,7 +11,7 @@ caching allocator reports to the same profiler; that part has not run on a GPU y
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -25,8 +25,9 @@ from torch.nn.modules.module import (
 from torch.profiler import record_function
 
 from fusedckpt.autograd.module_calls import watched
+from fusedckpt.memory import profiled
 
-__all__ = ["LOSS", "OPTIMIZER", "ROOT", "Block", "Moment", "Reading", "Watch", "read", "timeline"]
+__all__ = ["Block", "Moment", "Reading", "Watch", "live_by_phase", "read"]
 
 # what stands for a module's name: the model itself, what runs outside of it
 ROOT, LOSS, OPTIMIZER = "(model)", "(loss)", "(optimizer)"
@@ -69,7 +70,7 @@ class Reading(NamedTuple):
 
 
 class Watch:
-    """Knows which module's forward runs, and leaves markers for `timeline` in the profile."""
+    """Knows which module's forward runs, and leaves markers for `read` in the profile."""
 
     def __init__(self, model: nn.Module):
         self._names = {module: name or ROOT for name, module in model.named_modules()}
@@ -137,9 +138,14 @@ class _Item(NamedTuple):
     content: Any
 
 
-def timeline(events: Iterable[Any], device: torch.device, resident: int) -> list[Moment]:
-    """Read one step from a profile's event tree, where `resident` bytes lived at its start."""
-    return read(events, device, resident).moments
+def live_by_phase(
+    step: Callable[[], Any], device: torch.device, resident: int = 0
+) -> dict[str, list[int]]:
+    """Run what marks phases, and return live bytes in each, after one allocation or free each."""
+    found: dict[str, list[int]] = {}
+    for moment in read(profiled(step, device), device, resident).moments:
+        found.setdefault(moment.phase, []).append(moment.live_bytes)
+    return found
 
 
 def read(
@@ -148,7 +154,10 @@ def read(
     resident: int,
     gradients: Collection[int] = (),
 ) -> Reading:
-    """Read one step, as `timeline`; gradients: where in memory those are that it leaves."""
+    """Read one step from a profile's event tree, where `resident` bytes lived at its start.
+
+    gradients: where in memory those are that it leaves.
+    """
     items = sorted(_items(events, device), key=lambda item: item.time_ns)
     reader = _Reader(resident)
     for item in items:

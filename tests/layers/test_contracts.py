@@ -45,14 +45,12 @@ def test_matches_eager(case, dtype, path):
 @pytest.mark.parametrize(("case", "mask"), masked(most=9))
 def test_every_requires_grad_mask(case, mask):
     with dispatch.forced_path("aten"):
-        compare(
-            case.fused, case.eager, lambda: case.inputs((33,), 17, 35, mask=full_mask(case, mask))
-        )
+        compare(case.fused, case.eager, lambda: case.inputs(mask=full_mask(case, mask)))
 
 
 @pytest.mark.parametrize(("case", "mask"), masked(most=3))
 def test_requires_grad_masks_on_the_kernels(case, mask):
-    compare(case.fused, case.eager, lambda: case.inputs((33,), 17, 35, mask=full_mask(case, mask)))
+    compare(case.fused, case.eager, lambda: case.inputs(mask=full_mask(case, mask)))
 
 
 @pytest.mark.parametrize(

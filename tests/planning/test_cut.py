@@ -15,7 +15,7 @@ from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.planning.calls import Times
 from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
 from fusedckpt.planning.policies import policy as by_rule
-from fusedckpt.planning.solver import least_bytes, least_peak, may_go_lower, solve
+from fusedckpt.planning.solver import least_outcome, least_peak, may_go_lower, solve
 from fusedckpt.planning.units import candidates
 
 
@@ -262,7 +262,7 @@ def test_nested_levels_are_not_in_segments():
     chain = Chain(units)
     with pytest.raises(ValueError, match="nested levels"):
         simulate(chain, [Segment(0, ("plain but a", "plain"))])
-    for budget in range(least_bytes(chain), 40):
+    for budget in range(least_outcome(chain).peak, 40):
         for item in solve(chain, budget).items:
             assert isinstance(item, Keep) or "plain but a" not in item.levels
     assert units[0].fastest.name == "plain"

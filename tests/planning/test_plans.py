@@ -155,6 +155,17 @@ def test_a_plan_is_refused_by_another_structure(plan, name):
     assert not any(roles.is_assigned(module) for module in model.modules())
 
 
+def test_unfuse_leaves_a_planned_module_alone():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    fusedckpt.fuse(model)
+    with (
+        roles.assigned({model[0]: roles.again()}),
+        pytest.raises(ValueError, match="unfuse: 0 became a LayerNorm: undo that first"),
+    ):
+        fusedckpt.unfuse(model)
+    assert type(fusedckpt.unfuse(model)[0]) is nn.LayerNorm
+
+
 def test_plot_and_text(plan, tmp_path):
     pytest.importorskip("matplotlib")
     plan.plot(tmp_path / "plan.png")
