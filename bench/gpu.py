@@ -107,7 +107,7 @@ class Commands(NamedTuple):
         if self.tiny:
             options = {"size": "tiny", "tokens": 48, "dtype": "float32", "repeat": 1}
             return ("env", "TRITON_INTERPRET=1", *_bench("tune", cache=self.cache, **options))
-        return _bench("tune", cache=self.cache, size=size, tokens=8192, minutes=5)
+        return _bench("tune", cache=self.cache, size=size, tokens=8192, minutes=2)
 
     def profile(self, *options: str) -> Words:
         """Look at the kernels one by one."""

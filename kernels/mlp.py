@@ -31,7 +31,7 @@ from . import norm as norm_kernels
 from .elementwise import HiddenGrad
 from .linear import hidden, hidden_grad, hybrid_grad, linear
 from .norm import NormRule
-from .products import add_product, product, sum_of_products
+from .products import add_product, product, sum_of_products, wide_product
 from .runtime import column_sums
 
 # above this many bytes of F-wide temporaries the rows are cut into chunks, if that pays
@@ -179,11 +179,10 @@ class Backward:
         """Add a.T @ b, in float32 where there are several chunks."""
         if self.block.chunks == 1:
             self.grads[name] = product(a.t(), b, self.dtype)
-            return
-        if name not in self.grads:
-            wide = torch.promote_types(a.dtype, torch.float32)
-            self.grads[name] = a.new_zeros(a.shape[1], b.shape[1], dtype=wide)
-        add_product(self.grads[name], a.t(), b)
+        elif name not in self.grads:
+            self.grads[name] = wide_product(a.t(), b)
+        else:
+            add_product(self.grads[name], a.t(), b)
 
     def plain(self, dy: Tensor, n: Tensor | None, z: Tensor | None) -> Tensor | None:
         """Take one chunk of a plain layer to its dn, if that is wanted."""

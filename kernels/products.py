@@ -35,13 +35,21 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
             total.addmm_(a[:, block].to(total.dtype), b[block].to(total.dtype))
 
 
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in at least float32, to add others to."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype == wide or writes_wider(a):
+        return product(a, b, wide)
+    total = a.new_zeros(a.shape[0], b.shape[1], dtype=wide)
+    add_product(total, a, b)
+    return total
+
+
 def sum_of_products(*pairs: tuple[Tensor, Tensor]) -> Tensor:
     """Return the sum of a @ b over pairs; of several in half precision as float32, unrounded."""
-    a, b = pairs[0]
     if len(pairs) == 1:
-        return torch.mm(a, b)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    total = a.new_zeros(a.shape[0], b.shape[1], dtype=wide)
-    for pair in pairs:
+        return torch.mm(*pairs[0])
+    total = wide_product(*pairs[0])
+    for pair in pairs[1:]:
         add_product(total, *pair)
     return total

@@ -137,23 +137,46 @@ def test_layer_norm_sums_its_weight_gradients_in_float32(affine, dtype):
             assert error <= 8 * EPS * exact.square().mean().sqrt()
 
 
-@pytest.mark.parametrize("name", ["linear_act", "norm_linear", "gated_mlp"])
-def test_gradients_of_float32_weights_come_unrounded_under_autocast(monkeypatch, name):
-    """Where the device has GEMMs that write them so: here, an op in their place."""
-    asked, mm = [], torch.mm
+@pytest.fixture
+def asked(monkeypatch):
+    """The dtypes that products are asked for, on a device whose GEMMs can write float32.
+
+    Here, ops in their place.
+    """
+    found, mm = [], torch.mm
 
     def wide_mm(a, b, out_dtype=None, **options):
         if out_dtype is None:
             return mm(a, b, **options)
-        asked.append(out_dtype)
+        found.append(out_dtype)
         return mm(a.to(out_dtype), b.to(out_dtype))
+
+    def wide_addmm(total, a, b, out_dtype, out):
+        found.append("sum")
+        out.addmm_(a.to(out_dtype), b.to(out_dtype))
 
     monkeypatch.setattr(products, "writes_wider", lambda a: a.dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(products.torch, "addmm", wide_addmm)
+    return found
+
+
+def test_a_sum_begins_with_its_first_product(asked):
+    """Not with zeros, which would be written and read for nothing."""
+    a, b = randn(4, 5, dtype=torch.bfloat16), randn(5, 3, dtype=torch.bfloat16)
+    found = products.sum_of_products((a, b), (a, b), (a, b))
+    assert asked == [torch.float32, "sum", "sum"]
+    torch.testing.assert_close(found, 3 * (a.float() @ b.float()))
+
+
+@pytest.mark.parametrize("name", ["linear_act", "norm_linear", "gated_mlp"])
+def test_gradients_of_float32_weights_come_unrounded_under_autocast(asked, name):
+    """No pass casts them."""
     x = randn(9, 17)
     gate, up = (randn(23, 17).detach().requires_grad_() for _ in range(2))
     down = randn(17, 23).detach().requires_grad_()
     weights = {"linear_act": [gate], "norm_linear": [gate, up], "gated_mlp": [gate, up, down]}[name]
+    x = x.detach()
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16), dispatch.forced_path("aten"):
         if name == "norm_linear":
             found = norm_linear(x, NormSpec("rms"), weights)
