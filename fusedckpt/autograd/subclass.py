@@ -39,7 +39,9 @@ def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module
     Its name begins with `_fusedckpt_prefix` of `ours`, "Fused" where that says nothing.
     """
     names = {"__module__": original.__module__, _MADE: (ours, original)}
-    return type(f"{_prefix(ours)}{original.__name__}", (_Made, ours, original), names)
+    # a class that was made begins with it already
+    bases = (ours, original) if issubclass(original, _Made) else (_Made, ours, original)
+    return type(f"{_prefix(ours)}{original.__name__}", bases, names)
 
 
 def _prefix(kind: type[nn.Module]) -> str:

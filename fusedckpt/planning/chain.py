@@ -33,12 +33,12 @@ _AMOUNTS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 
 def _check_amounts(record: Level | Unit | Chain) -> None:
     for field in fields(record):
-        value, (wanted, _, optional) = getattr(record, field.name), field.type.partition(" | ")
+        value, (wanted, _, optional) = getattr(record, field.name), str(field.type).partition(" | ")
         if wanted not in _AMOUNTS or (value is None and optional):
             continue
         # True is an int, too
         least = -math.inf if field.name == "tail" else 0
-        if type(value) not in _AMOUNTS[wanted] or not least <= value < math.inf:
+        if value is None or type(value) not in _AMOUNTS[wanted] or not least <= value < math.inf:
             kind = type(record).__name__
             raise ValueError(
                 f"{kind}: {field.name} is {field.type}, finite and not negative, got {value!r}"

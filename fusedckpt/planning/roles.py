@@ -280,6 +280,7 @@ class _Flat:
 
 # by thread: the segment that runs, what it is of, and the member that may go on with it
 _running = threading.local()
+_NONE: tuple[Any, ...] = None, None, 0
 
 
 class Segmented:
@@ -298,10 +299,10 @@ class Segmented:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(functools.partial(forward, **kwargs), *args)
-        known, of, expected = getattr(_running, "segment", (None, None, 0))
+        known, of, expected = getattr(_running, "segment", _NONE)
         # while a graph holds it
         segment = known() if place and of is self and expected == place else None
-        segment, _running.segment = segment or HandingOn(), (None, None, 0)
+        segment, _running.segment = segment or HandingOn(), _NONE
         output = segment.run(forward, args, kwargs, self.levels[place])
         _running.segment = weakref.ref(segment), self, place + 1
         return output

@@ -155,15 +155,20 @@ def test_a_plan_is_refused_by_another_structure(plan, name):
     assert not any(roles.is_assigned(module) for module in model.modules())
 
 
-def test_unfuse_leaves_a_planned_module_alone():
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+class Own(nn.LayerNorm):
+    """A class that fuse makes another of, as plans do."""
+
+
+@pytest.mark.parametrize(("kind", "name"), [(nn.LayerNorm, "LayerNorm"), (Own, "FusedOwn")])
+def test_unfuse_leaves_a_planned_module_alone(kind, name):
+    model = nn.Sequential(kind(8), nn.Linear(8, 8))
     fusedckpt.fuse(model)
-    with (
-        roles.assigned({model[0]: roles.again()}),
-        pytest.raises(ValueError, match="unfuse: 0 became a LayerNorm: undo that first"),
-    ):
-        fusedckpt.unfuse(model)
-    assert type(fusedckpt.unfuse(model)[0]) is nn.LayerNorm
+    with roles.assigned({model[0]: roles.again()}):
+        twin = pickle.loads(pickle.dumps(model))
+        assert type(twin[0]) is type(model[0])
+        with pytest.raises(ValueError, match=f"unfuse: 0 became a {name}: undo that first"):
+            fusedckpt.unfuse(model)
+    assert type(fusedckpt.unfuse(model)[0]) is kind
 
 
 def test_plot_and_text(plan, tmp_path):
