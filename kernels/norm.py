@@ -63,9 +63,7 @@ def stages_for(*tensors: Tensor | None) -> int:
     """
     if not arch().startswith("sm_"):
         return 1
-    # with two, RMSNorm in float32 spills there
-    is_short = sum(t.element_size() for t in tensors if t is not None) <= 6
-    return 3 if is_short or arch() == "sm_100" else 2
+    return 3 if sum(t.element_size() for t in tensors if t is not None) <= 6 else 2
 
 
 def register_limit() -> dict[str, int]:
