@@ -69,8 +69,11 @@ class Chunked:
 
     def __init__(self, fn: Callable[..., Any], chunks: int):
         self.fn, self.chunks = fn, chunks
-        # the module that a bound method is of
-        self.__self__ = getattr(fn, "__self__", None)
+
+    @property
+    def __self__(self) -> Any:
+        """The module that a bound method is of."""
+        return getattr(self.fn, "__self__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with chunking(self.chunks):

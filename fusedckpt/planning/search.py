@@ -108,8 +108,8 @@ class Search:
 
     def _starts(self, i: int, cuts: list[_Cut], optimistic: bool) -> _Starts:
         unit, levels, after = self.chain.units[i], self.chain.units[i].levels, int(self.left[i + 1])
-        firsts = zip(*(self._first(i, cut) for cut in cuts), strict=True)
-        need, ms = (np.hstack(tables) for tables in firsts)
+        firsts = [self._first(i, cut) for cut in cuts]
+        need, ms = np.hstack([x for x, _ in firsts]), np.hstack([x for _, x in firsts])
         stops, wide = i + 1 + np.arange(len(need)), (len(levels), need.shape[1])
         kept = [level.kept for level in levels]
         own = [x.kept + max(unit.forward_at(x), x.transient + after) for x in levels]
@@ -236,10 +236,9 @@ class Search:
         cut = self.cuts[int(np.argmin(fastest))]
         for i in range(start, stop):
             unit, at_least = self.chain.units[i], self.chain.units[i].input if i == start else 0
-            row = stop - i - 1
-            stops, need, ms = (rows[row : row + 1] for rows in self._behind(i, cut))
-            width = ms.shape[1]
-            need, ms = self._extended(i, stops, need, ms, at_least, cut)
+            stops, need, ms = self._behind(i, cut)
+            row, width = slice(stop - i - 1, stop - i), ms.shape[1]
+            need, ms = self._extended(i, stops[row], need[row], ms[row], at_least, cut)
             column = int(np.argmin(np.where(need[0] <= room, ms[0], np.inf)))
             level = unit.cut(cut.chunks)[column // width]
             room -= max(level.held, at_least)
