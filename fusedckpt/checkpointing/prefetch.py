@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fusedckpt.autograd import arguments
 from fusedckpt.autograd.phases import is_recomputing
 
 __all__ = ["mark", "prefetch_recompute"]
@@ -56,7 +57,8 @@ def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
 
     Does nothing where no segment is found: for tensors without a graph, for outputs of a compiled
     function, under torch.compile, and inside a recompute. Checkpoints within a checkpoint are not
-    looked for. On a GPU, call it on the stream of the forward.
+    looked for. On a GPU, call it on the stream of the forward; of a module that `fully_shard`
+    shards, gather the parameters before, by its `unshard()`.
 
     Args:
         outputs: a tensor that checkpoints of this library led to, or any nesting of tensors.
@@ -67,13 +69,13 @@ def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
         How many are recomputed now, those of an earlier call that are still held among them.
 
     Raises:
-        ValueError: `segments` is below 1.
+        TypeError: `segments` is no int.
+        ValueError: it is below 1.
         What the recompute raises.
 
     Source: GPipe (Huang et al., arXiv 1811.06965), section 2.3, of recomputes before gradients.
     """
-    if segments < 1:
-        raise ValueError(f"prefetch_recompute: segments must be at least 1, got {segments}")
+    segments = arguments.integer("prefetch_recompute", "segments", segments, 1)
     if torch.compiler.is_compiling() or is_recomputing():
         return 0
     tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]

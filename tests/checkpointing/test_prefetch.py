@@ -266,8 +266,8 @@ def test_where_there_is_nothing_to_do():
     # what a segment of one fused layer needs is its argument
     layer = fusedckpt.MLP(D, F).to(DEVICE)
     assert prefetch_recompute(checkpoint(layer, x)) == 0
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match=r"^prefetch_recompute: segments must be"):
+    for wrong in (0, -1, "1", True, 2.0):
+        with pytest.raises((TypeError, ValueError), match=r"^prefetch_recompute: segments must be"):
             prefetch_recompute(x, wrong)
 
 

@@ -6,6 +6,7 @@ layers, these compute and do not sleep; a fourth is the seconds that a transfer 
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import threading
@@ -102,10 +103,19 @@ class Stage(PipelineStage):
         return super().backward_one_chunk(*args, **kwargs)
 
 
-def made(width: int, rank: int) -> Any:
+def shown() -> type[PipelineStage]:
+    """Return the stage of the page on checkpoints."""
+    page = (Path(fusedckpt.__file__).parent / "checkpointing" / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {"fusedckpt": fusedckpt}
+    exec(code, found)
+    return found["RecomputingStage"]
+
+
+def made(width: int, rank: int, kind: Any = Stage) -> Any:
     torch.manual_seed(rank)
     layers = nn.Sequential(*(Layer(width) for _ in range(LAYERS)))
-    stage = Stage(fusedckpt.Checkpoint(layers), rank, 2, torch.device("cpu"))
+    stage = kind(fusedckpt.Checkpoint(layers), rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, MICRO, loss_fn=nn.functional.mse_loss)
     torch.manual_seed(2)
     x, target = torch.randn(2, max(ROWS, 4 * width * (width > D)), width)
@@ -144,14 +154,19 @@ def main(rank: int) -> None:
     # the first looks at shapes
     step(False)
     times: dict[bool, list[float]] = {False: [], True: []}
+    grads: list[list[Tensor]] = []
     for _ in range(ROUNDS):
-        grads = []
+        grads.clear()
         for ahead, taken in times.items():
             seconds, events, found = step(ahead)
             check_events(rank, ahead, events)
             taken.append(seconds)
             grads.append(found)
         assert all(map(torch.equal, *grads))
+    step = made(width, rank, shown())
+    _, events, found = step(True), *step(True)[1:]
+    assert all(map(torch.equal, grads[0], found))
+    assert events.count("again") == LAYERS * MICRO
     ratios = [ours / plain for plain, ours in zip(*times.values(), strict=True)]
     print(f"rank {rank}: {times}, ratio {statistics.median(ratios):.3f}", flush=True)
     # 24 of 28 times LINK, as a forward takes one, a backward with its recompute three
