@@ -40,9 +40,6 @@ class Ways(NamedTuple):
     chunked: bool = False
 
 
-_NO_OTHERS = Ways()
-
-
 class Costs(NamedTuple):
     """What units that are alike cost, by the name of the level; times in ms.
 
@@ -164,8 +161,8 @@ def measured(
     args: Any,
     kwargs: Any,
     kind: Any,
-    parts: Sequence[str] = (),
-    besides: Ways = _NO_OTHERS,
+    parts: Sequence[str],
+    besides: Ways,
 ) -> Costs:
     """Measure one call of a unit at each of its levels.
 
@@ -182,16 +179,13 @@ def measured(
         for level in (LEVELS if has_levels(module) else (PLAIN,))
     }
     before = _states(args, kwargs)
-    taken = {name: call.bytes(run) for name, run in runs.items()}
+    levels = _distinct({name: call.bytes(run) for name, run in runs.items()})
     _check_repeats(before, _states(args, kwargs))
+    plain = sorted(levels, key=lambda name: -_all(levels[name]))
+    most, least = plain[0], plain[-1]
     if besides.selective and not call.writes:
         runs[PRODUCTS] = partial(roles.SelectiveCheckpoint(), forward)
-        taken[PRODUCTS] = call.bytes(runs[PRODUCTS])
-    # of levels that keep the same, the first one
-    distinct = {(name == PRODUCTS, _all(x)): name for name, x in reversed(taken.items())}
-    levels = {name: taken[name] for name in runs if name in distinct.values()}
-    plain = sorted((x for x in levels if x != PRODUCTS), key=lambda name: -_all(levels[name]))
-    most, least = plain[0], plain[-1]
+        levels[PRODUCTS] = call.bytes(runs[PRODUCTS])
     # a segment cannot keep an argument that its own forward overwrites
     segments = {} if call.writes else {x: partial(roles.again(x), forward) for x in plain}
     hooked = segments if has_levels(module) else ()
@@ -215,6 +209,12 @@ def measured(
             levels[name], ms.extra[name] = found, ms.extra[least] + more
     sizes = call.given, call.output, call.left
     return Costs(levels, again, packed, *ms, *sizes, call.writes, any(module.children()))
+
+
+def _distinct(taken: dict[str, Bytes]) -> dict[str, Bytes]:
+    """Return of levels that keep the same the first one."""
+    first = {_all(found): name for name, found in reversed(taken.items())}
+    return {name: found for name, found in taken.items() if name in first.values()}
 
 
 class _Ms(NamedTuple):
