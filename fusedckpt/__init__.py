@@ -6,6 +6,7 @@ from fusedckpt.autograd.levels import saving
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import is_recomputing
 from fusedckpt.checkpointing.function import checkpoint
+from fusedckpt.checkpointing.prefetch import prefetch_recompute
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
@@ -39,6 +40,7 @@ __all__ = [
     "pack_gate_up",
     "paths",
     "plan",
+    "prefetch_recompute",
     "repack_gate_up",
     "report",
     "saving",

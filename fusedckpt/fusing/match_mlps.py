@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.subclass import subclass
 from fusedckpt.fusing import left
-from fusedckpt.fusing.forwards import FusedMLP, MLPMatch, Swap
+from fusedckpt.fusing.forwards import FusedMLP, MLPMatch, Swap, of_chunks
 from fusedckpt.fusing.held import Block, Path, child_at
 from fusedckpt.fusing.layouts import block_of
 from fusedckpt.fusing.recording import Recording, record
@@ -41,7 +41,7 @@ _MAY_RAISE = ("for two dimensions", "for four dimensions", "for strided inputs")
 _MODULES = 16
 
 
-def mlp_swap(module: nn.Module, save: str) -> Swap | str | None:
+def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | str | None:
     """Return how an MLP is swapped, the reason why it cannot be, or None for what is none."""
     if type(module).forward in (nn.Linear.forward, nn.Module.forward) or not _may_be(module):
         return None
@@ -51,13 +51,14 @@ def mlp_swap(module: nn.Module, save: str) -> Swap | str | None:
     block = match.block
     details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
     details += ["weights as [in, out]"] if any(one.transposed for one in block.linears) else []
+    details += of_chunks(chunks) if block.kind != "linear_act" else []
     first = block.linears[0]
     shape = module.get_parameter(".".join(first.weight)).shape
     return Swap(
         "linear" if block.kind == "linear_act" else "mlp",
         f"{type(module).__name__} -> {block.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
-        {"_fusedckpt_match": match, "save": save},
+        {"_fusedckpt_match": match, "save": save, "chunks": chunks},
         (shape[0] if first.transposed else shape[1],),
         is_sized=True,
     )

@@ -23,8 +23,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 class Matcher:
     """What modules are swapped for in one call of `fuse`."""
 
-    def __init__(self, save: str, verify: bool):
-        self.save, self.verify = save, verify
+    def __init__(self, save: str, chunks: int | None, verify: bool):
+        self.save, self.chunks, self.verify = save, chunks, verify
         self.known: dict[Hashable, Swap | str | None] = {}
 
     def of(self, module: nn.Module, kind: str) -> Swap | str | None:
@@ -34,7 +34,10 @@ class Matcher:
             return None
 
         def find() -> Swap | str | None:
-            swap = norm_swap(module) if kind == "norm" else mlp_swap(module, self.save)
+            if kind == "norm":
+                swap = norm_swap(module)
+            else:
+                swap = mlp_swap(module, self.save, self.chunks)
             if not isinstance(swap, Swap):
                 return swap
             layers = list(module.modules())

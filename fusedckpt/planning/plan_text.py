@@ -50,9 +50,15 @@ def _cells(plan: PlanRecord, item: Item) -> Row:
     kept, forward = size(chain.kept_by(item)), f"{sum(unit.forward for unit in units):.2f}"
     extra = f"{chain.extra_of(item):.2f}"
     if isinstance(item, Segment):
-        return f" of {len(units)} units" if len(units) > 1 else "", kept, extra, forward
-    unit, (level, parts) = units[0], level_and_parts(item.level)
+        counts = sorted({level.chunks for _, level in chain.levels_of(item)})
+        of = f" of {len(units)} units" if len(units) > 1 else ""
+        up_to = "up to " * (len(counts) > 1)
+        of += f", in {up_to}{counts[-1]} chunks" if counts[-1] > 1 else ""
+        return of, kept, extra, forward
+    unit, chunks = units[0], units[0].level(item.level).chunks
+    level, parts = level_and_parts(item.level)
     runs = "as it is" if level == PLAIN else f"keeping {level}"
+    runs += f", in {chunks} chunks" if chunks > 1 else ""
     runs += f", again: {', '.join(parts)}" if parts else ""
     if unit.fixed and not unit.code:
         holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)

@@ -180,7 +180,8 @@ def _sequential(c: Config, t: Operands) -> nn.Module:
             assert widths[index] == layers[-1].in_features
         else:
             layers.append(MODULES[c.activation]())  # type: ignore[index]
-    return fusedckpt.Sequential(*layers, save=_levels(c, "inputs", "preact") or "inputs")
+    save = _levels(c, "inputs", "preact") or "inputs"
+    return fusedckpt.Sequential(*layers, save=save, chunks=c.chunks)
 
 
 class _Shared(nn.Module):

@@ -218,9 +218,11 @@ CONSTRUCTORS = [
     ),
     Target(
         "Sequential",
-        lambda args, save="inputs": fusedckpt.Sequential(args, save=save),
+        lambda args, save="inputs", chunks=None: fusedckpt.Sequential(
+            args, save=save, chunks=chunks
+        ),
         {"args": nn.Linear(D, F)},
-        {"args": "none or module", "save": "name"},
+        {"args": "none or module", "save": "name", "chunks": "none or chunks"},
     ),
     Target(
         "Sequential",

@@ -1,0 +1,240 @@
+"""The recompute of a checkpointed segment, which brings back what its forward dropped.
+
+It ends with the last tensor that backward needs; where that is in a fused layer, before the layer
+computes anything. GEMM outputs that spare a fused layer's backward a GEMM are not among those
+tensors: the recompute leaves them in slots.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.weak import TensorWeakRef
+
+from fusedckpt.autograd import phases
+from fusedckpt.autograd.module_calls import PutsBackBuffers, recomputed
+from fusedckpt.autograd.phases import Likes, Phase, Tensors
+from fusedckpt.autograd.uncompiled import uncompiled
+from fusedckpt.checkpointing import calls
+from fusedckpt.checkpointing.calls import Argument, Call, Options, Packed, stale
+from fusedckpt.checkpointing.determinism import Run
+
+
+class Trace:
+    """What a segment's forward leaves for its recompute."""
+
+    def __init__(self, options: Options):
+        self.options, self.contexts = options, options.context_fn()
+        # whether a recompute runs only when, and as far as, backward needs it
+        self.stops = options.early_stop and not options.debug
+        self.calls: list[Call] = []
+        # whether the last call has returned
+        self.is_complete = False
+        # in order, what stands for each saved tensor, and what it was like
+        self.saved: list[tuple[weakref.ref[Packed], tuple[Any, ...]]] = []
+        # the fused layers by name, each with what waits for its GEMM outputs
+        self.slots: list[tuple[str, weakref.ref[Any]]] = []
+        self.watched: Run | None = None
+
+
+class Stop(BaseException):
+    """Ends a recompute that has brought back all that backward needs."""
+
+
+class Recompute(Phase):
+    """One recompute of a segment, inside a backward: the tensors it brought back, until taken.
+
+    With `keeps`, until the end of that backward.
+    """
+
+    recomputes = True
+
+    def __init__(self, segment: Trace, keeps: bool):
+        self._segment, self._keeps, self._stops = segment, keeps, segment.stops
+        self.extras: dict[int, Tensors] = {}
+        self.values: dict[int, tuple[Tensor, int]] = {}
+        self._num_saved = self._num_slots = 0
+        self._stopped = False
+        self._problems: list[str] = []
+        # what was saved last, where no gradient flows into it
+        self._before: Tensor | None = None
+        self._leaves: list[tuple[Packed, TensorWeakRef]] = []
+        # by index, whether the tensor is dropped: what is kept is compared all the same
+        self._wanted: dict[int, bool] = {}
+        for ref, _ in segment.saved:
+            if (packed := ref()) is not None:
+                source, is_dropped = packed.source, packed.source is None
+                if isinstance(source, TensorWeakRef):
+                    owner = source()
+                    # what is loaded for each forward anew is gone
+                    is_dropped = owner is None
+                    if owner is not None and owner._version != packed.version:
+                        raise RuntimeError(stale("a parameter saved for backward", owner))
+                    self._leaves.append((packed, source))
+                self._wanted[packed.index] = is_dropped or not self._stops
+        self._last = max(self._wanted, default=-1)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it brings anything back."""
+        return any(self._wanted.values())
+
+    def take_over(self, ahead: Recompute) -> None:
+        """Have what another brought back; raise where an argument was written since."""
+        for call in self._segment.calls:
+            call.check()
+            for held in call.held:
+                if type(held) is Argument:
+                    held.tensor()
+        self.values, self.extras = ahead.values, ahead.extras
+        del self._segment, self._leaves
+
+    def run(self) -> None:
+        """Call what the segment called, up to the last tensor that is wanted."""
+        segment = self._segment
+        run = segment.watched and Run(segment.calls[0].fn, segment.watched)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
+        try:
+            for call in segment.calls:
+                if call.inner:
+                    call.check()
+            with hooks, torch.enable_grad(), nullcontext() if run is None else run:
+                self._run_calls(run)
+        except Stop:
+            pass
+        except Exception:
+            # TorchScript makes another error of it
+            if not self._stopped:
+                raise
+        finally:
+            self._before = None
+            for packed, leaf in self._leaves:
+                # what the recompute itself wrote is accepted
+                if (owner := leaf()) is not None:
+                    packed.version = owner._version
+            # this lives until the end of the backward, the segment's arguments do not
+            del self._segment, self._leaves
+        self._check(segment, run)
+
+    def _run_calls(self, run: Run | None) -> None:
+        made = {}
+        observer = PutsBackBuffers() if run is None else run
+        for call in self._segment.calls:
+            self._level = call.level
+            # the context may count operations: buffers are put back outside of it
+            with (
+                call.surroundings.restored(),
+                recomputed(call.fn, observer),
+                self._segment.contexts[1],
+            ):
+                result = call.again(made)
+            if run is not None:
+                run.see("the segment", result)
+
+    def _check(self, segment: Trace, run: Run | None) -> None:
+        """Raise where the recompute did not do what the forward did."""
+        problems, count, found = self._problems, len(segment.saved), self._num_saved
+        if found <= self._last or (segment.is_complete and not self._stops and found < count):
+            different = "A different number of tensors was saved during the original forward and"
+            problems.insert(0, f"{different} recomputation: {count} and {found}")
+        if run is not None and segment.is_complete and run.difference is not None:
+            problems.insert(0, run.difference)
+        if problems:
+            advice = "pass `debug=True` to see what differs" if run is None else run.listed()
+            raise CheckpointError(
+                f"checkpoint: {'; '.join(problems)}. The function must do the same each time it is "
+                f"called: {advice}"
+            )
+
+    @uncompiled
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Bring back the tensor that the forward saved at this place."""
+        index, segment = self._num_saved, self._segment
+        if index > self._last and self._stops:
+            self._stop()
+        self._num_saved += 1
+        if index == len(segment.saved) and segment.is_complete:
+            self._problems.append(
+                f"trying to save more tensors during recomputation than the {index} of the forward"
+            )
+        if requires_grad := tensor.requires_grad:
+            # its graph would come to hold itself
+            tensor = tensor.detach()
+        if index in self._wanted:
+            if self._wanted[index]:
+                self.values[index] = tensor, tensor._version
+            was, now = segment.saved[index][1], (tensor.shape, tensor.dtype, tensor.device)
+            if was != now and segment.options.determinism_check == "default":
+                self._problems.append(
+                    "Recomputed values for the following tensors have different metadata than "
+                    f"during the forward pass: tensor {index} was {was}, is {now}"
+                )
+        if index == self._last and self._stops:
+            # what requires no grad may be a mask that is yet to be written
+            written = requires_grad and not self._is_after_noise(tensor)
+            if written or not self._wanted[index]:
+                self._stop()
+        self._before = None if requires_grad else tensor
+        return tensor
+
+    def _stop(self) -> NoReturn:
+        self._stopped = True
+        raise Stop
+
+    def _is_after_noise(self, tensor: Tensor) -> bool:
+        """Whether the tensor before this one may yet be written: rrelu saves, then draws noise."""
+        before = self._before
+        if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+            return False
+        # an output is saved written, and again by what takes it as input
+        storage = calls.storage_of(tensor)
+        return storage == 0 or storage != calls.storage_of(before)
+
+    def take(self, index: int) -> Tensor | None:
+        """Hand over a tensor; None where it was handed over before and not kept."""
+        take = self.values.get if self._keeps else self.values.pop
+        tensor, version = take(index, (None, 0))
+        if tensor is not None and tensor._version != version:
+            raise RuntimeError(stale("a tensor saved for backward", tensor))
+        return tensor
+
+    def runs(self, level: str) -> str:
+        """Compute GEMM outputs: backward reads them next."""
+        return self._level
+
+    def keeps(self, level: str) -> str:
+        """Count on no GEMM outputs: the forward had none."""
+        return "inputs"
+
+    def enter(self, given: Tensors, likes: Likes = ()) -> None:
+        """End the recompute before the layer's own work, where the layer is its end."""
+        if not self._stops:
+            return
+        tensors = [tensor for tensor in given if tensor is not None]
+        if self._num_saved <= self._last < self._num_saved + len(tensors):
+            for tensor in tensors:
+                self.pack(tensor)
+        if self._num_saved > self._last:
+            self._stop()
+
+    def save(
+        self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
+    ) -> None:
+        """Leave the GEMM outputs in the slot of the forward's layer."""
+        super().save(ctx, name, given, [None] * len(extras))
+        if not any(likes):
+            return
+        slots, index = self._segment.slots, self._num_slots
+        self._num_slots += 1
+        expected, slot = slots[index] if index < len(slots) else ("nothing more", None)
+        if name != expected and self._segment.is_complete:
+            self._problems.append(
+                f"fused layer {index} was {expected} in forward and is {name} when recomputed"
+            )
+        elif slot is not None and slot() is not None:
+            self.extras[index] = phases.fitting(extras, likes)
