@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedckpt
+from fusedckpt.autograd.accuracy import Errors
+from fusedckpt.planning.chain import Segment
+from fusedckpt.planning.chunks import chunks_in
 
 
 class Block(nn.Module):
@@ -37,6 +40,20 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, mask=mask)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+def chunks_of(plan: fusedckpt.Plan) -> int:
+    """Return into how many chunks a plan cuts a unit at most."""
+    levels = [x.levels if isinstance(x, Segment) else (x.level,) for x in plan.items]
+    return max(chunks_in(level) for item in levels for level in item)
+
+
+def assert_as_near(ours: list[Tensor], theirs: list[Tensor], truth: list[Tensor]) -> None:
+    """Assert the error rule, where chunks add up weight gradients in another order."""
+    for mine, eager, exact in zip(ours, theirs, truth, strict=True):
+        errors = Errors(mine.dtype)
+        errors.add(mine, eager, exact)
+        assert errors.problem() is None
 
 
 def transformer(layers: int = 12, *, fused: bool = False, dropout: float = 0.0) -> nn.Module:

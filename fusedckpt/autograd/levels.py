@@ -1,9 +1,9 @@
-"""Save levels: how much of its intermediates a layer keeps for backward, behind one switch."""
+"""What a caller around a layer may override: its save level, and the chunks that tokens go in."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ LEVELS = ("inputs", "gate", "preact")
 class _Override(threading.local):
     def __init__(self) -> None:
         self.level: str | None = None
+        self.chunks: int | None = None
 
 
 override = _Override()
@@ -46,6 +47,37 @@ def saving(level: str) -> Iterator[None]:
         yield
     finally:
         override.level = before
+
+
+@contextmanager
+def chunking(chunks: int) -> Iterator[None]:
+    """Let MLP modules called inside cut their tokens into so many chunks, whatever they say."""
+    before, override.chunks = override.chunks, chunks
+    try:
+        yield
+    finally:
+        override.chunks = before
+
+
+def chunks_of(own: int | None) -> int | None:
+    """Return into how many chunks a module cuts its tokens, that has chunks of its own."""
+    return own if override.chunks is None else override.chunks
+
+
+class Chunked:
+    """A function called within `chunking`, in the recompute of a checkpoint as in its forward."""
+
+    def __init__(self, fn: Callable[..., Any], chunks: int):
+        self.fn, self.chunks = fn, chunks
+
+    @property
+    def __self__(self) -> Any:
+        """The module that a bound method is of."""
+        return getattr(self.fn, "__self__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with chunking(self.chunks):
+            return self.fn(*args, **kwargs)
 
 
 def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...]) -> str:

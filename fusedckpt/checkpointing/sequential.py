@@ -53,15 +53,17 @@ def checkpoint_sequential(
         names = ", ".join(sorted(unknown))
         raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")
     spans = _spans(functions, segments, input)
+    # a plan's MLPs are cut into chunks
+    parts: list[Any] = getattr(segments, "cut", list)(functions)
     if isinstance(segments, str) and segments == "recursive":
         # with nothing after it the last one is checkpointed, too
-        return _halves([*(functions[a:b] for a, b, _ in spans), []], input, options)
+        return _halves([*(parts[a:b] for a, b, _ in spans), []], input, options)
     for start, stop, context in spans:
         if context is None:
-            input = checkpoint(_chain, functions[start:stop], input, **options)
+            input = checkpoint(_chain, parts[start:stop], input, **options)
         else:
             with context:
-                input = _chain(functions[start:stop], input)
+                input = _chain(parts[start:stop], input)
     return input
 
 

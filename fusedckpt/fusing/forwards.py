@@ -201,6 +201,8 @@ class FusedMLP(Swapped):
 
     _fusedckpt_match: MLPMatch
     save: str
+    # of those that were pickled without
+    chunks: int | None = None
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         match, block = self._fusedckpt_match, self._fusedckpt_match.block
@@ -208,9 +210,9 @@ class FusedMLP(Swapped):
         if isinstance(tensors, tuple):
             return tensors
         if block.kind == "mlp":
-            y = _mlp(x, self.save, block, *tensors)
+            y = _mlp(x, self.save, self.chunks, block, *tensors)
         elif block.kind == "gated_mlp":
-            y = _gated_mlp(x, self.save, block, *tensors)
+            y = _gated_mlp(x, self.save, self.chunks, block, *tensors)
         else:
             y = _linear_act(x, self.save, block, *tensors)
         return y if match.last is None else child_at(self, match.last)(y)  # type: ignore[misc]  # held
@@ -219,7 +221,8 @@ class FusedMLP(Swapped):
         """Describe the module as its class does, and what it computes now."""
         block = self._fusedckpt_match.block
         now = f"{block.kind}, activation={block.activation}"
-        return _described(super().extra_repr(), now, f"save={self.save}")
+        chunks = [] if self.chunks is None else [f"chunks={self.chunks}"]
+        return _described(super().extra_repr(), now, f"save={self.save}", *chunks)
 
 
 def _described(original: str, *ours: str) -> str:
@@ -284,25 +287,35 @@ def _parameter(module: nn.Module, path: Path | None) -> Any:
     return owner._parameters.get(path[-1])
 
 
-def _mlp(x: Tensor, save: str, block: Block, fc1: _Linear, fc2: _Linear) -> Tensor:
+def _mlp(
+    x: Tensor, save: str, chunks: int | None, block: Block, fc1: _Linear, fc2: _Linear
+) -> Tensor:
     level = levels.resolve("mlp", None, within(save, MLP_LEVELS), MLP_LEVELS)
-    return mlp(x, *fc1, *fc2, block.activation, save=level)
+    chunks = levels.chunks_of(chunks)
+    return mlp(x, *fc1, *fc2, block.activation, save=level, chunks=chunks)
 
 
-def _gated_mlp(x: Tensor, save: str, block: Block, first: _Linear, *rest: _Linear) -> Tensor:
-    level = levels.resolve("gated_mlp", None, save, GATED_LEVELS)
+def _gated_mlp(
+    x: Tensor, save: str, chunks: int | None, block: Block, first: _Linear, *rest: _Linear
+) -> Tensor:
+    level, chunks = levels.resolve("gated_mlp", None, save, GATED_LEVELS), levels.chunks_of(chunks)
     (gate, gate_bias), (down, down_bias) = first, rest[-1]
     up, up_bias = rest[0] if len(rest) == 2 else (None, None)
     if block.packed == "up":
         up, gate = gate.chunk(2)
         up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
     biases: Any = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    return gated_mlp(x, gate, up, down, block.activation, **biases, save=level)
+    return gated_mlp(x, gate, up, down, block.activation, **biases, save=level, chunks=chunks)
 
 
 def _linear_act(x: Tensor, save: str, block: Block, linear: _Linear) -> Tensor:
     level = levels.resolve("linear_act", None, within(save, LINEAR_LEVELS), LINEAR_LEVELS)
     return linear_act(x, *linear, block.activation, save=level)
+
+
+def of_chunks(chunks: int | None) -> list[str]:
+    """Return what reports say of the chunks of an MLP, nothing where they are its own choice."""
+    return [] if chunks is None else [f"{chunks} chunk{'s' * (chunks > 1)}"]
 
 
 def within(level: str, known: tuple[str, ...]) -> str:

@@ -23,8 +23,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 class Matcher:
     """What modules are swapped for in one call of `fuse`."""
 
-    def __init__(self, save: str, verify: bool):
-        self.save, self.verify = save, verify
+    def __init__(self, save: str, chunks: int | None, verify: bool):
+        self.save, self.chunks, self.verify = save, chunks, verify
         self.known: dict[Hashable, Swap | str | None] = {}
 
     def of(self, module: nn.Module, kind: str) -> Swap | str | None:
@@ -40,7 +40,7 @@ class Matcher:
             if kind == "norm":
                 swap = norm_swap(bare)
             else:
-                swap = (lora_swap if kind == "lora" else mlp_swap)(bare, self.save)
+                swap = (lora_swap if kind == "lora" else mlp_swap)(bare, self.save, self.chunks)
             if not isinstance(swap, Swap):
                 return swap
             layers = list(module.modules())

@@ -21,6 +21,7 @@ from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.fusing.matcher import Matcher, unfit
 from fusedckpt.fusing.wanted import Names, Wanted, patterns
+from fusedckpt.layers import validate
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
@@ -31,6 +32,7 @@ def fuse(
     model: nn.Module,
     *,
     save: str = "inputs",
+    chunks: int | None = None,
     only: Names = None,
     skip: Names = None,
     norm: bool = True,
@@ -58,6 +60,8 @@ def fuse(
         model: any module; itself a norm, an MLP or a Sequential, too.
         save: what blocks with an activation save, "inputs", "gate" or "preact", see `functional`;
             without a gate "gate" means "inputs".
+        chunks: into how many chunks MLPs cut their tokens, see `functional.mlp`; None leaves that
+            to each call's shapes.
         only, skip: names of modules, or patterns of fnmatch; a list of them, or one.
         norm, mlp, linear: whether norms, MLPs, and linears with a norm or activation are swapped.
         verify: compare every module's output and gradients, before it is swapped, with its own on
@@ -71,19 +75,20 @@ def fuse(
         of training saves. Printed after a step it also says what did not run fused, and why.
 
     Raises:
-        TypeError: `model` is no nn.Module, or names or `save` are no strings.
-        ValueError: `save` is no level, or a pattern of `only` matches nothing.
+        TypeError: `model` is no nn.Module, names or `save` are no strings, or `chunks` is no int.
+        ValueError: `save` is no level, `chunks` is below 1, or a pattern of `only` matches nothing.
         An error leaves the model as it was.
     """
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
+    validate.block("fuse", False, chunks)
     wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear)
     report = FuseReport()
     modules = dict(model.named_modules())
     # all are found before anything is touched
     swaps: list[tuple[nn.Module, Swap]] = []
     inside: set[nn.Module] = set()
-    matcher = Matcher(save, verify)
+    matcher = Matcher(save, chunks, verify)
     for name, module in modules.items():
         if module in inside:
             continue
@@ -166,8 +171,9 @@ def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
 def _sequential(
     prefix: str, parent: nn.Sequential, wanted: Wanted, matcher: Matcher, report: FuseReport
 ) -> Swap | None:
-    attributes = {"save": within(matcher.save, ("inputs", "preact"))}
-    blocks, kind = blocks_of(parent, attributes["save"]), type(parent)
+    save = within(matcher.save, ("inputs", "preact"))
+    attributes = {"save": save, "chunks": matcher.chunks}
+    blocks, kind = blocks_of(parent, save, matcher.chunks), type(parent)
     fused = [layer for layers, _ in blocks.values() for layer in layers]
     for name, reason in left.apart(parent):
         linear = parent.get_submodule(name)

@@ -98,7 +98,7 @@ class _Block(nn.Module):
             residual=self.residual,
             save=None,
             levels=self.levels,
-            chunks=self.chunks,
+            chunks=levels.chunks_of(self.chunks),
             default=self.save,
             is_module=True,
         )
@@ -131,7 +131,8 @@ class _Block(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe what no child shows."""
-        return f"activation={self.activation}, residual={self.residual}, save={self.save}"
+        chunks = "" if self.chunks is None else f", chunks={self.chunks}"
+        return f"activation={self.activation}, residual={self.residual}, save={self.save}{chunks}"
 
 
 class MLP(_Block):

@@ -30,6 +30,10 @@ _PATTERNS = (
 )
 
 
+# a save level, and chunks
+_Options = tuple[str, int | None]
+
+
 class Run(NamedTuple):
     """Adjacent layers computed as one: the first one's position, how many, and what they form."""
 
@@ -57,20 +61,26 @@ class Sequential(nn.Sequential):
 
     Args:
         save: "inputs" or "preact": what a block with an activation keeps, see `functional.mlp`.
+        chunks: into how many chunks one with two linears cuts the tokens, see `functional.mlp`.
     """
 
-    def __init__(self, *args: Any, save: str = "inputs"):
+    # of those that were pickled without
+    chunks: int | None = None
+
+    def __init__(self, *args: Any, save: str = "inputs", chunks: int | None = None):
         levels.check("Sequential", save, MLP_LEVELS)
+        validate.block("Sequential", False, chunks)
         constructors.layers("Sequential", args)
         super().__init__(*args)
-        self.save = save
+        self.save, self.chunks = save, chunks
 
     def extra_repr(self) -> str:
         """Say what is computed as one block, as it is now, and what such a block keeps."""
         found = [run for run in runs(list(self._modules.values())) if run.kind != "layer"]
         names = list(self._modules)
         blocks = [f"{names[r.start]}-{names[r.start + r.length - 1]} as {r.kind}" for r in found]
-        return f"save={self.save}, fused: {', '.join(blocks) or 'nothing'}"
+        chunks = "" if self.chunks is None else f", chunks={self.chunks}"
+        return f"save={self.save}{chunks}, fused: {', '.join(blocks) or 'nothing'}"
 
     def _get_name(self) -> str:
         return f"fusedckpt.{super()._get_name()}"
@@ -78,7 +88,7 @@ class Sequential(nn.Sequential):
     def __getitem__(self, idx: slice | int) -> Any:
         found = super().__getitem__(idx)
         if isinstance(idx, slice):
-            found.save = self.save  # type: ignore[assignment]  # of this class
+            found.save, found.chunks = self.save, self.chunks  # type: ignore[assignment]  # of this class
         return found
 
     def forward(self, input: Tensor) -> Tensor:
@@ -90,7 +100,8 @@ class Sequential(nn.Sequential):
         for run in runs(layers):
             if run.kind != "layer":
                 if dispatch.are_plain(input):
-                    input = _COMPUTE[run.kind](input, level, *run.of(layers))
+                    options = (level, levels.chunks_of(self.chunks))
+                    input = _COMPUTE[run.kind](input, options, *run.of(layers))
                     continue
                 fallbacks.note(self, fallbacks.unplain(input))
             for layer in run.of(layers):
@@ -120,18 +131,19 @@ def _spec(norm: Any, x: Any) -> NormSpec:
     return spec
 
 
-def _run_mlp(x: Tensor, save: str, *layers: Any) -> Tensor:
+def _run_mlp(x: Tensor, options: _Options, *layers: Any) -> Tensor:
     *norm, fc1, activation, fc2 = layers
     spec = _spec(norm[0], x) if norm else None
     weights = (fc1.weight, fc1.bias, fc2.weight, fc2.bias)
-    return mlp(x, *weights, name_of(activation), norm=spec, save=save)  # type: ignore[arg-type]  # an "a" has a name
+    name, (save, chunks) = name_of(activation), options
+    return mlp(x, *weights, name, norm=spec, save=save, chunks=chunks)  # type: ignore[arg-type]  # an "a" has a name
 
 
-def _run_linear_act(x: Tensor, save: str, linear: Any, activation: Any) -> Tensor:
-    return linear_act(x, linear.weight, linear.bias, name_of(activation), save=save)
+def _run_linear_act(x: Tensor, options: _Options, linear: Any, activation: Any) -> Tensor:
+    return linear_act(x, linear.weight, linear.bias, name_of(activation), save=options[0])
 
 
-def _run_norm_linear(x: Tensor, save: str, norm: Any, linear: Any) -> Tensor:
+def _run_norm_linear(x: Tensor, options: _Options, norm: Any, linear: Any) -> Tensor:
     return norm_linear(x, _spec(norm, x), [linear.weight], [linear.bias])[0]
 
 

@@ -91,6 +91,8 @@ class Call:
         tensors = list(tensors_of(self._given))
         # of arguments that require grad, of what is returned, of the gradients that backward leaves
         self.given = tuple(_size(x) for x in tensors if x.requires_grad)
+        # tokens, as linears see them
+        self.rows = max((x[..., 0].numel() for x in tensors if x.dim() and x.shape[-1]), default=0)
         self.output, self.left = 0, sum(map(_size, self._made))
         # whether it was seen to write into an argument
         self.writes = False

@@ -4,9 +4,9 @@ A plan covers the chain, in order, with items: a unit that keeps a level of its 
 checkpointed segment that keeps only its input and is run again in backward. Bytes live at a moment:
 
     forward of unit i, kept         base + kept(<= i) + forward_transient_i (its level's)
-    forward of unit i, segment s    base + kept(< s) + input_s + output_(i-1) + forward_transient_i
+    forward of unit i, segment s    base + kept(< s) + input_s + output_(i-1) + running_i
                                     (no output_(i-1) for the first, whose input is input_s)
-    run again of unit i of s        base + kept(< s) + held(s, i) + forward_transient_i
+    run again of unit i of s        base + kept(< s) + held(s, i) + running_i
                                     + output_last + left(> last)
     backward of unit i              base + kept(< s) + held(s, i) + transient_i + left(> i)
     both, of the last unit of s     base + kept(< s) + held(s, last) + ending_last + left(> last)
@@ -15,8 +15,9 @@ checkpointed segment that keeps only its input and is run again in backward. Byt
 where kept(...) sums what items keep, left(...) the gradients that units left behind, and
 held(s, i) is what units of item s up to i hold for their backward: the sum of their levels' kept
 bytes, or of those of `again` in a segment, the first one's being at least input_s. A kept unit is
-its own item. The peak is the largest of these. Extra time is the sum of the levels' extra, and for
-each segment what its units take to run again less the tail of the last.
+its own item. running_i is the unit's forward_transient, or what its level says. The peak is the
+largest of these. Extra time is the sum of the levels' extra, and for each segment what its units
+take to run again less the tail of the last.
 
 `simulate` walks through a step and adds this up, one moment after the other; it knows nothing of
 `solver`, whose plans it checks.
@@ -37,7 +38,6 @@ __all__ = [
     "Outcome",
     "Segment",
     "Unit",
-    "forward_of",
     "moments",
     "simulate",
 ]
@@ -81,6 +81,8 @@ class Level:
     nested: it takes checkpoints inside the unit, which no segment may hold.
     forward_transient: as that of the unit, where it is kept at this level. None: that of the unit.
     again: bytes that it keeps where it was run again in a segment. None: as many as ever.
+    running: as forward_transient of the unit, where it is in a segment. None: that of the unit.
+    chunks: into how many chunks MLPs inside cut their tokens, beyond what they do by themselves.
     """
 
     name: str
@@ -91,9 +93,13 @@ class Level:
     nested: bool = False
     forward_transient: int | None = None
     again: int | None = None
+    running: int | None = None
+    chunks: int = 1
 
     def __post_init__(self):
         _check_amounts(self)
+        if not self.chunks:
+            raise ValueError(f"Level: {self.name} needs at least one chunk, got 0")
 
     @property
     def held(self) -> int:
@@ -148,6 +154,19 @@ class Unit:
     def fastest(self) -> Level:
         """The level of least extra time without checkpoints inside; of those that keeps least."""
         return min(self.levels, key=lambda level: (level.nested, level.extra, level.kept))
+
+    def cut(self, chunks: int) -> Sequence[Level]:
+        """Return the levels that cut it into so many chunks at least; all where none does."""
+        return [level for level in self.levels if level.chunks >= chunks] or self.levels
+
+    def forward_at(self, level: Level) -> int:
+        """Return what its forward holds beyond what is kept, where it is kept at this level."""
+        found = level.forward_transient
+        return self.forward_transient if found is None else found
+
+    def running_at(self, level: Level) -> int:
+        """Return the same of it in a segment, as it runs first or again."""
+        return self.forward_transient if level.running is None else level.running
 
     def has(self, name: str) -> bool:
         """Whether it has a level called `name`."""
@@ -250,13 +269,13 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     units, live = chain.units, chain.base
     for item in items:
         live += _kept(chain, item)
-        for i in range(item.start, item.stop):
+        for i, (unit, level) in enumerate(_levels(chain, item), item.start):
             if isinstance(item, Keep):
-                transient = forward_of(units[i], units[i].level(item.level))
+                transient = unit.forward_at(level)
             else:
-                transient = units[i].forward_transient
+                transient = unit.running_at(level)
                 transient += units[i - 1].output if i > item.start else 0
-            yield live + transient, f"forward of {units[i].name}"
+            yield live + transient, f"forward of {unit.name}"
     for item in reversed(items):
         live -= _kept(chain, item)
         held = []
@@ -266,7 +285,7 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
             kept = level.held if isinstance(item, Segment) else level.kept
             held.append(max(kept, unit.input) if first else kept)
             if isinstance(item, Segment):
-                again = unit.forward_transient + dy
+                again = unit.running_at(level) + dy
                 if len(held) == len(item.levels) and level.ending is not None:
                     again = level.ending
                 yield live + sum(held) + again, f"recompute of {unit.name}"
@@ -277,12 +296,6 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
                 yield live + sum(held) + level.transient, f"backward of {unit.name}"
             held.pop()
             live += unit.left
-
-
-def forward_of(unit: Unit, level: Level) -> int:
-    """Return what the forward of a unit that is kept at this level holds beyond what is kept."""
-    found = level.forward_transient
-    return unit.forward_transient if found is None else found
 
 
 def _kept(chain: Chain, item: Item) -> int:

@@ -217,6 +217,9 @@ class _Rest:
                 transient=max(level.transient + backward, behind),
                 ending=None if level.ending is None else max(level.ending + backward, behind),
                 forward_transient=max((level.forward_transient or 0) + self.forward[i], before),
+                running=None
+                if level.running is None
+                else max(level.running + self.forward[i], before),
             )
             for level in unit.levels
         )

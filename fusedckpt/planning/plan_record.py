@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.planning.chain import Chain, Item, Keep, Level, Segment, Unit, simulate
 
-__all__ = ["BUT", "PLAIN", "PRODUCTS", "PlanRecord", "level_and_parts", "read"]
+__all__ = ["BUT", "IN", "PLAIN", "PRODUCTS", "PlanRecord", "level_and_parts", "read"]
 
 # the level of a module without fused layers, and that which keeps the outputs of matrix products
 PLAIN, PRODUCTS = "plain", "products"
-# between the name of a level and those of parts that run again
-BUT = " but "
+# between the name of a level and those of parts that run again, or a number of chunks
+BUT, IN = " but ", " in "
 FORMAT = {"format": "fusedckpt.plan", "version": 1}
 
 
@@ -44,7 +44,7 @@ Kind = TypeVar("Kind", bound=PlanRecord)
 def level_and_parts(name: str) -> tuple[str, list[str]]:
     """Return the level at which a unit runs, and the names of parts that run again in it."""
     level, _, parts = name.partition(BUT)
-    return level, parts.split(", ") if parts else []
+    return level.partition(IN)[0], parts.split(", ") if parts else []
 
 
 def read(kind: type[Kind], found: Any) -> Kind:

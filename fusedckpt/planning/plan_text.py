@@ -52,11 +52,15 @@ def _cells(plan: PlanRecord, item: Item) -> Row:
         levels = sum(u.level(name).extra for u, name in zip(units, item.levels, strict=True))
         extra = sum(unit.again for unit in units) - units[-1].tail + levels
         of = f" of {len(units)} units" if len(units) > 1 else ""
+        counts = sorted({u.level(name).chunks for u, name in zip(units, item.levels, strict=True)})
+        up_to = "up to " * (len(counts) > 1)
+        of += f", in {up_to}{counts[-1]} chunks" if counts[-1] > 1 else ""
         return of, size(unit.input), f"{extra:.2f}", f"{forward:.2f}"
     level = unit.level(item.level)
     times = ("", "") if unit.code else (f"{level.extra:.2f}", f"{forward:.2f}")
     kept, parts = level_and_parts(level.name)
     runs = "as it is" if kept == PLAIN else f"keeping {kept}"
+    runs += f", in {level.chunks} chunks" if level.chunks > 1 else ""
     runs += f", again: {', '.join(parts)}" if parts else ""
     if unit.fixed and not unit.code:
         holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)

@@ -23,6 +23,7 @@ from fusedckpt.planning.ranks import Group, facts_of, group_of, together
 from fusedckpt.planning.solver import least_bytes, solve
 from fusedckpt.planning.survey import Kinds, Survey, ticking
 from fusedckpt.planning.trials import Trials
+from fusedckpt.planning.unit_costs import Ways
 from fusedckpt.planning.units import Cut, check_model, cuts_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss
@@ -56,8 +57,9 @@ def plan(
 
     The model is cut into units, which run one after the other. Each is measured on the arguments
     that it gets, once of a kind (timed once in a process), with what fused layers inside keep at
-    every level; the units are then given levels, or run again in backward as segments, so that the
-    peak of the step stays below the budget at the least extra time. At last one step is run under
+    every level, and, for a budget, with MLPs cut into chunks; the units are then given levels, or
+    run again in backward as segments, so that the peak of the step stays below the budget at the
+    least extra time. At last one step is run under
     the plan, and its peak measured. Afterwards everything is as before (see `trial`).
 
     Gradients that exist when this is called are there when the planned step begins, as after
@@ -180,7 +182,8 @@ def _planned(
         limit = None if limit is None else limit + rest
         forward_ms, last = _forward(step)
         step = step._replace(last=last)
-        surveys = _surveys(step, cuts, policy == "speed", progress)
+        ways = Ways(policy == "speed", policy in ("budget", "memory"))
+        surveys = _surveys(step, cuts, ways, progress)
         chains = [chain_of(step, one.units(), stepping, forward_ms) for one in surveys]
         # of one cut there is nothing to choose
         best = min(range(len(chains)), key=lambda i: len(chains) > 1 and _cost(chains[i], limit))
@@ -193,11 +196,11 @@ def _planned(
     return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
 
 
-def _surveys(step: Step, cuts: Sequence[Cut], selective: bool, progress: bool) -> list[Survey]:
+def _surveys(step: Step, cuts: Sequence[Cut], ways: Ways, progress: bool) -> list[Survey]:
     """Return what the units of cuts cost, of those that have some."""
     kinds: Kinds = {}
     with ticking(sum(len(cut.names) for cut in cuts), progress) as tick:
-        surveys = [Survey(cut, kinds, tick, selective) for cut in cuts]
+        surveys = [Survey(cut, kinds, tick, ways) for cut in cuts]
         for survey in surveys:
             survey.run(step)
     if found := [survey for survey in surveys if survey.units()]:

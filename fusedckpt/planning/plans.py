@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedckpt.autograd.levels import LEVELS, saving
+from fusedckpt.autograd.levels import LEVELS, Chunked, saving
 from fusedckpt.planning import roles
-from fusedckpt.planning.chain import Segment
+from fusedckpt.planning.chain import Item, Segment
+from fusedckpt.planning.chunks import in_chunks
 from fusedckpt.planning.plan_record import (
     BUT,
     FORMAT,
@@ -96,15 +97,33 @@ class Plan(PlanRecord):
         for item in self.items:
             names = [unit.name for unit in self.chain.units[item.start : item.stop]]
             if isinstance(item, Segment):
-                segment = roles.Segmented(item.levels)
-                yield from ((x, roles.SegmentMember(segment, i)) for i, x in enumerate(names))
+                levels = [level_and_parts(level)[0] for level in item.levels]
+                segment = roles.Segmented(tuple(levels))
+                members = [roles.SegmentMember(segment, i) for i in range(len(names))]
+                yield from zip(names, map(in_chunks, members, self._chunks(item)), strict=True)
                 continue
             level, parts = level_and_parts(item.level)
             if level == PRODUCTS:
                 yield names[0], roles.SelectiveCheckpoint()
             elif level in LEVELS:
-                yield names[0], roles.SaveAt(level)
+                yield names[0], in_chunks(roles.SaveAt(level), *self._chunks(item))
             yield from ((f"{names[0]}.{part}", roles.again()) for part in parts)
+
+    def _chunks(self, item: Item) -> list[int]:
+        """Return into how many chunks each unit of an item is cut."""
+        levels = item.levels if isinstance(item, Segment) else [item.level]
+        units = self.chain.units[item.start : item.stop]
+        return [unit.level(name).chunks for unit, name in zip(units, levels, strict=True)]
+
+    def cut(self, functions: Sequence[Any]) -> list[Any]:
+        """Return the functions of an nn.Sequential, those in chunks that the plan cuts."""
+        found = list(functions)
+        for item in self.items:
+            units = self.chain.units[item.start : item.stop]
+            for unit, chunks in zip(units, self._chunks(item), strict=True):
+                if chunks > 1:
+                    found[int(unit.name)] = Chunked(found[int(unit.name)], chunks)
+        return found
 
     def spans(self, count: int) -> list[tuple[int, int, AbstractContextManager[None] | None]]:
         """Return the plan of an nn.Sequential of `count` modules as (start, stop, context).
@@ -131,7 +150,8 @@ class Plan(PlanRecord):
                         "checkpoint_sequential: a plan of whole functions was expected, got one "
                         f"that runs parts of {names[0]} again: give plan these functions as units="
                     )
-                context = saving(item.level) if item.level in LEVELS else nullcontext()
+                level, _ = level_and_parts(item.level)
+                context = saving(level) if level in LEVELS else nullcontext()
             found.append((int(names[0]), int(names[-1]) + 1, context))
         planned = {i for start, stop, _ in found for i in range(start, stop)}
         rest = [(i, i + 1, nullcontext()) for i in range(count) if i not in planned]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fusedckpt.planning.chain import Chain, Item, Keep, Segment
 
-__all__ = ["balanced", "policy"]
+__all__ = ["balanced", "by_rule", "policy"]
 
 
 def policy(chain: Chain, name: str) -> tuple[Item, ...]:
@@ -35,6 +35,14 @@ def policy(chain: Chain, name: str) -> tuple[Item, ...]:
     if rule != "uniform" or not number.isdecimal() or not 1 <= int(number) <= count:
         raise ValueError(f"policy: none, all, sqrt or uniform:1 to {count} expected, got {name!r}")
     return _cut(chain, [free[count * i // int(number)] for i in range(int(number))])
+
+
+def by_rule(chain: Chain) -> Iterator[tuple[Item, ...]]:
+    """Yield the plans of all rules, "uniform:k" for powers of two."""
+    count = sum(not unit.fixed for unit in chain.units)
+    powers = (1 << i for i in range(count.bit_length()))
+    for name in ("none", "all", "sqrt", *(f"uniform:{k}" for k in powers)):
+        yield policy(chain, name)
 
 
 def _cut(chain: Chain, starts: Sequence[int] | None) -> tuple[Item, ...]:

@@ -19,7 +19,7 @@ from fusedckpt.autograd.phases import current
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning import roles
 from fusedckpt.planning.calls import NoGraph, kind_of
-from fusedckpt.planning.unit_costs import Costs, measured
+from fusedckpt.planning.unit_costs import Costs, Ways, measured
 from fusedckpt.planning.units import Cut
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -108,11 +108,11 @@ Kinds = dict[Any, Costs | None]
 class Survey:
     """What the units of a cut cost.
 
-    kinds: what is known. tick: called for every unit. selective: see `measured`.
+    kinds: what is known. tick: called for every unit. ways: see `measured`.
     """
 
-    def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], selective: bool):
-        self._cut, self._kinds, self._tick, self._selective = cut, kinds, tick, selective
+    def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], ways: Ways):
+        self._cut, self._kinds, self._tick, self._ways = cut, kinds, tick, ways
         self._modules: list[nn.Module] = []
         self._calls: Counter[str] = Counter()
         # in the order of the forward
@@ -150,7 +150,7 @@ class Survey:
                 self._kinds[kind, parts] = None
                 with suppress(NoGraph):
                     self._kinds[kind, parts] = measured(
-                        module, forward, args, kwargs, kind, parts, self._selective
+                        module, forward, args, kwargs, kind, parts, self._ways
                     )
             self._costs[name] = self._kinds[kind, parts]
         self._tick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from fusedckpt.checkpointing.calls import Options
 from fusedckpt.planning import roles
 from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times, once
 from fusedckpt.planning.chain import Level, Unit
+from fusedckpt.planning.chunks import chunks_in, has_mlps, in_less, kept_in
 from fusedckpt.planning.plan_record import BUT, PLAIN, PRODUCTS
 from fusedckpt.planning.units import has_levels
 from fusedckpt.reporting.trial import aliased
@@ -27,6 +29,18 @@ _STATES = 2**14
 _WORTH = 0.02
 # ways to run a unit: as a segment of its own, and as one whose recompute does not stop early
 _AGAIN, _WHOLE = "again", "whole"
+# in as many chunks as are tried, and the share of the time that they take at least
+_CHUNKED, _NOT_FREE = "chunked", 0.01
+
+
+class Ways(NamedTuple):
+    """Which ways to run a unit are measured besides its levels: at PRODUCTS, and in chunks."""
+
+    selective: bool = False
+    chunked: bool = False
+
+
+_NO_OTHERS = Ways()
 
 
 class Costs(NamedTuple):
@@ -100,6 +114,10 @@ class Costs(NamedTuple):
             for x, found in self.levels.items()
         }
         most = max(x.forward_transient or 0 for x in levels.values() if not x.nested)
+        for x, level in levels.items():
+            if level.chunks > 1:
+                running = self.replay + (level.forward_transient or 0)
+                levels[x] = replace(level, running=running)
         return Unit(
             name,
             tuple(levels.values()),
@@ -136,6 +154,7 @@ class Costs(NamedTuple):
             BUT in name,
             max(0, forward),
             inside,
+            chunks=chunks_in(name),
         )
 
 
@@ -146,13 +165,12 @@ def measured(
     kwargs: Any,
     kind: Any,
     parts: Sequence[str] = (),
-    selective: bool = False,
+    besides: Ways = _NO_OTHERS,
 ) -> Costs:
     """Measure one call of a unit at each of its levels.
 
     kind: what units that cost the same have in common: they are timed once, so that plans stay the
-    same. parts: names of modules inside that may run again on their own. selective: measure it at
-    PRODUCTS, too.
+    same. parts: names of modules inside that may run again on their own.
 
     Raises:
         NoGraph: it returns nothing that requires a gradient.
@@ -166,7 +184,7 @@ def measured(
     before = _states(args, kwargs)
     taken = {name: call.bytes(run) for name, run in runs.items()}
     _check_repeats(before, _states(args, kwargs))
-    if selective and not call.writes:
+    if besides.selective and not call.writes:
         runs[PRODUCTS] = partial(roles.SelectiveCheckpoint(), forward)
         taken[PRODUCTS] = call.bytes(runs[PRODUCTS])
     # of levels that keep the same, the first one
@@ -181,14 +199,20 @@ def measured(
     ways = {name: runs[name] for name in levels}
     if segments:
         ways |= {_AGAIN: segments[most], _WHOLE: partial(_whole, most, forward)}
+    again = {name: call.bytes(run) for name, run in segments.items()}
+    cuts = {}
+    if besides.chunked and segments and has_mlps(module):
+        cuts = in_less(call, forward, least, levels[least], again[least])
+    for name, found in cuts.items():
+        ways[_CHUNKED] = kept_in(name, forward)
+        levels[name], again[name], packed[name] = *found, packed.get(least, found[0].made)
     flops = {name: call.flops(runs[name]) for name in plain} if len(plain) > 1 else {}
-    ms = _ms(_timed(kind, call, ways), plain, flops)
+    ms = _ms(_timed(kind, call, ways), plain, flops, [*cuts])
     if parts and not call.writes:
         finer = _with_parts(module, call, runs[least], _all(levels[least]), parts, kind)
         for name, (found, more) in finer.items():
             name = least + BUT + name
             levels[name], ms.extra[name] = found, ms.extra[least] + more
-    again = {name: call.bytes(run) for name, run in segments.items()}
     sizes = call.given, call.output, call.left
     return Costs(levels, again, packed, *ms, *sizes, call.writes, any(module.children()))
 
@@ -203,10 +227,13 @@ class _Ms(NamedTuple):
     packing: float
 
 
-def _ms(times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, int]) -> _Ms:
+def _ms(
+    times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, int], cuts: Sequence[str]
+) -> _Ms:
     """Return what was timed as `Costs` has it.
 
     plain: levels, those that keep most first. flops: of their products, where there are several.
+    cuts: levels in chunks, of which the last was timed.
     """
     sums = {name: found.forward + found.backward for name, found in times.items()}
     most, forward = plain[0], times[plain[0]].forward
@@ -215,6 +242,10 @@ def _ms(times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, in
         # what keeps less does not get faster by it, nor is a product free: that would be noise
         more = (flops[name] - flops[most]) / max(1, flops[most]) / 2
         extra[name] = least = max(least, sums[name] - sums[most], more * sums[most])
+    for name in cuts:
+        more = max(_NOT_FREE * sums[plain[-1]], sums[_CHUNKED] - sums[plain[-1]])
+        share = (chunks_in(name) - 1) / (chunks_in(cuts[-1]) - 1)
+        extra[name] = least + share * more
     if PRODUCTS in sums:
         extra[PRODUCTS] = max(0.0, sums[PRODUCTS] - sums[most])
     if _AGAIN not in times:

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from plan_models import Chain, Pairs, convolutional, images, tokens, transformer
+from plan_models import (
+    Chain,
+    Pairs,
+    assert_as_near,
+    chunks_of,
+    convolutional,
+    images,
+    tokens,
+    transformer,
+)
 from torch import nn
 
 import fusedckpt
@@ -110,8 +119,17 @@ def test_a_planned_step_is_bit_equal(name, policy):
     found = planned(model, x, policy=policy)
     found.apply(model)
     for seed in (1, 2):
-        assert_equal(step(model, x, seed=seed), step(plain, x, seed=seed))
+        ours, theirs = step(model, x, seed=seed), step(plain, x, seed=seed)
+        if chunks_of(found) > 1:
+            # the same from run to run
+            assert_equal(ours, step(model, x, seed=seed))
+            assert_as_near(ours, theirs, step(copy.deepcopy(plain).double(), x, seed=seed))
+        else:
+            assert_equal(ours, theirs)
     assert_equal(list(model.buffers()), list(plain.buffers()))
+    found.undo()
+    assert_equal(step(model, x), step(plain, x))
+    found.apply(model)
     model.eval(), plain.eval()
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
@@ -169,11 +187,11 @@ def test_budgets_are_kept_and_the_least_is_named():
 
 def test_a_larger_budget_is_never_slower_and_sqrt_never_better():
     model, x = transformer(fused=True), tokens()
-    chain = planned(model, x, policy="none").chain
+    found = planned(model, x, policy="memory")
+    chain, least = found.chain, found.predicted_bytes
     rule = simulate(chain, by_rule(chain, "sqrt"))
     assert solve(chain, rule.peak).extra <= rule.extra
     most = simulate(chain, by_rule(chain, "none")).peak
-    least = planned(model, x, policy="memory").predicted_bytes
     times = [solve(chain, b).extra for b in range(least, most, (most - least) // 12)]
     assert times == sorted(times, reverse=True)
 
