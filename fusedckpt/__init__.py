@@ -3,8 +3,10 @@
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
+from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import is_recomputing
+from fusedckpt.autograd.quantised import QuantisedWeight, register_quantised
 from fusedckpt.checkpointing.function import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
@@ -25,10 +27,12 @@ __all__ = [
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "LoRA",
     "MemoryReport",
     "NormLinear",
     "NormSpec",
     "Plan",
+    "QuantisedWeight",
     "RMSNorm",
     "Sequential",
     "checkpoint",
@@ -39,6 +43,7 @@ __all__ = [
     "pack_gate_up",
     "paths",
     "plan",
+    "register_quantised",
     "repack_gate_up",
     "report",
     "saving",

@@ -1,4 +1,4 @@
-"""A linear layer's weight with a low-rank adapter beside it, as a record, taken apart and checked."""
+"""A weight with a low-rank adapter beside it, as a record; and a linear layer taken apart."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ class Constants(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A linear layer taken apart: its weight or None, what dequantises to it or None, and the rest.
+    """A linear layer taken apart, or what is known or wanted of its parts.
 
-    adapters: innermost first.
+    base: what dequantises to the weight, which is None then; adapters: pairs of A and B, innermost
+    first.
     """
 
     weight: Any
-    base: QuantisedWeight | None
+    base: Any
     bias: Any
     adapters: tuple[tuple[Any, Any], ...]
     constants: tuple[Constants, ...]
@@ -71,7 +72,7 @@ def is_adapted(weight: Any) -> bool:
 
 
 def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) -> Parts:
-    """Take a weight apart, numbering its dropouts; refuse options of an adapter that mean nothing."""
+    """Take a weight apart, numbering its dropouts; refuse constants that mean nothing."""
     adapters, constants = [], []
     while isinstance(weight, LoRA):
         lora, weight = weight, weight.weight

@@ -5,6 +5,7 @@ No library is imported for it: a rule goes by a class's name until a weight of t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -94,8 +95,7 @@ def quantised(weight: Any) -> QuantisedWeight | None:
         return weight
     if not isinstance(weight, Tensor) or type(weight) in (Tensor, torch.nn.Parameter):
         return None
-    if weight.requires_grad or why_left(weight) is not None:
-        return None
+    # nothing is asked about a weight of a class that is not known to dequantise
     name, library = type(weight).__name__, type(weight).__module__.partition(".")[0]
     if library == "bitsandbytes":
         return _of_bitsandbytes(name, weight)
@@ -104,7 +104,9 @@ def quantised(weight: Any) -> QuantisedWeight | None:
         found = type(weight).get_original_weight, False  # type: ignore[attr-defined]  # it has one
     if found is None and type(weight).dequantize is not Tensor.dequantize:
         found = type(weight).dequantize, name in _SLICEABLE
-    return None if found is None else _by_class(weight, *found)
+    if found is None or weight.requires_grad or why_left(weight) is not None:
+        return None
+    return _by_class(weight, *found)
 
 
 # of torchao, whose slices of rows are weights of the class
@@ -136,8 +138,8 @@ def _of_bitsandbytes(name: str, weight: Any) -> QuantisedWeight | None:
             return None
 
         def dense(rows: slice | None) -> Tensor:
-            from bitsandbytes import functional  # noqa: PLC0415  # the weight's own library
-
+            # the weight's own library
+            functional = importlib.import_module("bitsandbytes.functional")
             return functional.dequantize_4bit(weight.data, weight.quant_state)
 
         return QuantisedWeight(torch.Size(state.shape), state.dtype, device, dense)

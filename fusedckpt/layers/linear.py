@@ -16,7 +16,8 @@ from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
-from fusedckpt.layers import constructors, norm_sharing, validate
+from fusedckpt.layers import adapted, constructors, norm_sharing, validate
+from fusedckpt.layers.adapted_call import AdaptedOptions
 from fusedckpt.layers.norm_sharing import Versioned
 
 __all__ = ["Linear", "linear_act"]
@@ -306,11 +307,28 @@ def linear_act(
 def _run(options: _Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     call, phase = dispatch.settled(options, x, weight, bias)
     if call is None:
-        return reference.linear_act(x, weight, bias, options.activation)
+        y = _adapted(options, x, weight, bias)
+        return reference.linear_act(x, weight, bias, options.activation) if y is None else y
     read = x.to(call.dtypes[0])
     if phase is None and not torch.compiler.is_compiling() and hasattr(x.grad_fn, "source"):
         return norm_sharing.apply(_LinearAct, x, read, weight, bias, call, phase)
     return _LinearAct.apply(read, weight, bias, call, phase)
+
+
+def _adapted(options: _Options, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
+    name, activation, save, default, kernel, is_module, _ = options
+    given = AdaptedOptions(
+        name,
+        ("weight",),
+        (),
+        activation or "identity",
+        save,
+        LEVELS,
+        kernel=kernel,
+        default=default,
+        is_module=is_module,
+    )
+    return adapted.run(given, x, (None, None), [(weight, bias)])
 
 
 class Linear(nn.Linear):

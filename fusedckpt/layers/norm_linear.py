@@ -18,7 +18,8 @@ from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix, column_sums
-from fusedckpt.layers import validate
+from fusedckpt.layers import adapted, validate
+from fusedckpt.layers.adapted_call import AdaptedOptions
 from fusedckpt.layers.mlp_call import split
 from fusedckpt.layers.norm_function import NormCall
 
@@ -277,5 +278,24 @@ def run_projections(options: NormLinearOptions, x: Tensor, *tensors: Any) -> Any
     """Run the Function on x, the norm's, weights and biases, None where eager is to run."""
     call, phase = dispatch.settled(options, x, *tensors)
     if call is None:
-        return None
+        return _adapted(options, x, *tensors)
     return _NormLinear.apply(x, *tensors[:2], call, phase, *tensors[2:])
+
+
+def _adapted(options: NormLinearOptions, x: Tensor, weight: Any, bias: Any, *linears: Any) -> Any:
+    count = options.num_linears
+    given = AdaptedOptions(
+        options.name,
+        tuple([f"weights[{i}]" for i in range(count)]),
+        (),
+        None,
+        None,
+        (),
+        norm=options.norm,
+        kinds=options.kinds,
+        over=options.over,
+        is_module=options.is_module,
+    )
+    pairs = list(zip(linears[:count], linears[count:], strict=True))
+    ys = adapted.run(given, x, (weight, bias), pairs)
+    return (ys,) if isinstance(ys, Tensor) else ys
