@@ -28,7 +28,7 @@ class SwiGLU(nn.Module):
 
 
 class Model(nn.Module):
-    """A projection, and an MLP; no embedding, so that the input is a tensor of any dtype."""
+    """A projection, and an MLP; no embedding: its input is a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def config(**options):
 
 def adapted(**options):
     torch.manual_seed(0)
-    return peft.get_peft_model(Model(), config(**options)).train()
+    return peft.get_peft_model(Model().double(), config(**options)).train()
 
 
 def step(model, x):
@@ -66,7 +66,7 @@ def step(model, x):
 
 
 def assert_equal_steps(model, eager, x=None):
-    x = torch.randn(3, 5, D) if x is None else x
+    x = torch.randn(3, 5, D, dtype=torch.float64) if x is None else x
     (y, grads), (expected, wanted) = step(model, x), step(eager, x)
     torch.testing.assert_close(y, expected)
     # by the names that parameters have in either
@@ -81,15 +81,15 @@ def test_plain_lora():
     assert not report.left
     assert_equal_steps(model, eager)
     assert not report.fallbacks
-    x = torch.randn(5, D, requires_grad=True)
+    x = torch.randn(5, D, dtype=torch.float64, requires_grad=True)
     mlp = model.base_model.model.mlp
     # of the input alone, whatever the number of adapters
-    assert saved_bytes(lambda x: mlp(x * 1), [x]) == 5 * D * 4
+    assert saved_bytes(lambda x: mlp(x * 1), [x]) == 5 * D * 8
 
 
 def test_adapters_after_fuse():
     torch.manual_seed(0)
-    model = Model()
+    model = Model().double()
     before = fusedckpt.fuse(model)
     model = peft.get_peft_model(model, config(init_lora_weights=True)).train()
     eager = copy.deepcopy(model)
@@ -117,7 +117,7 @@ def test_switching_adapters():
     assert_equal_steps(*both)
     assert not report.fallbacks
     with model.disable_adapter(), eager.disable_adapter():
-        x = torch.randn(3, D)
+        x = torch.randn(3, D, dtype=torch.float64)
         torch.testing.assert_close(model(x), eager(x))
     for one in both:
         one.merge_adapter()
@@ -134,7 +134,7 @@ def test_merged_while_disabled_is_unmerged_by_peft():
     model = adapted()
     eager = copy.deepcopy(model)
     fusedckpt.fuse(model)
-    x = torch.randn(3, D)
+    x = torch.randn(3, D, dtype=torch.float64)
     for one in (model, eager):
         one.merge_adapter()
         with one.disable_adapter():
@@ -147,7 +147,7 @@ def test_merge_and_unload():
     model = adapted()
     eager = copy.deepcopy(model)
     fusedckpt.fuse(model)
-    x = torch.randn(3, D)
+    x = torch.randn(3, D, dtype=torch.float64)
     expected = eager.merge_and_unload()(x)
     merged = model.merge_and_unload()
     assert type(merged.mlp.up_proj) is nn.Linear
@@ -159,9 +159,9 @@ def test_saving_and_loading(tmp_path):
     report = fusedckpt.fuse(model)
     model.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    loaded = peft.PeftModel.from_pretrained(Model(), tmp_path, is_trainable=True).train()
+    loaded = peft.PeftModel.from_pretrained(Model().double(), tmp_path, is_trainable=True).train()
     report = fusedckpt.fuse(loaded)
-    x = torch.randn(3, D)
+    x = torch.randn(3, D, dtype=torch.float64)
     torch.testing.assert_close(loaded(x), model(x))
     assert not report.fallbacks
 
@@ -197,7 +197,7 @@ def test_a_hooked_wrapper_is_called():
     report = fusedckpt.fuse(model)
     seen = []
     model.base_model.model.mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
-    step(model, torch.randn(3, D))
+    step(model, torch.randn(3, D, dtype=torch.float64))
     assert seen
     assert report.fallbacks
 
@@ -206,7 +206,7 @@ def test_a_hooked_wrapper_is_called():
 def test_dropout_of_adapters(dropout):
     model = adapted(lora_dropout=dropout)
     report = fusedckpt.fuse(model)
-    x = torch.randn(3, D)
+    x = torch.randn(3, D, dtype=torch.float64)
     first, again = step(model, x), step(model, x)
     assert torch.equal(first[0], again[0])
     assert all(torch.equal(first[1][name], again[1][name]) for name in first[1])
@@ -222,7 +222,7 @@ def test_unfuse_deepcopy_pickle():
     model = adapted()
     kinds = [type(m) for m in model.modules()]
     fusedckpt.fuse(model)
-    x = torch.randn(3, D)
+    x = torch.randn(3, D, dtype=torch.float64)
     y = model(x)
     # a function on the way back to the model, and no pickle for peft's own hooks
     again = pickle.loads(pickle.dumps(model.base_model.model))
