@@ -25,19 +25,17 @@ _LORA = (
     "peft.tuners.lora.torchao.TorchaoLoraLinear",
 )
 # linears whose forward dequantises, then multiplies as nn.Linear's does
-_DEQUANTISING = ("bitsandbytes.nn.modules.Linear4bit",)
+_DEQUANTISING = ("Linear4bit", "bitsandbytes.nn.modules")
 _PARTS = ("lora_A", "lora_B", "lora_dropout")
-
-
-def _name(layer: nn.Module) -> str:
-    made = made_of(type(layer))
-    kind = type(layer) if made is None else made[1]
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_lora(layer: nn.Module) -> bool:
     """Whether a layer is peft's LoRA around a linear."""
-    return "base_layer" in layer._modules and _name(layer) in _LORA
+    if "base_layer" not in layer._modules:
+        return False
+    made = made_of(type(layer))
+    kind = type(layer) if made is None else made[1]
+    return f"{kind.__module__}.{kind.__qualname__}" in _LORA
 
 
 def base_of(layer: nn.Module) -> nn.Module:
@@ -49,7 +47,7 @@ def base_of(layer: nn.Module) -> nn.Module:
 
 def is_dequantising(layer: nn.Module) -> bool:
     """Whether a layer is a linear of a class of its own that computes what nn.Linear does."""
-    return _name(layer) in _DEQUANTISING
+    return (type(layer).__name__, type(layer).__module__) == _DEQUANTISING
 
 
 def casts(layer: Any, x: Tensor) -> bool:
