@@ -77,20 +77,13 @@ def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) 
     while isinstance(weight, LoRA):
         lora, weight = weight, weight.weight
         arguments.number(name, f"{key}.scale", lora.scale)
-        probability(name, f"{key}.dropout", lora.dropout)
+        arguments.probability(name, f"{key}.dropout", lora.dropout)
         adapters.insert(0, (lora.A, lora.B))
         seed = next(seeds) if lora.dropout else None
         constants.insert(0, Constants(float(lora.scale), float(lora.dropout), seed))
     base = quantised(weight)
     dense = weight if base is None else None
     return Parts(dense, base, bias, tuple(adapters), tuple(constants))
-
-
-def probability(name: str, key: str, given: Any) -> None:
-    """Refuse what is no probability."""
-    arguments.number(name, key, given, 0)
-    if given > 1:
-        arguments.wrong_value(name, key, "a probability", given)
 
 
 def count_dropouts(weights: Sequence[Any], *dropouts: float) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt import reference
-from fusedckpt.autograd import backward, dispatch, donation
+from fusedckpt.autograd import arguments, backward, dispatch, donation
 from fusedckpt.autograd.backward import is_batched
 from fusedckpt.autograd.custom_op import BELOW, Op, below
 from fusedckpt.autograd.double_backward import twin_gradients
@@ -260,7 +260,10 @@ def run(options: AdaptedOptions, x: Tensor, norm: Sequence[Any], linears: Sequen
     """
     if torch.compiler.is_compiling():
         return None
-    dropouts = sum(p > 0 for p in (options.dropout, options.output_dropout))
+    dropouts = 0
+    for key in ("dropout", "output_dropout"):
+        arguments.probability(options.name, key, getattr(options, key))
+        dropouts += getattr(options, key) > 0
     if not dropouts and not any(is_adapted(weight) for weight, _ in linears):
         return None
     seed = itertools.count(dropouts)

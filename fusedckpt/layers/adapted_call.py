@@ -9,7 +9,7 @@ import torch
 
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around, Meta
-from fusedckpt.autograd.lora import Parts, probability
+from fusedckpt.autograd.lora import Parts
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.layers import validate
@@ -86,8 +86,6 @@ class AdaptedOptions(NamedTuple):
         if self.activation is not None:
             activation = validate.activation(self.name, self.activation)
         validate.block(self.name, self.residual, self.chunks)
-        for key in ("dropout", "output_dropout"):
-            probability(self.name, key, getattr(self, key))
         if self.kernel is not None:
             # adapters are GEMMs of their own
             arguments.choice(self.name, "kernel", self.kernel, ("split",))

@@ -13,6 +13,7 @@ from fusedckpt.autograd import backward, custom_op, dispatch, donation, levels
 from fusedckpt.autograd.custom_op import BELOW, below
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
@@ -267,7 +268,7 @@ def _double_backward(
 
 def linear_act(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRA,
     bias: Tensor | None = None,
     activation: str | None = "gelu",
     *,
@@ -278,7 +279,8 @@ def linear_act(
 
     Args:
         x: [..., in_features], float32, bfloat16, float16 or float64.
-        weight: [out_features, in_features], of x's dtype; under autocast of any but float64.
+        weight: [out_features, in_features], of x's dtype; under autocast of any but float64. Or a
+            `LoRA` record, or a weight that dequantises, as in `mlp`.
         bias: [out_features] or None.
         activation: identity (or None), relu, relu2, leaky_relu, gelu (erf), gelu_tanh, quick_gelu,
             silu, sigmoid, tanh, softplus, mish, or their names in torch and transformers.
@@ -304,7 +306,7 @@ def linear_act(
     return _run(options, x, weight, bias)
 
 
-def _run(options: _Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run(options: _Options, x: Tensor, weight: Tensor | LoRA, bias: Tensor | None) -> Tensor:
     call, phase = dispatch.settled(options, x, weight, bias)
     if call is None:
         y = _adapted(options, x, weight, bias)

@@ -61,7 +61,14 @@ def mlp(
             gradients accumulate in float32, 4 bytes per weight. By default one, unless the
             temporaries pass 512 MiB and cutting them saves more than the accumulators take.
         kernel: "split" (vendor GEMMs and elementwise kernels in place) or "hybrid" (the GEMM of dh
-            turns it into h and dz in its epilogue); by default chosen by shape.
+            turns it into h and dz in its epilogue); by default chosen by shape. "split" alone with
+            adapters, quantised weights or dropout.
+        dropout, output_dropout: probabilities at which elements of the hidden layer, and of the
+            result before x is added, are zeroed, the others divided by 1 - p. A seed of 8 bytes is
+            kept for each, no mask. The seeds come from the default generator of x's device.
+
+    A weight may be a `LoRA` record, whose adapter is then computed beside it, or dequantise: see
+    `register_quantised`. It is dense only while a GEMM reads it, and has no gradient.
 
     Returns:
         [..., D_out].

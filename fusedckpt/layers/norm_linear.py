@@ -14,6 +14,7 @@ from fusedckpt.autograd import backward, dispatch
 from fusedckpt.autograd.backward import is_batched
 from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
@@ -244,7 +245,7 @@ def _double_backward(
 def norm_linear(
     x: Tensor,
     norm: NormSpec,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | LoRA],
     biases: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return F.linear(norm(x), weight, bias) for every weight, keeping only x for backward.
@@ -255,7 +256,8 @@ def norm_linear(
     Args:
         x: [..., D].
         norm: a NormSpec over D.
-        weights: [N_i, D] each, of x's dtype; under autocast of any but float64.
+        weights: [N_i, D] each, of x's dtype; under autocast of any but float64. Or `LoRA` records,
+            or weights that dequantise, as in `mlp`.
         biases: [N_i] or None for each weight; None for no biases.
 
     Returns:

@@ -5,6 +5,7 @@ import torch
 from bench.settings import DEFAULT_TOKENS, SIZES
 from fusedckpt.kernels import linear, norm
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.kernels.dropout import dropout
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.linear import hidden_grad, hybrid_grad
 
@@ -74,6 +75,14 @@ def rare_norms(n: int) -> None:
     norm.norm(x, wide, w, None, llama, torch.float32)
 
 
+def dropouts() -> None:
+    """An adapter's input, and a hidden layer."""
+    seed = meta(1, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for n in (4096, 11008, 1001):
+            dropout(meta(8192, n, dtype=dtype), 0.05, seed, 3, "split")
+
+
 def benchmarked() -> None:
     """What `bench run` launches, at every size that it has."""
     for size in {size for sizes in SIZES.values() for size in sizes}:
@@ -87,6 +96,7 @@ def benchmarked() -> None:
 
 def everything() -> None:
     benchmarked()
+    dropouts()
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))
     # rows of 1001 bf16 elements are not 16-byte aligned: pointer loads
