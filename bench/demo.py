@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -41,11 +42,12 @@ def prepare(chosen: Namespace) -> Namespace:
         raise ValueError(f"--dim expects a multiple of the head size {HEAD_DIM}, got {chosen.dim}")
     if chosen.model != "own" and find_spec("transformers") is None:
         raise ValueError(f"--model {chosen.model} needs transformers: pip install transformers")
-    _batches(chosen)
+    batches_of(chosen)
     return chosen
 
 
-def _batches(chosen: Namespace) -> tasks.Batches:
+def batches_of(chosen: Namespace) -> tasks.Batches:
+    """Return endless batches of the standard library's text."""
     device, text = torch.device(chosen.device), tasks.stdlib_text()
     return tasks.Batches(text, chosen.batch, chosen.seq, chosen.seed, device)
 
@@ -110,6 +112,23 @@ class Trainer:
         }
 
 
+def train(
+    part: str,
+    trainers: Sequence[Trainer],
+    steps: int,
+    draw_batch: Callable[[], tuple[Tensor, Tensor]],
+) -> None:
+    """Train all on the same batches, in turns: who goes first changes from step to step."""
+    with progress(part, steps) as tick:
+        for step in range(steps):
+            losses = "  ".join(f"{one.name} {one.losses[-1]:.3f}" for one in trainers if step)
+            tick(losses, says=False)
+            inputs, targets = draw_batch()
+            first = step % len(trainers)
+            for trainer in (*trainers[first:], *trainers[:first]):
+                trainer.step(inputs, targets)
+
+
 def trainers_of(chosen: Namespace, batch: tuple[Tensor, Tensor]) -> tuple[list[Trainer], str]:
     """Return trainers that start from the same weights, and what fuse and plan report."""
     torch.manual_seed(chosen.seed)
@@ -121,7 +140,7 @@ def trainers_of(chosen: Namespace, batch: tuple[Tensor, Tensor]) -> tuple[list[T
     for model in (fused, both, planned):
         report = str(fusedckpt.fuse(model)) + _replace_gated(model)
     wrap_units(both, fusedckpt.Checkpoint)
-    plan = _plan(planned, checkpointed, *batch)
+    plan = plan_below(planned, checkpointed, *batch)
     plan.apply(planned)
     models = {"eager": eager, "checkpoint": checkpointed, "fuse": fused, "fuse+ckpt": both}
     models["fuse+plan"] = planned
@@ -129,7 +148,7 @@ def trainers_of(chosen: Namespace, batch: tuple[Tensor, Tensor]) -> tuple[list[T
     return trainers, f"{report}\n{plan}"
 
 
-def _plan(
+def plan_below(
     model: nn.Module, checkpointed: nn.Module, inputs: Tensor, targets: Tensor
 ) -> fusedckpt.Plan:
     """Plan to peak no higher than torch's checkpoint does, or where toys are too small, little."""
@@ -185,22 +204,14 @@ def show_runs(result: Row) -> None:
 
 def run(chosen: Namespace) -> int:
     """Train, print, write demo.json and demo.png; 1 where a loss was not finite, else 0."""
-    batches, dtype = _batches(chosen), getattr(torch, chosen.dtype)
+    batches, dtype = batches_of(chosen), getattr(torch, chosen.dtype)
 
     def draw_batch() -> tuple[Tensor, Tensor]:
         inputs, targets = tasks.BATCHES[chosen.model](*batches.draw())
         return inputs.to(dtype) if inputs.is_floating_point() else inputs, targets
 
     trainers, fused = trainers_of(chosen, draw_batch())
-    with progress("demo", chosen.steps) as tick:
-        for step in range(chosen.steps):
-            losses = "  ".join(f"{one.name} {one.losses[-1]:.3f}" for one in trainers if step)
-            tick(losses, says=False)
-            inputs, targets = draw_batch()
-            # who goes first changes from step to step
-            first = step % len(trainers)
-            for trainer in trainers[first:] + trainers[:first]:
-                trainer.step(inputs, targets)
+    train("demo", trainers, chosen.steps, draw_batch)
     inputs, targets = draw_batch()
     num_parameters = sum(p.numel() for p in trainers[0].model.parameters())
     facts = environment(torch.device(chosen.device), dtype)

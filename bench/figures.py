@@ -40,6 +40,7 @@ _STARTS = {
     "ours(": OURS,
     "fuse+ckpt": OURS,
     "fuse+plan": _PLAN,
+    "fuse preact": Family("fusedckpt, keeping GEMM outputs", "#56b4e9"),
     "fused, plan": _PLAN,
     "plan": _PLAN,
     "fuse": _FUSED,

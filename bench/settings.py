@@ -17,6 +17,8 @@ PARTS = (1, 2, 3)
 # the cases that can trade time for memory
 BLOCKS = ("norm_gated_mlp_residual", "decoder_layer", "stack")
 DTYPES = ("float32", "bfloat16", "float16")
+# what the weights below adapters are
+BASES = ("dense", "quantised")
 DEFAULT_TOKENS = {"cpu": 4096, "cuda": 8192}
 # tokens that attend to one another, in cases with attention
 SEQUENCE = 2048
@@ -153,6 +155,26 @@ def demo(add: Options) -> None:
     add.one("dtype", "of parameters and activations", "float32", "bfloat16", choices=DTYPES[:2])
     add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
     add.place("demo.json and demo.png")
+
+
+def finetune(add: Options) -> None:
+    """Adapt a small Llama by LoRA on all linears, and compare ways of training it.
+
+    Trains a byte-level Llama on the standard library's sources for a little, then freezes it and
+    trains peft's LoRA on every linear, step by step in turn: eager, with gradient checkpointing,
+    after fusedckpt.fuse(model), and under a plan besides. Compares loss, memory and time.
+    """
+    add.many("base", "kind of the frozen weights", BASES, choices=BASES)
+    add.many("rank", "of the adapters", (8, 64), type=POSITIVE, metavar="N")
+    add.count("pretrain", "training steps of the base", 8, 100)
+    add.count("steps", "training steps of the adapters", 16, 100)
+    add.count("layers", "transformer blocks", 4, 12)
+    add.count("dim", "width of the residual stream, a multiple of the head size 64", 256, 1024)
+    add.count("seq", "bytes per sequence", 128, 1024)
+    add.count("batch", "sequences per step", 8)
+    add.one("dtype", "of parameters and activations", "float32", "bfloat16", choices=DTYPES[:2])
+    add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
+    add.place("a json and a png for every base and rank")
 
 
 def run(add: Options) -> None:
@@ -318,7 +340,7 @@ def env(add: Options) -> None:
 
 
 # a command is the module of its name
-COMMANDS = (demo, run, classics, ways, capacity, profile, model, tune)
+COMMANDS = (demo, finetune, run, classics, ways, capacity, profile, model, tune)
 COMMANDS += (gpu, table, plot, compare, env)
 
 

@@ -3,8 +3,10 @@
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
+from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import is_recomputing
+from fusedckpt.autograd.quantised import QuantisedWeight, register_quantised
 from fusedckpt.checkpointing.function import checkpoint
 from fusedckpt.checkpointing.prefetch import prefetch_recompute
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
@@ -26,10 +28,12 @@ __all__ = [
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "LoRA",
     "MemoryReport",
     "NormLinear",
     "NormSpec",
     "Plan",
+    "QuantisedWeight",
     "RMSNorm",
     "Sequential",
     "checkpoint",
@@ -41,6 +45,7 @@ __all__ = [
     "paths",
     "plan",
     "prefetch_recompute",
+    "register_quantised",
     "repack_gate_up",
     "report",
     "saving",

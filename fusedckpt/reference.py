@@ -6,18 +6,24 @@ when FUSEDCKPT_DISABLE=1. They need torch only (and the activations' table of na
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedckpt.autograd.dropout import draw_seeds
+from fusedckpt.autograd.dropout import dropout as drop
+from fusedckpt.autograd.lora import LoRA, Parts, count_dropouts, parts_of
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "dropout",
     "gated_mlp",
     "layer_norm",
     "linear_act",
@@ -31,12 +37,81 @@ def _sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
     return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
 
 
+def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
+    """Return F.dropout(x, p), drawn by an int64 seed of one element, None to draw it as torch does.
+
+    An element of x [..., N] stays if bits of Philox4x64-10 of the seed, counted by its place, as an
+    integer are at least p: see `kernels/dropout.py`.
+    """
+    if not p or seed is None:
+        return F.dropout(x, p) if p else x
+    wide = torch.promote_types(x.dtype, torch.float32)
+    noise = drop(torch.ones(x.shape, dtype=wide, device=x.device), p, seed)
+    return (x * noise).to(x.dtype)
+
+
+class _Linears:
+    """The linears of a call, whose dropouts take the call's seeds: its own first."""
+
+    def __init__(
+        self, x: Tensor, weights: Sequence[Any], seeds: Tensor | None, *dropouts: float
+    ) -> None:
+        self.count = itertools.count(sum(p > 0 for p in dropouts))
+        if seeds is None:
+            seeds = draw_seeds(x, count_dropouts(weights, *dropouts))
+        self.seeds = seeds
+
+    def seed(self, index: int) -> Tensor | None:
+        return None if self.seeds is None else self.seeds[index]
+
+    def __call__(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        # what nobody adapted stays torch's to dispatch
+        if type(weight) in (Tensor, torch.nn.Parameter):
+            return F.linear(x, weight, bias)
+        return linear_of(x, parts_of("reference", "weight", weight, bias, self.count), self.seeds)
+
+
+def linear_of(
+    x: Tensor,
+    parts: Parts,
+    seeds: Tensor | None,
+    dtypes: tuple[torch.dtype, Sequence[torch.dtype]] | None = None,
+) -> Tensor:
+    """Return a linear layer taken apart, of x.
+
+    dtypes: of the GEMM and of each adapter; None as torch and peft cast.
+    """
+    weight, bias, read = parts.weight, parts.bias, x
+    if parts.base is not None:
+        weight = parts.base.dense(None).to(x.dtype)
+    if dtypes is not None:
+        read, weight = x.to(dtypes[0]), weight.to(dtypes[0])
+        bias = None if bias is None else bias.to(dtypes[0])
+    y = total = F.linear(read, weight, bias)
+    for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
+        dtype = a.dtype if dtypes is None else dtypes[1][i]
+        seed = None if seeds is None or constants.seed is None else seeds[constants.seed]
+        low = F.linear(dropout(x.to(dtype), constants.dropout, seed), a.to(dtype))
+        total = total + F.linear(low, b.to(dtype)) * constants.scale
+    return total.to(y.dtype)
+
+
+def hidden(zs: Sequence[Tensor], activation: str | None) -> Tensor:
+    """Return act(z), or act(gate) * up."""
+    h = ACTIVATIONS[CANONICAL[activation or "identity"]].eager(zs[0])
+    return h * zs[1] if len(zs) > 1 else h
+
+
 def linear_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = "gelu"
+    x: Tensor,
+    weight: Tensor | LoRA,
+    bias: Tensor | None = None,
+    activation: str | None = "gelu",
+    *,
+    seeds: Tensor | None = None,
 ) -> Tensor:
     """Return act(F.linear(x, weight, bias))."""
-    act = ACTIVATIONS[CANONICAL[activation or "identity"]]
-    return act.eager(F.linear(x, weight, bias))
+    return hidden([_Linears(x, [weight], seeds)(x, weight, bias)], activation)
 
 
 def rms_norm(
@@ -120,37 +195,42 @@ def apply_norm(x: Tensor, norm: NormSpec | None) -> Tensor:
 def norm_linear(
     x: Tensor,
     norm: NormSpec,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | LoRA],
     biases: Sequence[Tensor | None] | None = None,
+    *,
+    seeds: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return F.linear(norm(x), weight, bias) for every weight."""
-    n = apply_norm(x, norm)
+    n, linear = apply_norm(x, norm), _Linears(x, weights, seeds)
     biases = [None] * len(weights) if biases is None else biases
-    return tuple(F.linear(n, w, b) for w, b in zip(weights, biases, strict=True))
+    return tuple(linear(n, w, b) for w, b in zip(weights, biases, strict=True))
 
 
 def mlp(
     x: Tensor,
-    fc1_weight: Tensor,
+    fc1_weight: Tensor | LoRA,
     fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
+    fc2_weight: Tensor | LoRA,
     fc2_bias: Tensor | None,
     activation: str = "gelu",
     *,
     norm: NormSpec | None = None,
     residual: bool = False,
+    dropout: float = 0.0,
+    output_dropout: float = 0.0,
+    seeds: Tensor | None = None,
 ) -> Tensor:
     """Return F.linear(act(F.linear(norm(x), fc1)), fc2), added to x if residual."""
-    h = linear_act(apply_norm(x, norm), fc1_weight, fc1_bias, activation)
-    y = F.linear(h, fc2_weight, fc2_bias)
-    return x + y if residual else y
+    linear = _Linears(x, [fc1_weight, fc2_weight], seeds, dropout, output_dropout)
+    h = hidden([linear(apply_norm(x, norm), fc1_weight, fc1_bias)], activation)
+    return _last(linear, x, h, (fc2_weight, fc2_bias), (dropout, output_dropout), residual)
 
 
 def gated_mlp(
     x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
+    gate_weight: Tensor | LoRA,
+    up_weight: Tensor | LoRA | None,
+    down_weight: Tensor | LoRA,
     activation: str = "silu",
     *,
     gate_bias: Tensor | None = None,
@@ -158,13 +238,30 @@ def gated_mlp(
     down_bias: Tensor | None = None,
     norm: NormSpec | None = None,
     residual: bool = False,
+    dropout: float = 0.0,
+    output_dropout: float = 0.0,
+    seeds: Tensor | None = None,
 ) -> Tensor:
     """Return F.linear(act(gate) * up, down), added to x if residual; gate and up read norm(x)."""
-    n = apply_norm(x, norm)
+    weights = [gate_weight, up_weight, down_weight]
+    linear, n = _Linears(x, weights, seeds, dropout, output_dropout), apply_norm(x, norm)
     if up_weight is None:
-        gate, up = F.linear(n, gate_weight, gate_bias).chunk(2, dim=-1)
+        zs = linear(n, gate_weight, gate_bias).chunk(2, dim=-1)
     else:
-        gate, up = F.linear(n, gate_weight, gate_bias), F.linear(n, up_weight, up_bias)
-    h = ACTIVATIONS[CANONICAL[activation]].eager(gate) * up
-    y = F.linear(h, down_weight, down_bias)
+        zs = linear(n, gate_weight, gate_bias), linear(n, up_weight, up_bias)
+    h = hidden(zs, activation)
+    return _last(linear, x, h, (down_weight, down_bias), (dropout, output_dropout), residual)
+
+
+def _last(
+    linear: _Linears,
+    x: Tensor,
+    h: Tensor,
+    last: tuple[Any, Tensor | None],
+    dropouts: tuple[float, float],
+    residual: bool,
+) -> Tensor:
+    before, after = dropouts
+    h = dropout(h, before, linear.seed(0) if before else None)
+    y = dropout(linear(h, *last), after, linear.seed(int(before > 0)) if after else None)
     return x + y if residual else y

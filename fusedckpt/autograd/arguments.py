@@ -44,6 +44,13 @@ def number(name: str, key: str, given: Any, least: float = -math.inf) -> None:
         wrong_value(name, key, f"a finite number{bound}", given)
 
 
+def probability(name: str, key: str, given: Any) -> None:
+    """Refuse what is no probability."""
+    number(name, key, given, 0)
+    if given > 1:
+        wrong_value(name, key, "a probability", given)
+
+
 def integer(name: str, key: str, given: Any, least: int = 0, most: int = LARGEST) -> int:
     """Return an integer, which is from `least` to `most`."""
     value = given

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fusedckpt.autograd import arguments, levels, phases
 from fusedckpt.autograd.backward import is_profiled
+from fusedckpt.autograd.lora import is_adapted
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import tuned as tuning
 from fusedckpt.kernels.norm import num_multiprocessors
@@ -188,6 +189,11 @@ def autocasts(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Keep what runs inside in the dtypes that were settled."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts to on this device, None where it is off."""
     return torch.get_autocast_dtype(device.type) if autocasts(device) else None
@@ -295,7 +301,7 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
 def _takes(options: Any, tensors: tuple[Any, ...]) -> bool:
     """Whether ours can take a call's tensors; a function refuses by name what no twin takes."""
     name, plain = options.name, True
-    if options.is_module and not are_plain(*tensors):
+    if (options.is_module and not are_plain(*tensors)) or any(is_adapted(t) for t in tensors):
         return False
     for key, value in zip(options.names, tensors, strict=True):
         if value is not None:

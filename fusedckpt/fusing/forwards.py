@@ -17,17 +17,30 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
+from fusedckpt.autograd.quantised import quantised
 from fusedckpt.autograd.subclass import made_of
-from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, Path, broken, child_at
+from fusedckpt.fusing import adapters
+from fusedckpt.fusing.held import (
+    MARK,
+    Block,
+    Held,
+    Original,
+    Part,
+    Path,
+    Weight,
+    broken,
+    child_at,
+)
 from fusedckpt.layers import norm_sharing
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm import layer_norm, rms_norm
 
-# a linear's weight as [out, in], and its bias
-_Linear = tuple[Tensor, Tensor | None]
+# a linear's weight as [out, in], under the adapters that it has, and its bias
+_Linear = tuple[Any, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -229,17 +242,42 @@ def _tensors(module: nn.Module, match: MLPMatch, x: Tensor) -> list[_Linear] | F
         return fallbacks.unplain(x)
     linears: list[_Linear] = []
     for linear in match.block.linears:
+        obstacle = _obstacle(module, match, linear, x)
+        if obstacle is not None:
+            return obstacle
         weight, bias = (_parameter(module, path) for path in linear[:2])
-        for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
-            # gone as a parametrization or sharding leaves it, or of another class
-            if path is not None and (tensor is None or not dispatch.are_plain(tensor)):
-                return "weight", ".".join(path)
-        if weight.dtype not in match.dtypes:
-            return "dtype", weight.dtype
-        if weight.dtype != x.dtype and not dispatch.autocasts(x.device):
-            return "dtype", x.dtype
-        linears.append((weight.t() if linear.transposed else weight, bias))
+        weight = weight.t() if linear.transposed else weight
+        linears.append((adapters.adapted(_outermost(module, linear), weight), bias))
     return linears
+
+
+def _obstacle(module: nn.Module, match: MLPMatch, linear: Weight, x: Tensor) -> Fallback | None:
+    """Return why ours cannot compute a linear of a block as it is now, None if it can."""
+    for path in linear[:2]:
+        tensor = _parameter(module, path)
+        is_taken = dispatch.are_plain(tensor) or quantised(tensor) is not None
+        # gone as a parametrization or sharding leaves it, or of another class
+        if path is not None and (tensor is None or not is_taken):
+            return "weight", ".".join(path)
+    weight, layer = _parameter(module, linear.weight), child_at(module, linear.weight[:-1])
+    dtype = (quantised(weight) or weight).dtype
+    if dtype not in match.dtypes:
+        return "dtype", dtype
+    if (dtype != x.dtype and not dispatch.autocasts(x.device)) or adapters.casts(layer, x):
+        return "dtype", x.dtype
+    layer, name = _outermost(module, linear), ".".join(linear.weight[:-1])
+    if layer is not module and adapters.is_lora(layer) and has_hooks(layer):
+        return "hook", name
+    problem = adapters.in_the_way(layer)
+    return None if problem is None else ("adapter", f"{name} is {problem}")
+
+
+def _outermost(module: nn.Module, linear: Weight) -> nn.Module:
+    """Return the layer whose forward computes a linear, adapters around it included."""
+    path = linear.weight[:-1]
+    if not path or adapters.is_lora(module):
+        return module
+    return child_at(module, path[:-1])._modules[path[-1]]  # type: ignore[union-attr,return-value]  # held
 
 
 def _parameter(module: nn.Module, path: Path | None) -> Any:

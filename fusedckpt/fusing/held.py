@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.fusing.adapters import base_of, is_dequantising
 
 Path = tuple[str, ...]
 
@@ -101,12 +102,14 @@ def is_function(value: Any) -> bool:
 
 
 def child_at(module: nn.Module, path: Path) -> nn.Module | None:
-    """Return the module that a path of names leads to, None where there is none."""
+    """Return the module that a path of names leads to, below adapters; None where there is none."""
     found: nn.Module | None = module
     for name in path:
         if found is None:
             return None
         found = found._modules.get(name)
+        if found is not None and "base_layer" in found._modules:
+            found = base_of(found)
     return found
 
 
@@ -133,5 +136,7 @@ def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class, before it was swapped if it was."""
+    """Return a module's class before it was swapped, nn.Linear for what stands for one."""
+    if is_dequantising(module):
+        return nn.Linear
     return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.subclass import subclass
-from fusedckpt.fusing import left
+from fusedckpt.fusing import adapters, left, reasons
 from fusedckpt.fusing.forwards import FusedMLP, MLPMatch, Swap, of_chunks
-from fusedckpt.fusing.held import Block, Path, child_at
+from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
 from fusedckpt.fusing.layouts import block_of
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import rates_of, takes_one
@@ -48,15 +48,34 @@ def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | 
     match = _match(module)
     if not isinstance(match, MLPMatch) or any(_is_alone(c, module) for c in module.children()):
         return None if isinstance(match, MLPMatch) else match
+    return _swap(module, match, save, chunks)
+
+
+def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str:
+    """Return how peft's LoRA around a linear is swapped, or why it is not."""
+    base = module.get_submodule("base_layer")
+    is_transposed = reasons.is_transposed(base)
+    if type(base) is not nn.Linear and not is_transposed:
+        return f"it is LoRA around a {type(base).__name__}"
+    bias = None if base._parameters["bias"] is None else ("base_layer", "bias")
+    block = Block(
+        "linear_act", (Weight(("base_layer", "weight"), bias, is_transposed),), "identity"
+    )
+    held = (Held(("base_layer",), type(base), 0, ()),)
+    return _swap(module, MLPMatch(block, held, (), None, _DTYPES), save, chunks)
+
+
+def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> Swap:
     block = match.block
     details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
     details += ["weights as [in, out]"] if any(one.transposed for one in block.linears) else []
     details += of_chunks(chunks) if block.kind != "linear_act" else []
+    name = "LoRA" if adapters.is_lora(module) else type(module).__name__
     first = block.linears[0]
     shape = module.get_parameter(".".join(first.weight)).shape
     return Swap(
         "linear" if block.kind == "linear_act" else "mlp",
-        f"{type(module).__name__} -> {block.kind} ({', '.join(details)})",
+        f"{name} -> {block.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
         {"_fusedckpt_match": match, "save": save, "chunks": chunks},
         (shape[0] if first.transposed else shape[1],),

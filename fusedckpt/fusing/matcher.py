@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.fusing import reasons, verification
+from fusedckpt.fusing import adapters, reasons, verification
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Part, is_simple
-from fusedckpt.fusing.match_mlps import mlp_swap
+from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap
 from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_sequentials import blocks_of
 
@@ -29,21 +29,25 @@ class Matcher:
 
     def of(self, module: nn.Module, kind: str) -> Swap | str | None:
         """Return how a norm or MLP is swapped, why it cannot be, or None for what is none."""
-        # a module that must not be run
-        if any(reasons.of_storage(layer) is not None for layer in module.modules()):
+        # a linear, or a module that must not be run
+        if adapters.is_dequantising(module) or any(
+            reasons.of_storage(layer) is not None for layer in module.modules()
+        ):
             return None
+        bare = adapters.rebuilt(module, adapters.bare)
 
         def find() -> Swap | str | None:
             if kind == "norm":
-                swap = norm_swap(module)
+                swap = norm_swap(bare)
             else:
-                swap = mlp_swap(module, self.save, self.chunks)
+                swap = (lora_swap if kind == "lora" else mlp_swap)(bare, self.save, self.chunks)
             if not isinstance(swap, Swap):
                 return swap
             layers = list(module.modules())
-            return unfit(module, swap.attributes, layers) or self._check(module, swap)
+            obstacle = _of_adapters(module) or unfit(module, swap.attributes, layers)
+            return obstacle or self._check(adapters.rebuilt(module, adapters.dense), swap)
 
-        return self._once(kind, module, find)
+        return self._once((kind, adapters.described(module)), bare, find)
 
     def checked(self, module: nn.Module, swap: Swap) -> Swap | str:
         """Return a swap with what a token of training keeps, or how it would change results."""
@@ -58,7 +62,7 @@ class Matcher:
         return isinstance(found, Swap) and not (kinds and found.kind == "linear")
 
     def _once(
-        self, what: str, module: nn.Module, find: Callable[[], Swap | str | None]
+        self, what: Hashable, module: nn.Module, find: Callable[[], Swap | str | None]
     ) -> Swap | str | None:
         key = what, _state(module)
         if key not in self.known:
@@ -100,6 +104,12 @@ def _state(module: nn.Module) -> Hashable:
         )
         for name, part in module.named_modules(remove_duplicate=False)
     )
+
+
+def _of_adapters(module: nn.Module) -> str | None:
+    """Return why adapters in a module cannot be fused now, None if they can or there are none."""
+    found = ((n, layer) for n, layer in module.named_modules() if adapters.is_lora(layer))
+    return next(filter(None, (reasons.of_class(n or "it", layer) for n, layer in found)), None)
 
 
 def unfit(module: nn.Module, attributes: dict[str, Any], layers: list[Any]) -> str | None:

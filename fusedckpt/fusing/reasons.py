@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
+from fusedckpt.autograd.quantised import quantised, why_left
+from fusedckpt.fusing import adapters
 from fusedckpt.layers import validate
 
 __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
@@ -18,6 +20,7 @@ __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_line
 _CALLS = {
     "arguments": "called with other arguments than one tensor",
     "child": "{} is another module than when it was fused",
+    "adapter": "{}: only peft's plain LoRA is fused",
     "hook": "{}: a hook watches it, or its forward was replaced",
     "weight": "{} is of a class with ops of its own",
     "changed": "{} is not what it was when it was fused",
@@ -50,8 +53,12 @@ def of_linear(name: str, child: nn.Module) -> str | None:
 def of_class(name: str, child: nn.Module) -> str | None:
     """Say so of what a child is, whatever watches it."""
     kind = type(child)
+    if adapters.is_lora(child):
+        problem = adapters.in_the_way(child)
+        below = of_class(f"{name}.base_layer", adapters.base_of(child))
+        return below if problem is None else _CALLS["adapter"].format(f"{name} is {problem}")
     if is_adapter(child):
-        return f"{name} is a {_adapter(kind)}: adapters are not fused"
+        return _CALLS["adapter"].format(f"{name} is a {_adapter(kind)}")
     if not isinstance(child, nn.Linear) and not is_transposed(child):
         return None
     if "parametrizations" in child._modules:
@@ -60,7 +67,8 @@ def of_class(name: str, child: nn.Module) -> str | None:
         reason = None if weight is None else of_weight(f"{name}.{key}", weight)
         if reason is not None:
             return reason
-    if isinstance(child, nn.Linear) and kind.forward is not nn.Linear.forward:
+    is_own = kind.forward is not nn.Linear.forward and not adapters.is_dequantising(child)
+    if isinstance(child, nn.Linear) and is_own:
         return f"{name} is a {_name(kind)}, a linear with a forward of its own"
     return None
 
@@ -72,8 +80,14 @@ def of_hooks(name: str, child: nn.Module) -> str | None:
 
 def of_weight(name: str, weight: Any) -> str | None:
     """Say why ours cannot take a parameter, None if it can."""
-    if not isinstance(weight, Tensor) or dispatch.are_plain(weight):
+    if (
+        not isinstance(weight, Tensor)
+        or dispatch.are_plain(weight)
+        or quantised(weight) is not None
+    ):
         return None
+    if (why := why_left(weight)) is not None:
+        return f"{name}: {why}"
     if type(weight).__name__ == "DTensor":
         return f"{name} is a DTensor: sharded parameters are not fused"
     if dispatch.is_plain(type(weight)):
@@ -84,6 +98,7 @@ def of_weight(name: str, weight: Any) -> str | None:
 def of_layer(module: nn.Module) -> str | None:
     """Say why no kernel takes a module's own parameters, None if one does."""
     given = dict(module.named_parameters(recurse=False))
+    given = {name: weight for name, weight in given.items() if quantised(weight) is None}
     for name, parameter in given.items():
         if (reason := of_weight(name, parameter)) is not None:
             return reason

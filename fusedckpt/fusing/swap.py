@@ -14,7 +14,7 @@ from torch.jit import ScriptModule
 from fusedckpt.autograd import fallbacks, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.subclass import made_of, subclass
-from fusedckpt.fusing import left, reasons
+from fusedckpt.fusing import adapters, left, reasons
 from fusedckpt.fusing.forwards import Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
@@ -120,6 +120,8 @@ def _swap_of(
             reason = reasons.of_storage(module)
             report.leave(name, "mlp", str(reason), module.original_name)
         return None
+    if adapters.is_lora(module):
+        return _lora(name, module, wanted, matcher, report)
     kinds = ["norm", "mlp"]
     if isinstance(module, nn.Sequential):
         if not ((wanted.mlp or wanted.linear) and matcher.is_one_block(module)):
@@ -140,6 +142,18 @@ def _swap_of(
     if kind is not None and wanted.has(name, kind):
         reason = left.reason_of(module, found.get("norm" if kind == "norm" else "mlp"))
         report.leave(name, kind, reason, type(module).__name__)
+    return None
+
+
+def _lora(
+    name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
+) -> Swap | None:
+    swap = matcher.of(module, "lora") if wanted.has(name, "linear") else None
+    if isinstance(swap, str):
+        report.leave(name, "linear", swap, type(module).__name__)
+    elif swap is not None:
+        report.swap(name, swap.parts[""])
+        return swap
     return None
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
@@ -78,15 +79,19 @@ class _Block(nn.Module):
         residual: bool,
         save: str,
         chunks: int | None,
+        dropouts: tuple[float, float],
     ):
         name = type(self).__name__
         constructors.block(name, sizes, linear, norm, residual)
         activation = validate.activation(name, activation)
         levels.check(name, save, self.levels)
         validate.block(name, residual, chunks)
+        for key, p in zip(("dropout", "output_dropout"), dropouts, strict=True):
+            arguments.probability(name, key, p)
         super().__init__()
         self.norm = norm
         self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
+        self.dropout, self.output_dropout = dropouts
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
@@ -102,6 +107,9 @@ class _Block(nn.Module):
             default=self.save,
             is_module=True,
         )
+        if self.training and (self.dropout or self.output_dropout):
+            drops = {"dropout": self.dropout, "output_dropout": self.output_dropout}
+            options = options._replace(**drops)
         tensors: tuple[Any, ...] = (None, None)
         if norm is not None and _letter(norm) == "n" and not has_hooks(norm):
             (spec, kinds), tensors = split(spec_of(norm))
@@ -117,11 +125,15 @@ class _Block(nn.Module):
             options.chosen(levels.override.level)
         if y is None:
             y = self._eager(x if norm is None else norm(x))
+            y = F.dropout(y, self.output_dropout, self.training)
             return input + y if self.residual else y
         return y if options.residual or not self.residual else input + y
 
     def _act(self, z: Tensor) -> Tensor:
         return ACTIVATIONS[validate.activation(type(self).__name__, self.activation)].eager(z)
+
+    def _dropped(self, h: Tensor) -> Tensor:
+        return F.dropout(h, self.dropout, self.training)
 
     def _linears(self) -> tuple[Any, ...]:
         raise NotImplementedError
@@ -131,8 +143,10 @@ class _Block(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe what no child shows."""
-        chunks = "" if self.chunks is None else f", chunks={self.chunks}"
-        return f"activation={self.activation}, residual={self.residual}, save={self.save}{chunks}"
+        found = [f"{key}={getattr(self, key)}" for key in ("activation", "residual", "save")]
+        extras = {"chunks": None, "dropout": 0.0, "output_dropout": 0.0}
+        found += [f"{k}={getattr(self, k)}" for k, off in extras.items() if getattr(self, k) != off]
+        return ", ".join(found)
 
 
 class MLP(_Block):
@@ -146,6 +160,7 @@ class MLP(_Block):
         bias, device, dtype: of both linears, as nn.Linear has them.
         norm: a norm module over D, which becomes the child `norm`, or None.
         residual, save, chunks: see `functional.mlp`.
+        dropout, output_dropout: of the hidden layer and of the result, in training alone.
 
     Children are `fc1`, `fc2` and, where given, `norm`.
     """
@@ -166,9 +181,12 @@ class MLP(_Block):
         residual: bool = False,
         save: str = "inputs",
         chunks: int | None = None,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
     ):
         sizes, linear = (in_features, hidden_features, out_features), (bias, device, dtype)
-        super().__init__(sizes, linear, activation, norm, residual, save, chunks)
+        dropouts = dropout, output_dropout
+        super().__init__(sizes, linear, activation, norm, residual, save, chunks, dropouts)
         out_features = in_features if out_features is None else out_features
         self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias, device, dtype)
@@ -177,7 +195,7 @@ class MLP(_Block):
         return self.fc1, self.fc2
 
     def _eager(self, x: Tensor) -> Tensor:
-        return self.fc2(self._act(self.fc1(x)))
+        return self.fc2(self._dropped(self._act(self.fc1(x))))
 
 
 class GatedMLP(_Block):
@@ -206,9 +224,12 @@ class GatedMLP(_Block):
         residual: bool = False,
         save: str = "inputs",
         chunks: int | None = None,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
     ):
         sizes, linear = (in_features, hidden_features, out_features), (bias, device, dtype)
-        super().__init__(sizes, linear, activation, norm, residual, save, chunks)
+        dropouts = dropout, output_dropout
+        super().__init__(sizes, linear, activation, norm, residual, save, chunks, dropouts)
         out_features = in_features if out_features is None else out_features
         self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
@@ -218,7 +239,7 @@ class GatedMLP(_Block):
         return self.gate_proj, self.up_proj, self.down_proj
 
     def _eager(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self._dropped(self._act(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class NormLinear(nn.Module):

@@ -13,11 +13,13 @@ from fusedckpt.autograd import backward, custom_op, dispatch, donation, levels
 from fusedckpt.autograd.custom_op import BELOW, below
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels.products import product
 from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
-from fusedckpt.layers import constructors, norm_sharing, validate
+from fusedckpt.layers import adapted, constructors, norm_sharing, validate
+from fusedckpt.layers.adapted_call import AdaptedOptions
 from fusedckpt.layers.norm_sharing import Versioned
 
 __all__ = ["Linear", "linear_act"]
@@ -266,7 +268,7 @@ def _double_backward(
 
 def linear_act(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRA,
     bias: Tensor | None = None,
     activation: str | None = "gelu",
     *,
@@ -277,7 +279,8 @@ def linear_act(
 
     Args:
         x: [..., in_features], float32, bfloat16, float16 or float64.
-        weight: [out_features, in_features], of x's dtype; under autocast of any but float64.
+        weight: [out_features, in_features], of x's dtype; under autocast of any but float64. Or a
+            `LoRA` record, or a weight that dequantises, as in `mlp`.
         bias: [out_features] or None.
         activation: identity (or None), relu, relu2, leaky_relu, gelu (erf), gelu_tanh, quick_gelu,
             silu, sigmoid, tanh, softplus, mish, or their names in torch and transformers.
@@ -303,14 +306,31 @@ def linear_act(
     return _run(options, x, weight, bias)
 
 
-def _run(options: _Options, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run(options: _Options, x: Tensor, weight: Tensor | LoRA, bias: Tensor | None) -> Tensor:
     call, phase = dispatch.settled(options, x, weight, bias)
     if call is None:
-        return reference.linear_act(x, weight, bias, options.activation)
+        y = _adapted(options, x, weight, bias)
+        return reference.linear_act(x, weight, bias, options.activation) if y is None else y
     read = x.to(call.dtypes[0])
     if phase is None and not torch.compiler.is_compiling() and hasattr(x.grad_fn, "source"):
         return norm_sharing.apply(_LinearAct, x, read, weight, bias, call, phase)
     return _LinearAct.apply(read, weight, bias, call, phase)
+
+
+def _adapted(options: _Options, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
+    name, activation, save, default, kernel, is_module, _ = options
+    given = AdaptedOptions(
+        name,
+        ("weight",),
+        (),
+        activation or "identity",
+        save,
+        LEVELS,
+        kernel=kernel,
+        default=default,
+        is_module=is_module,
+    )
+    return adapted.run(given, x, (None, None), [(weight, bias)])
 
 
 class Linear(nn.Linear):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedckpt import reference
+from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.layers import validate
 from fusedckpt.layers.mlp_call import PACKED, MLPOptions, split
@@ -30,9 +31,9 @@ GATED_LINEARS = ("gate", "up", "down")
 
 def mlp(
     x: Tensor,
-    fc1_weight: Tensor,
+    fc1_weight: Tensor | LoRA,
     fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
+    fc2_weight: Tensor | LoRA,
     fc2_bias: Tensor | None,
     activation: str = "gelu",
     *,
@@ -41,6 +42,8 @@ def mlp(
     save: str | None = None,
     chunks: int | None = None,
     kernel: str | None = None,
+    dropout: float = 0.0,
+    output_dropout: float = 0.0,
 ) -> Tensor:
     """Return F.linear(act(F.linear(norm(x), fc1)), fc2), added to x if residual; keeps only x.
 
@@ -59,7 +62,14 @@ def mlp(
             temporaries pass 512 MiB and cutting them saves more than the accumulators take.
         kernel: "split" (vendor GEMMs and elementwise kernels in place) or "hybrid" (the GEMM of dh
             turns it into h and dz in its epilogue); by default split, unless
-            `python -m bench tune` measured the other to be faster.
+            `python -m bench tune` measured the other to be faster. "split" alone with adapters,
+            quantised weights or dropout.
+        dropout, output_dropout: probabilities at which elements of the hidden layer, and of the
+            result before x is added, are zeroed, the others divided by 1 - p. A seed of 8 bytes is
+            kept for each, no mask. The seeds come from the default generator of x's device.
+
+    A weight may be a `LoRA` record, whose adapter is then computed beside it, or dequantise: see
+    `register_quantised`. It is dense only while a GEMM reads it, and has no gradient.
 
     Returns:
         [..., D_out].
@@ -72,18 +82,21 @@ def mlp(
     options = MLPOptions(
         "mlp", LINEARS, activation, residual, save, MLP_LEVELS, chunks, kernel, bare, kinds
     )
+    if dropout or output_dropout:
+        options = options._replace(dropout=dropout, output_dropout=output_dropout)
     weights = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
     y = run(options, x, *norm_tensors, fc1_weight, fc1_bias, None, None, fc2_weight, fc2_bias)
     if y is not None:
         return y
-    return reference.mlp(x, *weights, activation, norm=norm, residual=residual)
+    extras = {"residual": residual, "dropout": dropout, "output_dropout": output_dropout}
+    return reference.mlp(x, *weights, activation, norm=norm, **extras)
 
 
 def gated_mlp(
     x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
+    gate_weight: Tensor | LoRA,
+    up_weight: Tensor | LoRA | None,
+    down_weight: Tensor | LoRA,
     activation: str = "silu",
     *,
     gate_bias: Tensor | None = None,
@@ -94,6 +107,8 @@ def gated_mlp(
     save: str | None = None,
     chunks: int | None = None,
     kernel: str | None = None,
+    dropout: float = 0.0,
+    output_dropout: float = 0.0,
 ) -> Tensor:
     """Return F.linear(act(gate) * up, down), added to x if residual; keeps only x.
 
@@ -118,10 +133,13 @@ def gated_mlp(
     options = MLPOptions(
         "gated_mlp", linears, activation, residual, save, GATED_LEVELS, chunks, kernel, bare, kinds
     )
+    if dropout or output_dropout:
+        options = options._replace(dropout=dropout, output_dropout=output_dropout)
     gate, up = (gate_weight, gate_bias), (up_weight, up_bias)
     y = run(options, x, *norm_tensors, *gate, *up, down_weight, down_bias)
     if y is not None:
         return y
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     weights = (gate_weight, up_weight, down_weight)
-    return reference.gated_mlp(x, *weights, activation, **biases, norm=norm, residual=residual)
+    extras = {"residual": residual, "dropout": dropout, "output_dropout": output_dropout}
+    return reference.gated_mlp(x, *weights, activation, **biases, norm=norm, **extras)

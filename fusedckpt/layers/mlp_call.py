@@ -89,6 +89,8 @@ class MLPOptions(NamedTuple):
     over: Any = None
     default: str = "inputs"
     is_module: bool = False
+    dropout: float = 0.0
+    output_dropout: float = 0.0
 
     @property
     def name(self) -> str:

@@ -18,7 +18,8 @@ from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Needs, Weights
 from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
-from fusedckpt.layers import norm_sharing
+from fusedckpt.layers import adapted, norm_sharing
+from fusedckpt.layers.adapted_call import AdaptedOptions
 from fusedckpt.layers.mlp_call import PACKED, Args, MLPCall, MLPOptions, block_of
 from fusedckpt.layers.norm_sharing import Versioned
 
@@ -299,9 +300,11 @@ def _twin(options: Args, x: Tensor, *tensors: Any) -> Tensor:
 
 def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
     """Run the Function for a call on x and Weights, None where the eager twin is to run."""
+    if options.dropout or options.output_dropout:
+        return _adapted(options, x, *tensors)
     call, phase = dispatch.settled(options, x, *tensors)
     if call is None:
-        return None
+        return _adapted(options, x, *tensors)
     if options.linears == PACKED:
         # views: autograd puts their gradients together again
         *norm, weight, bias, _, _, down, down_bias = tensors
@@ -317,3 +320,29 @@ def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
     else:
         y = _MLP.apply(read, *tensors, call, phase)
     return x + y if call.adds_after else y
+
+
+def _adapted(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
+    norm_weight, norm_bias, *linears = tensors
+    pairs = list(zip(linears[::2], linears[1::2], strict=True))
+    given = AdaptedOptions(
+        options.name,
+        tuple([f"{key}_weight" for key in options.linears]),
+        (),
+        options.activation,
+        options.save,
+        options.levels,
+        has_last=True,
+        residual=options.residual,
+        chunks=options.chunks,
+        kernel=options.kernel,
+        norm=options.norm,
+        kinds=options.kinds,
+        over=options.over,
+        dropout=options.dropout,
+        output_dropout=options.output_dropout,
+        default=options.default,
+        is_module=options.is_module,
+    )
+    pairs = [pair for pair in pairs if pair[0] is not None]
+    return adapted.run(given, x, (norm_weight, norm_bias), pairs)

@@ -14,12 +14,14 @@ from fusedckpt.autograd import backward, dispatch
 from fusedckpt.autograd.backward import is_batched
 from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.products import product
 from fusedckpt.kernels.runtime import as_matrix, column_sums
-from fusedckpt.layers import validate
+from fusedckpt.layers import adapted, validate
+from fusedckpt.layers.adapted_call import AdaptedOptions
 from fusedckpt.layers.mlp_call import split
 from fusedckpt.layers.norm_function import NormCall
 
@@ -255,7 +257,7 @@ def _double_backward(
 def norm_linear(
     x: Tensor,
     norm: NormSpec,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | LoRA],
     biases: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return F.linear(norm(x), weight, bias) for every weight, keeping only x for backward.
@@ -266,7 +268,8 @@ def norm_linear(
     Args:
         x: [..., D].
         norm: a NormSpec over D.
-        weights: [N_i, D] each, of x's dtype; under autocast of any but float64.
+        weights: [N_i, D] each, of x's dtype; under autocast of any but float64. Or `LoRA` records,
+            or weights that dequantise, as in `mlp`.
         biases: [N_i] or None for each weight; None for no biases.
 
     Returns:
@@ -289,5 +292,24 @@ def run_projections(options: NormLinearOptions, x: Tensor, *tensors: Any) -> Any
     """Run the Function on x, the norm's, weights and biases, None where eager is to run."""
     call, phase = dispatch.settled(options, x, *tensors)
     if call is None:
-        return None
+        return _adapted(options, x, *tensors)
     return _NormLinear.apply(x, *tensors[:2], call, phase, *tensors[2:])
+
+
+def _adapted(options: NormLinearOptions, x: Tensor, weight: Any, bias: Any, *linears: Any) -> Any:
+    count = options.num_linears
+    given = AdaptedOptions(
+        options.name,
+        tuple([f"weights[{i}]" for i in range(count)]),
+        (),
+        None,
+        None,
+        (),
+        norm=options.norm,
+        kinds=options.kinds,
+        over=options.over,
+        is_module=options.is_module,
+    )
+    pairs = list(zip(linears[:count], linears[count:], strict=True))
+    ys = adapted.run(given, x, (weight, bias), pairs)
+    return (ys,) if isinstance(ys, Tensor) else ys

@@ -73,7 +73,7 @@ def tag(model):
 
 
 REASONS = {
-    "adapter": (adapt, "gate is a LoraLinear: adapters are not fused"),
+    "adapter": (adapt, "gate is a LoraLinear: only peft's plain LoRA is fused"),
     "hook": (hook, "up: a hook watches it, or its forward was replaced"),
     "class": (change_class, "down is a OtherLinear, a linear with a forward of its own"),
     "weight": (
@@ -218,7 +218,7 @@ def test_the_text_groups_what_ran_alike(monkeypatch):
     text = str(report(model, randn(4, D)))
     lines = text.partition("fused modules")[2].splitlines()
     assert [" ".join(line.split()) for line in lines[2:]] == [
-        "Gated -> gated_mlp (silu) gate is a LoraLinear: adapters are not fused 1 640 B 0",
+        "Gated -> gated_mlp (silu) gate is a LoraLinear: only peft's plain LoRA is fused 1 640 B 0",
         "LlamaRMSNorm -> rms_norm (llama cast) fused 1 1",
         "Gated -> gated_mlp (silu) fused 1 2",
     ]

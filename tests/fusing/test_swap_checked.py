@@ -146,8 +146,14 @@ LEFT = {
     "pre-hook": (lambda: with_hook("register_forward_pre_hook"), WATCHED),
     "backward hook": (lambda: with_hook("register_full_backward_hook"), WATCHED),
     "forward replaced": (with_forward, "the forward of the Plain was replaced"),
-    "LoRA on one": (lambda: with_lora(1), "w is a LoraLinear: adapters are not fused"),
-    "LoRA on all": (lambda: with_lora(3), "w is a LoraLinear: adapters are not fused"),
+    "LoRA on one": (
+        lambda: with_lora(1),
+        "w is a LoraLinear: only peft's plain LoRA is fused",
+    ),
+    "LoRA on all": (
+        lambda: with_lora(3),
+        "w is a LoraLinear: only peft's plain LoRA is fused",
+    ),
     "parametrized": (with_parametrization, "first: a parametrization makes its weights"),
     "quantised": (
         lambda: Plain(linear=Quantised),

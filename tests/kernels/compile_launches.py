@@ -5,6 +5,7 @@ import torch
 from bench.launches import benchmarked, hybrids, linears, meta, norms
 from fusedckpt.kernels import norm
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.kernels.dropout import dropout
 
 
 def rare_norms(n: int) -> None:
@@ -23,6 +24,14 @@ def rare_norms(n: int) -> None:
     norm.norm(x, wide, w, None, llama, torch.float32)
 
 
+def dropouts() -> None:
+    """An adapter's input, and a hidden layer."""
+    seed = meta(1, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for n in (4096, 11008, 1001):
+            dropout(meta(8192, n, dtype=dtype), 0.05, seed, 3, "split")
+
+
 def every_size() -> None:
     benchmarked()
     everything()
@@ -30,6 +39,7 @@ def every_size() -> None:
 
 def everything() -> None:
     benchmarked("tiny", "llama-3-8b")
+    dropouts()
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))
     # rows of 1001 bf16 elements are not 16-byte aligned: pointer loads

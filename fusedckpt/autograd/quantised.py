@@ -1,0 +1,162 @@
+"""Weights that dequantise: what they look like dense, and who makes them so, by class.
+
+No library is imported for it: a rule goes by a class's name until a weight of that class comes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd import arguments
+
+__all__ = ["QuantisedWeight", "register_quantised"]
+
+# of a dequantised piece, where a weight can be cut; and into how many, as every piece is one more
+# rounding of the gradient of x
+PIECE_BYTES = 64 << 20
+MOST_PIECES = 4
+
+
+class QuantisedWeight(NamedTuple):
+    """A frozen weight [N, K] that is dense only while a GEMM reads it.
+
+    shape, dtype, device: as the dense weight would have them; dense: called with a slice of the
+    rows, or None for all, returns these as a dense tensor, of any floating dtype; is_sliceable:
+    whether it can be called with a slice.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    dense: Callable[[slice | None], Tensor]
+    is_sliceable: bool = False
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[slice | None]:
+        """Cut the rows into dense pieces of PIECE_BYTES, or the most there may be, if they can be.
+
+        None stands for all.
+        """
+        n, k = self.shape
+        step = max(1, PIECE_BYTES // max(1, k * dtype.itemsize), -(-n // MOST_PIECES))
+        if step >= n or not self.is_sliceable:
+            yield None
+            return
+        for start in range(0, n, step):
+            yield slice(start, min(start + step, n))
+
+    def half(self, index: int) -> QuantisedWeight:
+        """Return the first or second half of the rows."""
+        f = self.shape[0] // 2
+
+        def dense(rows: slice | None) -> Tensor:
+            start, stop = (0, f) if rows is None else (rows.start, rows.stop)
+            rows = slice(index * f + start, index * f + stop)
+            return self.dense(rows) if self.is_sliceable else self.dense(None)[rows]
+
+        return self._replace(shape=torch.Size((f, self.shape[1])), dense=dense)
+
+
+Dequantise = Callable[[Any], Tensor]
+_registered: dict[type, tuple[Dequantise, bool]] = {}
+
+
+def register_quantised(
+    kind: type[Tensor], dequantise: Dequantise, *, is_sliceable: bool = False
+) -> None:
+    """Let fused layers take weights of a tensor class, dequantised where they are used.
+
+    Args:
+        kind: the class, whose shape, dtype and device are those of the dense weight.
+        dequantise: called with a weight, returns it as a dense tensor.
+        is_sliceable: whether `weight[start:stop]` is a weight of the class too, some of the rows;
+            then large weights are dequantised piece by piece.
+
+    torchao's weight-only classes, NF4, bitsandbytes' 4-bit and 8-bit parameters, and every class
+    that overrides `Tensor.dequantize` need no registration.
+
+    Raises:
+        TypeError: `kind` is no subclass of Tensor, or `dequantise` cannot be called.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Tensor)):
+        arguments.wrong_type("register_quantised", "kind", "a subclass of Tensor", kind)
+    if not callable(dequantise):
+        arguments.wrong_type("register_quantised", "dequantise", "a function", dequantise)
+    _registered[kind] = dequantise, bool(is_sliceable)
+
+
+def quantised(weight: Any) -> QuantisedWeight | None:
+    """Describe a weight that dequantises, None for any other."""
+    if isinstance(weight, QuantisedWeight):
+        return weight
+    if not isinstance(weight, Tensor) or type(weight) in (Tensor, torch.nn.Parameter):
+        return None
+    # nothing is asked about a weight of a class that is not known to dequantise
+    name, library = type(weight).__name__, type(weight).__module__.partition(".")[0]
+    if library == "bitsandbytes":
+        return _of_bitsandbytes(name, weight)
+    found = _registered.get(type(weight))
+    if found is None and name == "NF4Tensor":
+        found = type(weight).get_original_weight, False  # type: ignore[attr-defined]  # it has one
+    if found is None and type(weight).dequantize is not Tensor.dequantize:
+        found = type(weight).dequantize, name in _SLICEABLE
+    if found is None or weight.requires_grad or why_left(weight) is not None:
+        return None
+    return _by_class(weight, *found)
+
+
+# of torchao, whose slices of rows are weights of the class
+_SLICEABLE = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
+
+
+def why_left(weight: Any) -> str | None:
+    """Say why a quantised weight must be left to its own class; None where that is not known."""
+    name = type(weight).__name__
+    dynamic = ("act_quant_kwargs", "activation_quantization", "act_quant_scale")
+    if "LinearActivation" in name or any(getattr(weight, key, None) is not None for key in dynamic):
+        return f"{name} quantises activations as well"
+    if "BitNet" in name or "MixedPrecision" in name or "QuantizedTraining" in name:
+        return f"{name} is trained quantised"
+    return None
+
+
+def _by_class(weight: Any, dequantise: Dequantise, is_sliceable: bool) -> QuantisedWeight:
+    def dense(rows: slice | None) -> Tensor:
+        return dequantise(weight if rows is None else weight[rows])
+
+    return QuantisedWeight(weight.shape, weight.dtype, weight.device, dense, is_sliceable)
+
+
+def _of_bitsandbytes(name: str, weight: Any) -> QuantisedWeight | None:
+    device, state = weight.device, getattr(weight, "quant_state", None)
+    if name == "Params4bit" and state is not None:
+        if getattr(state, "packing_format_for_cpu", False):
+            return None
+
+        def dense(rows: slice | None) -> Tensor:
+            # the weight's own library
+            functional = importlib.import_module("bitsandbytes.functional")
+            return functional.dequantize_4bit(weight.data, weight.quant_state)
+
+        return QuantisedWeight(torch.Size(state.shape), state.dtype, device, dense)
+    if name == "Int8Params" and getattr(weight, "SCB", None) is not None:
+        return int8(weight.data, weight.SCB)
+    return None
+
+
+def int8(data: Tensor, row_maxima: Tensor) -> QuantisedWeight:
+    """Describe an int8 weight [N, K] whose rows were divided by their maxima [N] and times 127.
+
+    bitsandbytes' Linear8bitLt keeps these in `weight.data` and, once it was called, `state.SCB`.
+    """
+
+    def dense(rows: slice | None) -> Tensor:
+        part, scale = (data, row_maxima) if rows is None else (data[rows], row_maxima[rows])
+        return part * (scale / 127).unsqueeze(1)
+
+    dtype = row_maxima.dtype
+    return QuantisedWeight(data.shape, dtype, data.device, dense, is_sliceable=True)

@@ -1,0 +1,144 @@
+"""Linears under peft's LoRA, or quantised: what is below, and what multiplies for its weight.
+
+peft wraps a linear: the wrapper has the linear as `base_layer` and, by adapters' names, the two
+small linears, the scale and the dropout. What a wrapper computes may change from call to call, as
+adapters are switched, merged or disabled, so it is read in every call, before or after `fuse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd.dispatch import are_plain, has_hooks
+from fusedckpt.autograd.lora import LoRA
+from fusedckpt.autograd.quantised import quantised
+from fusedckpt.autograd.subclass import made_of
+
+# told by name: none of these libraries is imported
+_LORA = (
+    "peft.tuners.lora.layer.Linear",
+    "peft.tuners.lora.bnb.Linear4bit",
+    "peft.tuners.lora.torchao.TorchaoLoraLinear",
+)
+# linears whose forward dequantises, then multiplies as nn.Linear's does
+_DEQUANTISING = ("Linear4bit", "bitsandbytes.nn.modules")
+_PARTS = ("lora_A", "lora_B", "lora_dropout")
+
+
+def is_lora(layer: nn.Module) -> bool:
+    """Whether a layer is peft's LoRA around a linear."""
+    if "base_layer" not in layer._modules:
+        return False
+    made = made_of(type(layer))
+    kind = type(layer) if made is None else made[1]
+    return f"{kind.__module__}.{kind.__qualname__}" in _LORA
+
+
+def base_of(layer: nn.Module) -> nn.Module:
+    """Return the linear below adapters, a layer without any as it is."""
+    while is_lora(layer):
+        layer = layer._modules["base_layer"]  # type: ignore[assignment]  # peft's has one
+    return layer
+
+
+def is_dequantising(layer: nn.Module) -> bool:
+    """Whether a layer is a linear of a class of its own that computes what nn.Linear does."""
+    return (type(layer).__name__, type(layer).__module__) == _DEQUANTISING
+
+
+def casts(layer: Any, x: Tensor) -> bool:
+    """Whether a linear that dequantises computes in another dtype than its input's."""
+    if not is_dequantising(layer) or not layer.compute_type_is_set:
+        return False
+    return layer.compute_dtype not in (None, x.dtype)
+
+
+def dense(layer: nn.Module) -> nn.Module:
+    """Return the nn.Linear that a linear that dequantises stands for, any other layer as it is."""
+    if not is_dequantising(layer):
+        return layer
+    given: Any = layer
+    found = quantised(given.weight)
+    dtype = torch.float32 if found is None else found.dtype
+    shape = given.in_features, given.out_features
+    return nn.Linear(*shape, given.bias is not None, device="meta", dtype=dtype)
+
+
+def bare(layer: nn.Module) -> nn.Module:
+    """Return the nn.Linear below adapters and quantisation, any other layer as it is."""
+    return dense(base_of(layer))
+
+
+def rebuilt(module: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Return a module with layers below it changed: a copy over the same parameters, or itself."""
+    children = {
+        name: child if child is None else change(rebuilt(child, change))
+        for name, child in module._modules.items()
+    }
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__, _modules=children)
+    return copy
+
+
+def in_the_way(layer: nn.Module) -> str | None:
+    """Say what a wrapper computes now that is no plain LoRA, None if it is."""
+    if not is_lora(layer):
+        return None
+    lora: Any = layer
+    if lora.disable_adapters or lora.merged:
+        is_undone = lora.disable_adapters and lora.merged
+        return (
+            "an adapter that the next call unmerges" if is_undone else in_the_way(lora.base_layer)
+        )
+    found = (_odd(lora, name) for name in _active(lora))
+    return next((odd for odd in found if odd is not None), in_the_way(lora.base_layer))
+
+
+def adapted(layer: nn.Module, weight: Any) -> Any:
+    """Return what multiplies for a layer: a weight, under the adapters that are active now."""
+    if not is_lora(layer):
+        return weight
+    lora: Any = layer
+    weight = adapted(lora.base_layer, weight)
+    for name in () if lora.disable_adapters or lora.merged else _active(lora):
+        a, b, dropout = (getattr(lora, part)[name] for part in _PARTS)
+        rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+        weight = LoRA(weight, a.weight, b.weight, lora.scaling[name], rate)
+    return weight
+
+
+def described(module: nn.Module) -> Hashable:
+    """Return what adapters below a module come down to, by which those of two may be alike."""
+    return tuple(
+        (path, in_the_way(layer), *(_sizes(layer, name) for name in _active(layer)))
+        for path, layer in module.named_modules()
+        if is_lora(layer)
+    )
+
+
+def _active(lora: Any) -> list[str]:
+    return [name for name in lora.active_adapters if name in lora.lora_A]
+
+
+def _odd(lora: Any, name: str) -> str | None:
+    """Say how an adapter differs from s B(A(dropout(x))), None where it does not."""
+    variant = lora.lora_variant.get(name)
+    if variant is not None:
+        return f"a {type(variant).__name__.removesuffix('LinearVariant')}"
+    a, b, dropout = (getattr(lora, part)[name] for part in _PARTS)
+    if type(a) is not nn.Linear or type(b) is not nn.Linear or has_hooks(a, b, dropout):
+        return "an adapter that is hooked or sharded"
+    if b.bias is not None or not are_plain(a.weight, b.weight):
+        return "an adapter with a bias or with weights of another class"
+    return None if type(dropout) in (nn.Dropout, nn.Identity) else f"a {type(dropout).__name__}"
+
+
+def _sizes(lora: Any, name: str) -> Hashable:
+    a, dropout = lora.lora_A[name].weight, lora.lora_dropout[name]
+    return name, a.shape, a.dtype, lora.scaling[name], getattr(dropout, "p", 0.0)

@@ -1,0 +1,305 @@
+"""Blocks whose linears have adapters, quantised weights or dropout, as one autograd Function.
+
+A norm, linears of its result, and where there is one the activation and last linear of an MLP. Kept
+are x and for each dropout a seed of 8 bytes; at levels gate and preact what the first linears gave,
+adapters included. A dense form of a quantised weight is not kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedckpt import reference
+from fusedckpt.autograd import arguments, backward, dispatch, donation
+from fusedckpt.autograd.backward import is_batched
+from fusedckpt.autograd.custom_op import BELOW, Op, below
+from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.dropout import draw_seeds
+from fusedckpt.autograd.lora import Parts, is_adapted, parts_of
+from fusedckpt.autograd.norm_spec import NormSpec
+from fusedckpt.autograd.phases import Phase
+from fusedckpt.kernels.runtime import as_matrix
+from fusedckpt.layers import norm_sharing
+from fusedckpt.layers.adapted_block import Block, Needs
+from fusedckpt.layers.adapted_call import AdaptedCall, AdaptedOptions, meta_of
+from fusedckpt.layers.norm_sharing import Versioned
+from fusedckpt.layers.projections import flat, is_wanted, kept, refilled, shape_of
+
+# x, seeds and the norm's two; then come the constants
+NUM_FIRST, NUM_FIXED = 4, 7
+
+
+def _parts(linears: Sequence[Parts], values: Sequence[Any]) -> list[Parts]:
+    """Return the linears with values, in the order of `flat`, in their places."""
+    remaining: Iterator[Any] = iter(values)
+    return [refilled(parts, remaining) for parts in linears]
+
+
+def _needs(call: AdaptedCall, linears: Sequence[Parts], flags: Sequence[bool]) -> Needs:
+    norm = [flags[0], *flags[2:NUM_FIRST]]
+    return Needs(norm, _parts(linears, flags[NUM_FIXED:]), call.has_last)
+
+
+def _view(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a result in shape unseen: autograd forbids writing into a view made in a Function."""
+    return torch.ops.aten._unsafe_view(t, (*shape[:-1], t.shape[1]))
+
+
+class _Adapted(torch.autograd.Function):
+    """Keeps x, seeds, and the first linears' outputs as the level has it; where they are read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        seeds: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        call: AdaptedCall,
+        phase: Phase | None,
+        structure: Sequence[Parts],
+        *tensors: Tensor | None,
+    ) -> Any:
+        linears, norm = _parts(structure, tensors), (norm_weight, norm_bias)
+        needs = _needs(call, structure, ctx.needs_input_grad)
+        is_linear = call.activation is None and not call.has_last
+        reads_hidden = needs.hidden and not is_linear
+        phase = phase if any(ctx.needs_input_grad) else None
+        keeps = runs = call.level if reads_hidden else "inputs"
+        likes = ()
+        if phase is not None and reads_hidden:
+            keeps, runs = phase.keeps(keeps), phase.runs(runs)
+            rows = x.numel() // max(1, x.shape[-1])
+            likes = [((rows, shape_of(linears[0])[0]), call.dtype)] * len(needs.first)
+        given = _read(call, needs, keeps if reads_hidden else "", x, seeds, norm, linears)
+        if phase is not None:
+            phase.enter(given, likes)
+        if type(x) is not Tensor:
+            call = call._replace(on_aten=True)
+        # where writes in place count no version up, see `donation`
+        with below(BELOW):
+            block = Block(call, linears, norm, seeds, needs)
+            ys, zs = block.forward(as_matrix(x), runs)
+        extras = zs if reads_hidden else []
+        if phase is None:
+            ctx.save_for_backward(*given, *extras)
+            ctx.recall, ctx.owns_extras = None, True
+        else:
+            phase.save(ctx, "adapted", given, extras, likes)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.structure, ctx.num_extras = call, structure, len(extras)
+        unread = [
+            t if keep is None else None
+            for keep, t in zip(given[2:], (*norm, *tensors), strict=True)
+        ]
+        ctx.unread = Versioned(*unread)
+        ys = [_view(y, x.shape) for y in ys]
+        if not needs.dn and len(ys) > 1:
+            pairs = zip(ys, needs.linears, strict=True)
+            ctx.mark_non_differentiable(*[y for y, need in pairs if not is_wanted(need)])
+        return tuple(ys) if len(ys) > 1 else ys[0]
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        call: AdaptedCall = ctx.call
+        count = NUM_FIXED + sum(len(flat(parts)) for parts in ctx.structure)
+        begun = backward.begin(ctx, *dys)
+        if begun is None:
+            return (None,) * count
+        flags, saved, direct = begun
+        needs = _needs(call, ctx.structure, flags)
+        given = saved[: len(saved) - ctx.num_extras]
+        extras = saved[len(given) :]
+        like = next(dy for dy in dys if dy is not None)
+        if torch.is_grad_enabled() or is_batched(like):
+            found = _twin_gradients(ctx, given, dys, flags)
+        else:
+            if call.norm is not None:
+                call = call._replace(norm=call.norm._replace(direct=direct))
+            args = (like, call, ctx.structure, needs, given, extras, dys)
+            with below(BELOW):
+                found = donation.run(ctx, _BACKWARD, extras, args, True)
+        (x, norm_weight, norm_bias, *tensors) = [
+            grad if grad is None or dtype is None else grad.to(dtype)
+            for grad, dtype in zip(found, call.dtypes, strict=True)
+        ]
+        return (x, None, norm_weight, norm_bias, None, None, None, *tensors)
+
+
+def _read(
+    call: AdaptedCall,
+    needs: Needs,
+    keeps: str,
+    x: Tensor,
+    seeds: Tensor | None,
+    norm: Sequence[Tensor | None],
+    linears: Sequence[Parts],
+) -> tuple[Tensor | None, ...]:
+    """Return x, seeds and the tensors, None for what no gradient reads.
+
+    keeps: at which level what the first linears gave is; "" where no gradient reads that.
+    """
+    makes = [keeps == "inputs" or (keeps == "gate" and i == 1) for i in range(len(needs.first))]
+    reads_n = any(makes) or any(
+        need.weight or any(a or b for a, b in need.adapters) for need in needs.first
+    )
+    reads_x = reads_n or (call.norm is not None and needs.dn)
+    found = []
+    for i, (parts, need) in enumerate(zip(linears, needs.linears, strict=True)):
+        is_last = i == len(needs.first)
+        computes, needs_dx = (False, needs.dz) if is_last else (makes[i], needs.dn)
+        found += flat(kept(parts, need, computes, needs_dx))
+    norm_weight, norm_bias = norm
+    return (
+        x if reads_x else None,
+        seeds,
+        norm_weight if reads_x else None,
+        norm_bias if reads_n else None,
+        *found,
+    )
+
+
+def _backward(
+    like: Tensor,
+    call: AdaptedCall,
+    structure: Sequence[Parts],
+    needs: Needs,
+    given: Sequence[Tensor | None],
+    extras: Sequence[Tensor | None],
+    dys: Sequence[Tensor | None],
+    settled: bool = True,
+    donates: bool = False,
+) -> list[Tensor | None]:
+    """Return the wanted gradients of x, the norm's two, and every tensor."""
+    x, seeds, norm_weight, norm_bias, *tensors = given
+    linears = _parts(structure, tensors)
+    block = Block(call, linears, (norm_weight, norm_bias), seeds, needs)
+    rows = [None if dy is None else as_matrix(dy) for dy in dys]
+    zs = list(extras) or [None] * len(needs.first)
+    dx = block.backward(rows, None if x is None else as_matrix(x), zs, donates)
+    if dx is not None:
+        features = shape_of(structure[0])[1] if x is None else x.shape[-1]
+        dx = dx.view(*like.shape[:-1], features)
+    found = [dx if needs.norm[0] else None, block.grads.get((-1, 0)), block.grads.get((-1, 1))]
+    for i, parts in enumerate(structure):
+        found += [block.grads.get((i, j)) for j in range(len(flat(parts)))]
+    return found
+
+
+_SPENDING = partial(_backward, donates=True)
+_BACKWARD = Op(_backward, _backward), Op(_SPENDING, _SPENDING)
+
+
+def _twin_gradients(
+    ctx: Any, given: Sequence[Tensor | None], dys: Sequence[Tensor | None], flags: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients by the eager twin, as a graph that can be differentiated again."""
+    call: AdaptedCall = ctx.call
+    x, seeds, *tensors = given
+    like = next(dy for dy in dys if dy is not None)
+    pairs = zip(tensors, ctx.unread.read(), strict=True)
+    tensors = [other if t is None else t for t, other in pairs]
+    if x is None:
+        needs = _needs(call, ctx.structure, flags)
+        if needs.hidden and call.activation is not None:
+            raise RuntimeError(
+                "fusedckpt: create_graph=True needs x, which save='preact' does not keep where the "
+                "first weights are frozen: use save='inputs'"
+            )
+        # no gradient depends on it
+        x = like.new_zeros(*like.shape[:-1], shape_of(ctx.structure[0])[1], dtype=call.dtypes[0])
+    wanted = [flags[0], *flags[2:NUM_FIRST], *flags[NUM_FIXED:]]
+    twin = partial(_twin, call, ctx.structure, seeds)
+    with dispatch.no_autocast(like.device):
+        return twin_gradients(twin, (x, *tensors), wanted, dys)
+
+
+def _twin(
+    call: AdaptedCall,
+    structure: Sequence[Parts],
+    seeds: Tensor | None,
+    x: Tensor,
+    norm_weight: Any,
+    norm_bias: Any,
+    *tensors: Any,
+) -> Any:
+    """Return what the Function computes, from torch's own differentiable operations."""
+    n, norm = x, call.norm
+    if norm is not None:
+        kind, eps, offset, cast = norm.rule
+        spec = NormSpec(kind, norm_weight, norm_bias, eps, offset, cast)
+        n = reference.apply_norm(x, spec).to(call.dtype)
+    linears = [
+        partial(reference.linear_of, parts=parts, seeds=seeds, dtypes=(call.dtype, dtypes))
+        for parts, dtypes in zip(_parts(structure, tensors), call.adapter_dtypes, strict=True)
+    ]
+    first = linears[:-1] if call.has_last else linears
+    ys = [linear(n) for linear in first]
+    if call.activation is None and not call.has_last:
+        return tuple(ys) if len(ys) > 1 else ys[0]
+    h = reference.hidden(ys, call.activation)
+    if not call.has_last:
+        return h
+    p, index = call.dropout
+    y = linears[-1](reference.dropout(h, p, seeds[index] if p and seeds is not None else None))
+    p, index = call.output_dropout
+    y = reference.dropout(y, p, seeds[index] if p and seeds is not None else None)
+    return x + y if call.adds else y
+
+
+def run(options: AdaptedOptions, x: Tensor, norm: Sequence[Any], linears: Sequence[Any]) -> Any:
+    """Run the Function on x, a norm's weight and bias, and pairs of weight and bias.
+
+    None where nothing is adapted, or where the eager twin is to run.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    dropouts = 0
+    for key in ("dropout", "output_dropout"):
+        arguments.probability(options.name, key, getattr(options, key))
+        dropouts += getattr(options, key) > 0
+    if not dropouts and not any(is_adapted(weight) for weight, _ in linears):
+        return None
+    seed = itertools.count(dropouts)
+    pairs = zip(options.keys, linears, strict=True)
+    parts = [parts_of(options.name, key, w, b, seed) for key, (w, b) in pairs]
+    if options.keys == ("gate_weight", "down_weight"):
+        # views: autograd puts their gradients together again
+        options = options._replace(keys=("gate_weight", "up_weight", "down_weight"))
+        parts = [parts[0].half(0), parts[0].half(1), parts[1]]
+    return _run(options, x, norm, parts, next(seed))
+
+
+def _structure(parts: Parts) -> Parts:
+    """Return a linear without its tensors."""
+    nothing = tuple([(None, None)] * len(parts.adapters))
+    weight = meta_of(parts) if parts.base is None else None
+    return parts._replace(weight=weight, bias=None, adapters=nothing)
+
+
+def _run(
+    options: AdaptedOptions, x: Tensor, norm: Sequence[Any], parts: list[Parts], num_seeds: int
+) -> Any:
+    structure = [_structure(linear) for linear in parts]
+    known = [s if s.base is None else s._replace(base=meta_of(s)) for s in structure]
+    options = options._replace(linears=tuple(known))
+    tensors = [t for linear in parts for t in flat(linear)]
+    call, phase = dispatch.settled(options, x, *norm, *tensors)
+    if call is None:
+        return None
+    seeds = draw_seeds(x, num_seeds)
+    casts = call.norm is None and x.dtype != call.dtype
+    read = x.to(call.dtype) if casts else x
+    args = (seeds, *norm, call, phase, structure, *tensors)
+    is_free = phase is None and call.norm is None
+    if is_free and hasattr(x.grad_fn, "source") and (call.activation or len(parts) == 1):
+        y = norm_sharing.apply(_Adapted, x, read, *args)
+    else:
+        y = _Adapted.apply(read, *args)
+    return x + y if call.adds_after else y

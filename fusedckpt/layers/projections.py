@@ -1,0 +1,198 @@
+"""Linear layers as a fused block computes them: dense, dequantised where used, with adapters.
+
+    y = x W' + b + sum of s drop(x) A' B'        dx = dy W + sum of drop(s dy B A)
+    dA = (s dy B)' drop(x)     dB = dy' (s drop(x) A')     dW = dy' x     db = column sums of dy
+
+for primes as transposes. Nothing wider than the rank is kept: drop(x) and the product with A' are
+made again. Adapters are computed in their own dtype, and their result is added in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd.dropout import dropout
+from fusedckpt.autograd.lora import Constants, Parts
+from fusedckpt.kernels.linear import linear
+from fusedckpt.kernels.runtime import as_vector, as_weight, column_sums
+
+# called with a gradient's index in the flat order of `flat`, and the product's factors a' b
+AddProduct = Callable[[int, Tensor, Tensor], None]
+
+
+class Adapter(NamedTuple):
+    """A [r, K] and B [N, r] in the dtype that they are multiplied in; None for what is not there.
+
+    first_row: which of all rows a chunk begins with.
+    """
+
+    a: Any
+    b: Any
+    constants: Constants
+    seed: Tensor | None
+    dtype: torch.dtype
+
+    def dropped(self, x: Tensor, first_row: int) -> Tensor:
+        """Return what A reads."""
+        return dropout(x.to(self.dtype), self.constants.dropout, self.seed, first_row)
+
+    def add_output(self, y: Tensor, x: Tensor, first_row: int) -> None:
+        """Add s drop(x) A' B' to y."""
+        low = torch.mm(self.dropped(x, first_row), self.a.t())
+        if y.dtype == self.dtype:
+            torch.addmm(y, low, self.b.t(), alpha=self.constants.scale, out=y)
+        else:
+            # rounded once, with the sum
+            y += torch.mm(low, self.b.t()).mul_(self.constants.scale)
+
+    def low_grad(self, dy: Tensor) -> Tensor:
+        """Return s dy B, of which both dA and dx are made."""
+        return torch.mm(dy.to(self.dtype), self.b).mul_(self.constants.scale)
+
+    def add_input_grad(self, total: Tensor, dlow: Tensor, first_row: int) -> None:
+        """Add drop(s dy B A) to the gradient of x."""
+        if total.dtype == self.dtype and not self.constants.dropout:
+            torch.addmm(total, dlow, self.a, out=total)
+        else:
+            dx = torch.mm(dlow, self.a)
+            total += dropout(dx, self.constants.dropout, self.seed, first_row)
+
+
+class Projection(NamedTuple):
+    """A linear layer: its parts, the gradients wanted of them, and the dtype of its GEMM."""
+
+    parts: Parts
+    needs: Parts
+    adapters: tuple[Adapter, ...]
+    dtype: torch.dtype
+
+    @property
+    def features(self) -> int:
+        """How many outputs there are."""
+        return shape_of(self.parts)[0]
+
+    @property
+    def needs_x(self) -> bool:
+        """Whether a gradient of its own reads x."""
+        return reads_x(self.needs)
+
+    def _dense(self, rows: slice | None) -> Tensor:
+        base = self.parts.base
+        return as_weight(self.parts.weight if base is None else base.dense(rows), self.dtype)
+
+    def _pieces(self) -> Any:
+        base = self.parts.base
+        return (None,) if base is None else base.pieces(self.dtype)
+
+    def output(self, x: Tensor, first_row: int, out: Tensor | None = None) -> Tensor:
+        """Return y [M, N] for x [M, K], in `out` if given."""
+        y = x.new_empty(x.shape[0], self.features) if out is None else out
+        bias = as_vector(self.parts.bias, self.dtype)
+        for rows in self._pieces():
+            if rows is None:
+                linear(x, self._dense(None), bias, y)
+            else:
+                part = None if bias is None else bias[rows]
+                y[:, rows] = linear(x, self._dense(rows), part)
+        for adapter in self.adapters:
+            adapter.add_output(y, x, first_row)
+        return y
+
+    def low_grads(self, dy: Tensor, needs_dx: bool) -> list[Tensor | None]:
+        """Return for every adapter s dy B, None where neither dA nor dx is wanted."""
+        pairs = zip(self.adapters, self.needs.adapters, strict=True)
+        return [adapter.low_grad(dy) if needs_dx or need[0] else None for adapter, need in pairs]
+
+    def input_grad(
+        self, dy: Tensor, lows: list[Tensor | None], first_row: int, total: Tensor | None = None
+    ) -> Tensor:
+        """Return the gradient of x, added to `total`, which is written over, if given."""
+        for rows in self._pieces():
+            part = dy if rows is None else dy[:, rows]
+            if total is None:
+                total = torch.mm(part, self._dense(rows))
+            else:
+                torch.addmm(total, part, self._dense(rows), out=total)
+        assert total is not None
+        for adapter, low in zip(self.adapters, lows, strict=True):
+            assert low is not None
+            adapter.add_input_grad(total, low, first_row)
+        return total
+
+    def add_grads(
+        self,
+        dy: Tensor,
+        x: Tensor | None,
+        lows: list[Tensor | None],
+        first_row: int,
+        add: Callable[[int, Tensor], None],
+        add_product: AddProduct,
+    ) -> None:
+        """Add the wanted gradients of weight, bias, A and B, by their index in `flat`."""
+        if self.needs.bias:
+            add(1, column_sums(dy))
+        if x is None or not self.needs_x:
+            return
+        if self.needs.weight:
+            add_product(0, dy, x)
+        triples = zip(self.adapters, lows, self.needs.adapters, strict=True)
+        for index, (adapter, low, (needs_a, needs_b)) in enumerate(triples):
+            if not (needs_a or needs_b):
+                continue
+            read = adapter.dropped(x, first_row)
+            if needs_a:
+                assert low is not None
+                add_product(2 + 2 * index, low, read)
+            if needs_b:
+                scaled = torch.mm(read, adapter.a.t()).mul_(adapter.constants.scale)
+                add_product(3 + 2 * index, dy.to(adapter.dtype), scaled)
+
+
+def shape_of(parts: Parts) -> torch.Size:
+    """Return [N, K]."""
+    return (parts.weight if parts.base is None else parts.base).shape
+
+
+def flat(parts: Parts) -> list[Any]:
+    """Return weight, bias, and A and B of every adapter."""
+    return [parts.weight, parts.bias, *(t for pair in parts.adapters for t in pair)]
+
+
+def refilled(parts: Parts, values: Any) -> Parts:
+    """Return the parts with the next of an iterator's values in the order of `flat`."""
+    weight, bias = next(values), next(values)
+    adapters = tuple([(next(values), next(values)) for _ in parts.adapters])
+    return parts._replace(weight=weight, bias=bias, adapters=adapters)
+
+
+def reads_x(needs: Parts) -> bool:
+    """Whether a wanted gradient of weight, A or B reads x."""
+    return bool(needs.weight) or any(a or b for a, b in needs.adapters)
+
+
+def is_wanted(needs: Parts) -> bool:
+    """Whether any gradient of the layer's own is."""
+    return bool(needs.bias) or reads_x(needs)
+
+
+def kept(parts: Parts, needs: Parts, computes: bool, needs_dx: bool) -> Parts:
+    """Return the parts, None for what backward does not read.
+
+    computes: whether it computes the layer's output again.
+    """
+
+    def pair(given: tuple[Any, Any], need: tuple[Any, Any]) -> tuple[Any, Any]:
+        a = given[0] if computes or needs_dx or need[1] else None
+        b = given[1] if computes or needs_dx or need[0] else None
+        return a, b
+
+    pairs = zip(parts.adapters, needs.adapters, strict=True)
+    return parts._replace(
+        weight=parts.weight if computes or needs_dx else None,
+        bias=parts.bias if computes else None,
+        adapters=tuple([pair(given, need) for given, need in pairs]),
+    )
