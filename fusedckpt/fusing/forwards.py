@@ -8,6 +8,7 @@ runs the old forward.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from types import FunctionType
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.subclass import made_of
+from fusedckpt.fusing import styles
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, Path, broken, child_at
-from fusedckpt.layers import norm_sharing
+from fusedckpt.layers import norm_sharing, parallel
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm import layer_norm, rms_norm
+from fusedckpt.layers.parallel import Layout
 
 # a linear's weight as [out, in], and its bias
 _Linear = tuple[Tensor, Tensor | None]
@@ -135,10 +138,17 @@ class FusedNorm(Swapped):
         match, given = self._fusedckpt_match, self._parameters
         weight = None if match.weight is None else given.get(match.weight)
         bias = None if match.bias is None else given.get(match.bias)
-        if not dispatch.are_plain(x, weight, bias):
-            return fallbacks.unplain(
-                x, **{match.weight or "weight": weight, match.bias or "bias": bias}
-            )
+        if dispatch.are_plain(x, weight, bias):
+            return self._computed(x, weight, bias)
+        y = parallel.on_rows(self._computed, 1, x, weight, bias)
+        if y is not None:
+            return y
+        return fallbacks.unplain(
+            x, **{match.weight or "weight": weight, match.bias or "bias": bias}
+        )
+
+    def _computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | Fallback:
+        match = self._fusedckpt_match
         if (changed := broken(self, match.held)) is not None:
             return changed
         for name, tensor in ((match.weight, weight), (match.bias, bias)):
@@ -191,15 +201,19 @@ class FusedMLP(Swapped):
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         match, block = self._fusedckpt_match, self._fusedckpt_match.block
-        tensors = _tensors(self, match, x)
+        found, layout = broken(self, match.held), None
+        if found is not None and found[0] == "hook" and not torch.compiler.is_compiling():
+            layout = styles.layout_of(self, block)
+            if layout is not None:
+                found = broken(self, match.held, [one.weight[:-1] for one in block.linears])
+        tensors = found or _tensors(self, match, x, layout)
         if isinstance(tensors, tuple):
             return tensors
-        if block.kind == "mlp":
-            y = _mlp(x, self.save, block, *tensors)
-        elif block.kind == "gated_mlp":
-            y = _gated_mlp(x, self.save, block, *tensors)
-        else:
-            y = _linear_act(x, self.save, block, *tensors)
+
+        def computed(x: Tensor) -> Tensor:
+            return _COMPUTE[block.kind](x, self.save, block, *tensors)
+
+        y = computed(x) if layout is None else parallel.spread(computed, x, layout)
         return y if match.last is None else child_at(self, match.last)(y)  # type: ignore[misc]  # held
 
     def extra_repr(self) -> str:
@@ -213,20 +227,24 @@ def _described(original: str, *ours: str) -> str:
     return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
 
 
-def _tensors(module: nn.Module, match: MLPMatch, x: Tensor) -> list[_Linear] | Fallback:
+def _tensors(
+    module: nn.Module, match: MLPMatch, x: Tensor, layout: Layout | None
+) -> list[_Linear] | Fallback:
     """Return the tensors of a block's linears, or what makes the call another than was matched."""
-    found = broken(module, match.held)
-    if found is not None:
-        return found
     for path, name in match.rates:
         part: Any = child_at(module, path)
         if part.training and getattr(part, name) > 0:
             return "dropout", ".".join(path) or name
-    if not dispatch.are_plain(x):
-        return fallbacks.unplain(x)
+    if layout is None or not parallel.takes(x, layout):
+        if layout is not None or not dispatch.are_plain(x):
+            return fallbacks.unplain(x)
     linears: list[_Linear] = []
     for linear in match.block.linears:
         weight, bias = (_parameter(module, path) for path in linear[:2])
+        if layout is not None:
+            is_last = linear is match.block.linears[-1]
+            weight = parallel.shard_of(weight, layout, 1 if is_last else 0)
+            bias = parallel.shard_of(bias, layout, None if is_last else 0)
         for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
             # gone as a parametrization or sharding leaves it, or of another class
             if path is not None and (tensor is None or not dispatch.are_plain(tensor)):
@@ -265,6 +283,13 @@ def _gated_mlp(x: Tensor, save: str, block: Block, first: _Linear, *rest: _Linea
 def _linear_act(x: Tensor, save: str, block: Block, linear: _Linear) -> Tensor:
     level = levels.resolve("linear_act", None, within(save, LINEAR_LEVELS), LINEAR_LEVELS)
     return linear_act(x, *linear, block.activation, save=level)
+
+
+_COMPUTE: dict[str, Callable[..., Tensor]] = {
+    "mlp": _mlp,
+    "gated_mlp": _gated_mlp,
+    "linear_act": _linear_act,
+}
 
 
 def within(level: str, known: tuple[str, ...]) -> str:

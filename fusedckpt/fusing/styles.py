@@ -1,0 +1,117 @@
+"""What tensor parallelism put around an MLP's linears: which layouts it takes and gives.
+
+A fused MLP calls none of its linears, so that it does itself what their hooks would. Those of
+torch's styles and of transformers' are known, by the code that they run; an MLP with any other runs
+as its class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fusedckpt.fusing.held import Block, child_at
+from fusedckpt.layers.parallel import Layout, library
+
+__all__ = ["layout_of"]
+
+# what hooks a module has, all of which are known here
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KINDS = {"ColwiseParallel": "columns", "RowwiseParallel": "rows"}
+
+
+class _Style(NamedTuple):
+    """What is put around a linear whose weight is split by its "columns", or by its "rows".
+
+    That is, as the styles' names have it: by its output features, or by its input features. input:
+    what a plain input is; output: what the result is laid out as, and whether it is given as plain.
+    """
+
+    split: str
+    mesh: Any
+    input: Any
+    output: Any
+    is_local: bool
+
+
+def layout_of(module: nn.Module, block: Block) -> Layout | None:
+    """Return how an MLP's input and output are laid out, None where something else is around."""
+    if block.kind not in ("mlp", "gated_mlp") or block.packed:
+        return None
+    styles = []
+    for linear in block.linears:
+        child = child_at(module, linear.weight[:-1])
+        style = None if linear.transposed or child is None else _style_of(child)
+        if style is None or style.mesh.ndim != 1:
+            return None
+        styles.append(style)
+    *first, last = styles
+    same = all(style[:4] == first[0][:4] for style in first) and first[0].mesh == last.mesh
+    ends = library().Shard(-1)
+    fits = first[0].split == "columns" and first[0].output == ends
+    if not (same and fits and last.split == "rows" and last.input == ends):
+        return None
+    return Layout(last.mesh, first[0].input, last.output, last.is_local)
+
+
+def _style_of(linear: nn.Module) -> _Style | None:
+    if library() is None:
+        return None
+    hooks = [[*vars(linear)[name].values()] for name in _HOOKS]
+    if "forward" in vars(linear):
+        return None if any(hooks) else _of_transformers(linear, vars(linear)["forward"])
+    if [len(some) for some in hooks] != [1, 1, 0, 0] or linear._forward_pre_hooks_with_kwargs:
+        return None
+    return _of_torch(hooks[0][0], hooks[1][0])
+
+
+def _held(function: Any, by: Any) -> dict[str, Any] | None:
+    """Return what a function that another one defined holds on to, None for any other function."""
+    code = getattr(function, "__code__", None)
+    if code is None or code not in getattr(by, "__code__", by).co_consts:
+        return None
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
+def _of_torch(before: Callable[..., Any], after: Callable[..., Any]) -> _Style | None:
+    """Return the style whose hooks `distribute_module` set."""
+    styles, by = sys.modules.get("torch.distributed.tensor.parallel"), library().distribute_module
+    taken, given = _held(before, by), _held(after, by)
+    if styles is None or taken is None or given is None:
+        return None
+    mesh, prepare, finish = taken["device_mesh"], taken["input_fn"], given["output_fn"]
+    if given["device_mesh"] != mesh or not isinstance(prepare, partial):
+        return None
+    for name, split in _KINDS.items():
+        style = getattr(styles, name)
+        is_it = prepare.func is style._prepare_input_fn
+        if is_it and isinstance(finish, partial) and finish.func is style._prepare_output_fn:
+            (inputs, wanted), (outputs, is_local) = prepare.args, finish.args
+            found = library()
+            if wanted != ((found.Replicate(),) if split == "columns" else (found.Shard(-1),)):
+                return None
+            return _Style(split, mesh, inputs[0], outputs[0], is_local)
+    return None
+
+
+def _of_transformers(linear: nn.Module, forward: Any) -> _Style | None:
+    """Return the style whose `install_forward` replaced a linear's forward."""
+    styles = sys.modules.get("transformers.distributed.tensor_parallel")
+    base = getattr(styles, "TensorParallelLayer", None)
+    held = None if base is None else _held(forward, base.install_forward)
+    if held is None or getattr(held["original_forward"], "__func__", None) is not (
+        type(linear).forward
+    ):
+        return None
+    style, mesh = held["self"], held["mesh"]
+    split = _KINDS.get(type(style).__name__)
+    if split is None or type(style) is not getattr(styles, type(style).__name__, None):
+        return None
+    if getattr(linear, "_hf_quantized_needs_local_tp", False):
+        return None
+    return _Style(split, mesh, style.input_layouts, style.output_layouts, style.use_local_output)
