@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
+from fusedckpt.fusing import styles
 from fusedckpt.layers import validate
 
 __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
@@ -83,6 +84,8 @@ def of_weight(name: str, weight: Any) -> str | None:
 
 def of_layer(module: nn.Module) -> str | None:
     """Say why no kernel takes a module's own parameters, None if one does."""
+    if styles.is_known(module):
+        return None
     given = dict(module.named_parameters(recurse=False))
     for name, parameter in given.items():
         if (reason := of_weight(name, parameter)) is not None:

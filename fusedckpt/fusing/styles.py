@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fusedckpt.fusing.held import Block, child_at
-from fusedckpt.layers.parallel import Layout, library
+from fusedckpt.layers.parallel import Layout, is_sharded, library
 
-__all__ = ["layout_of"]
+__all__ = ["is_known", "layout_of", "style_of", "unwrapped"]
 
 # what hooks a module has, all of which are known here
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = {"ColwiseParallel": "columns", "RowwiseParallel": "rows"}
 
 
-class _Style(NamedTuple):
+class Style(NamedTuple):
     """What is put around a linear whose weight is split by its "columns", or by its "rows".
 
     That is, as the styles' names have it: by its output features, or by its input features. input:
@@ -45,7 +45,7 @@ def layout_of(module: nn.Module, block: Block) -> Layout | None:
     styles = []
     for linear in block.linears:
         child = child_at(module, linear.weight[:-1])
-        style = None if linear.transposed or child is None else _style_of(child)
+        style = None if linear.transposed or child is None else style_of(child)
         if style is None or style.mesh.ndim != 1:
             return None
         styles.append(style)
@@ -58,7 +58,26 @@ def layout_of(module: nn.Module, block: Block) -> Layout | None:
     return Layout(last.mesh, first[0].input, last.output, last.is_local)
 
 
-def _style_of(linear: nn.Module) -> _Style | None:
+def is_known(layer: nn.Module) -> bool:
+    """Whether it is known how a layer's DTensors are laid out, so that they need not be refused."""
+    given = [p for p in layer._parameters.values() if p is not None]
+    if not any(map(is_sharded, given)):
+        return False
+    # as those of a norm that has rows of its own on every rank
+    whole = all(is_sharded(p) and all(q.is_replicate() for q in p.placements) for p in given)
+    return whole or style_of(layer) is not None
+
+
+def unwrapped(layer: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes without a forward by which a known style calls its own."""
+    attributes = vars(layer)
+    if "forward" not in attributes or style_of(layer) is None:
+        return attributes
+    return {name: value for name, value in attributes.items() if name != "forward"}
+
+
+def style_of(linear: nn.Module) -> Style | None:
+    """Return what is known to be around a linear, None for nothing and for anything else."""
     if library() is None:
         return None
     hooks = [[*vars(linear)[name].values()] for name in _HOOKS]
@@ -78,7 +97,7 @@ def _held(function: Any, by: Any) -> dict[str, Any] | None:
     return {name: cell.cell_contents for name, cell in cells}
 
 
-def _of_torch(before: Callable[..., Any], after: Callable[..., Any]) -> _Style | None:
+def _of_torch(before: Callable[..., Any], after: Callable[..., Any]) -> Style | None:
     """Return the style whose hooks `distribute_module` set."""
     styles, by = sys.modules.get("torch.distributed.tensor.parallel"), library().distribute_module
     taken, given = _held(before, by), _held(after, by)
@@ -95,11 +114,11 @@ def _of_torch(before: Callable[..., Any], after: Callable[..., Any]) -> _Style |
             found = library()
             if wanted != ((found.Replicate(),) if split == "columns" else (found.Shard(-1),)):
                 return None
-            return _Style(split, mesh, inputs[0], outputs[0], is_local)
+            return Style(split, mesh, inputs[0], outputs[0], is_local)
     return None
 
 
-def _of_transformers(linear: nn.Module, forward: Any) -> _Style | None:
+def _of_transformers(linear: nn.Module, forward: Any) -> Style | None:
     """Return the style whose `install_forward` replaced a linear's forward."""
     styles = sys.modules.get("transformers.distributed.tensor_parallel")
     base = getattr(styles, "TensorParallelLayer", None)
@@ -114,4 +133,4 @@ def _of_transformers(linear: nn.Module, forward: Any) -> _Style | None:
         return None
     if getattr(linear, "_hf_quantized_needs_local_tp", False):
         return None
-    return _Style(split, mesh, style.input_layouts, style.output_layouts, style.use_local_output)
+    return Style(split, mesh, style.input_layouts, style.output_layouts, style.use_local_output)
