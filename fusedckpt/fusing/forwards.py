@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.subclass import made_of
-from fusedckpt.fusing import styles
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, Path, broken, child_at
 from fusedckpt.layers import norm_sharing, parallel
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
@@ -28,6 +27,7 @@ from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm import layer_norm, rms_norm
 from fusedckpt.layers.parallel import Layout
+from fusedckpt.layers.styles import layout_of
 
 # a linear's weight as [out, in], and its bias
 _Linear = tuple[Tensor, Tensor | None]
@@ -203,7 +203,7 @@ class FusedMLP(Swapped):
         match, block = self._fusedckpt_match, self._fusedckpt_match.block
         found, layout = broken(self, match.held), None
         if found is not None and found[0] == "hook" and not torch.compiler.is_compiling():
-            layout = styles.layout_of(self, block)
+            layout = _layout_of(self, block)
             if layout is not None:
                 found = broken(self, match.held, [one.weight[:-1] for one in block.linears])
         tensors = found or _tensors(self, match, x, layout)
@@ -235,16 +235,13 @@ def _tensors(
         part: Any = child_at(module, path)
         if part.training and getattr(part, name) > 0:
             return "dropout", ".".join(path) or name
-    if layout is None or not parallel.takes(x, layout):
-        if layout is not None or not dispatch.are_plain(x):
-            return fallbacks.unplain(x)
+    if not (dispatch.are_plain(x) if layout is None else parallel.takes(x, layout)):
+        return fallbacks.unplain(x)
     linears: list[_Linear] = []
-    for linear in match.block.linears:
-        weight, bias = (_parameter(module, path) for path in linear[:2])
-        if layout is not None:
-            is_last = linear is match.block.linears[-1]
-            weight = parallel.shard_of(weight, layout, 1 if is_last else 0)
-            bias = parallel.shard_of(bias, layout, None if is_last else 0)
+    given = [(_parameter(module, w), _parameter(module, b)) for w, b, _ in match.block.linears]
+    if layout is not None:
+        given = parallel.shards_of(given, layout)
+    for linear, (weight, bias) in zip(match.block.linears, given, strict=True):
         for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
             # gone as a parametrization or sharding leaves it, or of another class
             if path is not None and (tensor is None or not dispatch.are_plain(tensor)):
@@ -255,6 +252,12 @@ def _tensors(
             return "dtype", x.dtype
         linears.append((weight.t() if linear.transposed else weight, bias))
     return linears
+
+
+def _layout_of(module: nn.Module, block: Block) -> Layout | None:
+    if block.kind == "linear_act" or block.packed or any(one.transposed for one in block.linears):
+        return None
+    return layout_of(*(child_at(module, one.weight[:-1]) for one in block.linears))
 
 
 def _parameter(module: nn.Module, path: Path | None) -> Any:

@@ -15,7 +15,7 @@ from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import mlp_swap
 from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_sequentials import blocks_of
-from fusedckpt.fusing.styles import style_of, unwrapped
+from fusedckpt.layers.styles import style_of, unwrapped
 
 # what every module has
 _OF_MODULES = frozenset(vars(nn.Module()))

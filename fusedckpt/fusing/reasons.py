@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.fusing import styles
-from fusedckpt.layers import validate
+from fusedckpt.layers import styles, validate
 
 __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.fusing.held import Path
-from fusedckpt.fusing.styles import unwrapped
+from fusedckpt.layers.styles import unwrapped
 
 # rows of the random input: enough to tell rules of rounding apart, and few
 ROWS = 6

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.held import MISSING, Held, Path, is_function, is_simple
 from fusedckpt.fusing.replica import replica
-from fusedckpt.fusing.styles import style_of
+from fusedckpt.layers.styles import style_of
 
 # what every module has, and how modules call each other
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}

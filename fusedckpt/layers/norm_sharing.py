@@ -84,9 +84,7 @@ def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | N
     # an eager twin's node has no call
     call = getattr(node, "call", None)
     if getattr(call, "num_dims", 0) == 1 and node.is_free and not has_hooks(norm):
-        node.source = Source(
-            partial(_normalised, call), weight, bias, versions_of(n, weight, bias)
-        )
+        node.source = Source(partial(_normalised, call), weight, bias, versions_of(n, weight, bias))
     return n
 
 
@@ -101,8 +99,8 @@ def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
     Where saved tensors go through no hooks but counting ones. The Function has one output, and
     saves `read`, or None in its place, before all else.
     """
-    made_from = _made_from(n)
-    if made_from is None:
+    found = made_from(n)
+    if found is None:
         return function.apply(read, *args)
     with _uncounted() as count:
         # hooks can be set only on what was saved without any
@@ -110,10 +108,10 @@ def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
             y = function.apply(read, *args)
             saved = y.grad_fn.saved_tensors
             if saved[0] is not None:
-                recipe = Recipe(Versioned(*made_from), n.grad_fn.source.again, read.dtype)  # type: ignore[union-attr]  # noted
+                recipe = Recipe(Versioned(*found), n.grad_fn.source.again, read.dtype)  # type: ignore[union-attr]  # noted
                 # the first is called at once, and n let go of
                 y.grad_fn._raw_saved_tensors[0].register_hooks(lambda _: recipe, _remake)
-                saved = *made_from, *saved[1:]
+                saved = *found, *saved[1:]
             for tensor in saved:
                 if tensor is not None and count is not None:
                     count(tensor)
@@ -136,12 +134,12 @@ def _made_again(recipe: Recipe) -> Tensor:
         return recipe.again(*recipe.made_from.read()).to(recipe.dtype)
 
 
-def _made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
+def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
     """Return x, weight and bias that a norm made n from, None if unknown, gone or changed."""
     node: Any = n.grad_fn
-    source: Source = node.source
+    source: Source | None = getattr(node, "source", None)
     # who hooks n may give the norm its weights for as long as the gradient of n is on its way
-    if not torch.is_grad_enabled() or n._backward_hooks:
+    if source is None or not torch.is_grad_enabled() or n._backward_hooks:
         return None
     if source.versions != versions_of(n, source.weight, source.bias):
         return None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import backward, dispatch
-from fusedckpt.layers.norm_sharing import Recipe, Source, versions_of
+from fusedckpt.layers.norm_sharing import Recipe, Source, made_from, versions_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 def library() -> Any:
-    """Return torch.distributed.tensor; it takes a second to import, and is if there is a DTensor."""
+    """Return torch.distributed.tensor, which takes a second to import, None where nobody did."""
     return sys.modules.get("torch.distributed.tensor")
 
 
@@ -63,11 +63,18 @@ def _is_of_rows(placement: Placement, dims: int, features: int) -> bool:
     return type(placement) is library().Shard and placement.dim % dims < dims - features
 
 
-def shard_of(weight: Any, layout: Layout, split: int | None) -> Any:
-    """Return this rank's part of a weight that is split evenly along a dimension, None for none.
+def shards_of(linears: Sequence[tuple[Any, Any]], layout: Layout) -> list[Any]:
+    """Return this rank's parts of a block's weights and biases.
 
-    Any other is returned as it is.
+    The first linears are split by their output features, the last one by its input features. What
+    is laid out otherwise, or unevenly, is returned as it is.
     """
+    *first, (weight, bias) = linears
+    shards = [(_shard_of(w, layout, 0), _shard_of(b, layout, 0)) for w, b in first]
+    return [*shards, (_shard_of(weight, layout, 1), _shard_of(bias, layout, None))]
+
+
+def _shard_of(weight: Any, layout: Layout, split: int | None) -> Any:
     if not is_sharded(weight) or weight.device_mesh != layout.mesh:
         return weight
     found = library()
@@ -100,6 +107,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     out, else x.
     """
     found, mesh = library(), layout.mesh
+    made, again = made_from(x), getattr(x.grad_fn, "source", None)
     dtype = dispatch.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         # before it is gathered
@@ -112,15 +120,13 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     whole = whole.to_local(grad_placements=[found.Partial()])
     split = next((p for p in (*x.placements, layout.output) if not p.is_replicate()), None)
     if split is None or not whole.requires_grad:
+        whole = whole if made is None else _kept_as(whole, again.again, *made)
         return _laid_out(block(whole), layout)
     # x has no rows but these, or all
     own = x.detach().redistribute(placements=[split]).to_local()
     own = own if x.placements == (split,) else own.clone()
     rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
-    whole = _Whole.apply(whole, own)
-    if whole.grad_fn is not None:
-        whole.grad_fn.source = Source(rows.again, None, None, versions_of(whole, None, None))
-    y = block(whole)
+    y = block(_kept_as(whole, rows.again, own, None, None))
     if _reads_again(y) and layout.output == split and (y.shape, y.dtype) == (rows.shape, own.dtype):
         return _from_rows(_Reduced.apply(y, own, rows), layout, rows.shape)
     return _laid_out(y, layout)
@@ -160,8 +166,19 @@ def _sharded(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[i
     return library().DTensor.from_local(local, mesh, placements, **options)
 
 
+def _kept_as(
+    whole: Tensor, again: Callable[..., Tensor], own: Any, weight: Any, bias: Any
+) -> Tensor:
+    """Return what is passed on, which a reader makes again of what is kept."""
+    whole = _Whole.apply(whole, own)
+    node: Any = whole.grad_fn
+    if node is not None:
+        node.source = Source(again, weight, bias, versions_of(whole, weight, bias))
+    return whole
+
+
 class _Whole(torch.autograd.Function):
-    """All rows; keeps this rank's, from which a block that reads all can make them again."""
+    """All rows; keeps what a block that reads them can make them from again."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, own: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What tensor parallelism put around an MLP's linears: which layouts it takes and gives.
+"""What tensor parallelism put around an MLP's linears: which layouts these take and give.
 
-A fused MLP calls none of its linears, so that it does itself what their hooks would. Those of
-torch's styles and of transformers' are known, by the code that they run; an MLP with any other runs
-as its class.
+An MLP that is computed as one calls none of its linears, so that it does itself what their hooks
+would. Those of torch's styles and of transformers' are known, by the code that they run; an MLP
+with any other runs as its class.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fusedckpt.fusing.held import Block, child_at
 from fusedckpt.layers.parallel import Layout, is_sharded, library
 
 __all__ = ["is_known", "layout_of", "style_of", "unwrapped"]
@@ -38,14 +37,14 @@ class Style(NamedTuple):
     is_local: bool
 
 
-def layout_of(module: nn.Module, block: Block) -> Layout | None:
-    """Return how an MLP's input and output are laid out, None where something else is around."""
-    if block.kind not in ("mlp", "gated_mlp") or block.packed:
-        return None
+def layout_of(*linears: nn.Module | None) -> Layout | None:
+    """Return how the input and output of an MLP of these linears are laid out over ranks.
+
+    None where anything else is around one of them.
+    """
     styles = []
-    for linear in block.linears:
-        child = child_at(module, linear.weight[:-1])
-        style = None if linear.transposed or child is None else style_of(child)
+    for linear in linears:
+        style = None if linear is None else style_of(linear)
         if style is None or style.mesh.ndim != 1:
             return None
         styles.append(style)
