@@ -1,8 +1,8 @@
 """What tensor parallelism put around an MLP's linears: which layouts these take and give.
 
 An MLP that is computed as one calls none of its linears, so that it does itself what their hooks
-would. Those of torch's styles and of transformers' are known, by the code that they run; an MLP
-with any other runs as its class.
+would. Those of torch's styles, of transformers' and of torchtitan's are known, by the code that they run;
+an MLP with any other runs as its class.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def style_of(linear: nn.Module) -> Style | None:
         return None
     hooks = [[*vars(linear)[name].values()] for name in _HOOKS]
     if "forward" in vars(linear):
-        return None if any(hooks) else _of_transformers(linear, vars(linear)["forward"])
+        forward = vars(linear)["forward"]
+        found = _of_transformers(linear, forward) or _of_torchtitan(linear, forward)
+        return None if any(hooks) else found
     if [len(some) for some in hooks] != [1, 1, 0, 0] or linear._forward_pre_hooks_with_kwargs:
         return None
     return _of_torch(hooks[0][0], hooks[1][0])
@@ -122,9 +124,7 @@ def _of_transformers(linear: nn.Module, forward: Any) -> Style | None:
     styles = sys.modules.get("transformers.distributed.tensor_parallel")
     base = getattr(styles, "TensorParallelLayer", None)
     held = None if base is None else _held(forward, base.install_forward)
-    if held is None or getattr(held["original_forward"], "__func__", None) is not (
-        type(linear).forward
-    ):
+    if held is None or not _is_own(linear, held["original_forward"]):
         return None
     style, mesh = held["self"], held["mesh"]
     split = _KINDS.get(type(style).__name__)
@@ -133,3 +133,31 @@ def _of_transformers(linear: nn.Module, forward: Any) -> Style | None:
     if getattr(linear, "_hf_quantized_needs_local_tp", False):
         return None
     return Style(split, mesh, style.input_layouts, style.output_layouts, style.use_local_output)
+
+
+def _of_torchtitan(linear: Any, forward: Any) -> Style | None:
+    """Return what `Module.parallelize` made of a linear's sharding, where that is of DTensors."""
+    module = getattr(sys.modules.get("torchtitan.protocols.module"), "Module", None)
+    held = None if module is None else _held(forward, module.parallelize)
+    if held is None or not _is_own(linear, held["fn"]):
+        return None
+    dims, sharding = held["parallel_dims"], linear._sharding_config
+    around = (sharding.in_src_shardings, sharding.in_dst_shardings, sharding.local_map)
+    if dims.spmd_backend == "spmd_types" or any(around) or sharding.out_src_shardings is None:
+        return None
+    outputs = [sharding.out_src_shardings, sharding.out_dst_shardings or sharding.out_src_shardings]
+    mesh = dims.resolve_shared_mesh(outputs)
+    if mesh is None or mesh.ndim != 1:
+        return None
+    resolve = sys.modules["torchtitan.protocols.sharding"].resolve_placements
+    (made,), (given,) = (resolve(output, mesh) for output in outputs)
+    found = library()
+    if made == found.Shard(-1):
+        return Style("columns", mesh, found.Replicate(), given, False)
+    return Style("rows", mesh, found.Shard(-1), given, False) if made.is_partial() else None
+
+
+def _is_own(linear: nn.Module, forward: Any) -> bool:
+    """Whether a bound method is a linear's own forward."""
+    is_bound = getattr(forward, "__self__", None) is linear
+    return is_bound and forward.__func__ is type(linear).forward
