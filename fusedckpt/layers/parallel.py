@@ -112,6 +112,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     if dtype is not None and x.dtype != torch.float64:
         # before it is gathered
         x = x.to(dtype)
+    given = x
     if not is_sharded(x):
         x = found.DTensor.from_local(x, mesh, [layout.input], run_check=False)
     whole = x
@@ -122,9 +123,10 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     if split is None or not whole.requires_grad:
         whole = whole if made is None else _kept_as(whole, again.again, *made)
         return _laid_out(block(whole), layout)
-    # x has no rows but these, or all
-    own = x.detach().redistribute(placements=[split]).to_local()
-    own = own if x.placements == (split,) else own.clone()
+    # as it was given, so that autograd sees whether it is written to
+    own = given
+    if x.placements != (split,):
+        own = x.detach().redistribute(placements=[split]).to_local().clone()
     rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
     y = block(_kept_as(whole, rows.again, own, None, None))
     if _reads_again(y) and layout.output == split and (y.shape, y.dtype) == (rows.shape, own.dtype):
@@ -145,10 +147,12 @@ class _Rows:
     def gathered(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return all rows of tensors from this rank's, by one collective."""
         found = library()
+        parts = tuple(part.to_local() if is_sharded(part) else part for part in parts)  # type: ignore[operator]
         together = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
         own = [found.Shard(self.dim + 1)]
         together = _sharded(together, self.mesh, own, (len(parts), *self.shape))
-        return together.redistribute(placements=[found.Replicate()]).to_local().unbind()
+        together = together.redistribute(placements=[found.Replicate()])
+        return together.to_local(grad_placements=[found.Partial()]).unbind()
 
     def again(self, own: Tensor, *_: None) -> Tensor:
         """Return all rows of what was kept."""
@@ -208,7 +212,7 @@ class _Reduced(torch.autograd.Function):
         if dy is None:
             return None, None, None
         (own,), rows = ctx.saved_tensors, ctx.rows
-        dy, rows.ahead = rows.gathered(dy, own)
+        dy, rows.ahead = rows.gathered(dy, own.detach())
         backward.at_end_of_backward(rows.forget)
         return dy, None, None
 

@@ -143,8 +143,11 @@ class Ranks:
         self.x = torch.randn(B, S, D, generator=generator)
         self.dy = torch.randn(B, S, D, generator=generator)
 
+    def rows(self, x: Tensor) -> Tensor:
+        return x.chunk(2, 1)[self.rank]
+
     def part(self, x: Tensor, way: Any) -> Tensor:
-        return x if way is replicated else x.chunk(2, 1)[self.rank]
+        return x if way is replicated else self.rows(x)
 
     def given(self, way: Any) -> Tensor:
         x = self.part(self.x, way)
@@ -276,9 +279,9 @@ def check_wide_out(ranks: Ranks) -> None:
     expected = torch.autograd.grad(mlp(x), [x, *mlp.parameters()], dy)
     report = fusedckpt.fuse(mlp)
     parallelize_module(mlp, ranks.mesh, gathered_by_each(mlp))
-    rows = ranks.part(x, None).detach().requires_grad_()
-    found = torch.autograd.grad(mlp(rows), [rows, *mlp.parameters()], ranks.part(dy, None))
-    same(list(found), [ranks.part(expected[0], None), *expected[1:]])
+    rows = ranks.rows(x).detach().requires_grad_()
+    found = torch.autograd.grad(mlp(rows), [rows, *mlp.parameters()], ranks.rows(dy))
+    same(list(found), [ranks.rows(expected[0]), *expected[1:]])
     assert not report.fallbacks
 
 
@@ -296,7 +299,7 @@ def check_autograd(ranks: Ranks) -> None:
             y = model(ranks.given(way))
         same([y], expected[:1])
 
-        x = ranks.given(way).requires_grad_()
+        x = ranks.given(way).clone().requires_grad_()
         y, dy = model(x), ranks.part(ranks.dy, way)
         first, again = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(2))
         same([first, again], [expected[1]] * 2)
@@ -312,18 +315,20 @@ def check_autograd(ranks: Ranks) -> None:
 
 
 def check_second_order(ranks: Ranks) -> None:
-    for way in (replicated, gathered_by_each):
-        torch.manual_seed(0)
-        mlp = GatedMLP()
-        fused = copy.deepcopy(mlp)
-        fusedckpt.fuse(fused)
-        parallelize_module(fused, ranks.mesh, way(fused))
-        found = []
-        for model, x in ((mlp, ranks.x.clone()), (fused, ranks.part(ranks.x, way).clone())):
-            x.requires_grad_()
-            (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-            found.append(torch.autograd.grad(dx.square().sum(), x)[0])
-        same([found[1]], [ranks.part(found[0], way)])
+    """Where rows are shared out: torch's from_local of a whole tensor is differentiable once."""
+    way = gathered_by_each
+    torch.manual_seed(0)
+    mlp = GatedMLP()
+    fused = copy.deepcopy(mlp)
+    fusedckpt.fuse(fused)
+    parallelize_module(fused, ranks.mesh, way(fused))
+    found = []
+    for model, x, dy in ((mlp, ranks.x, ranks.dy), (fused, *map(ranks.rows, (ranks.x, ranks.dy)))):
+        x = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(model(x), x, dy, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), [x, *model.parameters()]))
+    (dx, *grads), ours = found
+    same(list(ours), [ranks.rows(dx), *grads])
 
 
 def check_writes(ranks: Ranks) -> None:
@@ -331,16 +336,17 @@ def check_writes(ranks: Ranks) -> None:
     model = GatedMLP()
     fusedckpt.fuse(model)
     parallelize_module(model, ranks.mesh, gathered_by_each(model))
-    x = ranks.part(ranks.x, None).clone().requires_grad_()
-    h = x * 1
-    y = model(h)
-    h.add_(1)
-    try:
-        y.sum().backward()
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-    else:
-        raise AssertionError("a stale input was read")
+    x = ranks.rows(ranks.x).clone().requires_grad_()
+    for as_given in (x * 1, DTensor.from_local(x * 1, ranks.mesh, [Shard(1)])):
+        y = model(as_given)
+        with torch.no_grad():
+            as_given.add_(1)
+        try:
+            y.sum().backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            raise AssertionError("a stale input was read")
 
 
 def check_left(ranks: Ranks) -> None:
@@ -358,8 +364,8 @@ def check_left(ranks: Ranks) -> None:
 
     class Own(ColwiseParallel):
         @staticmethod
-        def _prepare_input_fn(*args: Any) -> Any:
-            return ColwiseParallel._prepare_input_fn(*args)
+        def _prepare_input_fn(layouts: Any, wanted: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
+            return ColwiseParallel._prepare_input_fn(layouts, wanted, mod, inputs, mesh)
 
     def subclassed(model: nn.Module) -> None:
         styles = {**replicated(model), "gate_proj": Own()}
