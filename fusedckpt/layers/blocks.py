@@ -197,7 +197,8 @@ class MLP(_Block):
         return self.fc1, self.fc2
 
     def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
-        return mlp(x, *tensors, self.activation, save=save, chunks=self.chunks)
+        w1, b1, w2, b2 = tensors
+        return mlp(x, w1, b1, w2, b2, self.activation, save=save, chunks=self.chunks)
 
     def _eager(self, x: Tensor) -> Tensor:
         return self.fc2(self._act(self.fc1(x)))
@@ -241,8 +242,10 @@ class GatedMLP(_Block):
         return self.gate_proj, self.up_proj, self.down_proj
 
     def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
-        weights, biases = tensors[::2], dict(zip(_BIASES, tensors[1::2], strict=True))
-        return gated_mlp(x, *weights, self.activation, **biases, save=save, chunks=self.chunks)
+        (gate, up, down), biases = tensors[::2], dict(zip(_BIASES, tensors[1::2], strict=True))
+        return gated_mlp(
+            x, gate, up, down, self.activation, **biases, save=save, chunks=self.chunks
+        )
 
     def _eager(self, x: Tensor) -> Tensor:
         return self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x))

@@ -21,7 +21,6 @@ from fusedckpt.layers.norm_sharing import Recipe, Source, made_from, versions_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
 
 class Layout(NamedTuple):
@@ -32,8 +31,8 @@ class Layout(NamedTuple):
     """
 
     mesh: DeviceMesh
-    input: Placement
-    output: Placement
+    input: Any
+    output: Any
     is_local: bool
 
 
@@ -56,7 +55,7 @@ def takes(x: Tensor, layout: Layout) -> bool:
     return all(_is_of_rows(placement, x.dim(), 1) for placement in (*given, layout.output))
 
 
-def _is_of_rows(placement: Placement, dims: int, features: int) -> bool:
+def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
     """Whether a tensor laid out so, whose last dimensions are features, has whole rows."""
     if placement.is_replicate():
         return True
@@ -107,7 +106,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     out, else x.
     """
     found, mesh = library(), layout.mesh
-    made, again = made_from(x), getattr(x.grad_fn, "source", None)
+    made, again = made_from(x), getattr(getattr(x.grad_fn, "source", None), "again", None)
     dtype = dispatch.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         # before it is gathered
@@ -121,7 +120,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     whole = whole.to_local(grad_placements=[found.Partial()])
     split = next((p for p in (*x.placements, layout.output) if not p.is_replicate()), None)
     if split is None or not whole.requires_grad:
-        whole = whole if made is None else _kept_as(whole, again.again, *made)
+        whole = whole if made is None else _kept_as(whole, again, *made)
         return _laid_out(block(whole), layout)
     # as it was given, so that autograd sees whether it is written to
     own = given
@@ -144,11 +143,11 @@ class _Rows:
         self.mesh, self.dim, self.shape = mesh, dim, shape
         self.ahead: Tensor | None = None
 
-    def gathered(self, *parts: Tensor) -> tuple[Tensor, ...]:
+    def gathered(self, *parts: Any) -> tuple[Tensor, ...]:
         """Return all rows of tensors from this rank's, by one collective."""
         found = library()
-        parts = tuple(part.to_local() if is_sharded(part) else part for part in parts)  # type: ignore[operator]
-        together = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
+        parts = tuple(part.to_local() if is_sharded(part) else part for part in parts)
+        together: Any = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
         own = [found.Shard(self.dim + 1)]
         together = _sharded(together, self.mesh, own, (len(parts), *self.shape))
         together = together.redistribute(placements=[found.Replicate()])
@@ -199,7 +198,7 @@ class _Reduced(torch.autograd.Function):
     """This rank's rows of the sum over ranks; backward gathers the block's input, too."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, own: Tensor, rows: _Rows) -> Tensor:
+    def forward(ctx: Any, y: Any, own: Tensor, rows: _Rows) -> Tensor:
         ctx.save_for_backward(own)
         ctx.set_materialize_grads(False)
         ctx.rows = rows

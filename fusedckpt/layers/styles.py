@@ -1,8 +1,8 @@
 """What tensor parallelism put around an MLP's linears: which layouts these take and give.
 
 An MLP that is computed as one calls none of its linears, so that it does itself what their hooks
-would. Those of torch's styles, of transformers' and of torchtitan's are known, by the code that they run;
-an MLP with any other runs as its class.
+would. Those of torch's styles, of transformers and of torchtitan are known, by the code that they
+run; an MLP with any other runs as its class.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def layout_of(*linears: nn.Module | None) -> Layout | None:
 
 def is_known(layer: nn.Module) -> bool:
     """Whether it is known how a layer's DTensors are laid out, so that they need not be refused."""
-    given = [p for p in layer._parameters.values() if p is not None]
+    given: list[Any] = [p for p in layer._parameters.values() if p is not None]
     if not any(map(is_sharded, given)):
         return False
     # as those of a norm that has rows of its own on every rank
