@@ -106,7 +106,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     out, else x.
     """
     found, mesh = library(), layout.mesh
-    made, again = made_from(x), getattr(getattr(x.grad_fn, "source", None), "again", None)
+    made, source = made_from(x), getattr(x.grad_fn, "source", None)
     dtype = dispatch.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         # before it is gathered
@@ -120,7 +120,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     whole = whole.to_local(grad_placements=[found.Partial()])
     split = next((p for p in (*x.placements, layout.output) if not p.is_replicate()), None)
     if split is None or not whole.requires_grad:
-        whole = whole if made is None else _kept_as(whole, again, *made)
+        whole = whole if made is None or source is None else _kept_as(whole, source.again, *made)
         return _laid_out(block(whole), layout)
     # as it was given, so that autograd sees whether it is written to
     own = given
@@ -139,17 +139,17 @@ class _Rows:
     ahead: all rows, where backward gathered them together with others and nobody read them yet.
     """
 
-    def __init__(self, mesh: DeviceMesh, dim: int, shape: torch.Size):
+    def __init__(self, mesh: DeviceMesh, dim: int, shape: Sequence[int]):
         self.mesh, self.dim, self.shape = mesh, dim, shape
         self.ahead: Tensor | None = None
 
     def gathered(self, *parts: Any) -> tuple[Tensor, ...]:
         """Return all rows of tensors from this rank's, by one collective."""
         found = library()
-        parts = tuple(part.to_local() if is_sharded(part) else part for part in parts)
-        together: Any = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
+        local = [part.to_local() if is_sharded(part) else part for part in parts]
+        together: Any = torch.stack(local) if len(local) > 1 else local[0].unsqueeze(0)
         own = [found.Shard(self.dim + 1)]
-        together = _sharded(together, self.mesh, own, (len(parts), *self.shape))
+        together = _sharded(together, self.mesh, own, [len(parts), *list(self.shape)])
         together = together.redistribute(placements=[found.Replicate()])
         return together.to_local(grad_placements=[found.Partial()]).unbind()
 
