@@ -90,7 +90,8 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # autograd keeps views of parameters too, such as weight.t()
-        owner = tensor if tensor._base is None else tensor._base
+        owner = _sharded(tensor)
+        owner = owner if owner._base is None else owner._base
         given = isinstance(owner, nn.Parameter) or (owner.requires_grad and owner.is_leaf)
         for part in strided(tensor):
             if not given and part.untyped_storage()._cdata not in self._excluded:
@@ -118,8 +119,19 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 }
 
 
+def _sharded(tensor: Tensor) -> Tensor:
+    """Return the leaf DTensor whose local tensor this is, any other tensor as it is."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "_ToTorchTensorBackward":
+        return tensor
+    return getattr(node.next_functions[0][0], "variable", tensor)
+
+
 def strided(tensor: Tensor) -> list[Tensor]:
-    """Return the tensor, or what a sparse one consists of."""
+    """Return the tensor, or what a sparse one or a DTensor consists of on this rank."""
+    local = getattr(tensor, "_local_tensor", None)
+    if local is not None:
+        return strided(local)
     if tensor.layout not in _PARTS:
         return [tensor]
     tensor = tensor.detach()

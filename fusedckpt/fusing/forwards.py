@@ -8,6 +8,7 @@ runs the old forward.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from types import FunctionType
@@ -17,30 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
-from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.quantised import quantised
 from fusedckpt.autograd.subclass import made_of
-from fusedckpt.fusing import adapters
-from fusedckpt.fusing.held import (
-    MARK,
-    Block,
-    Held,
-    Original,
-    Part,
-    Path,
-    Weight,
-    broken,
-    child_at,
-)
-from fusedckpt.layers import norm_sharing
+from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken, child_at
+from fusedckpt.fusing.operands import Linear, MLPMatch, layout_of, tensors_of
+from fusedckpt.layers import norm_sharing, parallel
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm import layer_norm, rms_norm
-
-# a linear's weight as [out, in], under the adapters that it has, and its bias
-_Linear = tuple[Any, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -148,10 +134,17 @@ class FusedNorm(Swapped):
         match, given = self._fusedckpt_match, self._parameters
         weight = None if match.weight is None else given.get(match.weight)
         bias = None if match.bias is None else given.get(match.bias)
-        if not dispatch.are_plain(x, weight, bias):
-            return fallbacks.unplain(
-                x, **{match.weight or "weight": weight, match.bias or "bias": bias}
-            )
+        if dispatch.are_plain(x, weight, bias):
+            return self._computed(x, weight, bias)
+        y = parallel.on_rows(self._computed, 1, x, weight, bias)
+        if y is not None:
+            return y
+        return fallbacks.unplain(
+            x, **{match.weight or "weight": weight, match.bias or "bias": bias}
+        )
+
+    def _computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | Fallback:
+        match = self._fusedckpt_match
         if (changed := broken(self, match.held)) is not None:
             return changed
         for name, tensor in ((match.weight, weight), (match.bias, bias)):
@@ -181,21 +174,6 @@ class FusedNorm(Swapped):
         return _described(super().extra_repr(), *ours)
 
 
-class MLPMatch(NamedTuple):
-    """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
-
-    held: what must still hold; rates: paths and names of numbers that drop something inside while
-    training; last: the path of a child that drops from the result; dtypes: of the weights, for
-    which all that was seen to hold.
-    """
-
-    block: Block
-    held: tuple[Held, ...]
-    rates: tuple[tuple[Path, str], ...]
-    last: Path | None
-    dtypes: tuple[torch.dtype, ...]
-
-
 class FusedMLP(Swapped):
     """Forward of an MLP of any class, keeping what its save level names."""
 
@@ -206,15 +184,19 @@ class FusedMLP(Swapped):
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         match, block = self._fusedckpt_match, self._fusedckpt_match.block
-        tensors = _tensors(self, match, x)
+        found, layout = broken(self, match.held), None
+        if found is not None and found[0] == "hook" and not torch.compiler.is_compiling():
+            layout = layout_of(self, block)
+            if layout is not None:
+                found = broken(self, match.held, [one.weight[:-1] for one in block.linears])
+        tensors = found or tensors_of(self, match, x, layout)
         if isinstance(tensors, tuple):
             return tensors
-        if block.kind == "mlp":
-            y = _mlp(x, self.save, self.chunks, block, *tensors)
-        elif block.kind == "gated_mlp":
-            y = _gated_mlp(x, self.save, self.chunks, block, *tensors)
-        else:
-            y = _linear_act(x, self.save, block, *tensors)
+
+        def computed(x: Tensor) -> Tensor:
+            return _COMPUTE[block.kind](x, self.save, self.chunks, block, *tensors)
+
+        y = computed(x) if layout is None else parallel.spread(computed, x, layout)
         return y if match.last is None else child_at(self, match.last)(y)  # type: ignore[misc]  # held
 
     def extra_repr(self) -> str:
@@ -229,66 +211,8 @@ def _described(original: str, *ours: str) -> str:
     return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
 
 
-def _tensors(module: nn.Module, match: MLPMatch, x: Tensor) -> list[_Linear] | Fallback:
-    """Return the tensors of a block's linears, or what makes the call another than was matched."""
-    found = broken(module, match.held)
-    if found is not None:
-        return found
-    for path, name in match.rates:
-        part: Any = child_at(module, path)
-        if part.training and getattr(part, name) > 0:
-            return "dropout", ".".join(path) or name
-    if not dispatch.are_plain(x):
-        return fallbacks.unplain(x)
-    linears: list[_Linear] = []
-    for linear in match.block.linears:
-        obstacle = _obstacle(module, match, linear, x)
-        if obstacle is not None:
-            return obstacle
-        weight, bias = (_parameter(module, path) for path in linear[:2])
-        weight = weight.t() if linear.transposed else weight
-        linears.append((adapters.adapted(_outermost(module, linear), weight), bias))
-    return linears
-
-
-def _obstacle(module: nn.Module, match: MLPMatch, linear: Weight, x: Tensor) -> Fallback | None:
-    """Return why ours cannot compute a linear of a block as it is now, None if it can."""
-    for path in linear[:2]:
-        tensor = _parameter(module, path)
-        is_taken = dispatch.are_plain(tensor) or quantised(tensor) is not None
-        # gone as a parametrization or sharding leaves it, or of another class
-        if path is not None and (tensor is None or not is_taken):
-            return "weight", ".".join(path)
-    weight, layer = _parameter(module, linear.weight), child_at(module, linear.weight[:-1])
-    dtype = (quantised(weight) or weight).dtype
-    if dtype not in match.dtypes:
-        return "dtype", dtype
-    if (dtype != x.dtype and not dispatch.autocasts(x.device)) or adapters.casts(layer, x):
-        return "dtype", x.dtype
-    layer, name = _outermost(module, linear), ".".join(linear.weight[:-1])
-    if layer is not module and adapters.is_lora(layer) and has_hooks(layer):
-        return "hook", name
-    problem = adapters.in_the_way(layer)
-    return None if problem is None else ("adapter", f"{name} is {problem}")
-
-
-def _outermost(module: nn.Module, linear: Weight) -> nn.Module:
-    """Return the layer whose forward computes a linear, adapters around it included."""
-    path = linear.weight[:-1]
-    if not path or adapters.is_lora(module):
-        return module
-    return child_at(module, path[:-1])._modules[path[-1]]  # type: ignore[union-attr,return-value]  # held
-
-
-def _parameter(module: nn.Module, path: Path | None) -> Any:
-    if path is None:
-        return None
-    owner: Any = child_at(module, path[:-1])
-    return owner._parameters.get(path[-1])
-
-
 def _mlp(
-    x: Tensor, save: str, chunks: int | None, block: Block, fc1: _Linear, fc2: _Linear
+    x: Tensor, save: str, chunks: int | None, block: Block, fc1: Linear, fc2: Linear
 ) -> Tensor:
     level = levels.resolve("mlp", None, within(save, MLP_LEVELS), MLP_LEVELS)
     chunks = levels.chunks_of(chunks)
@@ -296,7 +220,7 @@ def _mlp(
 
 
 def _gated_mlp(
-    x: Tensor, save: str, chunks: int | None, block: Block, first: _Linear, *rest: _Linear
+    x: Tensor, save: str, chunks: int | None, block: Block, first: Linear, *rest: Linear
 ) -> Tensor:
     level, chunks = levels.resolve("gated_mlp", None, save, GATED_LEVELS), levels.chunks_of(chunks)
     (gate, gate_bias), (down, down_bias) = first, rest[-1]
@@ -308,9 +232,16 @@ def _gated_mlp(
     return gated_mlp(x, gate, up, down, block.activation, **biases, save=level, chunks=chunks)
 
 
-def _linear_act(x: Tensor, save: str, block: Block, linear: _Linear) -> Tensor:
+def _linear_act(x: Tensor, save: str, chunks: int | None, block: Block, linear: Linear) -> Tensor:
     level = levels.resolve("linear_act", None, within(save, LINEAR_LEVELS), LINEAR_LEVELS)
     return linear_act(x, *linear, block.activation, save=level)
+
+
+_COMPUTE: dict[str, Callable[..., Tensor]] = {
+    "mlp": _mlp,
+    "gated_mlp": _gated_mlp,
+    "linear_act": _linear_act,
+}
 
 
 def of_chunks(chunks: int | None) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import types
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -113,16 +114,19 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
     return found
 
 
-def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
+def broken(
+    module: nn.Module, held: tuple[Held, ...], watched: Collection[Path] = ()
+) -> tuple[str, str] | None:
     """Return what no longer holds of a module, None if all does.
 
-    "child", "hook" or "changed", and the name of what was replaced, is watched or has changed.
+    "child", "hook" or "changed", and the name of what was replaced, is watched or has changed; the
+    children at the paths `watched` may be.
     """
     for path, kind, children, reads in held:
         part = child_at(module, path)
         if part is None or (kind is not None and _kind(part) is not kind):
             return "child", ".".join(path)
-        if kind is not None and has_hooks(part):
+        if kind is not None and path not in watched and has_hooks(part):
             return "hook", ".".join(path)
         if len(part._modules) != children:
             return "child", ".".join(path)

@@ -16,9 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.subclass import subclass
 from fusedckpt.fusing import adapters, left, reasons
-from fusedckpt.fusing.forwards import FusedMLP, MLPMatch, Swap, of_chunks
+from fusedckpt.fusing.forwards import FusedMLP, Swap, of_chunks
 from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
 from fusedckpt.fusing.layouts import block_of
+from fusedckpt.fusing.operands import MLPMatch
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import rates_of, takes_one
 from fusedckpt.fusing.spying import held_by

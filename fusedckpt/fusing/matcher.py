@@ -15,6 +15,7 @@ from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap
 from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.layers.styles import style_of, unwrapped
 
 # what every module has
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -100,7 +101,8 @@ def _state(module: nn.Module) -> Hashable:
             tuple(
                 (n, described(t)) for n, t in [*part._parameters.items(), *part._buffers.items()]
             ),
-            tuple((n, value(v)) for n, v in vars(part).items() if n not in _OF_MODULES),
+            repr(style_of(part)),
+            tuple((n, value(v)) for n, v in unwrapped(part).items() if n not in _OF_MODULES),
         )
         for name, part in module.named_modules(remove_duplicate=False)
     )

@@ -13,7 +13,7 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
-from fusedckpt.layers import validate
+from fusedckpt.layers import styles, validate
 
 __all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
 
@@ -21,6 +21,7 @@ _CALLS = {
     "arguments": "called with other arguments than one tensor",
     "child": "{} is another module than when it was fused",
     "adapter": "{}: only peft's plain LoRA is fused",
+    "packed": "{} packs up before gate, and is adapted or quantised",
     "hook": "{}: a hook watches it, or its forward was replaced",
     "weight": "{} is of a class with ops of its own",
     "changed": "{} is not what it was when it was fused",
@@ -97,6 +98,8 @@ def of_weight(name: str, weight: Any) -> str | None:
 
 def of_layer(module: nn.Module) -> str | None:
     """Say why no kernel takes a module's own parameters, None if one does."""
+    if styles.is_known(module):
+        return None
     given = dict(module.named_parameters(recurse=False))
     given = {name: weight for name, weight in given.items() if quantised(weight) is None}
     for name, parameter in given.items():

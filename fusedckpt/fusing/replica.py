@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.fusing.held import Path
+from fusedckpt.layers.styles import unwrapped
 
 # rows of the random input: enough to tell rules of rounding apart, and few
 ROWS = 6
@@ -49,7 +50,7 @@ def replica(
     """
     kind, own = (type(module), {}) if enter is None else enter(module, path)
     clone = object.__new__(kind)
-    given = vars(module)
+    given = unwrapped(module)
     made: dict[str, Any] = {name: type(given[name])() for name in _HOOKS}
     made |= {n: resized(v, sizes) for n, v in given.items() if resized(v, sizes) is not v}
     if rate is not None:

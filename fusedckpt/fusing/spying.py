@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.held import MISSING, Held, Path, is_function, is_simple
 from fusedckpt.fusing.replica import replica
+from fusedckpt.layers.styles import style_of
 
 # what every module has, and how modules call each other
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
@@ -159,7 +160,7 @@ def spied(
 
     def enter(part: nn.Module, path: Path) -> tuple[type, dict[str, Any]]:
         name = ".".join(path)
-        if path and has_hooks(part):
+        if path and has_hooks(part) and style_of(part) is None:
             raise log.stopped(f"{name}: a hook watches it, or its forward was replaced")
         if path and type(part).__call__ is not nn.Module.__call__:
             raise log.stopped(f"{name}: a {type(part).__name__} is called in its own way")

@@ -18,16 +18,18 @@ from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
-from fusedckpt.layers import constructors, validate
+from fusedckpt.layers import constructors, parallel, validate
 from fusedckpt.layers.linear import Linear
-from fusedckpt.layers.mlp import GATED_LEVELS, GATED_LINEARS, LINEARS, MLP_LEVELS
+from fusedckpt.layers.mlp import GATED_LEVELS, GATED_LINEARS, LINEARS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.mlp_call import MLPOptions, split
 from fusedckpt.layers.mlp_function import run
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.norm_linear import NormLinearOptions, run_projections
+from fusedckpt.layers.styles import layout_of
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]
 
+_BIASES = ("gate_bias", "up_bias", "down_bias")
 
 # one letter for what a layer is in a block; looked up by type, subclasses are strangers
 _LETTERS: dict[type[nn.Module], str] = {
@@ -124,10 +126,31 @@ class _Block(nn.Module):
         elif not dispatch.is_recorded(input):
             options.chosen(levels.override.level)
         if y is None:
-            y = self._eager(x if norm is None else norm(x))
-            y = F.dropout(y, self.output_dropout, self.training)
+            n = x if norm is None else norm(x)
+            drops = self.training and (self.dropout or self.output_dropout)
+            is_spread = parts.count("l") == len(parts) and not drops
+            y = self._spread(n, linears) if is_spread else None
+            if y is None:
+                y = F.dropout(self._eager(n), self.output_dropout, self.training)
             return input + y if self.residual else y
         return y if options.residual or not self.residual else input + y
+
+    def _spread(self, x: Any, linears: tuple[Any, ...]) -> Any:
+        """Return what tensor parallel linears make of x, None where they are called instead."""
+        if dispatch.is_recorded(x) or torch.compiler.is_compiling():
+            return None
+        layout = layout_of(*linears) if has_hooks(*linears) else None
+        if layout is None or not parallel.takes(x, layout):
+            return None
+        pairs = parallel.shards_of([(m.weight, m.bias) for m in linears], layout)
+        tensors = [tensor for pair in pairs for tensor in pair]
+        if not dispatch.are_plain(*tensors):
+            return None
+        level = levels.resolve(type(self).__name__, None, self.save, self.levels)
+        return parallel.spread(lambda n: self._functional(n, level, *tensors), x, layout)
+
+    def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
+        raise NotImplementedError
 
     def _act(self, z: Tensor) -> Tensor:
         return ACTIVATIONS[validate.activation(type(self).__name__, self.activation)].eager(z)
@@ -194,6 +217,10 @@ class MLP(_Block):
     def _linears(self) -> tuple[Any, ...]:
         return self.fc1, self.fc2
 
+    def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
+        w1, b1, w2, b2 = tensors
+        return mlp(x, w1, b1, w2, b2, self.activation, save=save, chunks=self.chunks)
+
     def _eager(self, x: Tensor) -> Tensor:
         return self.fc2(self._dropped(self._act(self.fc1(x))))
 
@@ -237,6 +264,12 @@ class GatedMLP(_Block):
 
     def _linears(self) -> tuple[Any, ...]:
         return self.gate_proj, self.up_proj, self.down_proj
+
+    def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
+        (gate, up, down), biases = tensors[::2], dict(zip(_BIASES, tensors[1::2], strict=True))
+        return gated_mlp(
+            x, gate, up, down, self.activation, **biases, save=save, chunks=self.chunks
+        )
 
     def _eager(self, x: Tensor) -> Tensor:
         return self.down_proj(self._dropped(self._act(self.gate_proj(x)) * self.up_proj(x)))

@@ -6,13 +6,14 @@ The residual-add forms keep the new residual, which is an output of theirs and k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, fallbacks
-from fusedckpt.layers import constructors, norm_sharing, validate
+from fusedckpt.layers import constructors, norm_sharing, parallel, validate
 from fusedckpt.layers.norm_function import COMPLEX, NormOptions, apply, eager
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -49,6 +50,11 @@ def _called(
     """Run a module's call, and note what others read its result by, or why ours did not run."""
     call, phase = dispatch.settled(options, x, None, weight, bias)
     if call is None:
+        if parallel.is_sharded(x):
+            shape, again = norm.normalized_shape, partial(_called, norm, options)
+            y = parallel.on_rows(again, len(shape), x, weight, bias)  # type: ignore[arg-type]
+            if y is not None:
+                return y
         if not dispatch.are_plain(x, weight, bias) or x.dtype in COMPLEX:
             fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
         return eager(options, x, options.normalized_shape, weight, bias)

@@ -1,6 +1,7 @@
 """A layer that reads a norm's output n keeps the norm's input, and normalises once more.
 
-The norm keeps its input x anyway, so that n is kept by nobody. The layer saves n as ever; then
+So does one that reads what was gathered from several ranks: it keeps a part, and gathers again. The
+norm keeps its input x anyway, so that n is kept by nobody. The layer saves n as ever; then
 hooks on that one saved tensor put x in its place, and make n again where backward reads it. What
 they make, autograd puts where n was in the graph: gradients through n of any order, hooks on n and
 other readers of n are what they were. Nothing about the model is assumed: a norm notes on its node
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,18 +53,22 @@ class Versioned:
 
 
 class Source(NamedTuple):
-    """The parameters of the norm that made a result, and the versions of all three then."""
+    """What makes a result again, of its input and the parameters, and the versions of three then.
 
+    These are the result's and the parameters'; the input is the first tensor that the node keeps.
+    """
+
+    again: Callable[..., Tensor]
     weight: Tensor | None
     bias: Tensor | None
     versions: tuple[int, ...]
 
 
 class Recipe(NamedTuple):
-    """What a norm's result is made again from: x, weight and bias, by its call; then cast."""
+    """What a result is made again from: x, weight and bias; by what; then cast."""
 
     made_from: Versioned
-    call: Any
+    again: Callable[..., Tensor]
     dtype: torch.dtype
 
 
@@ -78,8 +84,13 @@ def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | N
     # an eager twin's node has no call
     call = getattr(node, "call", None)
     if getattr(call, "num_dims", 0) == 1 and node.is_free and not has_hooks(norm):
-        node.source = Source(weight, bias, versions_of(n, weight, bias))
+        node.source = Source(partial(_normalised, call), weight, bias, versions_of(n, weight, bias))
     return n
+
+
+def _normalised(call: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    call = call._replace(direct=backward.is_unwatched())
+    return call.normalised(x, None, weight, bias)[0]
 
 
 def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
@@ -88,8 +99,8 @@ def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
     Where saved tensors go through no hooks but counting ones. The Function has one output, and
     saves `read`, or None in its place, before all else.
     """
-    made_from = _made_from(n)
-    if made_from is None:
+    found = made_from(n)
+    if found is None:
         return function.apply(read, *args)
     with _uncounted() as count:
         # hooks can be set only on what was saved without any
@@ -97,10 +108,10 @@ def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
             y = function.apply(read, *args)
             saved = y.grad_fn.saved_tensors
             if saved[0] is not None:
-                recipe = Recipe(Versioned(*made_from), n.grad_fn.call, read.dtype)  # type: ignore[union-attr]  # a norm's node
+                recipe = Recipe(Versioned(*found), n.grad_fn.source.again, read.dtype)  # type: ignore[union-attr]  # noted
                 # the first is called at once, and n let go of
                 y.grad_fn._raw_saved_tensors[0].register_hooks(lambda _: recipe, _remake)
-                saved = *made_from, *saved[1:]
+                saved = *found, *saved[1:]
             for tensor in saved:
                 if tensor is not None and count is not None:
                     count(tensor)
@@ -110,27 +121,25 @@ def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
 
 def _remake(recipe: Recipe) -> Tensor:
     # compiled autograd cannot trace a look at versions
-    return _uncompiled(recipe) if torch.compiler.is_compiling() else _normalised(recipe)
+    return _uncompiled(recipe) if torch.compiler.is_compiling() else _made_again(recipe)
 
 
 @_disable_dynamo
 def _uncompiled(recipe: Recipe) -> Tensor:
-    return _normalised(recipe)
+    return _made_again(recipe)
 
 
-def _normalised(recipe: Recipe) -> Tensor:
-    x, weight, bias = recipe.made_from.read()
-    call = recipe.call._replace(direct=backward.is_unwatched())
+def _made_again(recipe: Recipe) -> Tensor:
     with torch.no_grad():
-        return call.normalised(x, None, weight, bias)[0].to(recipe.dtype)
+        return recipe.again(*recipe.made_from.read()).to(recipe.dtype)
 
 
-def _made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
+def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
     """Return x, weight and bias that a norm made n from, None if unknown, gone or changed."""
     node: Any = n.grad_fn
-    source: Source = node.source
+    source: Source | None = getattr(node, "source", None)
     # who hooks n may give the norm its weights for as long as the gradient of n is on its way
-    if not torch.is_grad_enabled() or n._backward_hooks:
+    if source is None or not torch.is_grad_enabled() or n._backward_hooks:
         return None
     if source.versions != versions_of(n, source.weight, source.bias):
         return None

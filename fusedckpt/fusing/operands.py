@@ -1,0 +1,108 @@
+"""What a swapped MLP multiplies by in a call: its linears as they are now, or why ours cannot."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch, fallbacks
+from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.autograd.fallbacks import Fallback
+from fusedckpt.autograd.quantised import quantised
+from fusedckpt.fusing import adapters
+from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
+from fusedckpt.layers import parallel, styles
+from fusedckpt.layers.parallel import Layout
+
+# a linear's weight as [out, in], under the adapters that it has, and its bias
+Linear = tuple[Any, Tensor | None]
+
+
+class MLPMatch(NamedTuple):
+    """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
+
+    held: what must still hold; rates: paths and names of numbers that drop something inside while
+    training; last: the path of a child that drops from the result; dtypes: of the weights, for
+    which all that was seen to hold.
+    """
+
+    block: Block
+    held: tuple[Held, ...]
+    rates: tuple[tuple[Path, str], ...]
+    last: Path | None
+    dtypes: tuple[torch.dtype, ...]
+
+
+def tensors_of(
+    module: nn.Module, match: MLPMatch, x: Tensor, layout: Layout | None
+) -> list[Linear] | Fallback:
+    """Return the tensors of a block's linears, or what makes the call another than was matched."""
+    for path, name in match.rates:
+        part: Any = child_at(module, path)
+        if part.training and getattr(part, name) > 0:
+            return "dropout", ".".join(path) or name
+    if not (dispatch.are_plain(x) if layout is None else parallel.takes(x, layout)):
+        return fallbacks.unplain(x)
+    linears: list[Linear] = []
+    given = [(_parameter(module, w), _parameter(module, b)) for w, b, _ in match.block.linears]
+    if layout is not None:
+        given = parallel.shards_of(given, layout)
+    for linear, (weight, bias) in zip(match.block.linears, given, strict=True):
+        obstacle = _obstacle(module, match, linear, (weight, bias), x)
+        if obstacle is not None:
+            return obstacle
+        weight = weight.t() if linear.transposed else weight
+        linears.append((adapters.adapted(_outermost(module, linear), weight), bias))
+    return linears
+
+
+def layout_of(module: nn.Module, block: Block) -> Layout | None:
+    """Return how tensor parallel linears share out a block, None where they do not."""
+    if block.kind == "linear_act" or block.packed or any(one.transposed for one in block.linears):
+        return None
+    # adapters are not spread
+    if any(adapters.is_lora(_outermost(module, one)) for one in block.linears):
+        return None
+    return styles.layout_of(*(child_at(module, one.weight[:-1]) for one in block.linears))
+
+
+def _obstacle(
+    module: nn.Module, match: MLPMatch, linear: Weight, given: tuple[Any, Any], x: Tensor
+) -> Fallback | None:
+    """Return why ours cannot compute a linear of a block as it is now, None if it can."""
+    for tensor, path in zip(given, linear[:2], strict=True):
+        is_taken = dispatch.are_plain(tensor) or quantised(tensor) is not None
+        # gone as a parametrization or sharding leaves it, or of another class
+        if path is not None and (tensor is None or not is_taken):
+            return "weight", ".".join(path)
+    weight, layer = given[0], child_at(module, linear.weight[:-1])
+    dtype = (quantised(weight) or weight).dtype
+    if dtype not in match.dtypes:
+        return "dtype", dtype
+    if (dtype != x.dtype and not dispatch.autocasts(x.device)) or adapters.casts(layer, x):
+        return "dtype", x.dtype
+    layer, name = _outermost(module, linear), ".".join(linear.weight[:-1])
+    if layer is not module and adapters.is_lora(layer) and has_hooks(layer):
+        return "hook", name
+    is_plain = quantised(weight) is None and not adapters.is_lora(layer)
+    if match.block.packed == "up" and linear is match.block.linears[0] and not is_plain:
+        return "packed", name
+    problem = adapters.in_the_way(layer)
+    return None if problem is None else ("adapter", f"{name} is {problem}")
+
+
+def _outermost(module: nn.Module, linear: Weight) -> nn.Module:
+    """Return the layer whose forward computes a linear, adapters around it included."""
+    path = linear.weight[:-1]
+    if not path or adapters.is_lora(module):
+        return module
+    return child_at(module, path[:-1])._modules[path[-1]]  # type: ignore[union-attr,return-value]  # held
+
+
+def _parameter(module: nn.Module, path: Path | None) -> Any:
+    if path is None:
+        return None
+    owner: Any = child_at(module, path[:-1])
+    return owner._parameters.get(path[-1])

@@ -1,0 +1,260 @@
+"""Blocks on the shards of DTensors: tensor and sequence parallelism with a rank's own rows kept.
+
+A block is a composition here: what gathers its input, the block's own autograd Function on this
+rank's shards of the weights, what reduces its output. DTensor moves the data and lays out the
+gradients. Where rows are shared out, as in sequence parallelism, the block keeps none of the rows
+that it gathered but this rank's, and backward gathers them in the collective that gathers the
+gradient of the output: as many collectives as without us, with twice the bytes in that one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd import backward, dispatch
+from fusedckpt.layers.norm_sharing import Recipe, Source, made_from, versions_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Layout(NamedTuple):
+    """How a block's input and output are shared out over the ranks that its weights are split over.
+
+    mesh: of one dimension; input: what a plain input is; output: what the sum of the ranks' results
+    becomes; is_local: whether that is given as a plain tensor.
+    """
+
+    mesh: DeviceMesh
+    input: Any
+    output: Any
+    is_local: bool
+
+
+def library() -> Any:
+    """Return torch.distributed.tensor, which takes a second to import, None where nobody did."""
+    return sys.modules.get("torch.distributed.tensor")
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether a value is a DTensor."""
+    found = library()
+    return found is not None and isinstance(x, found.DTensor)
+
+
+def takes(x: Tensor, layout: Layout) -> bool:
+    """Whether `spread` can lay out an input, and the block's output likewise."""
+    given = x.placements if is_sharded(x) else (layout.input,)  # type: ignore[attr-defined]  # a DTensor
+    if is_sharded(x) and x.device_mesh != layout.mesh:  # type: ignore[attr-defined]
+        return False
+    return all(_is_of_rows(placement, x.dim(), 1) for placement in (*given, layout.output))
+
+
+def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
+    """Whether a tensor laid out so, whose last dimensions are features, has whole rows."""
+    if placement.is_replicate():
+        return True
+    return type(placement) is library().Shard and placement.dim % dims < dims - features
+
+
+def shards_of(linears: Sequence[tuple[Any, Any]], layout: Layout) -> list[Any]:
+    """Return this rank's parts of a block's weights and biases.
+
+    The first linears are split by their output features, the last one by its input features. What
+    is laid out otherwise, or unevenly, is returned as it is.
+    """
+    *first, (weight, bias) = linears
+    shards = [(_shard_of(w, layout, 0), _shard_of(b, layout, 0)) for w, b in first]
+    return [*shards, (_shard_of(weight, layout, 1), _shard_of(bias, layout, None))]
+
+
+def _shard_of(weight: Any, layout: Layout, split: int | None) -> Any:
+    if not is_sharded(weight) or weight.device_mesh != layout.mesh:
+        return weight
+    found = library()
+    placement = found.Replicate() if split is None else found.Shard(split)
+    is_even = split is None or weight.shape[split] % layout.mesh.size() == 0
+    if weight.placements != (placement,) or not is_even:
+        return weight
+    # a bias that is added by every rank
+    local = weight.to_local()
+    return local if split is not None else _Portion.apply(local, layout.mesh.size())
+
+
+class _Portion(torch.autograd.Function):
+    """What every rank adds of a bias, whose gradient every rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, ranks: int) -> Tensor:
+        return bias / ranks
+
+    @staticmethod
+    def backward(ctx: Any, db: Tensor) -> Any:  # type: ignore[override]
+        return db, None
+
+
+def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
+    """Return the sum over ranks of what a block makes of all rows, laid out as the layout says.
+
+    Collectives: one to gather x where its rows are shared out, and one to reduce the output; their
+    duals in backward. Kept by the block: this rank's rows of x where x's or the output's are shared
+    out, else x.
+    """
+    found, mesh = library(), layout.mesh
+    made, source = made_from(x), getattr(x.grad_fn, "source", None)
+    dtype = dispatch.autocast_dtype(x.device)
+    if dtype is not None and x.dtype != torch.float64:
+        # before it is gathered
+        x = x.to(dtype)
+    given = x
+    if not is_sharded(x):
+        x = found.DTensor.from_local(x, mesh, [layout.input], run_check=False)
+    whole = x
+    if not x.placements[0].is_replicate():
+        whole = x.redistribute(placements=[found.Replicate()])
+    whole = whole.to_local(grad_placements=[found.Partial()])
+    split = next((p for p in (*x.placements, layout.output) if not p.is_replicate()), None)
+    if split is None or not whole.requires_grad:
+        whole = whole if made is None or source is None else _kept_as(whole, source.again, *made)
+        return _laid_out(block(whole), layout)
+    # as it was given, so that autograd sees whether it is written to
+    own = given
+    if x.placements != (split,):
+        own = x.detach().redistribute(placements=[split]).to_local().clone()
+    rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
+    y = block(_kept_as(whole, rows.again, own, None, None))
+    if _reads_again(y) and layout.output == split and (y.shape, y.dtype) == (rows.shape, own.dtype):
+        return _from_rows(_Reduced.apply(y, own, rows), layout, rows.shape)
+    return _laid_out(y, layout)
+
+
+class _Rows:
+    """How the rows of a tensor are shared out over the ranks, and how they come together.
+
+    ahead: all rows, where backward gathered them together with others and nobody read them yet.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dim: int, shape: Sequence[int]):
+        self.mesh, self.dim, self.shape = mesh, dim, shape
+        self.ahead: Tensor | None = None
+
+    def gathered(self, *parts: Any) -> tuple[Tensor, ...]:
+        """Return all rows of tensors from this rank's, by one collective."""
+        found = library()
+        local = [part.to_local() if is_sharded(part) else part for part in parts]
+        together: Any = torch.stack(local) if len(local) > 1 else local[0].unsqueeze(0)
+        own = [found.Shard(self.dim + 1)]
+        together = _sharded(together, self.mesh, own, [len(parts), *list(self.shape)])
+        together = together.redistribute(placements=[found.Replicate()])
+        return together.to_local(grad_placements=[found.Partial()]).unbind()
+
+    def again(self, own: Tensor, *_: None) -> Tensor:
+        """Return all rows of what was kept."""
+        found, self.ahead = self.ahead, None
+        return self.gathered(own)[0] if found is None else found
+
+    def forget(self) -> None:
+        """Let go of what nobody read."""
+        self.ahead = None
+
+
+def _sharded(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> Any:
+    stride = torch.empty(shape, device="meta").stride()
+    options: Any = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+    return library().DTensor.from_local(local, mesh, placements, **options)
+
+
+def _kept_as(
+    whole: Tensor, again: Callable[..., Tensor], own: Any, weight: Any, bias: Any
+) -> Tensor:
+    """Return what is passed on, which a reader makes again of what is kept."""
+    whole = _Whole.apply(whole, own)
+    node: Any = whole.grad_fn
+    if node is not None:
+        node.source = Source(again, weight, bias, versions_of(whole, weight, bias))
+    return whole
+
+
+class _Whole(torch.autograd.Function):
+    """All rows; keeps what a block that reads them can make them from again."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, own: Tensor) -> Tensor:
+        ctx.save_for_backward(own)
+        ctx.set_materialize_grads(False)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> Any:  # type: ignore[override]
+        return dx, None
+
+
+class _Reduced(torch.autograd.Function):
+    """This rank's rows of the sum over ranks; backward gathers the block's input, too."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Any, own: Tensor, rows: _Rows) -> Tensor:
+        ctx.save_for_backward(own)
+        ctx.set_materialize_grads(False)
+        ctx.rows = rows
+        found = library()
+        y = found.DTensor.from_local(y, rows.mesh, [found.Partial()], run_check=False)
+        return y.redistribute(placements=[found.Shard(rows.dim)]).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:  # type: ignore[override]
+        if dy is None:
+            return None, None, None
+        (own,), rows = ctx.saved_tensors, ctx.rows
+        dy, rows.ahead = rows.gathered(dy, own.detach())
+        backward.at_end_of_backward(rows.forget)
+        return dy, None, None
+
+
+def _reads_again(y: Tensor) -> bool:
+    """Whether the block that made a tensor keeps rows from which it makes its input again."""
+    saved = getattr(y.grad_fn, "_raw_saved_tensors", ())
+    return bool(saved) and isinstance(saved[0].data, Recipe)
+
+
+def _laid_out(y: Tensor, layout: Layout) -> Any:
+    """Reduce what every rank has a part of."""
+    found = library()
+    total = found.DTensor.from_local(y, layout.mesh, [found.Partial()], run_check=False)
+    total = total.redistribute(placements=[layout.output])
+    return total.to_local() if layout.is_local else total
+
+
+def _from_rows(y: Tensor, layout: Layout, shape: Sequence[int]) -> Any:
+    return y if layout.is_local else _sharded(y, layout.mesh, [layout.output], shape)
+
+
+def on_rows(norm: Callable[..., Any], features: int, x: Any, *parameters: Any) -> Any:
+    """Run a norm over the last dimensions on this rank's rows of a DTensor.
+
+    None where x is none, or is laid out otherwise; its parameters are whole on every rank.
+    """
+    if not is_sharded(x) or torch.compiler.is_compiling():
+        return None
+    if not all(_is_of_rows(placement, x.dim(), features) for placement in x.placements):
+        return None
+    found = library()
+    wholes = (found.Replicate(),) * x.device_mesh.ndim
+    # of its own rows, a rank has a part of a parameter's gradient
+    grads = [p if p.is_replicate() else found.Partial() for p in x.placements]
+    locals_ = []
+    for parameter in parameters:
+        if parameter is not None:
+            if not is_sharded(parameter) or parameter.device_mesh != x.device_mesh:
+                return None
+            if parameter.placements != wholes:
+                return None
+            parameter = parameter.to_local(grad_placements=grads)
+        locals_.append(parameter)
+    y = norm(x.to_local(), *locals_)
+    return y if not isinstance(y, Tensor) else _sharded(y, x.device_mesh, x.placements, x.shape)

@@ -1,0 +1,163 @@
+"""What tensor parallelism put around an MLP's linears: which layouts these take and give.
+
+An MLP that is computed as one calls none of its linears, so that it does itself what their hooks
+would. Those of torch's styles, of transformers and of torchtitan are known, by the code that they
+run; an MLP with any other runs as its class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fusedckpt.layers.parallel import Layout, is_sharded, library
+
+__all__ = ["is_known", "layout_of", "style_of", "unwrapped"]
+
+# what hooks a module has, all of which are known here
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KINDS = {"ColwiseParallel": "columns", "RowwiseParallel": "rows"}
+
+
+class Style(NamedTuple):
+    """What is put around a linear whose weight is split by its "columns", or by its "rows".
+
+    That is, as the styles' names have it: by its output features, or by its input features. input:
+    what a plain input is; output: what the result is laid out as, and whether it is given as plain.
+    """
+
+    split: str
+    mesh: Any
+    input: Any
+    output: Any
+    is_local: bool
+
+
+def layout_of(*linears: nn.Module | None) -> Layout | None:
+    """Return how the input and output of an MLP of these linears are laid out over ranks.
+
+    None where anything else is around one of them.
+    """
+    styles = []
+    for linear in linears:
+        style = None if linear is None else style_of(linear)
+        if style is None or style.mesh.ndim != 1:
+            return None
+        styles.append(style)
+    *first, last = styles
+    same = all(style[:4] == first[0][:4] for style in first) and first[0].mesh == last.mesh
+    ends = library().Shard(-1)
+    fits = first[0].split == "columns" and first[0].output == ends
+    if not (same and fits and last.split == "rows" and last.input == ends):
+        return None
+    return Layout(last.mesh, first[0].input, last.output, last.is_local)
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether it is known how a layer's DTensors are laid out, so that they need not be refused."""
+    given: list[Any] = [p for p in layer._parameters.values() if p is not None]
+    if not any(map(is_sharded, given)):
+        return False
+    # as those of a norm that has rows of its own on every rank
+    whole = all(is_sharded(p) and all(q.is_replicate() for q in p.placements) for p in given)
+    return whole or style_of(layer) is not None
+
+
+def unwrapped(layer: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes without a forward by which a known style calls its own."""
+    attributes = vars(layer)
+    if "forward" not in attributes or style_of(layer) is None:
+        return attributes
+    return {name: value for name, value in attributes.items() if name != "forward"}
+
+
+def style_of(linear: nn.Module) -> Style | None:
+    """Return what is known to be around a linear, None for nothing and for anything else."""
+    if library() is None:
+        return None
+    hooks = [[*vars(linear)[name].values()] for name in _HOOKS]
+    if "forward" in vars(linear):
+        forward = vars(linear)["forward"]
+        found = _of_transformers(linear, forward) or _of_torchtitan(linear, forward)
+        return None if any(hooks) else found
+    if [len(some) for some in hooks] != [1, 1, 0, 0] or linear._forward_pre_hooks_with_kwargs:
+        return None
+    return _of_torch(hooks[0][0], hooks[1][0])
+
+
+def _held(function: Any, by: Any) -> dict[str, Any] | None:
+    """Return what a function that another one defined holds on to, None for any other function."""
+    code = getattr(function, "__code__", None)
+    if code is None or code not in getattr(by, "__code__", by).co_consts:
+        return None
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
+def _of_torch(before: Callable[..., Any], after: Callable[..., Any]) -> Style | None:
+    """Return the style whose hooks `distribute_module` set."""
+    styles, by = sys.modules.get("torch.distributed.tensor.parallel"), library().distribute_module
+    taken, given = _held(before, by), _held(after, by)
+    if styles is None or taken is None or given is None:
+        return None
+    mesh, prepare, finish = taken["device_mesh"], taken["input_fn"], given["output_fn"]
+    if given["device_mesh"] != mesh or not isinstance(prepare, partial):
+        return None
+    for name, split in _KINDS.items():
+        style = getattr(styles, name)
+        is_it = prepare.func is style._prepare_input_fn
+        if is_it and isinstance(finish, partial) and finish.func is style._prepare_output_fn:
+            (inputs, wanted), (outputs, is_local) = prepare.args, finish.args
+            found = library()
+            if wanted != ((found.Replicate(),) if split == "columns" else (found.Shard(-1),)):
+                return None
+            return Style(split, mesh, inputs[0], outputs[0], is_local)
+    return None
+
+
+def _of_transformers(linear: nn.Module, forward: Any) -> Style | None:
+    """Return the style whose `install_forward` replaced a linear's forward."""
+    styles = sys.modules.get("transformers.distributed.tensor_parallel")
+    base = getattr(styles, "TensorParallelLayer", None)
+    held = None if base is None else _held(forward, base.install_forward)
+    if held is None or not _is_own(linear, held["original_forward"]):
+        return None
+    style, mesh = held["self"], held["mesh"]
+    split = _KINDS.get(type(style).__name__)
+    if split is None or type(style) is not getattr(styles, type(style).__name__, None):
+        return None
+    if getattr(linear, "_hf_quantized_needs_local_tp", False):
+        return None
+    return Style(split, mesh, style.input_layouts, style.output_layouts, style.use_local_output)
+
+
+def _of_torchtitan(linear: Any, forward: Any) -> Style | None:
+    """Return what `Module.parallelize` made of a linear's sharding, where that is of DTensors."""
+    module = getattr(sys.modules.get("torchtitan.protocols.module"), "Module", None)
+    held = None if module is None else _held(forward, module.parallelize)
+    if held is None or not _is_own(linear, held["fn"]):
+        return None
+    dims, sharding = held["parallel_dims"], linear._sharding_config
+    around = (sharding.in_src_shardings, sharding.in_dst_shardings, sharding.local_map)
+    if dims.spmd_backend == "spmd_types" or any(around) or sharding.out_src_shardings is None:
+        return None
+    outputs = [sharding.out_src_shardings, sharding.out_dst_shardings or sharding.out_src_shardings]
+    mesh = dims.resolve_shared_mesh(outputs)
+    if mesh is None or mesh.ndim != 1:
+        return None
+    resolve = sys.modules["torchtitan.protocols.sharding"].resolve_placements
+    (made,), (given,) = (resolve(output, mesh) for output in outputs)
+    found = library()
+    if made == found.Shard(-1):
+        return Style("columns", mesh, found.Replicate(), given, False)
+    return Style("rows", mesh, found.Shard(-1), given, False) if made.is_partial() else None
+
+
+def _is_own(linear: nn.Module, forward: Any) -> bool:
+    """Whether a bound method is a linear's own forward."""
+    is_bound = getattr(forward, "__self__", None) is linear
+    return is_bound and forward.__func__ is type(linear).forward

@@ -1,0 +1,400 @@
+"""One of two ranks: MLPs and norms on the shards of DTensors, beside one process and unfused ones.
+
+Run by test_tensor_parallel.py as `parallel_ranks.py STORE RANK`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import as_rank  # after the path is set
+
+import fusedckpt
+from fusedckpt.memory import saved_tensors
+
+B, S, D, F = 2, 8, 16, 48
+# bytes of all rows of D and of F features in float32
+WIDE, HIDDEN = 4 * B * S * D, 4 * B * S * F
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(D, F, bias), nn.Linear(D, F, bias)
+        self.down_proj = nn.Linear(F, D, bias)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MLP(nn.Module):
+    def __init__(self, bias: bool = True, out: int = D):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(D, F, bias), nn.Linear(F, out, bias)
+
+    def forward(self, x):
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        # torch's own keeps its input and a number for each row
+        self.norm, self.mlp = nn.LayerNorm(D), mlp
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+FIRST, LAST = ("gate_proj", "up_proj", "fc1"), ("down_proj", "fc2")
+
+
+def plan(of: nn.Module, column: dict, row: dict, **others: Any) -> dict[str, Any]:
+    names = [name for name, _ in of.named_modules()]
+    found = {n: ColwiseParallel(**column) for n in names if n.rpartition(".")[2] in FIRST}
+    found |= {n: RowwiseParallel(**row) for n in names if n.rpartition(".")[2] in LAST}
+    return found | {name: style for name, style in others.items() if name in names}
+
+
+ROWS = {"output_layouts": Shard(1)}
+
+
+def replicated(of: nn.Module) -> dict[str, Any]:
+    return plan(of, {}, {})
+
+
+def gathered_once(of: nn.Module) -> dict[str, Any]:
+    """As PyTorch's tutorial does it: the block gathers, before its linears."""
+    gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return plan(of, {}, ROWS, norm=SequenceParallel(), mlp=gathers)
+
+
+def gathered_by_each(of: nn.Module) -> dict[str, Any]:
+    return plan(of, {"input_layouts": Shard(1)}, ROWS, norm=SequenceParallel())
+
+
+def as_dtensors(of: nn.Module) -> dict[str, Any]:
+    gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    row = {**ROWS, "use_local_output": False}
+    return plan(of, {"use_local_output": False}, row, norm=SequenceParallel(), mlp=gathers)
+
+
+GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+# collectives of a gated MLP, forward and backward: unfused, and fused
+COLLECTIVES = {
+    replicated: (({REDUCE: 1}, {REDUCE: 2}), ({REDUCE: 1}, {REDUCE: 1})),
+    gathered_once: (({GATHER: 1, SCATTER: 1}, {GATHER: 1, SCATTER: 1}),) * 2,
+    gathered_by_each: (
+        ({GATHER: 2, SCATTER: 1}, {GATHER: 1, SCATTER: 2}),
+        ({GATHER: 1, SCATTER: 1}, {GATHER: 1, SCATTER: 1}),
+    ),
+    as_dtensors: (({GATHER: 1, SCATTER: 1}, {GATHER: 1, SCATTER: 1}),) * 2,
+}
+NORM = B * S * 4 * 2
+# bytes that a rank keeps of a norm and a gated MLP: unfused, and fused
+SAVED = {
+    replicated: (2 * WIDE + NORM + 2 * HIDDEN, WIDE),
+    gathered_once: (WIDE / 2 + NORM / 2 + WIDE + 2 * HIDDEN, WIDE),
+    # DTensors of what each linear gathered
+    gathered_by_each: (WIDE / 2 + NORM / 2 + 2 * WIDE + 2 * HIDDEN, WIDE),
+    as_dtensors: (WIDE / 2 + NORM / 2 + WIDE + 2 * HIDDEN, WIDE),
+}
+
+
+def counted(mode: CommDebugMode) -> dict[str, int]:
+    return {str(op).rpartition(".")[2].rstrip("'>)"): n for op, n in mode.get_comm_counts().items()}
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def local(x: Any) -> Any:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+class Ranks:
+    """What two ranks make of a model and an input, of which each has its rows or all."""
+
+    def __init__(self, mesh: DeviceMesh, rank: int):
+        self.mesh, self.rank = mesh, rank
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(B, S, D, generator=generator)
+        self.dy = torch.randn(B, S, D, generator=generator)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.chunk(2, 1)[self.rank]
+
+    def part(self, x: Tensor, way: Any) -> Tensor:
+        return x if way is replicated else self.rows(x)
+
+    def given(self, way: Any) -> Tensor:
+        x = self.part(self.x, way)
+        return DTensor.from_local(x, self.mesh, [Shard(1)]) if way is as_dtensors else x
+
+    def results(self, model: nn.Module, way: Any, call: Callable | None = None) -> list[Any]:
+        """Return output and gradients, the parameters' as they are."""
+        x = self.given(way).clone().requires_grad_()
+        model.zero_grad()
+        # as an intermediate
+        y = (model if call is None else call)(x * 1)
+        local(y).backward(self.part(self.dy, way).to(y.dtype))
+        grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        return [local(y.detach()), local(x.grad), *grads]
+
+    def expected(self, model: nn.Module, way: Any) -> list[Any]:
+        """Return what one process makes of it."""
+        y, dx, *grads = self.results(model, replicated)
+        return [self.part(y, way), self.part(dx, way), *grads]
+
+
+def same(found: list[Any], expected: list[Any], **tolerance: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(whole(ours), whole(theirs), **tolerance)
+
+
+def alike(found: list[Any], expected: list[Any]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert type(ours) is type(theirs)
+        assert getattr(ours, "placements", None) == getattr(theirs, "placements", None)
+    same(found, expected)
+
+
+def costs(ranks: Ranks, model: nn.Module, way: Any) -> tuple[int, Any]:
+    with saved_tensors() as saved:
+        y = model(ranks.given(way).clone().requires_grad_() * 1)
+    with CommDebugMode() as forward:
+        y = model(ranks.given(way).clone().requires_grad_() * 1)
+    with CommDebugMode() as backward:
+        local(y).backward(ranks.part(ranks.dy, way))
+    return saved.nbytes, (counted(forward), counted(backward))
+
+
+def fused_first(model: nn.Module, mesh: DeviceMesh, way: Any) -> nn.Module:
+    report = fusedckpt.fuse(model)
+    parallelize_module(model, mesh, way(model))
+    return watched(model, report)
+
+
+def fused_last(model: nn.Module, mesh: DeviceMesh, way: Any) -> nn.Module:
+    parallelize_module(model, mesh, way(model))
+    return watched(model, fusedckpt.fuse(model))
+
+
+def watched(model: nn.Module, report: fusedckpt.FuseReport) -> nn.Module:
+    assert len(report.swapped) == 2, report
+    assert report.left == {}, report
+    model.report = report
+    return model
+
+
+def check_table(ranks: Ranks) -> None:
+    for way, (saved, collectives) in {w: (SAVED[w], COLLECTIVES[w]) for w in SAVED}.items():
+        torch.manual_seed(0)
+        block = Block(GatedMLP(bias=True))
+        expected = ranks.expected(block, way)
+        eager = copy.deepcopy(block)
+        parallelize_module(eager, ranks.mesh, way(eager))
+        unfused = ranks.results(eager, way)
+        found = costs(ranks, eager, way)
+        assert found == (saved[0], collectives[0]), found
+        for fuse in (fused_first, fused_last):
+            model = fuse(copy.deepcopy(block), ranks.mesh, way)
+            found = ranks.results(model, way)
+            same(found, expected)
+            alike(found, unfused)
+            assert costs(ranks, model, way) == (saved[1], collectives[1])
+            assert not model.report.fallbacks, model.report
+        assert 2 * saved[1] <= saved[0]
+
+
+def check_own_blocks(ranks: Ranks) -> None:
+    for way in (replicated, gathered_by_each):
+        for kind in (fusedckpt.GatedMLP, fusedckpt.MLP):
+            for norm in (None, fusedckpt.LayerNorm(D), nn.RMSNorm(D)):
+                torch.manual_seed(0)
+                block = kind(D, F, bias=True, norm=norm, residual=norm is not None)
+                expected = ranks.expected(block, way)
+                parallelize_module(block, ranks.mesh, way(block))
+                same(ranks.results(block, way), expected)
+                is_ours = not isinstance(norm, nn.RMSNorm)
+                # of the norm's input and of its result, all rows or a half
+                parts = 1 if norm is None or way is replicated else 2
+                kept = WIDE * parts if way is replicated else WIDE // 2 * parts
+                nbytes, found = costs(ranks, block, way)
+                assert found == COLLECTIVES[way][1]
+                assert nbytes == kept or not is_ours, (way, kind, norm, nbytes)
+
+
+def check_shapes(ranks: Ranks) -> None:
+    """An MLP without a gate, with other widths out; every level; under autocast; rows unevenly."""
+    for way in (replicated, gathered_by_each):
+        for save in ("inputs", "preact"):
+            torch.manual_seed(0)
+            mlp = MLP(bias=True)
+            expected = ranks.expected(mlp, way)
+            fusedckpt.fuse(mlp, save=save)
+            parallelize_module(mlp, ranks.mesh, way(mlp))
+            same(ranks.results(mlp, way), expected)
+            # a rank's own features of all rows
+            extra = HIDDEN // 2 if save == "preact" else 0
+            parts = 1 if way is replicated else 2
+            assert costs(ranks, mlp, way)[0] == WIDE // parts + extra
+        torch.manual_seed(0)
+        eager = MLP(bias=False)
+        fused = copy.deepcopy(eager)
+        fusedckpt.fuse(fused)
+        for model in (eager, fused):
+            parallelize_module(model, ranks.mesh, way(model))
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = (ranks.results(m, way) for m in (fused, eager))
+            assert costs(ranks, fused, way)[1] == COLLECTIVES[way][1]
+        same(found, expected, rtol=0.05, atol=0.05)
+
+
+def check_wide_out(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    mlp = MLP(out=3)
+    x, dy = torch.randn(B, S, D, requires_grad=True), torch.randn(B, S, 3)
+    expected = torch.autograd.grad(mlp(x), [x, *mlp.parameters()], dy)
+    report = fusedckpt.fuse(mlp)
+    parallelize_module(mlp, ranks.mesh, gathered_by_each(mlp))
+    rows = ranks.rows(x).detach().requires_grad_()
+    found = torch.autograd.grad(mlp(rows), [rows, *mlp.parameters()], ranks.rows(dy))
+    same(list(found), [ranks.rows(expected[0]), *expected[1:]])
+    assert not report.fallbacks
+
+
+def check_autograd(ranks: Ranks) -> None:
+    """Backward twice, of gradients, of some tensors alone, with frozen weights; checkpoints."""
+    for way in (replicated, gathered_once):
+        torch.manual_seed(0)
+        block = Block(GatedMLP())
+        expected = ranks.expected(block, way)
+        model = fused_first(copy.deepcopy(block), ranks.mesh, way)
+        for around in (fusedckpt.checkpoint, checkpoint):
+            checkpointed = partial(around, model, use_reentrant=False)
+            same(ranks.results(model, way, checkpointed), expected)
+        with torch.no_grad():
+            y = model(ranks.given(way))
+        same([y], expected[:1])
+
+        x = ranks.given(way).clone().requires_grad_()
+        y, dy = model(x), ranks.part(ranks.dy, way)
+        first, again = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(2))
+        same([first, again], [expected[1]] * 2)
+        weights = [p for name, p in model.named_parameters() if "mlp" in name]
+        # without x, to which no gradient of a weight leads
+        same(list(torch.autograd.grad(y, weights, dy)), expected[-3:])
+
+        for p in model.mlp.parameters():
+            p.requires_grad_(False)
+        frozen = ranks.results(model, way)
+        same(frozen[:2], expected[:2])
+        assert frozen[-3:] == [None] * 3
+
+
+def check_second_order(ranks: Ranks) -> None:
+    """Where rows are shared out: torch's from_local of a whole tensor is differentiable once."""
+    way = gathered_by_each
+    torch.manual_seed(0)
+    mlp = GatedMLP()
+    fused = copy.deepcopy(mlp)
+    fusedckpt.fuse(fused)
+    parallelize_module(fused, ranks.mesh, way(fused))
+    found = []
+    for model, x, dy in ((mlp, ranks.x, ranks.dy), (fused, *map(ranks.rows, (ranks.x, ranks.dy)))):
+        x = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(model(x), x, dy, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), [x, *model.parameters()]))
+    (dx, *grads), ours = found
+    same(list(ours), [ranks.rows(dx), *grads])
+
+
+def check_writes(ranks: Ranks) -> None:
+    """What was kept and then written to is refused, as autograd does it."""
+    model = GatedMLP()
+    fusedckpt.fuse(model)
+    parallelize_module(model, ranks.mesh, gathered_by_each(model))
+    x = ranks.rows(ranks.x).clone().requires_grad_()
+    for as_given in (x * 1, DTensor.from_local(x * 1, ranks.mesh, [Shard(1)])):
+        y = model(as_given)
+        with torch.no_grad():
+            as_given.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def check_left(ranks: Ranks) -> None:
+    """What else is around a linear, or split otherwise, runs as its class, and is named."""
+    hook = "gate_proj: a hook watches it, or its forward was replaced"
+    sharded = "gate_proj.weight is a DTensor: sharded parameters are not fused"
+    mesh = ranks.mesh
+
+    def hooked(model: nn.Module) -> None:
+        parallelize_module(model, mesh, replicated(model))
+        model.gate_proj.register_forward_hook(lambda *_: None)
+
+    def halved(model: nn.Module) -> None:
+        parallelize_module(model, mesh, {"gate_proj": ColwiseParallel(output_layouts=Replicate())})
+
+    class Own(ColwiseParallel):
+        @staticmethod
+        def _prepare_input_fn(layouts: Any, wanted: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
+            return ColwiseParallel._prepare_input_fn(layouts, wanted, mod, inputs, mesh)
+
+    def subclassed(model: nn.Module) -> None:
+        styles = {**replicated(model), "gate_proj": Own()}
+        parallelize_module(model, mesh, styles)
+
+    def only_hooked(model: nn.Module) -> None:
+        model.gate_proj.register_forward_hook(lambda *_: None)
+
+    reasons = {hooked: sharded, halved: sharded, subclassed: sharded, only_hooked: hook}
+    for parallelize, reason in reasons.items():
+        torch.manual_seed(0)
+        model = GatedMLP()
+        expected = ranks.expected(model, replicated)
+        report = fusedckpt.fuse(model)
+        parallelize(model)
+        same(ranks.results(model, replicated), expected)
+        assert report.fallbacks == {"": reason}, report.fallbacks
+
+
+def main(rank: int) -> None:
+    ranks = Ranks(init_device_mesh("cpu", (2,)), rank)
+    check_table(ranks)
+    check_own_blocks(ranks)
+    check_shapes(ranks)
+    check_wide_out(ranks)
+    check_autograd(ranks)
+    check_second_order(ranks)
+    check_writes(ranks)
+    check_left(ranks)
+
+
+if __name__ == "__main__":
+    as_rank(main)
