@@ -246,10 +246,10 @@ def gated_mlp(
     weights = [gate_weight, up_weight, down_weight]
     linear, n = _Linears(x, weights, seeds, dropout, output_dropout), apply_norm(x, norm)
     if up_weight is None:
-        zs = linear(n, gate_weight, gate_bias).chunk(2, dim=-1)
+        gate, up = linear(n, gate_weight, gate_bias).chunk(2, dim=-1)
     else:
-        zs = linear(n, gate_weight, gate_bias), linear(n, up_weight, up_bias)
-    h = hidden(zs, activation)
+        gate, up = linear(n, gate_weight, gate_bias), linear(n, up_weight, up_bias)
+    h = hidden([gate, up], activation)
     return _last(linear, x, h, (down_weight, down_bias), (dropout, output_dropout), residual)
 
 

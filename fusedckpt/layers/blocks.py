@@ -71,6 +71,8 @@ class _Block(nn.Module):
 
     levels: tuple[str, ...]
     names: tuple[str, ...]
+    # of modules that were pickled before there were any
+    dropout = output_dropout = 0.0
 
     def __init__(
         self,
