@@ -2,150 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fusedckpt import reference
-from fusedckpt.autograd import backward, custom_op, dispatch, donation, levels
-from fusedckpt.autograd.custom_op import BELOW, below
-from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.autograd import backward, dispatch, donation, levels
+from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.phases import Phase
-from fusedckpt.kernels import linear as kernels
-from fusedckpt.kernels.products import product
-from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
-from fusedckpt.layers import adapted, constructors, norm_sharing, validate
+from fusedckpt.layers import adapted, constructors, linear_op, norm_sharing, validate
 from fusedckpt.layers.adapted_call import AdaptedOptions
+from fusedckpt.layers.linear_op import Call
 from fusedckpt.layers.norm_sharing import Versioned
 
 __all__ = ["Linear", "linear_act"]
 
 LEVELS = ("inputs", "preact")
-
-
-def _plan(x: Tensor | Meta, activation: str, kernel: str | None, weight: tuple[int, ...]) -> str:
-    """Return which launcher runs for tensors like x: fused, split or aten."""
-    (n, k), rows = weight, math.prod(x.shape[:-1])
-    # an identity has nothing to fuse
-    kernel = "split" if activation == "identity" and kernel is None else kernel
-    return dispatch.plan_for("linear_act", x, x.dtype, (rows, n, k), kernel, "fused")
-
-
-def _forward(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    activation: str,
-    keep_z: bool,
-    kernel: str | None,
-    plan: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    with below(BELOW):
-        x2, w, b = as_matrix(x), as_weight(w, x.dtype), as_vector(b, x.dtype)
-        plan = plan or _plan(x, activation, kernel, w.shape)
-        h, z = kernels.linear_act(x2, w, b, activation, keep_z, plan)
-        if x2 is x:
-            return h, z
-        shape = (*x.shape[:-1], w.shape[0])
-        return h.view(shape), None if z is None else z.view(shape)
-
-
-def _forward_fake(
-    x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str | None
-) -> tuple[Tensor, Tensor]:
-    h = x.new_empty((*x.shape[:-1], w.shape[0]))
-    return h, torch.empty_like(h) if keep_z else custom_op.absent(x)
-
-
-def _flops(x: Any, w: Any, *_: Any, out_shape: Any = None) -> int:
-    return 2 * math.prod(x) * w[0]
-
-
-_linear_act_op = custom_op.define(
-    "linear_act(Tensor x, Tensor w, Tensor? b, str activation, bool keep_z, str? kernel)"
-    " -> (Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-    _flops,
-)
-
-
-def _backward(
-    dy: Tensor,
-    x: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    z: Tensor | None,
-    activation: str,
-    needs: list[bool],
-    kernel: str | None,
-    call: _Call | None = None,
-    spends: bool = False,
-) -> tuple[Tensor | None, ...]:
-    plan, dtype = (None, None) if call is None else (call.plan, call.dtypes[1])
-    with below(BELOW):
-        x2, z = None if x is None else as_matrix(x), as_dense(z)
-        w, b = None if w is None else as_weight(w, dy.dtype), as_vector(b, dy.dtype)
-        plan = plan or _plan(dy, activation, kernel, (1, 1) if w is None else w.shape)
-        args = (activation, needs[2], plan, spends)
-        (dz, db), dx, dw = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z, *args), None, None
-        if needs[0] and w is not None:
-            dx = torch.mm(dz, w).view(*dy.shape[:-1], w.shape[1])
-        if needs[1] and x2 is not None:
-            dw = product(dz.t(), x2, dtype)
-        return dx, dw, db
-
-
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    z: Tensor | None,
-    activation: str,
-    needs: list[bool],
-    kernel: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = dy.shape[-1]
-    wide = torch.promote_types(dy.dtype, torch.float32)
-    absent = custom_op.absent(dy)
-    return (
-        dy.new_empty((*dy.shape[:-1], w.shape[1])) if needs[0] and w is not None else absent,
-        dy.new_empty((n, x.shape[-1])) if needs[1] and x is not None else absent,
-        dy.new_empty((n,), dtype=wide) if needs[2] else absent,
-    )
-
-
-def _backward_flops(
-    dy: Any, x: Any, w: Any, b: Any, z: Any, activation: str, needs: list[bool], *_: Any, **__: Any
-) -> int:
-    recomputes = z is None and activation != "identity"
-    k = x[-1] if x is not None else w[1] if w is not None else 0
-    return 2 * math.prod(dy) * k * (recomputes + needs[0] + needs[1])
-
-
-_linear_act_backward_ops = custom_op.define_spending(
-    "linear_act_backward(Tensor dy, Tensor? x, Tensor? w, Tensor? b, Tensor{}? z, str activation,"
-    " bool[] needs, str? kernel) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-    _backward_flops,
-)
-
-
-class _Call(NamedTuple):
-    """What a call comes down to; dtypes: of x in the GEMMs, weight and bias."""
-
-    activation: str
-    level: str
-    kernel: str | None
-    plan: str | None
-    direct: bool
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
 
 
 class _Options(NamedTuple):
@@ -164,7 +39,7 @@ class _Options(NamedTuple):
         validate.kernel(self.name, self.kernel, "fused")
         return activation, level
 
-    def settle(self, around: Around, x: Any, weight: Any, bias: Any) -> _Call | None:
+    def settle(self, around: Around, x: Any, weight: Any, bias: Any) -> Call | None:
         """Refuse what F.linear would refuse."""
         name = self.name
         activation, level = self.chosen(around.level)
@@ -175,9 +50,13 @@ class _Options(NamedTuple):
         if around.twin:
             return None
         read, level = x._replace(dtype=dtype), level if around.grad else "inputs"
-        plan = _plan(read, activation, self.kernel, weight.shape) if around.direct else None
+        plan = (
+            linear_op.plan_of(read, activation, self.kernel, weight.shape)
+            if around.direct
+            else None
+        )
         dtypes = dtype, weight.dtype, None if bias is None else bias.dtype
-        return _Call(activation, level, self.kernel, plan, around.direct, dtypes)
+        return Call(activation, level, self.kernel, plan, around.direct, dtypes)
 
 
 class _LinearAct(torch.autograd.Function):
@@ -185,7 +64,7 @@ class _LinearAct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, call: _Call, phase: Phase | None
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, call: Call, phase: Phase | None
     ) -> Tensor:
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         has_z, keeps, runs = call.activation != "identity", call.level, call.level
@@ -203,7 +82,11 @@ class _LinearAct(torch.autograd.Function):
             phase.enter(given, (like,))
         keep_z = has_z and runs == "preact"
         args = (x, w, b, call.activation, keep_z, call.kernel)
-        h, z = _forward(*args, call.plan) if call.direct else _linear_act_op.overload(*args)
+        h, z = (
+            linear_op.forward(*args, call.plan)
+            if call.direct
+            else linear_op.FORWARD.overload(*args)
+        )
         z = z if keep_z else None
         if phase is None:
             ctx.save_for_backward(*given, z)
@@ -224,14 +107,14 @@ class _LinearAct(torch.autograd.Function):
             return (None,) * 5
         assert dy is not None
         (*needs, _, _), (x, w, b, z), direct = begun
-        call: _Call = ctx.call
+        call: Call = ctx.call
         if torch.is_grad_enabled():
             return (*_double_backward(ctx, x, w, b, dy, needs), None, None)
         args = (dy, x, w, b, z, call.activation, needs, call.kernel)
         if z is None and direct:
-            found: Any = _backward(*args, call)
+            found: Any = linear_op.backward(*args, call)
         else:
-            ops, settled = _linear_act_backward_ops, call if direct else None
+            ops, settled = linear_op.BACKWARD, call if direct else None
             found = donation.run(ctx, ops, (z,), args, settled)
         triples = zip(found, needs, call.dtypes, strict=True)
         grads = [grad.to(dtype) if need else None for grad, need, dtype in triples]
@@ -241,7 +124,7 @@ class _LinearAct(torch.autograd.Function):
 def _double_backward(
     ctx: Any, x: Any, w: Any, b: Any, dy: Any, needs: list[bool]
 ) -> list[Tensor | None]:
-    call: _Call = ctx.call
+    call: Call = ctx.call
     _, w_dtype, b_dtype = call.dtypes
     if call.activation != "identity" and (x is None or w is None):
         raise RuntimeError(
