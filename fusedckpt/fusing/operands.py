@@ -56,8 +56,8 @@ def tensors_of(
     """Return the tensors of a block's linears, or what makes the call another than was matched."""
     rates = match.rates
     if match.hidden is not None and (layout is not None or not module.training):
-        # ranks that are seeded alike would drop alike; and a module that is not in training may not
-        # call a dropout that is
+        # on shards a result is dropped after it is summed; and a module that is not in training may
+        # not call a dropout that is
         rates = (*rates, (match.hidden, "p"))
     for path, name in rates:
         part: Any = child_at(module, path)
