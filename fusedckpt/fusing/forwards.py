@@ -215,7 +215,7 @@ def _described(original: str, *ours: str) -> str:
 
 
 # a save level, chunks, and dropouts
-_Options = tuple[str, int | None, dict[str, float]]
+_Options = tuple[str, int | None, dict[str, Any]]
 
 
 def _mlp(x: Tensor, options: _Options, block: Block, fc1: Linear, fc2: Linear) -> Tensor:

@@ -38,16 +38,18 @@ class MLPMatch(NamedTuple):
     hidden: Path | None = None
 
 
-def drops_of(module: nn.Module, match: MLPMatch) -> dict[str, float]:
+def drops_of(module: nn.Module, match: MLPMatch) -> dict[str, Any]:
     """Return the dropouts that a call of ours computes itself, from seeds.
 
     None where the result alone is dropped: the child does that, and draws what it did before.
     """
-    hidden, last = (
-        part.p if part is not None and part.training else 0.0
-        for part in (path and child_at(module, path) for path in (match.hidden, match.last))
-    )
+    hidden, last = _rate(module, match.hidden), _rate(module, match.last)
     return {"dropout": hidden, "output_dropout": last} if hidden else {}
+
+
+def _rate(module: nn.Module, path: Path | None) -> float:
+    part: Any = None if path is None else child_at(module, path)
+    return part.p if part is not None and part.training else 0.0
 
 
 def tensors_of(

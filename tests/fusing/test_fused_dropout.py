@@ -253,11 +253,6 @@ def test_the_rate_is_that_of_the_call():
     assert report.fallbacks == {}
 
 
-class Never(nn.Dropout):
-    def forward(self, input):
-        return input * 2
-
-
 CHANGES = {
     "hooked": (
         lambda m: m.drop.register_forward_hook(lambda *_: None),
@@ -265,10 +260,6 @@ CHANGES = {
     ),
     "replaced": (
         lambda m: setattr(m, "drop", nn.AlphaDropout(P)),
-        "drop is another module than when it was fused",
-    ),
-    "of another class": (
-        lambda m: setattr(m.drop, "__class__", Never),
         "drop is another module than when it was fused",
     ),
     # it need not be called there
@@ -351,6 +342,6 @@ def test_what_a_token_keeps_is_reported_without_seeds():
 
 
 def test_children_are_left_to_the_block():
-    """Of a block that drops inside, none is swapped for itself."""
-    model = nn.Sequential(InList(P), Rate(P)).to(DEVICE)
-    assert fuse(model).swapped.keys() == {"0", "1"}
+    """Of a block that drops inside, none is looked at for itself."""
+    report = fuse(nn.Sequential(InList(P)).to(DEVICE))
+    assert (report.swapped.keys(), report.left) == ({"0"}, {})
