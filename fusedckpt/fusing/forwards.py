@@ -21,7 +21,7 @@ from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.subclass import made_of
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken, child_at
-from fusedckpt.fusing.operands import Linear, MLPMatch, layout_of, tensors_of
+from fusedckpt.fusing.operands import Linear, MLPMatch, drops_of, layout_of, tensors_of
 from fusedckpt.layers import norm_sharing, parallel
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
@@ -192,12 +192,15 @@ class FusedMLP(Swapped):
         tensors = found or tensors_of(self, match, x, layout)
         if isinstance(tensors, tuple):
             return tensors
+        options = self.save, self.chunks, drops_of(self, match)
 
         def computed(x: Tensor) -> Tensor:
-            return _COMPUTE[block.kind](x, self.save, self.chunks, block, *tensors)
+            return _COMPUTE[block.kind](x, options, block, *tensors)
 
         y = computed(x) if layout is None else parallel.spread(computed, x, layout)
-        return y if match.last is None else child_at(self, match.last)(y)  # type: ignore[misc]  # held
+        if match.last is None or options[2]:
+            return y
+        return child_at(self, match.last)(y)  # type: ignore[misc]  # held
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""
@@ -211,29 +214,31 @@ def _described(original: str, *ours: str) -> str:
     return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
 
 
-def _mlp(
-    x: Tensor, save: str, chunks: int | None, block: Block, fc1: Linear, fc2: Linear
-) -> Tensor:
+# a save level, chunks, and dropouts
+_Options = tuple[str, int | None, dict[str, Any]]
+
+
+def _mlp(x: Tensor, options: _Options, block: Block, fc1: Linear, fc2: Linear) -> Tensor:
+    save, chunks, drops = options
     level = levels.resolve("mlp", None, within(save, MLP_LEVELS), MLP_LEVELS)
     chunks = levels.chunks_of(chunks)
-    return mlp(x, *fc1, *fc2, block.activation, save=level, chunks=chunks)
+    return mlp(x, *fc1, *fc2, block.activation, save=level, chunks=chunks, **drops)
 
 
-def _gated_mlp(
-    x: Tensor, save: str, chunks: int | None, block: Block, first: Linear, *rest: Linear
-) -> Tensor:
+def _gated_mlp(x: Tensor, options: _Options, block: Block, first: Linear, *rest: Linear) -> Tensor:
+    save, chunks, drops = options
     level, chunks = levels.resolve("gated_mlp", None, save, GATED_LEVELS), levels.chunks_of(chunks)
     (gate, gate_bias), (down, down_bias) = first, rest[-1]
     up, up_bias = rest[0] if len(rest) == 2 else (None, None)
     if block.packed == "up":
         up, gate = gate.chunk(2)
         up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
-    biases: Any = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    return gated_mlp(x, gate, up, down, block.activation, **biases, save=level, chunks=chunks)
+    given: Any = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias, **drops}
+    return gated_mlp(x, gate, up, down, block.activation, **given, save=level, chunks=chunks)
 
 
-def _linear_act(x: Tensor, save: str, chunks: int | None, block: Block, linear: Linear) -> Tensor:
-    level = levels.resolve("linear_act", None, within(save, LINEAR_LEVELS), LINEAR_LEVELS)
+def _linear_act(x: Tensor, options: _Options, block: Block, linear: Linear) -> Tensor:
+    level = levels.resolve("linear_act", None, within(options[0], LINEAR_LEVELS), LINEAR_LEVELS)
     return linear_act(x, *linear, block.activation, save=level)
 
 

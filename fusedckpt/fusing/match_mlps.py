@@ -20,7 +20,7 @@ from fusedckpt.fusing.forwards import FusedMLP, Swap, of_chunks
 from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
 from fusedckpt.fusing.layouts import block_of
 from fusedckpt.fusing.operands import MLPMatch
-from fusedckpt.fusing.recording import Recording, record
+from fusedckpt.fusing.recording import Node, Recording, record
 from fusedckpt.fusing.replica import rates_of, takes_one
 from fusedckpt.fusing.spying import held_by
 
@@ -152,20 +152,31 @@ def _with_dropouts(
         for name in rates_of(child_at(module, path) or module)
         if any((name,) in log.reads.get(path, {}) for log in logs)
     ]
-    paths = [path for path, _ in rates if path and isinstance(child_at(module, path), nn.Dropout)]
-    shape = found[0].shapes[0]
-    last = next((path for path in paths if _drops_result(module, shape, path, block)), None)
-    inside = tuple(rate for rate in rates if rate[0] != last)
-    return MLPMatch(block, held_by(logs, rates), inside, last, dtypes)
+    dropped: dict[str, Path] = {}
+    for path, _ in rates:
+        if path and isinstance(child_at(module, path), nn.Dropout):
+            places = _dropped_by(module, found[0].shapes[0], path, block)
+            if not dropped.keys() & places:
+                dropped |= dict.fromkeys(places, path)
+    inside = tuple(rate for rate in rates if rate[0] not in dropped.values())
+    last, hidden = dropped.get("last"), dropped.get("hidden")
+    return MLPMatch(block, held_by(logs, rates), inside, last, dtypes, hidden)
 
 
-def _drops_result(module: nn.Module, shape: tuple[int, ...], path: Path, block: Block) -> bool:
-    """Whether a dropout comes after the block and nothing after it.
+def _dropped_by(module: nn.Module, shape: tuple[int, ...], path: Path, block: Block) -> list[str]:
+    """Return what of a block a dropout drops, "hidden" for what its last linear reads, "last".
 
-    If it drops everything, the result is the block's times zeros.
+    If it drops everything, these are times zeros; none if without them it is another block.
     """
     found = record(module, shape, training=True, dropping=path)
-    y = found.y
-    if y is None or y.kind != "point" or len(y.of) != 2 or y.of[1].kind != "number":
-        return False
-    return block_of(replace(found, y=y.of[0])) == block
+    y, places = found.y, []
+    if y is not None and _is_dropped(y):
+        y, places = y.of[0], ["last"]
+    if y is not None and y.kind == "product" and _is_dropped(y.of[0]):
+        y, places = replace(y, of=(y.of[0].of[0], *y.of[1:])), [*places, "hidden"]
+    return places if block_of(replace(found, y=y)) == block else []
+
+
+def _is_dropped(node: Node) -> bool:
+    is_product = node.kind == "point" and node.name.rstrip("_") == "mul" and len(node.of) == 2
+    return is_product and node.of[1].kind == "number" and node.of[1].name == "zeros"

@@ -24,8 +24,9 @@ class MLPMatch(NamedTuple):
     """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
 
     held: what must still hold; rates: paths and names of numbers that drop something inside while
-    training; last: the path of a child that drops from the result; dtypes: of the weights, for
-    which all that was seen to hold.
+    training, as ours does not; last: the path of a child that drops from the result; dtypes: of the
+    weights, for which all that was seen to hold; hidden: the path of a child that drops from what
+    the last linear reads.
     """
 
     block: Block
@@ -33,13 +34,34 @@ class MLPMatch(NamedTuple):
     rates: tuple[tuple[Path, str], ...]
     last: Path | None
     dtypes: tuple[torch.dtype, ...]
+    # of those that were pickled without
+    hidden: Path | None = None
+
+
+def drops_of(module: nn.Module, match: MLPMatch) -> dict[str, Any]:
+    """Return the dropouts that a call of ours computes itself, from seeds.
+
+    None where the result alone is dropped: the child does that, and draws what it did before.
+    """
+    hidden, last = _rate(module, match.hidden), _rate(module, match.last)
+    return {"dropout": hidden, "output_dropout": last} if hidden else {}
+
+
+def _rate(module: nn.Module, path: Path | None) -> float:
+    part: Any = None if path is None else child_at(module, path)
+    return part.p if part is not None and part.training else 0.0
 
 
 def tensors_of(
     module: nn.Module, match: MLPMatch, x: Tensor, layout: Layout | None
 ) -> list[Linear] | Fallback:
     """Return the tensors of a block's linears, or what makes the call another than was matched."""
-    for path, name in match.rates:
+    rates = match.rates
+    if match.hidden is not None and (layout is not None or not module.training):
+        # on shards a result is dropped after it is summed; and a module that is not in training may
+        # not call a dropout that is
+        rates = (*rates, (match.hidden, "p"))
+    for path, name in rates:
         part: Any = child_at(module, path)
         if part.training and getattr(part, name) > 0:
             return "dropout", ".".join(path) or name

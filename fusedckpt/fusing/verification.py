@@ -156,7 +156,8 @@ def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None
     memory nor time; the module's input counts as an activation.
     """
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
-    tokens = 4
+    # so many that a call's seeds of dropouts are less than a byte of each
+    tokens = 64
     found = []
     with undisturbed("meta"):
         for change in (None, swap):
@@ -174,6 +175,6 @@ def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None
                     y = call(clone, x * 1)
                 except Exception:  # arbitrary code of others, on a device that it may not know
                     return None
-            found.append(saved.nbytes / tokens)
+            found.append(saved.nbytes // tokens)
             del y
     return found[0], found[1]

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -33,13 +34,13 @@ D, F = 8, 12
 
 
 class MLP(nn.Module):
-    def __init__(self):
+    def __init__(self, p: float = 0.0):
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(D, F), nn.Linear(D, F), nn.Linear(F, D)
-        self.act = nn.SiLU()
+        self.act, self.drop = nn.SiLU(), nn.Dropout(p)
 
     def forward(self, x):
-        return self.down(self.act(self.gate(x)) * self.up(x))
+        return self.down(self.drop(self.act(self.gate(x)) * self.up(x)))
 
 
 def build() -> nn.Sequential:
@@ -55,9 +56,12 @@ def tensor_parallel(model: nn.Sequential, mesh) -> nn.Sequential:
     """Norms on parts of the sequence, an MLP on parts of its features."""
     for norm in model[0]:
         parallelize_module(norm, mesh, SequenceParallel())
-    linears = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(model[1], mesh, linears)
+    parallelize_module(model[1], mesh, linears())
     return model
+
+
+def linears() -> dict[str, ParallelStyle]:
+    return {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def outputs(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
@@ -80,6 +84,24 @@ def check_tensor_parallel(mesh) -> None:
     assert report.fallbacks == {}, report
     after = fuse(tensor_parallel(build(), mesh))
     assert (after.swapped, after.left) == (report.swapped, {}), after
+
+
+def check_dropout(mesh) -> None:
+    """What drops inside runs its class, with the draws of each rank."""
+    torch.manual_seed(1)
+    eager, x = MLP(0.5), torch.randn(4, D, requires_grad=True)
+    fused = copy.deepcopy(eager)
+    report = fuse(fused)
+    for model in (eager, fused):
+        parallelize_module(model, mesh, linears())
+    torch.testing.assert_close(fused.eval()(x), eager.eval()(x))
+    assert report.fallbacks == {}, report
+    found = []
+    for model in (eager.train(), fused.train()):
+        torch.manual_seed(2 + mesh.get_local_rank())
+        found.append(model(x))
+    torch.testing.assert_close(*found)
+    assert report.fallbacks == {"": "drop drops inside while training"}, report
 
 
 def check_fuse_of_sharded(mesh) -> None:
@@ -128,6 +150,7 @@ def check_fused_then_sharded(mesh) -> None:
 def main(_: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     check_tensor_parallel(mesh)
+    check_dropout(mesh)
     check_fuse_of_sharded(mesh)
     check_fused_then_sharded(mesh)
 

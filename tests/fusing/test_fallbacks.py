@@ -48,7 +48,7 @@ class Dropping(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x):
-        return self.fc2(self.drop(self.act(self.fc1(x))))
+        return self.fc2(self.act(self.drop(self.fc1(x))))
 
 
 class OtherLinear(nn.Linear):

@@ -128,20 +128,6 @@ def test_found_and_the_same(make, change):
     assert [type(m) for m in module.modules()] == [type(m) for m in eager.modules()]
 
 
-@pytest.mark.parametrize("kind", [Block, InList])
-def test_dropout_inside_runs_the_original(kind):
-    module = kind(0.5).to(DEVICE, torch.float64)
-    eager, x = copy.deepcopy(module), randn(5, D, dtype=torch.float64)
-    fuse(module)
-    for training in (True, False):
-        found = []
-        for each in (module.train(training), eager.train(training)):
-            torch.manual_seed(3)
-            found.append(each(x))
-        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-        assert is_fused(module, x) == (not training)
-
-
 class OwnNorm(nn.Module):
     """nanoGPT's way."""
 

@@ -61,7 +61,7 @@ class Model:
 
     def build(self, **more: Any) -> Any:
         """Make the model anew, with random weights that are no ones and zeros."""
-        config = getattr(transformers, self.config)(**self.options, **more)
+        config = getattr(transformers, self.config)(**{**self.options, **more})
         model = getattr(transformers, self.model)(config).to(DEVICE)
         with torch.no_grad():
             for parameter in model.parameters():

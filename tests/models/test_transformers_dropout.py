@@ -1,0 +1,103 @@
+"""transformers' MLPs with dropout inside train fused."""
+
+import copy
+
+import pytest
+import torch
+from support import DEVICE, randn, saved_bytes
+from torch import nn
+from transformers_cases import MODELS, tokens, transformers
+
+from fusedckpt import fuse, reference
+from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.kernels.runtime import IS_INTERPRETED
+from fusedckpt.memory import saved_tensors
+
+
+@pytest.fixture(autouse=True)
+def on_aten():
+    with forced_path("aten" if IS_INTERPRETED else None):
+        yield
+
+
+class Seeded(nn.Dropout):
+    """It drops what a fused MLP does, with a seed for each call."""
+
+    def forward(self, x):
+        seed = torch.randint(2**63 - 1, (1,), device=x.device)[0]
+        return reference.dropout(x, self.p, seed)
+
+
+def built(name):
+    """Return a model, a fused copy with its report, and one whose MLPs draw as that does."""
+    torch.manual_seed(0)
+    eager = MODELS[name].build(dropout_rate=0.1).train()
+    fused, same = copy.deepcopy(eager), copy.deepcopy(eager)
+    report = fuse(fused)
+    assert list(report.swapped.values()).count(next(iter(MODELS[name].swapped))) == 12
+    for module in same.modules():
+        if type(module).__name__ in ("T5DenseActDense", "T5DenseGatedActDense"):
+            module.dropout = Seeded(module.dropout.p)
+    return eager, fused, report, same
+
+
+def step(model, inputs):
+    model.zero_grad()
+    torch.manual_seed(4)
+    with saved_tensors() as saved:
+        loss = model(**inputs).loss
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return found, saved.nbytes
+
+
+@pytest.mark.parametrize("name", ["t5", "t5_gated"])
+def test_t5_trains_fused(name):
+    eager, fused, report, same = built(name)
+    inputs = tokens()
+    ours, kept = step(fused, inputs)
+    assert report.fallbacks == {}
+    for a, b in zip(ours, step(same, inputs)[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert kept < 0.9 * step(eager, inputs)[1]
+    assert all(map(torch.equal, step(fused, inputs)[0], ours))
+    fused.gradient_checkpointing_enable({"use_reentrant": False})
+    # what several layers read has its gradients summed in another order
+    for a, b in zip(step(fused, inputs)[0], ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    fused.gradient_checkpointing_disable()
+    optimizer = torch.optim.AdamW(fused.parameters(), lr=1e-2)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = fused(**inputs).loss
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.7 * ours[0].item()
+    assert report.fallbacks == {}
+    for model in (fused, eager):
+        model.load_state_dict(same.state_dict())
+    torch.testing.assert_close(fused.eval()(**inputs).loss, eager.eval()(**inputs).loss)
+
+
+def test_wav2vec2_keeps_two_seeds():
+    """Its MLP drops the hidden layer and the result."""
+    from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2FeedForward
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    drops = {"activation_dropout": 0.1, "hidden_dropout": 0.2}
+    module = Wav2Vec2FeedForward(transformers.Wav2Vec2Config(**sizes, **drops)).to(DEVICE)
+    same, x = copy.deepcopy(module), randn(2, 7, 32)
+    report = fuse(module)
+    assert report.swapped == {"": "Wav2Vec2FeedForward -> mlp (gelu)"}
+    assert saved_bytes(module, [x]) == 4 * 2 * 7 * 32 + 16
+    assert report.fallbacks == {}
+    torch.manual_seed(3)
+    y = module(x)
+    torch.manual_seed(3)
+    # both are drawn before
+    seeds = torch.randint(2**63 - 1, (2,), device=DEVICE)
+    dense, out = same.intermediate_dense, same.output_dense
+    weights = dense.weight, dense.bias, out.weight, out.bias
+    wanted = reference.mlp(x, *weights, dropout=0.1, output_dropout=0.2, seeds=seeds)
+    torch.testing.assert_close(y, wanted)
+    assert torch.equal(y == 0, wanted == 0)
