@@ -51,6 +51,17 @@ def _view(t: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view(t, (*shape[:-1], t.shape[1]))
 
 
+def _results(ctx: Any, ys: Sequence[Tensor], shape: Sequence[int], needs: Needs) -> Any:
+    """Return what the Function does: one tensor, or several, of which each may have no gradient."""
+    ys = [_view(y, shape) for y in ys]
+    if len(ys) == 1:
+        return ys[0]
+    if not needs.dn:
+        pairs = zip(ys, needs.linears, strict=True)
+        ctx.mark_non_differentiable(*[y for y, need in pairs if not is_wanted(need)])
+    return tuple(ys)
+
+
 class _Adapted(torch.autograd.Function):
     """Keeps x, seeds, and the first linears' outputs as the level has it; where they are read."""
 
@@ -94,16 +105,9 @@ class _Adapted(torch.autograd.Function):
             phase.save(ctx, "adapted", given, extras, likes)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.structure, ctx.num_extras = call, structure, len(extras)
-        unread = [
-            t if keep is None else None
-            for keep, t in zip(given[2:], (*norm, *tensors), strict=True)
-        ]
-        ctx.unread = Versioned(*unread)
-        ys = [_view(y, x.shape) for y in ys]
-        if not needs.dn and len(ys) > 1:
-            pairs = zip(ys, needs.linears, strict=True)
-            ctx.mark_non_differentiable(*[y for y, need in pairs if not is_wanted(need)])
-        return tuple(ys) if len(ys) > 1 else ys[0]
+        pairs = zip(given[2:], (*norm, *tensors), strict=True)
+        ctx.unread = Versioned(*[t if keep is None else None for keep, t in pairs])
+        return _results(ctx, ys, x.shape, needs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]

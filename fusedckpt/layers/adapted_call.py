@@ -111,18 +111,14 @@ class AdaptedOptions(NamedTuple):
         )
         if around.twin:
             return None
-        rows, features = math.prod(x.shape[:-1]), shape_of(linears[0])[0]
-        chunks = self.chunks or 1
-        if self.has_last and self.chunks is None:
-            sizes = rows, x.shape[-1], features
-            chunks = kernels.chunks_for(*sizes, len(linears), dtype.itemsize)
+        sizes = math.prod(x.shape[:-1]), x.shape[-1], shape_of(linears[0])[0]
+        chunks = self._chunks(sizes, len(linears), dtype)
         call = None
         if norm is not None:
             # over several chunks they are rounded at the end
             wide = torch.promote_types(x.dtype, torch.float32)
             sums = sums_dtype(x, weight, bias) if chunks == 1 else wide
             call = NormCall(1, rule_of(norm, x.dtype), dtype, sums, around.direct)
-        empty = 0 in (rows, features, x.shape[-1])
         # the first seeds are theirs
         dropouts = (self.dropout, 0), (self.output_dropout, int(self.dropout > 0))
         return AdaptedCall(
@@ -134,11 +130,16 @@ class AdaptedOptions(NamedTuple):
             adds_after=self.residual and x.dtype != dtype,
             dtype=dtype,
             adapter_dtypes=adapter_dtypes,
-            on_aten=empty or dispatch.path_of(x.device, dtype) == "aten",
+            on_aten=0 in sizes or dispatch.path_of(x.device, dtype) == "aten",
             chunks=chunks,
             level=level if around.grad else "inputs",
             dtypes=tuple([None if t is None else t.dtype for t in tensors]),
         )
+
+    def _chunks(self, sizes: tuple[int, int, int], num_linears: int, dtype: torch.dtype) -> int:
+        if self.chunks is not None or not self.has_last:
+            return self.chunks or 1
+        return kernels.chunks_for(*sizes, num_linears, dtype.itemsize)
 
     def _fit(self, x: Meta, linears: list[Parts]) -> None:
         """Refuse shapes of weights, and of adapters, that do not fit."""
