@@ -47,7 +47,7 @@ class Adapter(NamedTuple):
             torch.addmm(y, low, self.b.t(), alpha=self.constants.scale, out=y)
         else:
             # rounded once, with the sum
-            y += torch.mm(low, self.b.t()).mul_(self.constants.scale)
+            y += torch.mm(low.mul_(self.constants.scale), self.b.t())
 
     def low_grad(self, dy: Tensor) -> Tensor:
         """Return s dy B, of which both dA and dx are made."""
