@@ -186,9 +186,12 @@ def measured(
         level: partial(roles.SaveAt(level), forward)
         for level in (LEVELS if has_levels(module) else (PLAIN,))
     }
-    before = _states(args, kwargs)
-    levels = _distinct({name: call.bytes(run) for name, run in runs.items()})
-    _check_repeats(before, _states(args, kwargs))
+    before, taken = _states(args, kwargs), dict[str, Bytes]()
+    for name, run in runs.items():
+        taken[name] = call.bytes(run)
+        # before the next call, which would find another argument
+        _check_repeats(before, _states(args, kwargs))
+    levels = _distinct(taken)
     plain = sorted(levels, key=lambda name: -_all(levels[name]))
     most, least = plain[0], plain[-1]
     if besides.selective and not call.writes:

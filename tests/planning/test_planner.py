@@ -411,13 +411,17 @@ def test_units_that_write_into_their_input_stay():
     assert "as it is, writes into its input" in str(found)
 
 
-def test_caches_are_refused():
+@pytest.mark.parametrize("fused", [False, True])
+def test_caches_are_refused(fused):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2,
     )  # fmt: skip
     model, x = transformers.LlamaForCausalLM(config), tokens()
+    if fused:
+        # which is called at each of its levels
+        fusedckpt.fuse(model)
     with pytest.raises(ValueError, match=r"^plan: .*past_key_values.*use_cache=False"):
         planned(model, input_ids=x, labels=x, policy="all")
 
