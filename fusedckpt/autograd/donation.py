@@ -40,7 +40,8 @@ def run(
     if spends:
         # before a byte is written: autograd then refuses to hand them out again
         torch.autograd.graph.increment_version(owned)
-    op = ops[spends]
+    # torch 2.11's compiler takes no bool for an index
+    op = ops[1] if spends else ops[0]
     found = op.overload(*args) if settled is None else op.direct(*args, settled)
     # after the last read, and for whoever got them through hooks, where autograd does not look
     if any(t._version != spends for t in owned):

@@ -49,7 +49,7 @@ def checkpoint_sequential(
         kind = type(others[0]).__name__
         raise TypeError(f"checkpoint_sequential: expected something to call, got {kind}")
     options["use_reentrant"] = use_reentrant
-    if unknown := options.keys() - OPTIONS:
+    if unknown := {*options} - OPTIONS:
         names = ", ".join(sorted(unknown))
         raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")
     spans = _spans(functions, segments, input)

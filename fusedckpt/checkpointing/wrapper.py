@@ -51,7 +51,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
             raise ImportError("Checkpoint: needs a torch with torch.distributed; `checkpoint` not")
         if not isinstance(module, nn.Module):
             raise TypeError(f"Checkpoint: expected an nn.Module, got {type(module).__name__}")
-        if unknown := options.keys() - OPTIONS:
+        if unknown := {*options} - OPTIONS:
             raise TypeError(f"Checkpoint: unknown options {', '.join(sorted(unknown))}")
         # subclasses, such as FSDP's, have a state of their own
         super().__init__(getattr(module, _NAME) if type(module) is Checkpoint else module)
@@ -60,7 +60,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns, keeping its arguments alone."""
         module, options = self._checkpoint_wrapped_module, self._checkpoint_options
-        taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & kwargs.keys()}
+        taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & {*kwargs}}
         return checkpoint(partial(module, **taken) if taken else module, *args, **options, **kwargs)
 
     def named_modules(
