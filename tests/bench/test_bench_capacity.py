@@ -14,6 +14,7 @@ from bench import __main__ as command
 from bench import capacity, cases, implementations
 from bench.measure import Implementation
 from bench.results import read
+from bench.search import most
 from bench.settings import SIZES
 
 MIB = 2**20
@@ -36,13 +37,12 @@ def cheap_path(monkeypatch):
 def test_the_search_comes_within_an_eighth(limit):
     tried = []
 
-    def fits(tokens: int) -> bool:
-        tried.append(tokens)
-        return tokens <= limit
+    def fits(count: int) -> bool:
+        tried.append(count)
+        return 10 * count <= limit
 
-    found = capacity.most_tokens(fits, 10)
+    found = 10 * most(fits, precision=capacity.PRECISION)
     assert found <= limit
-    assert found % 10 == 0
     assert limit < found + max(10, found / 8) or (limit < 10 and found == 0)
     assert len(set(tried)) == len(tried)
 
@@ -136,7 +136,7 @@ def test_an_interrupt_shows_what_fits_and_keeps_what_there_was(tmp_path, monkeyp
     out = capsys.readouterr().out
     assert all(f"{row['name']:<14}" in out and f"{row['tokens']:,}" in out for row in found)
     # nothing is known yet that could stand in its place
-    monkeypatch.setattr(capacity.Search, "fit", interrupt)
+    monkeypatch.setattr(capacity.Capacity, "fit", interrupt)
     before = (tmp_path / "capacity.jsonl").read_text()
     assert command.main([*TINY, *options]) == 130
     assert (tmp_path / "capacity.jsonl").read_text() == before

@@ -16,37 +16,29 @@ from support import HANGS
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
-import crashing
+from crashing import Crashes, CrashesBetween, Crashing
 
 from bench import __main__ as command
 from bench import jobs, processes
-from bench.jobs import Job, Measuring
 from bench.processes import Stops
 from bench.results import groups, read
 from bench.settings import SIZES
 
 ROOT = Path(__file__).parents[2]
 (SIZE,) = SIZES["tiny"]
-JOB = Job("rms_norm", "tiny", SIZE, 48, torch.device("cpu"), torch.float32, ("eager",))
+JOB = Crashing("rms_norm", "tiny", SIZE, 48, torch.device("cpu"), torch.float32)
 
 
-def rows_of(work, *names: str, tick=lambda name, **kwargs: None) -> list[dict]:
-    how = Measuring(
-        work,
-        options=lambda job: names,
-        blank=lambda job, one: {"name": one.name, "failure": one.failure},
-        num_steps=1,
-        is_kept=lambda job, rows: True,
-        show=lambda rows: None,
-    )
+def rows_of(measurement, *names: str, tick=lambda name, **kwargs: None) -> list[dict]:
     chosen = Namespace(in_process=False, timeout=HANGS)
-    rows, is_interrupted = jobs._rows(JOB, chosen, how, Stops(), tick)
+    job = JOB._replace(only=names)
+    rows, is_interrupted = jobs._rows(job, chosen, measurement, Stops(), tick)
     assert not is_interrupted
     return rows
 
 
 def test_what_crashes_is_left_out(capfd):
-    rows = rows_of(crashing.measure, "eager", "abort", "leave", "kill")
+    rows = rows_of(Crashes(), "eager", "abort", "leave", "kill")
     assert {row["name"]: row["failure"] for row in rows} == {
         "eager": None,
         "abort": "crashed: SIGABRT",
@@ -67,12 +59,12 @@ def test_what_hangs_is_left_out(monkeypatch):
     def tick(name: str, **kwargs) -> None:
         at_work[:] = [name] if name == "hang" else []
 
-    rows = rows_of(crashing.measure, "hang", "eager", tick=tick)
+    rows = rows_of(Crashes(), "hang", "eager", tick=tick)
     assert [row["failure"] for row in rows] == ["crashed: out of time after 600 s", None]
 
 
 def test_a_crash_between_implementations_costs_one_case():
-    rows = rows_of(crashing.crash_alone)
+    rows = rows_of(CrashesBetween(), "eager")
     failures = {row["name"]: row["failure"] for row in rows}
     assert failures == {"eager": "crashed: SIGABRT"}
 

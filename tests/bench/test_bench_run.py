@@ -377,9 +377,11 @@ def at_commit(monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """The jobs that are measured, in order."""
-    found, before = [], run._measure
+    found, before = [], run.Run.measure
     monkeypatch.setattr(
-        run, "_measure", lambda say, job, *args: (found.append(job.name), before(say, job, *args))
+        run.Run,
+        "measure",
+        lambda self, job, *args: (found.append(job.name), before(self, job, *args)),
     )
     return found
 
@@ -470,14 +472,14 @@ def test_a_lost_device_costs_a_row(tmp_path, add_way, monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, "synchronize", fault)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    reported = jobs._reported
+    measured = jobs._measure
 
     def in_another_process(*args) -> None:
         # which has a device
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-        reported(*args)
+        measured(*args)
 
-    monkeypatch.setattr(jobs, "_reported", in_another_process)
+    monkeypatch.setattr(jobs, "_measure", in_another_process)
     add_way("fault", lambda eager: lambda *x: fault() if len(x) == 2 else eager(*x))
     status, result = bench(tmp_path, "--case=rms_norm", "--case=layer_norm", "--repeat=1")
     why = "crashed: RuntimeError: CUDA error: an illegal memory access was encountered"
