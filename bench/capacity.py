@@ -47,7 +47,7 @@ class Capacity(Measurement):
     def measure(
         self, job: Job, implementations: list[Implementation], begin: Begin, found: Row
     ) -> None:
-        """Check numbers, find what fits, then time all in turns; found: tokens and bytes by name."""
+        """Check numbers, find what fits, then time all; found: tokens and bytes by name."""
 
         def step(one: Implementation, fn: Callable[[Implementation], Any]) -> None:
             begin(one)

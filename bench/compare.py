@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.results import Row, groups, is_capacity, key_of, quantiles, ratios, read, title
 from bench.table import source
-from bench.tables import show, significant
+from bench.tables import Columns, show, significant
 
 # rounds on either side; p20 and p80 of fewer say nothing of noise
 LEAST = 5
@@ -45,13 +45,23 @@ class Change(NamedTuple):
         return ""
 
     @property
-    def cells(self) -> list[str]:
-        """What a table shows."""
+    def step(self) -> tuple[str, str]:
+        """Both numbers in words."""
         before, after = (
             significant(x) if isinstance(x, float) else str(x or "-")
             for x in (self.before, self.after)
         )
-        return [self.name, self.what, before, after, self.share, "worse" if self.is_worse else ""]
+        return before, after
+
+
+COLUMNS: Columns = {
+    "implementation": lambda change: change.name,
+    "what": lambda change: change.what,
+    "before": lambda change: change.step[0],
+    "after": lambda change: change.step[1],
+    "change": lambda change: change.share,
+    "": lambda change: "worse" if change.is_worse else "",
+}
 
 
 class Compared(NamedTuple):
@@ -150,8 +160,7 @@ def _notes(chosen: Compared) -> Iterator[str]:
         yield f"times of fewer than {LEAST} rounds are not compared: {names}"
     for before, after in chosen.pairs:
         for change in eager_changes(before, after, chosen.threshold):
-            _, what, *step = change.cells
-            moved = f"{what} {step[0]} -> {step[1]} ({change.share})"
+            moved = f"{change.what} {' -> '.join(change.step)} ({change.share})"
             yield f"eager itself moved, {moved}: {_label(after)}"
     sides = ("before", chosen.before, chosen.after), ("after", chosen.after, chosen.before)
     for name, found, others in sides:
@@ -170,8 +179,7 @@ def run(chosen: Compared) -> int:
     for before, after in chosen.pairs:
         if found := list(changes(before, after, chosen.threshold)):
             has_changed = True
-            heads: Any = ("implementation", "what", "before", "after", "change", "")
-            show(_label(after), heads, [change.cells for change in found], words=2)
+            show(_label(after), COLUMNS, found, words=2)
     if not has_changed:
         print(f"no change in {len(chosen.pairs)} cases")
     for line in _notes(chosen):

@@ -14,15 +14,19 @@ from bench.env import environment, summary
 from bench.jobs import Job, check_choice, jobs_of
 from bench.measure import Implementation, Work
 from bench.results import Row
-from bench.tables import show, significant
+from bench.tables import Columns, show, significant
 
 FILE = "profile.jsonl"
+COLUMNS: Columns = {
+    "kernel": lambda row: row["kernel"],
+    "launches": lambda row: str(row["launches"]),
+    "us": lambda row: significant(row["us"]),
+}
 
 
 def prepare(chosen: Namespace) -> Namespace:
     """Check everything, before any work is done. Raises ValueError for unknown names."""
-    check_choice(chosen)
-    return chosen
+    return check_choice(chosen)
 
 
 def _kernels(one: Implementation, work: Work) -> Iterator[Row]:
@@ -49,8 +53,7 @@ def _look(job: Job, is_bare: bool) -> list[Row]:
             continue
         found = sorted(_kernels(one, work), key=lambda row: -row["us"])
         rows += [job.columns() | {"tokens": job.tokens, "name": one.name, **row} for row in found]
-        cells = [(row["kernel"], f"{row['launches']}", significant(row["us"])) for row in found]
-        show(f"{job.title}: {one.name}", ("kernel", "launches", "us"), cells)
+        show(f"{job.title}: {one.name}", COLUMNS, found)
     return rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -11,10 +11,14 @@ from typing import Any
 from fusedckpt.reporting.tables import table
 
 MIB = 2**20
+# what a table has of a row, by the heads, which may be of several lines
+Columns = Mapping[str, Callable[[Any], str]]
 
 
-def significant(value: float) -> str:
-    """Write a number with at least three significant digits."""
+def significant(value: float | None) -> str:
+    """Write a number with at least three significant digits, "-" for None."""
+    if value is None:
+        return "-"
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 3}f}"
 
 
@@ -32,21 +36,22 @@ def mib(nbytes: float | None) -> str:
 
 def show(
     title: str,
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    columns: Columns,
+    rows: Iterable[Any],
     notes: Sequence[str] = (),
     markdown: bool = False,
     words: int = 1,
 ) -> None:
     """Print a table between its title and notes: `words` columns of words, then numbers."""
-    numbers = range(words, len(heads))
+    cells = [tuple(write(row) for write in columns.values()) for row in rows]
+    numbers = range(words, len(columns))
     if markdown:
-        lines = [[head.replace("\n", " ") for head in heads]]
-        lines += [["---"] * words + ["---:"] * len(numbers), *map(list, rows)]
-        drawn = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        heads = tuple(head.replace("\n", " ") for head in columns)
+        rules = ("---",) * words + ("---:",) * len(numbers)
+        drawn = "\n".join(f"| {' | '.join(line)} |" for line in (heads, rules, *cells))
         print(f"**{title}**", drawn, *notes, sep="\n\n", end="\n\n")
     else:
-        drawn = table(tuple(heads), [tuple(row) for row in rows], numbers, compact=True)
+        drawn = table(tuple(columns), cells, numbers, compact=True)
         print(title, drawn, *notes, sep="\n", end="\n\n", flush=True)
 
 

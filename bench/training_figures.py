@@ -15,19 +15,37 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from bench.figures import BLUE, FAINT, INK, OURS, STYLE, clusters, colour_of, lying, name_points
-from bench.results import Row, checked, median
-from bench.tables import difference
+from bench.figures import (
+    BLUE,
+    FAINT,
+    INK,
+    OURS,
+    STYLE,
+    Panel,
+    clusters,
+    colour_of,
+    lying,
+    name_points,
+)
+from bench.results import Row, checked, median, save
+from bench.tables import MIB, difference
 from bench.training import slowdown
 
 HEIGHT = 3.5
-MIB = 2**20
 Rows = Sequence[Row]
 _RECORD = {"subtitle": "str", "settings": "dict", "environment": "dict"}
 _NUMBERS = {"name": "str", "losses": "list", "loss_difference": "float"}
 _RUN = _NUMBERS | dict.fromkeys(("saved_mib", "peak_mib", "ms_per_step"), "float")
 _WAY = _NUMBERS | {"ms": "list", "saved_bytes": "int", "rise_bytes": "int"}
 _DEPTH = _NUMBERS | {"ms": "list", "layers": "int", "peak_bytes": "int"}
+
+
+def publish(record: Row, out: Path, name: str) -> None:
+    """Write a record and its figure."""
+    save(record, out / f"{name}.json")
+    draw = draw_demo if "runs" in record else draw_classics
+    draw(record, out / f"{name}.png")
+    print(f"wrote {name}.json and {name}.png to {out}")
 
 
 def drawing(record: Any) -> Callable[[Path], None] | None:
@@ -226,11 +244,10 @@ def _label(height: float, *_: Any) -> str:
 
 
 def _draw_depths(figure: SubFigure, rows: Rows) -> None:
-    deep, slow = figure.subplots(1, 2, sharey=True)
-    names = [row["name"] for row in rows]
     layers = [row["layers"] for row in rows]
-    texts = [f"{count} ({count / layers[0]:.1f}x)" for count in layers]
-    lying(deep, names, [layers], "Layers that fit", texts, colour=_colour)
     times = [slowdown(row, rows[0]) * layers[0] / row["layers"] for row in rows]
-    texts = [f"{time:.2f}x" for time in times]
-    lying(slow, names, [times], "Time per layer, of plain's", texts, colour=_colour)
+    panels = (
+        Panel("Layers that fit", [layers], [f"{n} ({n / layers[0]:.1f}x)" for n in layers]),
+        Panel("Time per layer, of plain's", [times], [f"{time:.2f}x" for time in times]),
+    )
+    lying(figure, [row["name"] for row in rows], panels, _colour)

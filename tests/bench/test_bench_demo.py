@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -158,8 +159,8 @@ def test_gated_mlps_start_as_eager_ones_do():
     options = [*TINY[1:], "--mlp=swiglu", "--seed=3", "--dtype=float32"]
     chosen = env.settled(vars(parsers()[1]["demo"].parse_args(options)))
     tokens = torch.randint(256, (BATCH, SEQ))
-    trainers, _ = demo.trainers_of(chosen, (tokens, tokens))
-    eager, *others = (trainer.model.state_dict() for trainer in trainers)
+    models, _ = demo.models_of(chosen, (tokens, tokens))
+    eager, *others = (model.state_dict() for model in models.values())
     for state in others:
         assert list(eager) == list(state)
         assert all(torch.equal(eager[name], state[name]) for name in eager)
@@ -217,11 +218,13 @@ def test_no_text_to_train_on(tmp_path):
 
 def test_batches_repeat_and_shift():
     text = torch.arange(200, dtype=torch.uint8)
-    first, second = (tasks.Batches(text, 5, 7, 3, torch.device("cpu")) for _ in range(2))
-    tokens, targets = first.draw()
+    chosen = Namespace(batch=5, seq=7, seed=3, device="cpu", model="own")
+    first, second = (tasks.batches_of(chosen, 2, text) for _ in range(2))
+    tokens, targets = first[1]
     assert tokens.shape == (5, 7)
     assert torch.equal(targets, tokens + 1)
-    assert torch.equal(second.draw()[0], tokens)
+    assert torch.equal(second[1][0], tokens)
+    assert not torch.equal(first[0][0], tokens)
 
 
 def test_a_copy_without_git_can_name_its_commit(monkeypatch):
