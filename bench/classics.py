@@ -111,7 +111,7 @@ def _part(
     ours = [in_segments(model, "fusedckpt", k) for k in [*segments, *RULES]]
     ways = [Way("plain", model), *stock, *ours, *training.plans(work, tick)]
     notes = [
-        f"{pictures.source}; {nbytes_of(model.parameters()) / MIB:,.1f} MiB of parameters",
+        f"{pictures.source}; {mib(nbytes_of(model.parameters()))} MiB of parameters",
         "torch k, fusedckpt k: checkpoint_sequential with k segments",
         *training.NOTES,
     ]

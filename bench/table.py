@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bench.env import origin
 from bench.results import Row, groups, is_capacity, least_ms, median, ratios, read, title
-from bench.tables import MIB, Columns, show, significant
+from bench.tables import Columns, mib, show, significant
 
 # of float32: what an error is divided by where eager's own is nothing
 EPS = 2**-23
@@ -44,10 +44,6 @@ def _saved(row: Row) -> str:
     return "-" if row["saved_bytes"] is None else f"{row['saved_bytes'] / row['tokens']:,.0f}"
 
 
-def _size(nbytes: int | None) -> str:
-    return significant(None if nbytes is None else nbytes / MIB)
-
-
 def _rate(row: Row, what: str, unit: float) -> str:
     """What the case needs at least, over the time it took: recomputed FLOPs are not counted."""
     ms = _median(row["both_ms"])
@@ -69,8 +65,8 @@ def columns(eager: Row) -> Columns:
         "of\neager": lambda row: _of_eager(row, eager),
         "error": lambda row: _error(row, eager),
         "saved\nB/token": _saved,
-        "peak\nMiB": lambda row: _size(row["peak_bytes"]),
-        "backward\nMiB": lambda row: _size(row["backward_peak_bytes"]),
+        "peak\nMiB": lambda row: mib(row["peak_bytes"]),
+        "backward\nMiB": lambda row: mib(row["backward_peak_bytes"]),
         "TFLOP/s": lambda row: _rate(row, "flops", 1e9),
         "GB/s": lambda row: _rate(row, "bytes", 1e6),
         "of\nlimit": _of_limit,
@@ -80,7 +76,7 @@ def columns(eager: Row) -> Columns:
 CAPACITY: Columns = {
     "implementation": lambda row: row["name"],
     "tokens": lambda row: f"{row['tokens']:,}",
-    "peak MiB": lambda row: _size(row["peak_bytes"]),
+    "peak MiB": lambda row: mib(row["peak_bytes"]),
     "both ms": lambda row: significant(_median(row["both_ms"])),
     "tokens/s": lambda row: _rate(row, "tokens", 1e-3),
 }

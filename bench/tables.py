@@ -29,9 +29,7 @@ def difference(value: float) -> str:
 
 def mib(nbytes: float | None) -> str:
     """Write bytes in MiB, "-" for None."""
-    if nbytes is None:
-        return "-"
-    return f"{nbytes / MIB:,.{0 if nbytes >= 1000 * MIB else 1}f}"
+    return significant(None if nbytes is None else nbytes / MIB)
 
 
 def show(

@@ -213,7 +213,7 @@ def plans(
         span, there = plain.peak_bytes - least, _resident(plain)
         budgets = [int(least + share * span) - there for share in BUDGETS]
     # of a model that no plan makes smaller they are one
-    for title, budget in {f"{name} {significant(x / MIB)} MiB": x for x in budgets}.items():
+    for title, budget in {f"{name} {mib(x)} MiB": x for x in budgets}.items():
         tick(f"planning {title}")
         yield work.planned(title, activation_budget=budget)
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from bench.figures import (
     BLUE,
@@ -32,6 +32,8 @@ from bench.tables import MIB, difference
 from bench.training import slowdown
 
 HEIGHT = 3.5
+# of the axes' height, where a note on losses ends
+NOTE = 0.59
 Rows = Sequence[Row]
 _RECORD = {"subtitle": "str", "settings": "dict", "environment": "dict"}
 _NUMBERS = {"name": "str", "losses": "list", "loss_difference": "float"}
@@ -76,8 +78,13 @@ def _draw_losses(axes: Axes, runs: Rows) -> None:
     for run, width in zip(runs, (9.0, 6.6, 4.6, 2.8, 1.2), strict=False):
         steps = range(1, len(run["losses"]) + 1)
         axes.plot(steps, run["losses"], color=colour_of(run["name"]), linewidth=width)
+    # so that no late loss lies behind the note
+    low, high = axes.get_ylim()
+    late = max(loss for run in runs for loss in run["losses"][2 * len(run["losses"]) // 5 :])
+    axes.set_ylim(low, max(high, low + (late - low) / NOTE))
     axes.set_title("Training loss (nats per byte)")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10)))
     axes.grid(axis="y", color="#ececec")
     lines = [f"{run['name']}  {difference(run['loss_difference'])}" for run in runs[1:]]
     note = "\n".join([f"largest difference to {runs[0]['name']}", *lines])

@@ -75,20 +75,36 @@ def test_demo_writes_a_png_of_readable_size(result):
     assert 600 < height < 1200
 
 
-def test_the_legend_lies_on_no_words(result, tmp_path, monkeypatch):
+def drawn(result: dict, path: Path, monkeypatch) -> Figure:
     seen, before = [], Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, path: (seen.append(figure), before(figure, path))
     )
+    training_figures.draw_demo(result, path)
+    return seen[0]
+
+
+def test_the_legend_lies_on_no_words(result, tmp_path, monkeypatch):
     words = "\n".join(2 * ["as many words as fit beside one another " * 3])
     changed = result | {"title": "title", "subtitle": words}
-    training_figures.draw_demo(changed, tmp_path / "demo.png")
-    (figure,) = seen
+    figure = drawn(changed, tmp_path / "demo.png", monkeypatch)
     (legend,) = figure.legends
     place = legend.get_window_extent()
     titles = [axes._left_title for axes in figure.axes]
     for words in (*figure.texts, *titles):
         assert not place.overlaps(words.get_window_extent()), words.get_text()
+
+
+@pytest.mark.parametrize("losses", [[3.4, 2.9, 3.0, 3.3, 2.8, 3.4, 2.7], [5.0, 3.0, 2.5], [3.0]])
+def test_the_note_on_losses_lies_on_none(result, tmp_path, monkeypatch, losses):
+    runs = [run | {"losses": losses} for run in result["runs"]]
+    figure = drawn(result | {"runs": runs}, tmp_path / "demo.png", monkeypatch)
+    axes = figure.axes[0]
+    (note,) = axes.texts
+    place = note.get_window_extent()
+    points = axes.transData.transform([*enumerate(losses, 1)])
+    assert not [point for point in points if place.contains(*point)]
+    assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 def test_all_runs_learn_alike(result):
