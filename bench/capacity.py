@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.clock import Stopwatch
-from bench.env import environment, summary
+from bench.env import announced
 from bench.jobs import Begin, Job, Measurement, check_choice, jobs_of, measure_all
 from bench.measure import WARMUP, Implementation, Truth, Work, in_turns
 from bench.results import Row
@@ -22,9 +22,7 @@ from fusedckpt.memory import peak_bytes
 PRECISION = 1 / 8
 
 
-def prepare(chosen: Namespace) -> Namespace:
-    """Raise ValueError for unknown names."""
-    return check_choice(chosen)
+prepare = check_choice
 
 
 def _forget(one: Implementation) -> None:
@@ -112,6 +110,5 @@ def _least(job: Job) -> int:
 
 def run(chosen: Namespace) -> int:
     """Measure case after case, print each, append its rows to capacity.jsonl."""
-    facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
-    print(f"{summary(facts)}; {chosen.dtype}", flush=True)
+    facts = announced(chosen, "")
     return measure_all(chosen, list(jobs_of(chosen)), Capacity(chosen), facts)

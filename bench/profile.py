@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch.profiler import profile
 
-from bench.env import environment, summary
+from bench.env import announced
 from bench.jobs import Job, check_choice, jobs_of
 from bench.measure import Implementation, Work
 from bench.results import Row
@@ -24,9 +24,7 @@ COLUMNS: Columns = {
 }
 
 
-def prepare(chosen: Namespace) -> Namespace:
-    """Check everything, before any work is done. Raises ValueError for unknown names."""
-    return check_choice(chosen)
+prepare = check_choice
 
 
 def _kernels(one: Implementation, work: Work) -> Iterator[Row]:
@@ -59,8 +57,7 @@ def _look(job: Job, is_bare: bool) -> list[Row]:
 
 def run(chosen: Namespace) -> int:
     """Print a table for each implementation of each case; write rows, each case's at once."""
-    facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
-    print(f"{summary(facts)}; {chosen.dtype}", flush=True)
+    facts = announced(chosen, "")
     if not chosen.bare:
         (chosen.out / FILE).unlink(missing_ok=True)
     for job in jobs_of(chosen):

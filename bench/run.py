@@ -5,11 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-import torch
-
 from bench import clock
 from bench.cases import load_of
-from bench.env import environment, summary
+from bench.env import announced
 from bench.jobs import Begin, Job, Measurement, check_choice, jobs_of, measure_all
 from bench.measure import OTHER_STEPS, Implementation, measure
 from bench.results import Row, groups, is_capacity, key_of, read
@@ -109,8 +107,7 @@ class Run(Measurement):
 
 def run(chosen: Namespace) -> int:
     """Measure, print a table per case and size, append its rows to run.jsonl."""
-    facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
-    print(f"{summary(facts)}; {chosen.dtype}, medians of {chosen.repeat} rounds", flush=True)
+    facts = announced(chosen, f", medians of {chosen.repeat} rounds")
     measurement = Run(chosen, facts)
     if chosen.resume and not measurement.is_named:
         print("no commit names what is measured here: nothing counts as measured before")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -62,7 +62,7 @@ def progress(part: str, total: int) -> Iterator[Callable[..., None]]:
     """
     done = 0
     is_shown = sys.stdout.isatty() and find_spec("rich") is not None
-    with _bar(part, total) if is_shown else _lines() as move:
+    with _bar(part, total) if is_shown else nullcontext() as move:
 
         def begin(what: str, counts: bool = True, says: bool = True) -> None:
             nonlocal done
@@ -73,11 +73,6 @@ def progress(part: str, total: int) -> Iterator[Callable[..., None]]:
                 print(f"{part} {done}/{total}: {what}", file=sys.stderr, flush=True)
 
         yield begin
-
-
-@contextmanager
-def _lines() -> Iterator[None]:
-    yield None
 
 
 @contextmanager

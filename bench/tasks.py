@@ -74,31 +74,28 @@ def checkpoint(model: nn.Module) -> nn.Module:
     return model
 
 
-def _llama(seq: int) -> tuple[str, str, dict[str, Any]]:
-    options = {"vocab_size": VOCAB, "max_position_embeddings": seq, "use_cache": False}
-    return "LlamaConfig", "LlamaForCausalLM", options
+def _options(kind: str, seq: int) -> dict[str, Any]:
+    """Return what a configuration has of its own: no dropout, so that ways can be compared."""
+    rates = {
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    }
+    own = {
+        "llama": {"vocab_size": VOCAB, "max_position_embeddings": seq, "use_cache": False},
+        "gpt2": {"vocab_size": VOCAB, "n_positions": seq, "use_cache": False},
+        # one more than there are bytes stands for a masked one
+        "bert": {"vocab_size": VOCAB + 1, "max_position_embeddings": seq},
+        "vit": {"image_size": _side(seq), "patch_size": 2, "num_channels": 1, "num_labels": VOCAB},
+    }
+    return own[kind] | dict.fromkeys(rates.get(kind, ()), 0.0)
 
 
-def _gpt2(seq: int) -> tuple[str, str, dict[str, Any]]:
-    # without dropout, so that all ways of training can be compared
-    options = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    options |= {"vocab_size": VOCAB, "n_positions": seq, "use_cache": False}
-    return "GPT2Config", "GPT2LMHeadModel", options
-
-
-def _bert(seq: int) -> tuple[str, str, dict[str, Any]]:
-    options = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    # one more than there are bytes stands for a masked one
-    options |= {"vocab_size": VOCAB + 1, "max_position_embeddings": seq}
-    return "BertConfig", "BertForMaskedLM", options
-
-
-def _vit(seq: int) -> tuple[str, str, dict[str, Any]]:
-    options = {"image_size": _side(seq), "patch_size": 2, "num_channels": 1, "num_labels": VOCAB}
-    return "ViTConfig", "ViTForImageClassification", options
-
-
-CONFIGS = {"llama": _llama, "gpt2": _gpt2, "bert": _bert, "vit": _vit}
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "bert": ("BertConfig", "BertForMaskedLM"),
+    "vit": ("ViTConfig", "ViTForImageClassification"),
+}
 
 
 def model_of(chosen: Namespace) -> nn.Module:
@@ -108,7 +105,8 @@ def model_of(chosen: Namespace) -> nn.Module:
     else:
         import transformers
 
-        config, name, options = CONFIGS[chosen.model](chosen.seq)
+        config, kind = (getattr(transformers, name) for name in CLASSES[chosen.model])
+        options = _options(chosen.model, chosen.seq)
         gated = 64 * math.ceil(8 * chosen.dim / 3 / 64)
         if chosen.model != "gpt2":
             options["intermediate_size"] = gated if chosen.model == "llama" else 4 * chosen.dim
@@ -118,7 +116,7 @@ def model_of(chosen: Namespace) -> nn.Module:
             "num_attention_heads": chosen.dim // HEAD_DIM,
             "attn_implementation": "sdpa",
         }
-        model = getattr(transformers, name)(getattr(transformers, config)(**options))
+        model = kind(config(**options))
     return model.to(chosen.device, getattr(torch, chosen.dtype))
 
 

@@ -7,7 +7,6 @@ Memory is that of a step which finds gradients there, as all but a first micro-b
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -280,12 +279,6 @@ def _curve(report: MemoryReport) -> Row:
 def slowdown(row: Row, reference: Row) -> float:
     """Return the median of the ratios within turns, where load that comes and goes cancels."""
     return median(ratios(row["ms"], reference["ms"]))
-
-
-def worst_difference(rows: Sequence[Row]) -> float:
-    """Return the largest difference of losses; NaN if there is one."""
-    # Python's max may drop a NaN
-    return max((row["loss_difference"] for row in rows), key=lambda x: (math.isnan(x), x))
 
 
 def _trade(row: Row, reference: Row) -> str:

@@ -84,7 +84,9 @@ def _draw_losses(axes: Axes, runs: Rows) -> None:
     axes.set_ylim(low, max(high, low + (late - low) / NOTE))
     axes.set_title("Training loss (nats per byte)")
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10)))
+    axes.xaxis.set_major_locator(
+        MaxNLocator("auto", integer=True, min_n_ticks=1, steps=(1, 2, 5, 10))
+    )
     axes.grid(axis="y", color="#ececec")
     lines = [f"{run['name']}  {difference(run['loss_difference'])}" for run in runs[1:]]
     note = "\n".join([f"largest difference to {runs[0]['name']}", *lines])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedckpt.autograd.dispatch import forced_path
-
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 
@@ -17,20 +15,12 @@ from bench.results import read
 from bench.search import most
 from bench.settings import SIZES
 
+pytestmark = pytest.mark.usefixtures("aten", "uncompiled")
 MIB = 2**20
 TINY = [
     *("capacity", "--in-process", "--device=cpu", "--size=tiny", "--memory=1", "--repeat=1"),
     "--case=gated_mlp",
 ]
-
-
-@pytest.fixture(autouse=True)
-def cheap_path(monkeypatch):
-    baselines = implementations.BASELINES
-    for name in [name for name in baselines if name.startswith("torch.compile")]:
-        monkeypatch.delitem(baselines, name)
-    with forced_path("aten"):
-        yield
 
 
 @pytest.mark.parametrize("limit", [0, 9, 10, 19, 20, 25, 39, 77, 80, 115, 160, 333, 10_000])

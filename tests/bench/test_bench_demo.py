@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
@@ -22,6 +21,7 @@ from bench import __main__ as command
 from bench import demo, env, tasks, training_figures
 from bench.settings import parsers
 
+pytestmark = pytest.mark.usefixtures("aten")
 STEPS, LAYERS, DIM, SEQ, BATCH = 4, 2, 64, 48, 3
 SIZES = {"steps": STEPS, "layers": LAYERS, "dim": DIM, "seq": SEQ, "batch": BATCH}
 TINY = ["demo", "--device", "cpu", *(f"--{name}={size}" for name, size in SIZES.items())]
@@ -35,17 +35,6 @@ def run_demo(out: Path, *options: str) -> tuple[int, dict]:
 
 def by_name(result: dict) -> dict[str, dict]:
     return {run["name"]: run for run in result["runs"]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cheap_path():
-    # the kernels have tests of their own; here the interpreter would take most of the time, and on
-    # a busy machine the barriers between threads would
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with forced_path("aten"):
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -200,33 +189,6 @@ def test_a_loss_that_is_not_finite_is_told(tmp_path, monkeypatch, capsys):
     assert "loss not finite: fuse, fuse+ckpt, fuse+plan" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--steps=0", "--steps: expected a positive integer, got '0'"),
-        ("--layers=-1", "--layers: expected a positive integer, got '-1'"),
-        ("--batch=1.5", "--batch: expected a positive integer, got '1.5'"),
-        ("--dim=100", "--dim expects a multiple of the head size 64, got 100"),
-        ("--seq=99999999", "seq 99999999 needs a longer text than one of"),
-        ("--mlp=relu", "--mlp: invalid choice: 'relu'"),
-        ("--dtype=int8", "--dtype: invalid choice: 'int8'"),
-        ("--device=tpu", "--device expects cpu, cuda or cuda:N, got 'tpu'"),
-        ("--device=cuda:99", "--device cuda:99: this torch sees"),
-        ("--seed=-1", "--seed: expected an integer in [0, 2^63), got '-1'"),
-        (f"--out={__file__}", "File exists"),
-    ],
-)
-def test_bad_options_end_in_one_line_before_any_work(option, message, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "run", lambda chosen: pytest.fail("it ran"))
-    with pytest.raises(SystemExit) as ended:
-        command.main([*TINY, option])
-    usage, error = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert usage == "usage: python -m bench demo [options]"
-    assert error.startswith("python -m bench demo: error: ")
-    assert message in error
-
-
 def test_no_text_to_train_on(tmp_path):
     with pytest.raises(ValueError, match="holds no Python sources"):
         tasks.stdlib_text(tmp_path)
@@ -281,21 +243,3 @@ def test_env_names_every_op(capsys):
     for op, path in fusedckpt.paths("cpu", torch.float32).items():
         assert any(op in line and path in line for line in out.splitlines())
     assert torch.__version__ in out
-
-
-def test_no_command_prints_help(capsys):
-    assert command.main([]) == 0
-    out = capsys.readouterr().out
-    assert "demo" in out
-    assert "env" in out
-
-
-def test_a_missing_extra_names_its_install_command(monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        command.main(["plot", "run.jsonl"])
-    assert ended.value.code == 2
-    message = 'bench needs matplotlib: pip install -c constraints.txt -e ".[bench]"\n'
-    assert capsys.readouterr().err == message
-    # what only measures does without
-    assert command.main(["env"]) == 0

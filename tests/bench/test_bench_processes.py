@@ -126,11 +126,6 @@ def test_signals_end_both_processes(tmp_path, monkeypatch, number):
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_help_spares_itself_torch():
-    code = "import sys, bench.__main__; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def test_an_interrupt_ends_imports():
     """Also where a library takes it for its own failure, as numpy does."""
     code = """

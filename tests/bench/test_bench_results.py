@@ -387,13 +387,6 @@ def test_comparing_prints_both_sources(tmp_path, capsys):
     assert "fewer than 5 rounds are not compared: mlp tiny 48" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("threshold", ["1", "-0.1", "x"])
-def test_a_threshold_is_a_share(tmp_path, capsys, threshold):
-    with pytest.raises(SystemExit):
-        command.main(["compare", "a", "b", f"--threshold={threshold}"])
-    assert "expected a number in [0, 1)" in capsys.readouterr().err
-
-
 def test_files_of_nothing_in_common_are_refused(tmp_path, capsys):
     a = write(tmp_path / "a.jsonl", group(row("eager")))
     b = write(tmp_path / "b.jsonl", group(row("eager"), tokens=96))

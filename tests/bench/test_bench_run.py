@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
@@ -23,6 +22,7 @@ from bench.measure import Implementation, Work
 from bench.results import append, groups, ratios, read
 from bench.settings import SIZES
 
+pytestmark = pytest.mark.usefixtures("aten", "uncompiled")
 TINY = ["run", "--in-process", "--device=cpu", "--size=tiny", "--repeat=3"]
 SEQ = 24
 (SIZE,) = SIZES["tiny"]
@@ -38,21 +38,6 @@ def bench(out: Path, *options: str) -> tuple[int, list[dict]]:
 def rows_of(result: list[dict], case: str = "mlp") -> dict[str, dict]:
     rows = [line for line in result if line["case"] == case]
     return {row["name"]: row for row in rows if row["failure"] != "not installed"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cheap_path():
-    # as in test_bench.py; torch.compile takes seconds a case and has a test of its own
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    patch = pytest.MonkeyPatch()
-    baselines = implementations.BASELINES
-    for name in [name for name in baselines if name.startswith("torch.compile")]:
-        patch.delitem(baselines, name)
-    with forced_path("aten"):
-        yield
-    patch.undo()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -239,33 +224,6 @@ def test_variants_are_listed_where_kernels_are_compiled():
 
 def test_ratios_are_taken_within_rounds():
     assert ratios([2, 9, 6], [1, 9, 2]) == [2, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--case=nothing", "--case: invalid choice: 'nothing'"),
-        ("--size=huge", "--size: invalid choice: 'huge'"),
-        ("--repeat=0", "--repeat: expected a positive integer, got '0'"),
-        ("--dtype=int8", "--dtype: invalid choice: 'int8'"),
-        ("--device=tpu", "--device expects cpu, cuda or cuda:N, got 'tpu'"),
-        # torch makes a negative index of it
-        ("--device=cuda:99999", "--device cuda:99999: this torch sees"),
-        ("--only=egaer", "--only egaer is part of no name: eager, "),
-        ("--skip=Ligar", "--skip Ligar is part of no name: eager, "),
-        ("--tokens=50", "50 tokens are no multiple of 24, a sequence of decoder_layer and stack"),
-        (f"--out={__file__}", "File exists"),
-    ],
-)
-def test_bad_options_end_in_one_line(option, message, monkeypatch, capsys):
-    monkeypatch.setattr(run, "run", lambda chosen: pytest.fail("it ran"))
-    with pytest.raises(SystemExit) as ended:
-        command.main([*TINY, option])
-    usage, error = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert usage == "usage: python -m bench run [options]"
-    assert error.startswith("python -m bench run: error: ")
-    assert message in error
 
 
 def test_the_load_is_that_of_the_formulas():
