@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
+from support import HANGS
 
 from fusedckpt.autograd.dispatch import forced_path
 
@@ -23,3 +26,37 @@ def uncompiled():
         for name in [name for name in BASELINES if name.startswith("torch.compile")]:
             patch.delitem(BASELINES, name)
         yield
+
+
+@pytest.fixture
+def add_way(monkeypatch):
+    from bench.implementations import BASELINES
+
+    def add(name: str, wrap) -> None:
+        monkeypatch.setitem(BASELINES, name, wrap)
+
+    return add
+
+
+@pytest.fixture
+def outer():
+    """The handlers of a program that runs the command, wherever this test runs."""
+
+    def handler(number, frame) -> None:
+        raise RuntimeError(f"died of {number}")
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, handler) for number in numbers]
+    yield handler
+    for number, was in zip(numbers, before, strict=True):
+        signal.signal(number, was)
+
+
+@pytest.fixture
+def hang_guard():
+    """Fail a test whose process does not end, instead of waiting for it."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(HANGS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
