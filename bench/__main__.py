@@ -30,7 +30,9 @@ def _run(parser: ArgumentParser, args: Namespace) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
     try:
-        prepared = module.prepare(environment.settled(vars(args)))
+        chosen = environment.settled(vars(args))
+        # what only prints has nothing to check
+        prepared = module.prepare(chosen) if hasattr(module, "prepare") else chosen
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return module.run(prepared)

@@ -2,8 +2,7 @@
 
 The literature's claim for the last: stacks ten times as deep for 20 to 30 % more time (Chen et al.,
 arXiv 1604.06174; the gradient-checkpointing package of OpenAI's Salimans and Bulatov). Its peaks
-are measured, not computed; depths are searched by doubling, then between what fits and what does
-not, taking for granted that a deeper stack peaks higher.
+are measured, not computed, and a deeper stack is taken to peak higher.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ import fusedckpt
 from bench import models, training
 from bench.env import environment, summary
 from bench.models import HEAD_DIM
-from bench.results import Row, median, save
-from bench.tables import MIB, difference, mib, progress, show, significant
+from bench.results import Row, chosen_of, largest_difference, median
+from bench.search import most
+from bench.tables import MIB, Columns, mib, progress, show, significant
 from bench.training import NUM_PLANS, Batch, Trial, Way, Workload, in_segments, slowdown
-from bench.training_figures import draw_classics
+from bench.training_figures import publish
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import bytes_of
 
@@ -37,8 +37,6 @@ RULES = ("sqrt", "recursive")
 SHOWN = ("plain", "fusedckpt sqrt", "fusedckpt recursive", "plan memory")
 # between losses of order one; fused kernels round otherwise, checkpoints do not
 AGREE = 1e-4
-# where the search for depths gives up
-LIMIT = 4096
 Tick = Callable[..., None]
 
 
@@ -113,7 +111,7 @@ def _part(
     ours = [in_segments(model, "fusedckpt", k) for k in [*segments, *RULES]]
     ways = [Way("plain", model), *stock, *ours, *training.plans(work, tick)]
     notes = [
-        f"{pictures.source}; {nbytes_of(model.parameters()) / MIB:,.1f} MiB of parameters",
+        f"{pictures.source}; {mib(nbytes_of(model.parameters()))} MiB of parameters",
         "torch k, fusedckpt k: checkpoint_sequential with k segments",
         *training.NOTES,
     ]
@@ -168,35 +166,6 @@ def trial_of(chosen: Namespace, name: str, layers: int) -> Trial:
     return trial
 
 
-def deepest(peak: Callable[[int], int], budget: int, guess: int = 1) -> int:
-    """Return the largest number of layers whose peak fits the budget, 0 where one does not.
-
-    Goes up or down from the guess by steps that double, then bisects, at first where the peak
-    would meet the budget if it grew evenly.
-    """
-    peaks = {0: 0}
-
-    def fits(layers: int) -> bool:
-        if layers not in peaks:
-            peaks[layers] = peak(layers)
-        return peaks[layers] <= budget
-
-    low, high, step = guess, guess, 1
-    if fits(guess):
-        while low < LIMIT and fits(high := low + step):
-            low, step = high, 2 * step
-    else:
-        while not fits(low := max(0, high - step)):
-            high, step = low, 2 * step
-    share = (budget - peaks[low]) / (peaks[high] - peaks[low])
-    middle = low + int(share * (high - low))
-    while high - low > 1:
-        middle = min(high - 1, max(low + 1, middle))
-        low, high = (middle, high) if fits(middle) else (low, middle)
-        middle = (low + high) // 2
-    return low
-
-
 def _peak(trial: Trial, is_planned: bool = True) -> int:
     plan = trial.way.plan
     if is_planned and plan is not None and plan.measured_bytes is not None:
@@ -214,12 +183,12 @@ def _depths(chosen: Namespace, tick: Tick) -> Row:
     for name in RECIPES:
         tick(f"{name}: searching")
 
-        def peak(layers: int, name: str = name) -> int:
+        def fits(layers: int, name: str = name) -> bool:
             tick(f"{name}, {layers} layers", counts=False)
-            return _peak(trial_of(chosen, name, layers))
+            return _peak(trial_of(chosen, name, layers)) <= chosen.depth_budget
 
         # a way fits about as much as the one before
-        found[name] = deepest(peak, chosen.depth_budget, [1, *found.values()][-1])
+        found[name] = most(fits, [1, *found.values()][-1])
         if not found[name]:
             raise ValueError(f"--depth-budget: {chosen.depth_budget} bytes do not fit one block")
     # time that the budget buys back where what torch reaches is deep enough
@@ -231,9 +200,10 @@ def _depths(chosen: Namespace, tick: Tick) -> Row:
     for name, trial in shallow.items():
         tick(f"{name}, {found['plain']} layers")
         trial.train()
+    alike = {name: trial.columns(shallow["plain"]) for name, trial in shallow.items()}
     rows = [
         trial.columns(trial)
-        | {name: shallow[what].columns(shallow["plain"])[name] for name in LOSSES}
+        | {name: alike[what][name] for name in ("losses", "loss_difference")}
         | {"layers": found[what], "peak_bytes": peaks[what]}
         for what, trial in trials.items()
     ]
@@ -241,12 +211,11 @@ def _depths(chosen: Namespace, tick: Tick) -> Row:
         f"The deepest stack within {chosen.depth_budget / MIB:,.0f} MiB: transformer blocks of"
         f" {chosen.depth_dim}, {chosen.depth_batch} x {chosen.depth_seq} tokens"
     )
-    part = {"title": title, "notes": DEPTH_NOTES, "budget_bytes": chosen.depth_budget}
     _show_depths(title, rows)
+    part = {"title": title, "notes": DEPTH_NOTES, "budget_bytes": chosen.depth_budget}
     return part | {"rows": rows}
 
 
-LOSSES = ("losses", "loss_difference")
 DEPTH_NOTES = (
     "peak: of forward and backward, with parameters and gradients; ms: of both",
     "torch sqrt(n), fusedckpt recursive: checkpoint_sequential; plan memory: of least peak",
@@ -258,22 +227,17 @@ DEPTH_NOTES = (
 def _show_depths(title: str, rows: list[Row]) -> None:
     """Print a line per way: how deep it goes, and what a layer costs."""
     plain = rows[0]
-    lines = [
-        [
-            row["name"],
-            str(row["layers"]),
-            f"{row['layers'] / plain['layers']:.1f}x",
-            mib(row["peak_bytes"]),
-            significant(median(row["ms"])),
-            f"{median(row['ms']) / row['layers']:.2f}",
-            f"{slowdown(row, plain) * plain['layers'] / row['layers']:.2f}x",
-            f"{row['losses'][-1]:.4f}",
-            difference(row["loss_difference"]),
-        ]
-        for row in rows
-    ]
-    heads = ["way", "layers", "of\nplain", "peak\nMiB", "ms", "ms per\nlayer", "of\nplain"]
-    show(title, [*heads, "last\nloss", "diff."], lines, DEPTH_NOTES)
+    columns: Columns = {
+        "way": lambda row: row["name"],
+        "layers": lambda row: str(row["layers"]),
+        "layers\nof plain": lambda row: f"{row['layers'] / plain['layers']:.1f}x",
+        "peak\nMiB": lambda row: mib(row["peak_bytes"]),
+        "ms": lambda row: significant(median(row["ms"])),
+        "ms per\nlayer": lambda row: f"{median(row['ms']) / row['layers']:.2f}",
+        "of\nplain": lambda row: f"{slowdown(row, plain) * plain['layers'] / row['layers']:.2f}x",
+        **training.LOSSES,
+    }
+    show(title, columns, rows, DEPTH_NOTES)
 
 
 PARTS: dict[str, Callable[[Namespace, Tick], Row]] = {"conv": _conv, "mlp": _mlp, "depth": _depths}
@@ -284,21 +248,18 @@ def run(chosen: Namespace) -> int:
     facts = environment(torch.device(chosen.device), torch.float32)
     subtitle = f"{summary(facts)}; float32, medians of {chosen.repeat} x {chosen.steps} steps"
     print(subtitle, flush=True)
-    # but what nothing depends on
-    record = {name: x for name, x in vars(chosen).items() if name not in ("out", "command")}
-    result = {"subtitle": subtitle, "settings": record, "environment": facts}
-    worst = []
+    result: Row = {"subtitle": subtitle, "settings": chosen_of(chosen), "environment": facts}
+    differences = []
     for name, measured in PARTS.items():
         result[name] = None
         if chosen.part in (name, "all"):
             with progress(name, _num_steps(chosen, name)) as tick:
                 result[name] = part = measured(chosen, tick)
-            worst.append(training.worst_difference(part["rows"]))
-    save(result, chosen.out / "classics.json")
-    draw_classics(result, chosen.out / "classics.png")
-    print(f"wrote classics.json and classics.png to {chosen.out}")
+            differences += [row["loss_difference"] for row in part["rows"]]
+    publish(result, chosen.out, "classics")
+    worst = largest_difference(differences, 0.0)
     # so written, a NaN fails
-    if all(one <= AGREE for one in worst):
+    if worst <= AGREE:
         return 0
-    print(f"losses differ by {max(worst):.1e}, more than {AGREE:.0e}")
+    print(f"losses differ by {worst:.1e}, more than {AGREE:.0e}")
     return 1

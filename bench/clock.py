@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Step = Callable[[], Any]
 
 # of the matrices' sides and of what is copied: beyond every cache, done in milliseconds
 SIDE = {"cpu": 2048, "cuda": 8192}
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}
 ROUNDS = 7
+
+
+def turns(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield each item once a round, with its number; each round begins with another one."""
+    for turn in range(rounds):
+        first = turn % len(items)
+        for item in (*items[first:], *items[:first]):
+            yield turn, item
 
 
 class Stopwatch:

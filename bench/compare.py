@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.results import Row, groups, is_capacity, key_of, quantiles, ratios, read, title
 from bench.table import source
-from bench.tables import show, significant
+from bench.tables import Columns, show, significant
 
 # rounds on either side; p20 and p80 of fewer say nothing of noise
 LEAST = 5
@@ -44,42 +44,32 @@ class Change(NamedTuple):
             return f"{self.after / self.before - 1:+.1%}"
         return ""
 
-    @property
-    def cells(self) -> list[str]:
-        """What a table shows."""
-        before, after = (
-            significant(x) if isinstance(x, float) else str(x or "-")
-            for x in (self.before, self.after)
-        )
-        return [self.name, self.what, before, after, self.share, "worse" if self.is_worse else ""]
+
+def _written(value: float | str | None) -> str:
+    return significant(value) if isinstance(value, float) else str(value or "-")
 
 
-class Compared(NamedTuple):
-    """Two files' cases, and by what share medians must differ."""
-
-    before: list[list[Row]]
-    after: list[list[Row]]
-    threshold: float
-
-    @property
-    def pairs(self) -> list[tuple[Rows, Rows]]:
-        """What is in both files: same case, sizes, dtype and device."""
-        earlier = {key_of(rows[0]): rows for rows in self.before}
-        shared = (rows for rows in self.after if key_of(rows[0]) in earlier)
-        return [(earlier[key_of(rows[0])], rows) for rows in shared]
+COLUMNS: Columns = {
+    "implementation": lambda change: change.name,
+    "what": lambda change: change.what,
+    "before": lambda change: _written(change.before),
+    "after": lambda change: _written(change.after),
+    "change": lambda change: change.share,
+    "": lambda change: "worse" if change.is_worse else "",
+}
 
 
-def prepare(chosen: Namespace) -> Compared:
+def prepare(chosen: Namespace) -> Namespace:
     """Read both. Raises as `read` does, and ValueError if they have no case in common."""
-    before, after = (
-        groups(row for row in read(path) if not is_capacity(row))
+    earlier, later = (
+        {key_of(rows[0]): rows for rows in groups(r for r in read(path) if not is_capacity(r))}
         for path in (chosen.before, chosen.after)
     )
-    found = Compared(before, after, chosen.threshold)
-    if not found.pairs:
+    if not earlier.keys() & later.keys():
         text = "have no case in common on the same device"
         raise ValueError(f"{chosen.before} and {chosen.after} {text}")
-    return found
+    chosen.earlier, chosen.later = earlier, later
+    return chosen
 
 
 def _of_eager(rows: Rows, row: Row, what: str) -> list[float]:
@@ -133,47 +123,44 @@ def eager_changes(before: Rows, after: Rows, threshold: float) -> Iterator[Chang
             yield Change(before[0]["name"], f"{what} ms", *medians)
 
 
-def _label(rows: Rows) -> str:
-    return f"{title(rows[0])}, on {rows[0]['device']}"
-
-
 def is_short(rows: Rows) -> bool:
     """Whether a case has too few rounds for its times to be compared."""
     return any(len(row["both_ms"]) < LEAST for row in rows if row["both_ms"])
 
 
-def _notes(chosen: Compared) -> Iterator[str]:
+def _label(rows: Rows) -> str:
+    return f"{title(rows[0])}, on {rows[0]['device']}"
+
+
+def _notes(chosen: Namespace, pairs: Sequence[tuple[Rows, Rows]]) -> Iterator[str]:
     """Yield what the tables do not hold: too few rounds, eager's own times, cases of one file."""
-    short = [b[0] for a, b in chosen.pairs if is_short([*a, *b])]
+    short = [b[0] for a, b in pairs if is_short([*a, *b])]
     if short:
         names = ", ".join(f"{row['case']} {row['size']} {row['tokens']}" for row in short)
         yield f"times of fewer than {LEAST} rounds are not compared: {names}"
-    for before, after in chosen.pairs:
+    for before, after in pairs:
         for change in eager_changes(before, after, chosen.threshold):
-            _, what, *step = change.cells
-            moved = f"{what} {step[0]} -> {step[1]} ({change.share})"
-            yield f"eager itself moved, {moved}: {_label(after)}"
-    sides = ("before", chosen.before, chosen.after), ("after", chosen.after, chosen.before)
-    for name, found, others in sides:
-        there = {key_of(rows[0]) for rows in others}
-        for rows in found:
-            if key_of(rows[0]) not in there:
-                yield f"only {name}: {_label(rows)}"
+            step = f"{_written(change.before)} -> {_written(change.after)} ({change.share})"
+            yield f"eager itself moved, {change.what} {step}: {_label(after)}"
+    for key in [key for key in chosen.earlier if key not in chosen.later]:
+        yield f"only before: {_label(chosen.earlier[key])}"
+    for key in [key for key in chosen.later if key not in chosen.earlier]:
+        yield f"only after: {_label(chosen.later[key])}"
 
 
-def run(chosen: Compared) -> int:
+def run(chosen: Namespace) -> int:
     """Print what changed, and where both come from."""
-    for name, found in (("before", chosen.before), ("after", chosen.after)):
-        for line in dict.fromkeys(map(source, found)):
+    for name, found in (("before", chosen.earlier), ("after", chosen.later)):
+        for line in dict.fromkeys(map(source, found.values())):
             print(f"{name}: {line}")
-    has_changed = False
-    for before, after in chosen.pairs:
+    earlier, has_changed = chosen.earlier, False
+    pairs = [(earlier[key], rows) for key, rows in chosen.later.items() if key in earlier]
+    for before, after in pairs:
         if found := list(changes(before, after, chosen.threshold)):
             has_changed = True
-            heads: Any = ("implementation", "what", "before", "after", "change", "")
-            show(_label(after), heads, [change.cells for change in found], words=2)
+            show(_label(after), COLUMNS, found, words=2)
     if not has_changed:
-        print(f"no change in {len(chosen.pairs)} cases")
-    for line in _notes(chosen):
+        print(f"no change in {len(pairs)} cases")
+    for line in _notes(chosen, pairs):
         print(line)
     return 0

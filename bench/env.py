@@ -143,29 +143,27 @@ def origin(facts: dict[str, Any]) -> str:
     return f"{summary(facts)}; {facts['date'][:10]}, commit {str(facts['commit'])[:12]}"
 
 
-def _devices() -> list[torch.device]:
-    return [torch.device("cpu")] + [
-        torch.device("cuda", index) for index in range(torch.cuda.device_count())
-    ]
+def announced(chosen: Namespace, how: str) -> dict[str, Any]:
+    """Return the environment of a command, and print it with how it measures."""
+    facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
+    print(f"{summary(facts)}; {chosen.dtype}{how}", flush=True)
+    return facts
 
 
-def prepare(chosen: Any) -> None:
-    """Return nothing: there is nothing to choose."""
-
-
-def run(prepared: None) -> int:
+def run(chosen: Namespace) -> int:
     """Print the environment and every function's path."""
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     facts = {
         **versions(),
         "commit": commit() or "unknown",
         "CUDA": torch.version.cuda or "not in this torch",
         "ROCm": torch.version.hip or "not in this torch",
-        **{str(device): device_name(device) for device in _devices()},
+        **{device: device_name(torch.device(device)) for device in devices},
         "Triton interpreter": "on" if IS_INTERPRETED else "off",
         "TF32 matmuls": "on" if has_tf32() else "off",
     }
     print("environment", table(("what", "value"), [*facts.items()], ()), sep="\n")
-    for device in _devices():
+    for device in devices:
         columns = [fusedckpt.paths(device, dtype) for dtype in DTYPES]
         heads = ("function", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
         rows = [(name, *(paths[name] for paths in columns)) for name in columns[0]]

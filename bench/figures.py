@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from bench.tables import significant
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
@@ -27,30 +27,24 @@ class Family(NamedTuple):
 
 
 # told apart with every kind of colour vision (Okabe and Ito), and in print
-_EAGER, _FUSED = Family("eager", GREY), Family("fusedckpt", BLUE)
-_CHECKPOINT = Family("torch.utils.checkpoint", "#e69f00")
 OURS, _PLAN = Family("fusedckpt.checkpoint", "#56b4e9"), Family("fusedckpt.plan", "#cc79a7")
+_CHECKPOINT = Family("torch.utils.checkpoint", "#e69f00")
 # by how a name starts, the first that fits; the rest are other libraries
-_STARTS = {
-    "eager": _EAGER,
-    "plain": _EAGER,
-    "torch.compile": Family("torch.compile", RED),
-    "checkpoint": _CHECKPOINT,
-    "torch": _CHECKPOINT,
-    "ours(": OURS,
-    "fuse+ckpt": OURS,
-    "fuse+plan": _PLAN,
-    "fuse preact": Family("fusedckpt, keeping GEMM outputs", "#56b4e9"),
-    "fused, plan": _PLAN,
-    "plan": _PLAN,
-    "fuse": _FUSED,
-}
-_OTHERS = Family("other libraries", "#009e73")
+_FAMILIES = (
+    (("eager", "plain"), Family("eager", GREY)),
+    (("torch.compile",), Family("torch.compile", RED)),
+    (("checkpoint", "torch"), _CHECKPOINT),
+    (("ours(", "fuse+ckpt"), OURS),
+    (("fuse+plan", "fused, plan", "plan"), _PLAN),
+    (("fuse preact",), Family("fusedckpt, keeping GEMM outputs", OURS.colour)),
+    (("fuse",), Family("fusedckpt", BLUE)),
+    (("",), Family("other libraries", "#009e73")),
+)
 
 
 def family(name: str) -> Family:
     """Return what an implementation, or a way of training, belongs to."""
-    return next((found for start, found in _STARTS.items() if name.startswith(start)), _OTHERS)
+    return next(found for starts, found in _FAMILIES if name.startswith(starts))
 
 
 def colour_of(name: str) -> str:
@@ -72,30 +66,41 @@ def save(
         figure.savefig(path)
 
 
+class Panel(NamedTuple):
+    """Bars that lie: from the end of one part to that of the next, fainter; then the spread."""
+
+    head: str
+    parts: Sequence[Sequence[float]]
+    texts: Sequence[str] | None = None
+    spread: Sequence[Sequence[float]] | None = None
+
+
 def lying(
-    axes: Axes,
+    figure: Figure | SubFigure,
     names: Sequence[str],
-    parts: Sequence[Sequence[float]],
-    head: str,
-    texts: Sequence[str] | None = None,
-    spread: Sequence[Sequence[float]] | None = None,
+    panels: Sequence[Panel],
     colour: Callable[[str], str] = colour_of,
 ) -> None:
-    """Draw a bar a name, from the end of one part to that of the next, fainter; then the spread."""
+    """Draw panels beside one another, a bar a name."""
+    for axes, panel in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        _lying(axes, names, panel, colour)
+
+
+def _lying(axes: Axes, names: Sequence[str], panel: Panel, colour: Callable[[str], str]) -> None:
     ends = [0.0] * len(names)
-    for part, shade in zip(parts, (1.0, 0.45), strict=False):
+    for part, shade in zip(panel.parts, (1.0, 0.45), strict=False):
         widths = [max(0.0, end - start) for start, end in zip(ends, part, strict=True)]
         colours = [(colour(name), shade) for name in names]
         axes.barh(range(len(names)), widths, 0.72, left=ends, color=colours)
         ends = [max(pair) for pair in zip(ends, part, strict=True)]
     for place, end in enumerate(ends):
-        text, edge = significant(end) if texts is None else texts[place], end
-        if spread is not None:
-            axes.plot(spread[place], (place, place), color=INK, linewidth=0.9)
-            edge = max(end, spread[place][1])
+        text, edge = significant(end) if panel.texts is None else panel.texts[place], end
+        if panel.spread is not None:
+            axes.plot(panel.spread[place], (place, place), color=INK, linewidth=0.9)
+            edge = max(end, panel.spread[place][1])
         where: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
         axes.annotate(text, (edge, place), (4, 0), fontsize=8.5, color=INK, **where)
-    axes.set_title(head)
+    axes.set_title(panel.head)
     axes.margins(x=0.2)
     axes.set_yticks(range(len(names)), names, color=INK)
     axes.set_ylim(len(names) - 0.5, -0.5)

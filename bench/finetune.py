@@ -8,45 +8,31 @@ which keeps GEMM outputs; and `fuse+plan`, the fastest plan that peaks no higher
 from __future__ import annotations
 
 import copy
-import math
 from argparse import Namespace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
 import fusedckpt
-from bench import tasks
-from bench.demo import Trainer, batches_of, plan_below, show_runs, train
-from bench.env import environment, summary
-from bench.models import HEAD_DIM
+from bench import lockstep, tasks
+from bench.env import environment
 from bench.quantised import quantise
-from bench.results import Row, save
-from bench.training_figures import draw_demo
-
-TITLE = "LoRA on every linear: what each way of training costs"
+from bench.tasks import Batch
 
 
 def prepare(chosen: Namespace) -> Namespace:
     """Check everything, before any work is done. Raises ValueError for values that do not fit."""
-    if chosen.dim % HEAD_DIM:
-        raise ValueError(f"--dim expects a multiple of the head size {HEAD_DIM}, got {chosen.dim}")
-    for package in ("transformers", "peft"):
-        if find_spec(package) is None:
-            raise ValueError(f"finetune needs {package}: pip install {package}")
-    batches_of(chosen)
     chosen.model = "llama"
-    return chosen
+    return lockstep.checked(chosen, "transformers", "peft")
 
 
-def _base(chosen: Namespace, batches: tasks.Batches) -> nn.Module:
+def _base(chosen: Namespace) -> nn.Module:
     """Return a Llama that was trained for a little."""
     torch.manual_seed(chosen.seed)
-    model = tasks.model_of(chosen).to(torch.device(chosen.device), getattr(torch, chosen.dtype))
-    train(
-        "base", [Trainer("base", model, chosen.dim, chosen.pretrain)], chosen.pretrain, batches.draw
-    )
+    model = tasks.model_of(chosen)
+    batches = tasks.batches_of(chosen, chosen.pretrain)
+    lockstep.train("base", {"base": model}, chosen.dim, batches)
     return model.requires_grad_(False)
 
 
@@ -60,63 +46,45 @@ def _adapted(base: nn.Module, rank: int, seed: int) -> nn.Module:
     return model.train()
 
 
-def _trainers(
-    chosen: Namespace, eager: nn.Module, batch: Any
-) -> tuple[list[Trainer], fusedckpt.FuseReport, fusedckpt.Plan]:
-    """Return trainers that start from the same adapters, and what fuse and plan report."""
-    checkpointed, fused, kept, planned = (copy.deepcopy(eager) for _ in range(4))
-    tasks.checkpoint(checkpointed)
+def _models(eager: nn.Module, batch: Batch) -> tuple[dict[str, nn.Module], str]:
+    """Return a model with the same adapters for each way, and what fuse and plan report."""
+    checkpointed = tasks.checkpoint(copy.deepcopy(eager))
+    fused, kept, planned = (copy.deepcopy(eager) for _ in range(3))
+    # with what did not run fused
     report = fusedckpt.fuse(fused)
     fusedckpt.fuse(kept, save="preact")
     fusedckpt.fuse(planned)
-    plan = plan_below(planned, checkpointed, *batch)
-    plan.apply(planned)
+    plan = lockstep.plan_below(planned, checkpointed, batch)
     models = {"eager": eager, "checkpoint": checkpointed, "fuse": fused, "fuse preact": kept}
-    models["fuse+plan"] = planned
-    trainers = [Trainer(name, model, chosen.dim, chosen.steps) for name, model in models.items()]
-    return trainers, report, plan
+    return models | {"fuse+plan": planned}, f"{report}\n{plan}"
 
 
-def _result(chosen: Namespace, kind: str, rank: int, base: nn.Module, facts: Row) -> Row:
-    batches = batches_of(chosen)
-    eager = _adapted(base, rank, chosen.seed)
-    trainers, report, plan = _trainers(chosen, eager, batches.draw())
-    train(f"{kind}, rank {rank}", trainers, chosen.steps, batches.draw)
-    inputs, targets = batches.draw()
-    trained = sum(p.numel() for p in eager.parameters() if p.requires_grad)
-    subtitle = (
-        f"{summary(facts)} ({facts['paths']['gated_mlp']})\n"
-        f"transformers' llama, {chosen.layers} layers, dim {chosen.dim}, {kind} base, rank {rank}: "
-        f"{trained / 1e6:.2f} M trained, {chosen.dtype}; batch {chosen.batch} x {chosen.seq} bytes"
+def _record(chosen: Namespace, kind: str, rank: int, base: nn.Module, facts: Any) -> Any:
+    first, *batches = tasks.batches_of(chosen, chosen.steps + 2)
+    models, fused = _models(_adapted(base, rank, chosen.seed), first)
+    trained = sum(p.numel() for p in models["eager"].parameters() if p.requires_grad)
+    return lockstep.compare(
+        chosen,
+        models,
+        batches,
+        title="LoRA on every linear: what each way of training costs",
+        subtitle=(
+            f"transformers' llama, {chosen.layers} layers, dim {chosen.dim}, {kind} base, rank "
+            f"{rank}: {trained / 1e6:.2f} M trained"
+        ),
+        settings={"base": kind, "rank": rank, "trained": trained},
+        environment=facts,
+        fused=fused,
     )
-    # but what nothing depends on
-    settings = {name: x for name, x in vars(chosen).items() if name not in ("out", "command")}
-    tokens = chosen.batch * chosen.seq
-    return {
-        "title": TITLE,
-        "subtitle": subtitle,
-        "settings": settings | {"base": kind, "rank": rank, "trained": trained},
-        "environment": facts,
-        # with what did not run fused
-        "fused": f"{report}\n{plan}",
-        "runs": [one.row(trainers[0], inputs, targets, tokens) for one in trainers],
-    }
 
 
 def run(chosen: Namespace) -> int:
     """Train, print and write; 1 where a loss was not finite, else 0."""
     facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
-    dense = _base(chosen, batches_of(chosen))
-    status = 0
+    dense, status = _base(chosen), 0
     for kind in chosen.base:
         base = dense if kind == "dense" else quantise(copy.deepcopy(dense))
         for rank in chosen.rank:
-            result = _result(chosen, kind, rank, base, facts)
-            name = f"finetune_{kind}_r{rank}"
-            save(result, chosen.out / f"{name}.json")
-            draw_demo(result, chosen.out / f"{name}.png")
-            show_runs(result)
-            print(f"wrote {name}.json and {name}.png to {chosen.out}")
-            losses = [loss for one in result["runs"] for loss in one["losses"]]
-            status |= not all(map(math.isfinite, losses))
-    return int(status)
+            record = _record(chosen, kind, rank, base, facts)
+            status |= lockstep.finish(record, chosen, f"finetune_{kind}_r{rank}")
+    return status

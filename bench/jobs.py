@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import fusedckpt
+from bench import table
 from bench.cases import CASES, Case, draw
 from bench.implementations import implementations_of
 from bench.measure import DeviceLost, Implementation, Work
@@ -28,7 +28,8 @@ from bench.tables import progress
 # what the command stands for: it fails if one of these raises
 OWN = ("eager", "fusedckpt", "ours(")
 BENIGN = ("not installed", "interrupted", "not even")
-Say = Callable[..., None]
+Say = Callable[[str, Any], None]
+Begin = Callable[[Implementation], None]
 
 
 class Job(NamedTuple):
@@ -81,56 +82,21 @@ class Job(NamedTuple):
             "dtype": str(self.dtype).removeprefix("torch."),
         }
 
-    def attempt(
-        self,
-        say: Say,
-        lost: dict[str, str],
-        take: Callable[[list[Implementation], Callable[..., None]], None],
-    ) -> tuple[list[Implementation], bool]:
-        """Do take(implementations, begin); returns them, and whether it was interrupted.
 
-        lost: why some are left out; begin: said to be at work. Raises DeviceLost.
-        """
-        implementations = self.implementations()
-        for one in implementations:
-            one.failure = lost.get(one.name, one.failure)
-
-        def begin(one: Implementation) -> None:
-            if one.failure is None:
-                say("at", one.name)
-
-        is_interrupted = False
-        try:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                take(implementations, begin)
-        except DeviceLost:
-            raise
-        except KeyboardInterrupt:
-            is_interrupted = True
-        except Exception as error:
-            # of inputs, or of eager in float64
-            for one in implementations:
-                one.fail(error)
-        say("at", None)
-        for one in implementations:
-            one.drop()
-        return implementations, is_interrupted
-
-
-def check_choice(chosen: Namespace) -> None:
+def check_choice(chosen: Namespace) -> Namespace:
     """Raise ValueError for tokens that do not divide into sequences, and for unknown names."""
     for name, size_name, tokens in product(chosen.case, chosen.size, getattr(chosen, "tokens", ())):
         for size in SIZES[size_name]:
             CASES[name].seq(size, tokens)
-    if not (chosen.only or chosen.skip):
-        return
     (toy,) = SIZES["tiny"]
-    # of every case and device, so that the same options serve them all
-    known = dict.fromkeys(one.name for case in CASES for one in implementations_of(case, toy, True))
     for option, parts in (("--only", chosen.only), ("--skip", chosen.skip)):
         for part in parts:
+            # of every case and device, so that the same options serve them all
+            found = (one for case in CASES for one in implementations_of(case, toy, True))
+            known = dict.fromkeys(one.name for one in found)
             if not any(part in name for name in known):
                 raise ValueError(f"{option} {part} is part of no name: {', '.join(known)}")
+    return chosen
 
 
 def jobs_of(chosen: Namespace) -> Iterator[Job]:
@@ -144,70 +110,102 @@ def jobs_of(chosen: Namespace) -> Iterator[Job]:
                 yield Job(name, *place, chosen.only, chosen.skip)
 
 
-class _Heard:
-    """What the process that measures a job has said."""
+class Measurement:
+    """What `run` and `capacity` do with a job: it goes to the process that measures.
 
-    def __init__(self, tick: Callable[..., None]):
-        self.tick, self.name, self.why = tick, None, None
-        self.rows: list[Row] | None = None
-        self.is_interrupted = False
+    file: its name in the folder for results; num_steps: of each implementation; keeps: whether rows
+    are added to those that the file holds.
+    """
 
-    def __call__(self, kind: str, *said: Any) -> None:
-        if kind == "at":
-            (self.name,) = said
-            if self.name is not None:
-                self.tick(self.name, says=False)
-        elif kind == "lost":
-            (self.why,) = said
-        else:
-            self.rows, self.is_interrupted = said
+    file: str
+    num_steps: int
+    keeps = False
+
+    def measure(
+        self, job: Job, implementations: list[Implementation], begin: Begin, found: Row
+    ) -> None:
+        """Measure, with begin(one) before each step of one; found: what `row` needs besides."""
+        raise NotImplementedError
+
+    def row(self, job: Job, one: Implementation, found: Row) -> Row:
+        """Return what became of an implementation; nothing is found where its process died."""
+        raise NotImplementedError
+
+    def is_kept(self, job: Job, rows: list[Row]) -> bool:
+        """Whether the rows of a job that was interrupted go into the file."""
+        raise NotImplementedError
+
+    def note(self, rows: list[Row]) -> None:
+        """Keep what later jobs need from the rows of a job."""
 
 
-def _reported(say: Say, work: Callable[..., None], *args: Any) -> None:
+def _attempt(say: Say, measurement: Measurement, job: Job, lost: Mapping[str, str]) -> None:
+    implementations, found, is_interrupted = job.implementations(), Row(), False
+    for one in implementations:
+        one.failure = lost.get(one.name, one.failure)
+
+    def begin(one: Implementation) -> None:
+        if one.failure is None:
+            say("at", one.name)
+
     try:
-        work(say, *args)
+        with torch.cuda.device(job.device) if job.device.type == "cuda" else nullcontext():
+            measurement.measure(job, implementations, begin, found)
+    except DeviceLost:
+        raise
+    except KeyboardInterrupt:
+        is_interrupted = True
+    except Exception as error:
+        # of inputs, or of eager in float64
+        for one in implementations:
+            one.fail(error)
+    if not is_interrupted:
+        say("at", None)
+    for one in implementations:
+        one.drop()
+    say("rows", ([measurement.row(job, one, found) for one in implementations], is_interrupted))
+
+
+def _measure(say: Say, *args: Any) -> None:
+    """Measure a job, and say its rows, or why nothing more can be measured in this process."""
+    try:
+        _attempt(say, *args)
     except DeviceLost as error:
         say("lost", str(error))
 
 
-class Measuring(NamedTuple):
-    """How a command measures a job and what becomes of the rows.
-
-    work: (say, job, lost, *options) -> says rows; blank: those of what it was not measured for;
-    num_steps: of an implementation; is_kept: whether the rows of an interrupted job are.
-    """
-
-    work: Callable[..., None]
-    options: Callable[[Job], tuple[Any, ...]]
-    blank: Callable[[Job, Implementation], Row]
-    num_steps: int
-    is_kept: Callable[[Job, list[Row]], bool]
-    show: Callable[[list[Row]], None]
-
-
 def _rows(
-    job: Job, chosen: Namespace, how: Measuring, stops: Stops, tick: Callable[..., None]
+    job: Job, chosen: Namespace, measurement: Measurement, stops: Stops, tick: Callable[..., None]
 ) -> tuple[list[Row], bool]:
     """Measure a job, again without what crashes it; returns rows, and if it was interrupted."""
     lost: dict[str, str] = {}
     while True:
-        heard = _Heard(tick)
-        args = (how.work, job, lost, *how.options(job))
+        heard: dict[str, Any] = {}
+
+        def hear(kind: str, said: Any, heard: dict[str, Any] = heard) -> None:
+            heard[kind] = said
+            if kind == "at" and said is not None:
+                tick(said, says=False)
+
         if chosen.in_process:
-            _reported(heard, *args)
+            _measure(hear, measurement, job, lost)
             ended = "in this process"
         else:
-            ended = isolated(_reported, args, heard, chosen.timeout, stops)
-        if heard.rows is not None:
-            return heard.rows, heard.is_interrupted
-        why = "interrupted" if stops.count else f"crashed: {heard.why or ended}"
-        if stops.count or heard.name is None:
+            args = (measurement, job, lost)
+            ended = isolated(_measure, args, hear, chosen.timeout, stops)
+        rows, is_interrupted = heard.get("rows", (None, False))
+        # one whose time is up is interrupted too
+        if rows and (chosen.in_process or stops.count or not is_interrupted):
+            return rows, is_interrupted
+        why = "interrupted" if stops.count else f"crashed: {heard.get('lost', ended)}"
+        name = heard.get("at")
+        if stops.count or name is None:
             failed = job.implementations()
             for one in failed:
                 one.failure = one.failure or why
-            return [how.blank(job, one) for one in failed], stops.count > 0
-        lost[heard.name] = why
-        print(f"{job.title}: {heard.name} {why}; once more without it", file=sys.stderr)
+            return [measurement.row(job, one, {}) for one in failed], stops.count > 0
+        lost[name] = why
+        print(f"{job.title}: {name} {why}; once more without it", file=sys.stderr)
 
 
 def _fails(row: Row) -> bool:
@@ -217,29 +215,31 @@ def _fails(row: Row) -> bool:
 
 
 def measure_all(
-    chosen: Namespace, jobs: Sequence[Job], how: Measuring, facts: Row, path: Path, replaces: bool
+    chosen: Namespace, jobs: Sequence[Job], measurement: Measurement, facts: Row
 ) -> int:
     """Measure job after job, print and append the rows of each; returns the exit status.
 
     It is 1 where an implementation was wrong or eager or ours raised, 130 where interrupted, else
-    0. replaces: what the file holds goes, but not before there is something to put in its place.
+    0. What the file held goes, unless it is kept, once there is something to put in its place.
     """
     has_failed = is_interrupted = False
-    total = how.num_steps * sum(len(job.implementations()) for job in jobs)
+    path, keeps = chosen.out / measurement.file, measurement.keeps
+    total = measurement.num_steps * sum(len(job.implementations()) for job in jobs)
     with (
         nullcontext(Stops()) if chosen.in_process else Stops() as stops,
         progress(path.stem, total) as tick,
     ):
         for job in jobs:
             tick(job.title, counts=False)
-            rows, is_interrupted = _rows(job, chosen, how, stops, tick)
+            rows, is_interrupted = _rows(job, chosen, measurement, stops, tick)
             rows = [row | facts for row in rows]
-            if not is_interrupted or how.is_kept(job, rows):
-                if replaces:
+            if not is_interrupted or measurement.is_kept(job, rows):
+                if not keeps:
                     path.unlink(missing_ok=True)
                 append(rows, path)
-                how.show(rows)
-                replaces = False
+                measurement.note(rows)
+                table.show_rows(rows)
+                keeps = True
             if is_interrupted:
                 break
             has_failed |= any(map(_fails, rows))

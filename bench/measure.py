@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import Function, Tensors
-from bench.clock import Step, Stopwatch, capture
+from bench.clock import Step, Stopwatch, capture, turns
 from bench.results import Row, rounded
 from fusedckpt.autograd.accuracy import allowed
 from fusedckpt.memory import peak_bytes, saved_tensors
@@ -278,13 +278,11 @@ def _measure_memory(given: Work, one: Implementation) -> None:
 def in_turns(
     implementations: Sequence[Implementation], repeat: int, step: Callable[[Implementation], None]
 ) -> None:
-    """Let each take `step` once a round, and begin each round with another one."""
-    for turn in range(WARMUP + repeat):
-        first = turn % len(implementations)
-        for one in (*implementations[first:], *implementations[:first]):
-            step(one)
-            if turn < WARMUP:
-                one.samples.clear()
+    """Let each take `step` once a round; what it samples in the first rounds is not kept."""
+    for turn, one in turns(implementations, WARMUP + repeat):
+        step(one)
+        if turn < WARMUP:
+            one.samples.clear()
 
 
 def measure(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -136,22 +136,26 @@ def prepare(chosen: Namespace) -> Namespace:
     return chosen
 
 
-HEADS = ("regs", "spills", "blocks", "KB in\nflight", "bytes/\nelement", "least")
-OTHERS = ("barriers/\nrow", "trips", "instr./\nelement", "issue of\nmemory")
-GEMMS = ("barriers/\nstep", "instr./\nelement", "of main\nloop")
-
-
-def _cells(row: Model, is_gemm: bool) -> Iterator[str]:
-    yield row.kernel
-    yield from map(str, (row.registers, row.spills, row.blocks))
-    yield f"{row.in_flight / 1024:.0f}"
-    yield f"{row.moved:.1f}"
-    yield f"{row.minimum}"
-    yield significant(row.barriers)
-    if not is_gemm:
-        yield f"{row.trips}"
-    yield f"{row.instructions:.1f}"
-    yield f"{row.share:.0%}"
+COLUMNS: dict[str, Callable[[Model], str]] = {
+    "kernel": lambda row: row.kernel,
+    "regs": lambda row: str(row.registers),
+    "spills": lambda row: str(row.spills),
+    "blocks": lambda row: str(row.blocks),
+    "KB in\nflight": lambda row: f"{row.in_flight / 1024:.0f}",
+    "bytes/\nelement": lambda row: f"{row.moved:.1f}",
+    "least": lambda row: str(row.minimum),
+}
+OTHERS = COLUMNS | {
+    "barriers/\nrow": lambda row: significant(row.barriers),
+    "trips": lambda row: str(row.trips),
+    "instr./\nelement": lambda row: f"{row.instructions:.1f}",
+    "issue of\nmemory": lambda row: f"{row.share:.0%}",
+}
+GEMMS = COLUMNS | {
+    "barriers/\nstep": lambda row: significant(row.barriers),
+    "instr./\nelement": lambda row: f"{row.instructions:.1f}",
+    "of main\nloop": lambda row: f"{row.share:.0%}",
+}
 
 
 def run(chosen: Namespace) -> int:
@@ -165,14 +169,12 @@ def run(chosen: Namespace) -> int:
         f"TFLOP/s and {chip.copy} TB/s,\nwhich takes {chip.in_flight / 1024:.0f} KB in flight in "
         f"each, and lets threads issue {chip.issued:.1f} instructions per byte\n"
     )
-    titles = (
-        "kernels over rows and elements",
-        "GEMMs: bytes of the epilogue, its time of the loop's",
-    )
-    for is_gemm, title in zip((False, True), titles, strict=True):
-        rows = [model(r) for r in records if not r.error and bool(r.loop[-1]) == is_gemm]
-        heads = ("kernel", *HEADS, *(GEMMS if is_gemm else OTHERS))
-        show(title, heads, [tuple(_cells(row, is_gemm)) for row in sorted(rows)])
+    rows: dict[bool, list[Model]] = {False: [], True: []}
+    for record in records:
+        if not record.error:
+            rows[bool(record.loop[-1])].append(model(record))
+    show("kernels over rows and elements", OTHERS, sorted(rows[False]))
+    show("GEMMs: bytes of the epilogue, its time of the loop's", GEMMS, sorted(rows[True]))
     problems = [problem for record in records for problem in check(record)]
     for problem in problems:
         print(problem)

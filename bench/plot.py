@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from bench import training_figures
-from bench.figures import INK, colour_of, family, lying, name_points, save
+from bench.figures import INK, Panel, colour_of, family, lying, name_points, save
 from bench.results import (
     Row,
     groups,
@@ -27,8 +27,8 @@ from bench.results import (
     title,
 )
 from bench.table import sources
+from bench.tables import MIB
 
-MIB = 2**20
 Rows = Sequence[Row]
 Points = Sequence[tuple[float, float]]
 Drawing = tuple[str, Callable[[Path], None]]
@@ -108,38 +108,33 @@ def _timed(rows: Rows) -> list[Row]:
     return [row for row in rows if row["both_ms"] and row["peak_bytes"] is not None]
 
 
+def _bars(rows: Rows, panels: Sequence[Panel], path: Path) -> None:
+    """Write panels of a case, a line an implementation that was timed."""
+    names = [row["name"] for row in _timed(rows)]
+    draw = partial(lying, names=names, panels=panels)
+    save(path, 1.4 + 0.27 * len(names), title(rows[0]), sources([rows]), draw)
+
+
 def draw_bars(rows: Rows, path: Path) -> None:
     """Write a case's times, forward and backward, beside what is saved and the peak."""
     timed = _timed(rows)
-    names = [row["name"] for row in timed]
     times = [[median(row[what]) for row in timed] for what in ("forward_ms", "both_ms")]
     sizes = [[(row[what] or 0) / MIB for row in timed] for what in ("saved_bytes", "peak_bytes")]
     spread = [quantiles(row["both_ms"])[::2] for row in timed]
-
-    def fill(figure: Figure) -> None:
-        time, memory = figure.subplots(1, 2, sharey=True)
-        lying(time, names, times, "Time (ms): forward, then backward", spread=spread)
-        lying(memory, names, sizes, "Memory (MiB): saved for backward, then peak")
-
-    save(path, 1.4 + 0.27 * len(names), title(rows[0]), sources([rows]), fill)
+    time = Panel("Time (ms): forward, then backward", times, spread=spread)
+    _bars(rows, (time, Panel("Memory (MiB): saved for backward, then peak", sizes)), path)
 
 
 def draw_capacity(rows: Rows, path: Path) -> None:
     """Write how many tokens fit, beside how fast they are."""
-    timed = _timed(rows)
-    names = [row["name"] for row in timed]
-    fits = [float(row["tokens"]) for row in timed]
-    speeds = [row["tokens"] / median(row["both_ms"]) * 1e3 for row in timed]
-
-    def fill(figure: Figure) -> None:
-        tokens, speed = figure.subplots(1, 2, sharey=True)
-        for axes, values, head in (
-            (tokens, fits, "Tokens that fit"),
-            (speed, speeds, "Tokens per second, there"),
-        ):
-            lying(axes, names, [values], head, [f"{value:,.0f}" for value in values])
-
-    save(path, 1.4 + 0.27 * len(names), title(rows[0]), sources([rows]), fill)
+    values = {
+        "Tokens that fit": [float(row["tokens"]) for row in _timed(rows)],
+        "Tokens per second, there": [
+            row["tokens"] / median(row["both_ms"]) * 1e3 for row in _timed(rows)
+        ],
+    }
+    panels = [Panel(head, [v], [f"{x:,.0f}" for x in v]) for head, v in values.items()]
+    _bars(rows, panels, path)
 
 
 def _pareto(axes: Axes, rows: Rows) -> None:

@@ -24,7 +24,7 @@ GRACE = 15
 # how often a process is asked whether it has ended
 POLL = 0.05
 # forked from a process that has imported torch and done nothing with it: no driver is open yet
-_CONTEXT: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Stops:
@@ -55,16 +55,16 @@ def _idle() -> bool:
 
 
 def _wait(
-    status: Callable[[], int | None],
+    poll: Callable[[], int | None],
+    hear: Callable[[], bool],
     seconds: float,
     stops: Stops,
     most: int,
-    listen: Callable[[], bool],
 ) -> bool:
     """Wait for an end; False after `seconds` of silence, or once more than `most` stops came."""
     end = time.monotonic() + seconds
-    while status() is None:
-        if listen():
+    while poll() is None:
+        if hear():
             end = time.monotonic() + seconds
         if stops.count > most or time.monotonic() > end:
             return False
@@ -72,24 +72,30 @@ def _wait(
 
 
 def _attend(
-    status: Callable[[], int | None],
-    send: Callable[[int], None],
+    group: int,
+    poll: Callable[[], int | None],
     seconds: float,
     stops: Stops,
-    listen: Callable[[], bool] = _idle,
+    hear: Callable[[], bool] = _idle,
 ) -> str:
     """Wait for a process, and end it; returns "ended", "out of time" or "interrupted"."""
     try:
-        if _wait(status, seconds, stops, 0, listen):
+        if _wait(poll, hear, seconds, stops, 0):
             return "ended"
-        send(signal.SIGINT)
-        _wait(status, GRACE, stops, 1, listen)
+        _send(group, signal.SIGINT)
+        _wait(poll, hear, GRACE, stops, 1)
     finally:
         # with what it started and left behind, which would go on using the GPU
-        send(signal.SIGKILL)
+        _send(group, signal.SIGKILL)
     # a process inside a driver's call may take its time even now
-    _wait(status, GRACE, stops, 2, listen)
+    _wait(poll, hear, GRACE, stops, 2)
     return "interrupted" if stops.count else "out of time"
+
+
+def _send(group: int, number: int) -> None:
+    """Signal a process that leads a session, and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 def take(command: Sequence[str], log: Path, seconds: float, stops: Stops) -> tuple[str, int | None]:
@@ -104,17 +110,11 @@ def take(command: Sequence[str], log: Path, seconds: float, stops: Stops) -> tup
             # a shell's background jobs ignore interrupts, and so would what they start
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
-    outcome = _attend(process.poll, partial(_send, process.pid), seconds, stops)
+    outcome = _attend(process.pid, process.poll, seconds, stops)
     status = process.returncode
     if outcome == "ended":
         outcome = "killed" if status < 0 else "failed" if status else "ok"
     return outcome, status
-
-
-def _send(group: int, number: int) -> None:
-    """Signal a process and all that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)
 
 
 def isolated(
@@ -131,7 +131,7 @@ def isolated(
     # what each process would take seconds to import
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "bench.run", "bench.capacity"])
     here, there = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_begin, args=(there, work, args))
+    process: Any = _CONTEXT.Process(target=_begin, args=(there, work, args))
     process.start()
     there.close()
 
@@ -142,28 +142,20 @@ def isolated(
                 return True
         return _idle()
 
-    def send(number: int) -> None:
-        if process.exitcode is None and process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
-
-    outcome = _attend(lambda: process.exitcode, send, seconds, stops, listen)
+    outcome = _attend(process.pid, lambda: process.exitcode, seconds, stops, listen)
     # what it said at last
     while here.poll() and listen():
         pass
     here.close()
     if outcome != "ended":
         return outcome if stops.count else f"{outcome} after {seconds:g} s"
-    status = process.exitcode or 0
+    status = process.exitcode
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
 def _begin(there: Any, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        # a terminal's Ctrl-C comes twice: from there, and from the process that waits
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
+    """Run in a session of its own, where a terminal's Ctrl-C comes from the waiting process."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         work(lambda *said: there.send(said), *args)

@@ -10,19 +10,21 @@ from contextlib import nullcontext
 import torch
 from torch.profiler import profile
 
-from bench.env import environment, summary
+from bench.env import announced
 from bench.jobs import Job, check_choice, jobs_of
 from bench.measure import Implementation, Work
 from bench.results import Row
-from bench.tables import show, significant
+from bench.tables import Columns, show, significant
 
 FILE = "profile.jsonl"
+COLUMNS: Columns = {
+    "kernel": lambda row: row["kernel"],
+    "launches": lambda row: str(row["launches"]),
+    "us": lambda row: significant(row["us"]),
+}
 
 
-def prepare(chosen: Namespace) -> Namespace:
-    """Check everything, before any work is done. Raises ValueError for unknown names."""
-    check_choice(chosen)
-    return chosen
+prepare = check_choice
 
 
 def _kernels(one: Implementation, work: Work) -> Iterator[Row]:
@@ -49,15 +51,13 @@ def _look(job: Job, is_bare: bool) -> list[Row]:
             continue
         found = sorted(_kernels(one, work), key=lambda row: -row["us"])
         rows += [job.columns() | {"tokens": job.tokens, "name": one.name, **row} for row in found]
-        cells = [(row["kernel"], f"{row['launches']}", significant(row["us"])) for row in found]
-        show(f"{job.title}: {one.name}", ("kernel", "launches", "us"), cells)
+        show(f"{job.title}: {one.name}", COLUMNS, found)
     return rows
 
 
 def run(chosen: Namespace) -> int:
     """Print a table for each implementation of each case; write rows, each case's at once."""
-    facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
-    print(f"{summary(facts)}; {chosen.dtype}", flush=True)
+    facts = announced(chosen, "")
     if not chosen.bare:
         (chosen.out / FILE).unlink(missing_ok=True)
     for job in jobs_of(chosen):

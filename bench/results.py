@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,11 @@ def save(record: Row, path: Path) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
+def chosen_of(chosen: Namespace) -> Row:
+    """Return a command's options as a record has them: without what nothing depends on."""
+    return {name: x for name, x in vars(chosen).items() if name not in ("out", "command")}
+
+
 def key_of(row: Row) -> tuple[Any, ...]:
     """Return what the rows of one case have in common, by which results are compared."""
     own = ("memory",) if is_capacity(row) else ("tokens", "seq", "kv")
@@ -177,3 +183,8 @@ def ratios(samples: Sequence[float], reference: Sequence[float]) -> list[float]:
     """Return the ratios within each round, where load that comes and goes cancels."""
     # an interrupt leaves some a round short
     return [mine / theirs for mine, theirs in zip(samples, reference, strict=False)]
+
+
+def largest_difference(samples: Any, reference: Any) -> float:
+    """Return the largest difference, NaN if there is one."""
+    return float(np.abs(np.subtract(samples, reference)).max())

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from bench.env import origin
 from bench.results import Row, groups, is_capacity, least_ms, median, ratios, read, title
-from bench.tables import show, significant
+from bench.tables import Columns, mib, show, significant
 
-HEADS = (
-    *("implementation", "forward\nms", "backward\nms", "both\nms", "of\neager", "error"),
-    *("saved\nB/token", "peak\nMiB", "backward\nMiB", "TFLOP/s", "GB/s", "of\nlimit"),
-)
-CAPACITY_HEADS = ("implementation", "tokens", "peak MiB", "both ms", "tokens/s")
 # of float32: what an error is divided by where eager's own is nothing
 EPS = 2**-23
 
@@ -29,8 +23,14 @@ def prepare(chosen: Namespace) -> tuple[list[list[Row]], bool]:
     return found, chosen.markdown
 
 
-def _time(samples: Sequence[float] | None) -> str:
-    return "-" if samples is None else significant(median(samples))
+def _median(samples: Sequence[float] | None) -> float | None:
+    return None if samples is None else median(samples)
+
+
+def _of_eager(row: Row, eager: Row) -> str:
+    if row["both_ms"] is None or eager["both_ms"] is None:
+        return "-"
+    return f"{median(ratios(row['both_ms'], eager['both_ms'])):.2f}x"
 
 
 def _error(row: Row, eager: Row) -> str:
@@ -40,40 +40,46 @@ def _error(row: Row, eager: Row) -> str:
     return "-" if worst is None else f"{worst:.{0 if worst >= 10 else 2}f}x"
 
 
-def _rates(row: Row) -> list[str]:
+def _saved(row: Row) -> str:
+    return "-" if row["saved_bytes"] is None else f"{row['saved_bytes'] / row['tokens']:,.0f}"
+
+
+def _rate(row: Row, what: str, unit: float) -> str:
     """What the case needs at least, over the time it took: recomputed FLOPs are not counted."""
-    if row["both_ms"] is None:
-        return ["-", "-", "-"]
-    ms, least = median(row["both_ms"]), least_ms(row)
-    flops = significant(row["flops"] / ms / 1e9) if row["flops"] else "-"
-    share = "-" if least is None else f"{max(least) / ms:.0%}"
-    return [flops, significant(row["bytes"] / ms / 1e6), share]
+    ms = _median(row["both_ms"])
+    return "-" if ms is None or not row[what] else significant(row[what] / ms / unit)
 
 
-def cells(row: Row, eager: Row) -> list[str]:
-    """Return a line's cells; times and errors are beside those of eager."""
-    ratio = "-"
-    if row["both_ms"] is not None and eager["both_ms"] is not None:
-        ratio = f"{median(ratios(row['both_ms'], eager['both_ms'])):.2f}x"
-    saved = row["saved_bytes"]
-    return [
-        row["name"],
-        *(_time(row[name]) for name in ("forward_ms", "backward_ms", "both_ms")),
-        ratio,
-        _error(row, eager),
-        "-" if saved is None else f"{saved / row['tokens']:,.0f}",
-        *("-" if row[name] is None else significant(row[name] / 2**20) for name in
-          ("peak_bytes", "backward_peak_bytes")),
-        *_rates(row),
-    ]  # fmt: skip
+def _of_limit(row: Row) -> str:
+    ms, least = _median(row["both_ms"]), least_ms(row)
+    return "-" if ms is None or least is None else f"{max(least) / ms:.0%}"
 
 
-def _capacity_cells(row: Row) -> list[str]:
-    fits = [row["name"], f"{row['tokens']:,}", significant(row["peak_bytes"] / 2**20)]
-    if row["both_ms"] is None:
-        return [*fits, "-", "-"]
-    ms = median(row["both_ms"])
-    return [*fits, significant(ms), significant(row["tokens"] / ms * 1e3)]
+def columns(eager: Row) -> Columns:
+    """Return what a table of `run` holds; times and errors are beside those of eager."""
+    return {
+        "implementation": lambda row: row["name"],
+        "forward\nms": lambda row: significant(_median(row["forward_ms"])),
+        "backward\nms": lambda row: significant(_median(row["backward_ms"])),
+        "both\nms": lambda row: significant(_median(row["both_ms"])),
+        "of\neager": lambda row: _of_eager(row, eager),
+        "error": lambda row: _error(row, eager),
+        "saved\nB/token": _saved,
+        "peak\nMiB": lambda row: mib(row["peak_bytes"]),
+        "backward\nMiB": lambda row: mib(row["backward_peak_bytes"]),
+        "TFLOP/s": lambda row: _rate(row, "flops", 1e9),
+        "GB/s": lambda row: _rate(row, "bytes", 1e6),
+        "of\nlimit": _of_limit,
+    }
+
+
+CAPACITY: Columns = {
+    "implementation": lambda row: row["name"],
+    "tokens": lambda row: f"{row['tokens']:,}",
+    "peak MiB": lambda row: mib(row["peak_bytes"]),
+    "both ms": lambda row: significant(_median(row["both_ms"])),
+    "tokens/s": lambda row: _rate(row, "tokens", 1e-3),
+}
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -98,11 +104,10 @@ def show_rows(rows: Sequence[Row], markdown: bool = False) -> None:
     if is_capacity(rows[0]):
         # timed, or interrupted before that
         fits = [r for r in rows if r["both_ms"] or (r["tokens"] and r["failure"] == "interrupted")]
-        lines: Any = map(_capacity_cells, fits)
+        show(title(rows[0]), CAPACITY, fits, _notes(rows), markdown)
     else:
-        lines = (cells(row, rows[0]) for row in rows if row["failure"] is None)
-    heads = CAPACITY_HEADS if is_capacity(rows[0]) else HEADS
-    show(title(rows[0]), heads, list(lines), _notes(rows), markdown)
+        measured = [row for row in rows if row["failure"] is None]
+        show(title(rows[0]), columns(rows[0]), measured, _notes(rows), markdown)
 
 
 def source(rows: Sequence[Row]) -> str:

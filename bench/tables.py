@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
 from fusedckpt.reporting.tables import table
 
 MIB = 2**20
+# what a table has of a row, by the heads, which may be of several lines
+Columns = Mapping[str, Callable[[Any], str]]
 
 
-def significant(value: float) -> str:
-    """Write a number with at least three significant digits."""
+def significant(value: float | None) -> str:
+    """Write a number with at least three significant digits, "-" for None."""
+    if value is None:
+        return "-"
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 3}f}"
 
 
@@ -25,28 +29,27 @@ def difference(value: float) -> str:
 
 def mib(nbytes: float | None) -> str:
     """Write bytes in MiB, "-" for None."""
-    if nbytes is None:
-        return "-"
-    return f"{nbytes / MIB:,.{0 if nbytes >= 1000 * MIB else 1}f}"
+    return significant(None if nbytes is None else nbytes / MIB)
 
 
 def show(
     title: str,
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    columns: Columns,
+    rows: Iterable[Any],
     notes: Sequence[str] = (),
     markdown: bool = False,
     words: int = 1,
 ) -> None:
     """Print a table between its title and notes: `words` columns of words, then numbers."""
-    numbers = range(words, len(heads))
+    cells = [tuple(write(row) for write in columns.values()) for row in rows]
+    numbers = range(words, len(columns))
     if markdown:
-        lines = [[head.replace("\n", " ") for head in heads]]
-        lines += [["---"] * words + ["---:"] * len(numbers), *map(list, rows)]
-        drawn = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        heads = tuple(head.replace("\n", " ") for head in columns)
+        rules = ("---",) * words + ("---:",) * len(numbers)
+        drawn = "\n".join(f"| {' | '.join(line)} |" for line in (heads, rules, *cells))
         print(f"**{title}**", drawn, *notes, sep="\n\n", end="\n\n")
     else:
-        drawn = table(tuple(heads), [tuple(row) for row in rows], numbers, compact=True)
+        drawn = table(tuple(columns), cells, numbers, compact=True)
         print(title, drawn, *notes, sep="\n", end="\n\n", flush=True)
 
 
@@ -59,7 +62,7 @@ def progress(part: str, total: int) -> Iterator[Callable[..., None]]:
     """
     done = 0
     is_shown = sys.stdout.isatty() and find_spec("rich") is not None
-    with _bar(part, total) if is_shown else _lines() as move:
+    with _bar(part, total) if is_shown else nullcontext() as move:
 
         def begin(what: str, counts: bool = True, says: bool = True) -> None:
             nonlocal done
@@ -70,11 +73,6 @@ def progress(part: str, total: int) -> Iterator[Callable[..., None]]:
                 print(f"{part} {done}/{total}: {what}", file=sys.stderr, flush=True)
 
         yield begin
-
-
-@contextmanager
-def _lines() -> Iterator[None]:
-    yield None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from bench.models import HEAD_DIM, VOCAB, Transformer
 
 LIMIT = 4 * 2**20
 IGNORED = -100
+Batch = tuple[Tensor, Tensor]
 
 
 def stdlib_text(folder: Path | None = None, limit: int = LIMIT) -> Tensor:
@@ -40,20 +41,20 @@ def stdlib_text(folder: Path | None = None, limit: int = LIMIT) -> Tensor:
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
-class Batches:
-    """Endless random windows of a text: tokens and targets, both int64 `[batch, seq]`."""
-
-    def __init__(self, text: Tensor, batch: int, seq: int, seed: int, device: torch.device):
-        if len(text) <= seq:
-            raise ValueError(f"seq {seq} needs a longer text than one of {len(text)} bytes")
-        self.text, self.batch, self.seq, self.device = text, batch, seq, device
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def draw(self) -> tuple[Tensor, Tensor]:
-        """The next batch; targets are the tokens shifted by one."""
-        starts = torch.randint(len(self.text) - self.seq, (self.batch, 1), generator=self.generator)
-        window = self.text[starts + torch.arange(self.seq + 1)].long().to(self.device)
-        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+def batches_of(chosen: Namespace, count: int, text: Tensor | None = None) -> list[Batch]:
+    """Draw random windows of a text as batches, by default of the standard library's."""
+    text = stdlib_text() if text is None else text
+    if len(text) <= chosen.seq:
+        raise ValueError(f"seq {chosen.seq} needs a longer text than one of {len(text)} bytes")
+    generator, found = torch.Generator().manual_seed(chosen.seed), []
+    for _ in range(count):
+        starts = torch.randint(len(text) - chosen.seq, (chosen.batch, 1), generator=generator)
+        window = text[starts + torch.arange(chosen.seq + 1)].long().to(chosen.device)
+        inputs, targets = _TURNED.get(chosen.model, _next)(window)
+        if inputs.is_floating_point():
+            inputs = inputs.to(getattr(torch, chosen.dtype))
+        found.append((inputs, targets))
+    return found
 
 
 def loss(output: Any, targets: Tensor) -> Tensor:
@@ -62,60 +63,61 @@ def loss(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED)
 
 
-def checkpoint(model: nn.Module) -> None:
-    """Put torch's non-reentrant checkpoint around every block."""
+def checkpoint(model: nn.Module) -> nn.Module:
+    """Put torch's non-reentrant checkpoint around every block, and return the model."""
     if isinstance(model, Transformer):
         model.checkpointing = True
     else:
         # the older name is deprecated since transformers 5.23
         old, options = "gradient_checkpointing_enable", {"use_reentrant": False}
         getattr(model, "activation_checkpointing_enable", getattr(model, old))(options)
+    return model
 
 
-def _llama(seq: int) -> tuple[str, str, dict[str, Any]]:
-    options = {"vocab_size": VOCAB, "max_position_embeddings": seq, "use_cache": False}
-    return "LlamaConfig", "LlamaForCausalLM", options
+def _options(kind: str, seq: int) -> dict[str, Any]:
+    """Return what a configuration has of its own: no dropout, so that ways can be compared."""
+    rates = {
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    }
+    own = {
+        "llama": {"vocab_size": VOCAB, "max_position_embeddings": seq, "use_cache": False},
+        "gpt2": {"vocab_size": VOCAB, "n_positions": seq, "use_cache": False},
+        # one more than there are bytes stands for a masked one
+        "bert": {"vocab_size": VOCAB + 1, "max_position_embeddings": seq},
+        "vit": {"image_size": _side(seq), "patch_size": 2, "num_channels": 1, "num_labels": VOCAB},
+    }
+    return own[kind] | dict.fromkeys(rates.get(kind, ()), 0.0)
 
 
-def _gpt2(seq: int) -> tuple[str, str, dict[str, Any]]:
-    # without dropout, so that all ways of training can be compared
-    options = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    options |= {"vocab_size": VOCAB, "n_positions": seq, "use_cache": False}
-    return "GPT2Config", "GPT2LMHeadModel", options
-
-
-def _bert(seq: int) -> tuple[str, str, dict[str, Any]]:
-    options = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    # one more than there are bytes stands for a masked one
-    options |= {"vocab_size": VOCAB + 1, "max_position_embeddings": seq}
-    return "BertConfig", "BertForMaskedLM", options
-
-
-def _vit(seq: int) -> tuple[str, str, dict[str, Any]]:
-    options = {"image_size": _side(seq), "patch_size": 2, "num_channels": 1, "num_labels": VOCAB}
-    return "ViTConfig", "ViTForImageClassification", options
-
-
-CONFIGS = {"llama": _llama, "gpt2": _gpt2, "bert": _bert, "vit": _vit}
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "bert": ("BertConfig", "BertForMaskedLM"),
+    "vit": ("ViTConfig", "ViTForImageClassification"),
+}
 
 
 def model_of(chosen: Namespace) -> nn.Module:
     """Build the model that was chosen."""
     if chosen.model == "own":
-        return Transformer(chosen.layers, chosen.dim, chosen.seq, chosen.mlp)
-    import transformers
+        model = Transformer(chosen.layers, chosen.dim, chosen.seq, chosen.mlp)
+    else:
+        import transformers
 
-    config, model, options = CONFIGS[chosen.model](chosen.seq)
-    gated = 64 * math.ceil(8 * chosen.dim / 3 / 64)
-    if chosen.model != "gpt2":
-        options["intermediate_size"] = gated if chosen.model == "llama" else 4 * chosen.dim
-    options |= {
-        "hidden_size": chosen.dim,
-        "num_hidden_layers": chosen.layers,
-        "num_attention_heads": chosen.dim // HEAD_DIM,
-        "attn_implementation": "sdpa",
-    }
-    return getattr(transformers, model)(getattr(transformers, config)(**options))
+        config, kind = (getattr(transformers, name) for name in CLASSES[chosen.model])
+        options = _options(chosen.model, chosen.seq)
+        gated = 64 * math.ceil(8 * chosen.dim / 3 / 64)
+        if chosen.model != "gpt2":
+            options["intermediate_size"] = gated if chosen.model == "llama" else 4 * chosen.dim
+        options |= {
+            "hidden_size": chosen.dim,
+            "num_hidden_layers": chosen.layers,
+            "num_attention_heads": chosen.dim // HEAD_DIM,
+            "attn_implementation": "sdpa",
+        }
+        model = kind(config(**options))
+    return model.to(chosen.device, getattr(torch, chosen.dtype))
 
 
 def _side(seq: int) -> int:
@@ -123,25 +125,22 @@ def _side(seq: int) -> int:
     return 2 * (math.isqrt(seq) // 2)
 
 
-def _next(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return tokens, targets
+# turn windows of tokens, each with one more than `seq`, into what a model gets and its targets
+def _next(window: Tensor) -> Batch:
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def _masked(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _masked(window: Tensor) -> Batch:
+    tokens = window[:, :-1]
     # every seventh byte, as one in seven is what BERT masks
     hidden = torch.arange(tokens.shape[1], device=tokens.device) % 7 == 3
     return tokens.where(~hidden, VOCAB), tokens.where(hidden, IGNORED)
 
 
-def _pictures(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    side = _side(tokens.shape[1])
-    seen = tokens[:, -(side * side) :].view(-1, 1, side, side)
-    return seen / 128.0 - 1.0, targets[:, -1]
+def _pictures(window: Tensor) -> Batch:
+    side = _side(window.shape[1] - 1)
+    seen = window[:, -1 - side * side : -1].reshape(-1, 1, side, side)
+    return seen / 128.0 - 1.0, window[:, -1]
 
 
-# turns tokens and their followers, [batch, seq] each, into what a model gets and its targets
-BATCHES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    **dict.fromkeys(("own", "llama", "gpt2"), _next),
-    "bert": _masked,
-    "vit": _pictures,
-}
+_TURNED: dict[str, Callable[[Tensor], Batch]] = {"bert": _masked, "vit": _pictures}

@@ -7,7 +7,6 @@ Memory is that of a step which finds gradients there, as all but a first micro-b
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,10 +20,12 @@ from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedckpt
-from bench.results import Row, median, ratios, rounded
-from bench.tables import MIB, difference, mib, show, significant
+from bench.clock import turns
+from bench.results import Row, largest_difference, median, ratios, rounded
+from bench.tables import MIB, Columns, difference, mib, show, significant
 from fusedckpt import MemoryReport
 from fusedckpt.memory import nbytes_of, peak_bytes
+from fusedckpt.planning.units import candidates
 from fusedckpt.reporting.trial import trial
 
 # equally long parts of a step; of each a curve has the highest
@@ -42,6 +43,13 @@ NOTES = (
 )
 
 
+# of the tables here and of the depths'
+LOSSES: Columns = {
+    "last\nloss": lambda row: f"{row['losses'][-1]:.4f}",
+    "diff.": lambda row: difference(row["loss_difference"]),
+}
+
+
 class Way(NamedTuple):
     """What is called with a batch: the model, a copy that runs otherwise, or a function."""
 
@@ -56,6 +64,13 @@ def in_segments(model: Any, whose: str, segments: int | str) -> Way:
     if whose == "torch":
         run = partial(checkpoint_sequential, model, segments, use_reentrant=False)
     return Way(f"{whose} {segments}", run)
+
+
+def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Wrap every unit of a model that a plan would cut, and return the model."""
+    for unit in candidates(model):
+        model.set_submodule(unit, wrap(model.get_submodule(unit)))
+    return model
 
 
 class Batch(NamedTuple):
@@ -163,24 +178,19 @@ class Trial:
 
     def columns(self, reference: Trial) -> Row:
         """Return what it found, beside another's."""
-        # torch's max keeps a NaN, Python's may drop it
-        mine = torch.tensor(self.losses, dtype=torch.float64)
-        theirs = torch.tensor(reference.losses[0], dtype=torch.float64)
         return {
             "name": self.way.name,
             "ms": rounded(self.samples),
             "losses": self.losses[0],
-            "loss_difference": (mine - theirs).abs().max().item(),
+            "loss_difference": largest_difference(self.losses, reference.losses[0]),
         }
 
 
 def take_turns(trials: Sequence[Trial], repeat: int, tick: Callable[[str], None]) -> None:
-    """Let each train `repeat` times; who begins changes from turn to turn."""
-    for turn in range(repeat):
-        first = turn % len(trials)
-        for one in (*trials[first:], *trials[:first]):
-            tick(one.way.name)
-            one.train()
+    """Let each train `repeat` times, in turns."""
+    for _, one in turns(trials, repeat):
+        tick(one.way.name)
+        one.train()
 
 
 def plans(
@@ -202,7 +212,7 @@ def plans(
         span, there = plain.peak_bytes - least, _resident(plain)
         budgets = [int(least + share * span) - there for share in BUDGETS]
     # of a model that no plan makes smaller they are one
-    for title, budget in {f"{name} {significant(x / MIB)} MiB": x for x in budgets}.items():
+    for title, budget in {f"{name} {mib(x)} MiB": x for x in budgets}.items():
         tick(f"planning {title}")
         yield work.planned(title, activation_budget=budget)
 
@@ -235,18 +245,16 @@ def compare(
     rows = []
     for one, report, flops in found:
         plan, there = one.way.plan, _resident(report)
-        asked = (plan.budget_bytes, plan.predicted_bytes) if plan else (None, None)
-        rows.append(
-            {
-                **one.columns(trials[0]),
-                "saved_bytes": report.saved_bytes,
-                "rise_bytes": report.peak_bytes - there,
-                "asked_bytes": None if asked[0] is None else asked[0] - there,
-                "predicted_bytes": None if asked[1] is None else asked[1] - there,
-                "recomputed": (flops - found[0][2]) / forward_flops if forward_flops else 0.0,
-                "curve": _curve(report) if one.way.name in shown else None,
-            }
-        )
+        asked = plan and plan.budget_bytes
+        row = one.columns(trials[0]) | {
+            "saved_bytes": report.saved_bytes,
+            "rise_bytes": report.peak_bytes - there,
+            "asked_bytes": None if asked is None else asked - there,
+            "predicted_bytes": None if plan is None else plan.predicted_bytes - there,
+            "recomputed": (flops - found[0][2]) / forward_flops if forward_flops else 0.0,
+            "curve": _curve(report) if one.way.name in shown else None,
+        }
+        rows.append(row)
     return rows
 
 
@@ -273,12 +281,6 @@ def slowdown(row: Row, reference: Row) -> float:
     return median(ratios(row["ms"], reference["ms"]))
 
 
-def worst_difference(rows: Sequence[Row]) -> float:
-    """Return the largest difference of losses; NaN if there is one."""
-    # Python's max may drop a NaN
-    return max((row["loss_difference"] for row in rows), key=lambda x: (math.isnan(x), x))
-
-
 def _trade(row: Row, reference: Row) -> str:
     """What of the peak a millisecond more buys; "-" where none is added."""
     added = median([a - b for a, b in zip(row["ms"], reference["ms"], strict=True)])
@@ -291,20 +293,16 @@ def _trade(row: Row, reference: Row) -> str:
 
 def show_ways(title: str, notes: Sequence[str], rows: Sequence[Row]) -> None:
     """Print a line per way."""
-    sizes = ("saved_bytes", "asked_bytes", "predicted_bytes", "rise_bytes")
-    heads = [f"{name}\nMiB" for name in ("saved", "asked", "predicted", "peak")]
-    heads += ["again\n%", "MiB\nper ms", "ms", f"of\n{rows[0]['name']}", "last\nloss", "diff."]
-    lines = [
-        [
-            row["name"],
-            *(mib(row[size]) for size in sizes),
-            f"{100 * row['recomputed']:.0f}",
-            _trade(row, rows[0]),
-            significant(median(row["ms"])),
-            f"{slowdown(row, rows[0]):.2f}x",
-            f"{row['losses'][-1]:.4f}",
-            difference(row["loss_difference"]),
-        ]
-        for row in rows
-    ]
-    show(title, ["way", *heads], lines, notes)
+    columns: Columns = {
+        "way": lambda row: row["name"],
+        "saved\nMiB": lambda row: mib(row["saved_bytes"]),
+        "asked\nMiB": lambda row: mib(row["asked_bytes"]),
+        "predicted\nMiB": lambda row: mib(row["predicted_bytes"]),
+        "peak\nMiB": lambda row: mib(row["rise_bytes"]),
+        "again\n%": lambda row: f"{100 * row['recomputed']:.0f}",
+        "MiB\nper ms": lambda row: _trade(row, rows[0]),
+        "ms": lambda row: significant(median(row["ms"])),
+        f"of\n{rows[0]['name']}": lambda row: f"{slowdown(row, rows[0]):.2f}x",
+        **LOSSES,
+    }
+    show(title, columns, rows, notes)

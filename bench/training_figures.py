@@ -13,21 +13,41 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
-from bench.figures import BLUE, FAINT, INK, OURS, STYLE, clusters, colour_of, lying, name_points
-from bench.results import Row, checked, median
-from bench.tables import difference
+from bench.figures import (
+    BLUE,
+    FAINT,
+    INK,
+    OURS,
+    STYLE,
+    Panel,
+    clusters,
+    colour_of,
+    lying,
+    name_points,
+)
+from bench.results import Row, checked, median, save
+from bench.tables import MIB, difference
 from bench.training import slowdown
 
 HEIGHT = 3.5
-MIB = 2**20
+# of the axes' height, where a note on losses ends
+NOTE = 0.59
 Rows = Sequence[Row]
 _RECORD = {"subtitle": "str", "settings": "dict", "environment": "dict"}
 _NUMBERS = {"name": "str", "losses": "list", "loss_difference": "float"}
 _RUN = _NUMBERS | dict.fromkeys(("saved_mib", "peak_mib", "ms_per_step"), "float")
 _WAY = _NUMBERS | {"ms": "list", "saved_bytes": "int", "rise_bytes": "int"}
 _DEPTH = _NUMBERS | {"ms": "list", "layers": "int", "peak_bytes": "int"}
+
+
+def publish(record: Row, out: Path, name: str) -> None:
+    """Write a record and its figure."""
+    save(record, out / f"{name}.json")
+    draw = draw_demo if "runs" in record else draw_classics
+    draw(record, out / f"{name}.png")
+    print(f"wrote {name}.json and {name}.png to {out}")
 
 
 def drawing(record: Any) -> Callable[[Path], None] | None:
@@ -58,8 +78,15 @@ def _draw_losses(axes: Axes, runs: Rows) -> None:
     for run, width in zip(runs, (9.0, 6.6, 4.6, 2.8, 1.2), strict=False):
         steps = range(1, len(run["losses"]) + 1)
         axes.plot(steps, run["losses"], color=colour_of(run["name"]), linewidth=width)
+    # so that no late loss lies behind the note
+    low, high = axes.get_ylim()
+    late = max(loss for run in runs for loss in run["losses"][2 * len(run["losses"]) // 5 :])
+    axes.set_ylim(low, max(high, low + (late - low) / NOTE))
     axes.set_title("Training loss (nats per byte)")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(
+        MaxNLocator("auto", integer=True, min_n_ticks=1, steps=(1, 2, 5, 10))
+    )
     axes.grid(axis="y", color="#ececec")
     lines = [f"{run['name']}  {difference(run['loss_difference'])}" for run in runs[1:]]
     note = "\n".join([f"largest difference to {runs[0]['name']}", *lines])
@@ -226,11 +253,10 @@ def _label(height: float, *_: Any) -> str:
 
 
 def _draw_depths(figure: SubFigure, rows: Rows) -> None:
-    deep, slow = figure.subplots(1, 2, sharey=True)
-    names = [row["name"] for row in rows]
     layers = [row["layers"] for row in rows]
-    texts = [f"{count} ({count / layers[0]:.1f}x)" for count in layers]
-    lying(deep, names, [layers], "Layers that fit", texts, colour=_colour)
     times = [slowdown(row, rows[0]) * layers[0] / row["layers"] for row in rows]
-    texts = [f"{time:.2f}x" for time in times]
-    lying(slow, names, [times], "Time per layer, of plain's", texts, colour=_colour)
+    panels = (
+        Panel("Layers that fit", [layers], [f"{n} ({n / layers[0]:.1f}x)" for n in layers]),
+        Panel("Time per layer, of plain's", [times], [f"{time:.2f}x" for time in times]),
+    )
+    lying(figure, [row["name"] for row in rows], panels, _colour)

@@ -20,14 +20,24 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fusedckpt
 from bench.env import environment, summary
-from bench.results import save
 from bench.tables import progress
-from bench.training import BUDGETS, NOTES, Batch, Way, Workload, compare, plans, show_ways
-from bench.training_figures import draw_classics
+from bench.training import (
+    BUDGETS,
+    NOTES,
+    Batch,
+    Way,
+    Workload,
+    compare,
+    plans,
+    show_ways,
+    wrap_units,
+)
+from bench.training_figures import publish
 from fusedckpt.planning.budget import bytes_of
-from fusedckpt.planning.units import candidates
 from fusedckpt.reporting.step import default_loss
 
+SETTINGS = ("model", "budget", "steps", "repeat", "seed")
+# whose memory through a step is drawn
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
 
 
@@ -86,13 +96,6 @@ def _given(spec: str, made: Any) -> tuple[nn.Module, Batch]:
     return model, Batch((args,) if isinstance(args, Tensor) else tuple(args), kwargs)
 
 
-def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Wrap every unit of a model that a plan would cut, and return the model."""
-    for unit in candidates(model):
-        model.set_submodule(unit, wrap(model.get_submodule(unit)))
-    return model
-
-
 def _ways(
     chosen: Namespace, work: Workload, notes: list[str], tick: Callable[[str], None]
 ) -> Iterator[Way]:
@@ -137,11 +140,8 @@ def run(chosen: Namespace) -> int:
     size = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__} of {chosen.model}: {size:,} parameters"
     part = {"title": title, "notes": [*notes, *failures, *NOTES], "rows": rows}
-    names = ("model", "budget", "steps", "repeat", "seed")
-    record = {name: getattr(chosen, name) for name in names}
-    result = {"subtitle": subtitle, "settings": record, "environment": facts, "own": part}
-    save(result, chosen.out / "ways.json")
-    draw_classics(result, chosen.out / "ways.png")
+    settings = {name: getattr(chosen, name) for name in SETTINGS}
+    record = {"subtitle": subtitle, "settings": settings, "environment": facts, "own": part}
     show_ways(title, part["notes"], rows)
-    print(f"wrote ways.json and ways.png to {chosen.out}")
+    publish(record, chosen.out, "ways")
     return int(bool(failures))

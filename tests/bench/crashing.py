@@ -4,6 +4,9 @@ import os
 import signal
 import time
 
+from bench.jobs import Job, Measurement
+from bench.measure import Implementation
+
 CRASHES = {
     "eager": lambda: None,
     "abort": os.abort,
@@ -13,16 +16,23 @@ CRASHES = {
 }
 
 
-def measure(say, job, lost, *names):
-    for name in names:
-        if name not in lost:
-            say("at", name)
-            CRASHES[name]()
-    say("at", None)
-    say("rows", [{"name": name, "failure": lost.get(name)} for name in names], False)
+class Crashing(Job):
+    def implementations(self):
+        return [Implementation(name, CRASHES[name]) for name in self.only]
 
 
-def crash_alone(say, job, lost):
-    say("at", "eager")
-    say("at", None)
-    os.abort()
+class Crashes(Measurement):
+    def measure(self, job, implementations, begin, found):
+        found["is_here"] = True
+        for one in implementations:
+            if one.failure is None:
+                begin(one)
+                one.fn()
+
+    def row(self, job, one, found):
+        return {"name": one.name, "failure": one.failure}
+
+
+class CrashesBetween(Crashes):
+    def row(self, job, one, found):
+        return os.abort() if found else super().row(job, one, found)

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from bench import processes
+
+SLEEPER = """
+import sys, time
+print("half", flush=True)
+try:
+    time.sleep(3600)
+except KeyboardInterrupt:
+    print("kept")
+    sys.exit(130)
+"""
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
 
 
 class Clock:

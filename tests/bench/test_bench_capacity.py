@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedckpt.autograd.dispatch import forced_path
-
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 
@@ -14,8 +12,10 @@ from bench import __main__ as command
 from bench import capacity, cases, implementations
 from bench.measure import Implementation
 from bench.results import read
+from bench.search import most
 from bench.settings import SIZES
 
+pytestmark = pytest.mark.usefixtures("aten", "uncompiled")
 MIB = 2**20
 TINY = [
     *("capacity", "--in-process", "--device=cpu", "--size=tiny", "--memory=1", "--repeat=1"),
@@ -23,26 +23,16 @@ TINY = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cheap_path(monkeypatch):
-    baselines = implementations.BASELINES
-    for name in [name for name in baselines if name.startswith("torch.compile")]:
-        monkeypatch.delitem(baselines, name)
-    with forced_path("aten"):
-        yield
-
-
 @pytest.mark.parametrize("limit", [0, 9, 10, 19, 20, 25, 39, 77, 80, 115, 160, 333, 10_000])
 def test_the_search_comes_within_an_eighth(limit):
     tried = []
 
-    def fits(tokens: int) -> bool:
-        tried.append(tokens)
-        return tokens <= limit
+    def fits(count: int) -> bool:
+        tried.append(count)
+        return 10 * count <= limit
 
-    found = capacity.most_tokens(fits, 10)
+    found = 10 * most(fits, precision=capacity.PRECISION)
     assert found <= limit
-    assert found % 10 == 0
     assert limit < found + max(10, found / 8) or (limit < 10 and found == 0)
     assert len(set(tried)) == len(tried)
 
@@ -136,7 +126,7 @@ def test_an_interrupt_shows_what_fits_and_keeps_what_there_was(tmp_path, monkeyp
     out = capsys.readouterr().out
     assert all(f"{row['name']:<14}" in out and f"{row['tokens']:,}" in out for row in found)
     # nothing is known yet that could stand in its place
-    monkeypatch.setattr(capacity.Search, "fit", interrupt)
+    monkeypatch.setattr(capacity.Capacity, "fit", interrupt)
     before = (tmp_path / "capacity.jsonl").read_text()
     assert command.main([*TINY, *options]) == 130
     assert (tmp_path / "capacity.jsonl").read_text() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
@@ -21,6 +21,7 @@ from bench import __main__ as command
 from bench import demo, env, tasks, training_figures
 from bench.settings import parsers
 
+pytestmark = pytest.mark.usefixtures("aten")
 STEPS, LAYERS, DIM, SEQ, BATCH = 4, 2, 64, 48, 3
 SIZES = {"steps": STEPS, "layers": LAYERS, "dim": DIM, "seq": SEQ, "batch": BATCH}
 TINY = ["demo", "--device", "cpu", *(f"--{name}={size}" for name, size in SIZES.items())]
@@ -34,17 +35,6 @@ def run_demo(out: Path, *options: str) -> tuple[int, dict]:
 
 def by_name(result: dict) -> dict[str, dict]:
     return {run["name"]: run for run in result["runs"]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cheap_path():
-    # the kernels have tests of their own; here the interpreter would take most of the time, and on
-    # a busy machine the barriers between threads would
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with forced_path("aten"):
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -74,20 +64,36 @@ def test_demo_writes_a_png_of_readable_size(result):
     assert 600 < height < 1200
 
 
-def test_the_legend_lies_on_no_words(result, tmp_path, monkeypatch):
+def drawn(result: dict, path: Path, monkeypatch) -> Figure:
     seen, before = [], Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, path: (seen.append(figure), before(figure, path))
     )
+    training_figures.draw_demo(result, path)
+    return seen[0]
+
+
+def test_the_legend_lies_on_no_words(result, tmp_path, monkeypatch):
     words = "\n".join(2 * ["as many words as fit beside one another " * 3])
     changed = result | {"title": "title", "subtitle": words}
-    training_figures.draw_demo(changed, tmp_path / "demo.png")
-    (figure,) = seen
+    figure = drawn(changed, tmp_path / "demo.png", monkeypatch)
     (legend,) = figure.legends
     place = legend.get_window_extent()
     titles = [axes._left_title for axes in figure.axes]
     for words in (*figure.texts, *titles):
         assert not place.overlaps(words.get_window_extent()), words.get_text()
+
+
+@pytest.mark.parametrize("losses", [[3.4, 2.9, 3.0, 3.3, 2.8, 3.4, 2.7], [5.0, 3.0, 2.5], [3.0]])
+def test_the_note_on_losses_lies_on_none(result, tmp_path, monkeypatch, losses):
+    runs = [run | {"losses": losses} for run in result["runs"]]
+    figure = drawn(result | {"runs": runs}, tmp_path / "demo.png", monkeypatch)
+    axes = figure.axes[0]
+    (note,) = axes.texts
+    place = note.get_window_extent()
+    points = axes.transData.transform([*enumerate(losses, 1)])
+    assert not [point for point in points if place.contains(*point)]
+    assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 def test_all_runs_learn_alike(result):
@@ -158,8 +164,8 @@ def test_gated_mlps_start_as_eager_ones_do():
     options = [*TINY[1:], "--mlp=swiglu", "--seed=3", "--dtype=float32"]
     chosen = env.settled(vars(parsers()[1]["demo"].parse_args(options)))
     tokens = torch.randint(256, (BATCH, SEQ))
-    trainers, _ = demo.trainers_of(chosen, (tokens, tokens))
-    eager, *others = (trainer.model.state_dict() for trainer in trainers)
+    models, _ = demo.models_of(chosen, (tokens, tokens))
+    eager, *others = (model.state_dict() for model in models.values())
     for state in others:
         assert list(eager) == list(state)
         assert all(torch.equal(eager[name], state[name]) for name in eager)
@@ -183,33 +189,6 @@ def test_a_loss_that_is_not_finite_is_told(tmp_path, monkeypatch, capsys):
     assert "loss not finite: fuse, fuse+ckpt, fuse+plan" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--steps=0", "--steps: expected a positive integer, got '0'"),
-        ("--layers=-1", "--layers: expected a positive integer, got '-1'"),
-        ("--batch=1.5", "--batch: expected a positive integer, got '1.5'"),
-        ("--dim=100", "--dim expects a multiple of the head size 64, got 100"),
-        ("--seq=99999999", "seq 99999999 needs a longer text than one of"),
-        ("--mlp=relu", "--mlp: invalid choice: 'relu'"),
-        ("--dtype=int8", "--dtype: invalid choice: 'int8'"),
-        ("--device=tpu", "--device expects cpu, cuda or cuda:N, got 'tpu'"),
-        ("--device=cuda:99", "--device cuda:99: this torch sees"),
-        ("--seed=-1", "--seed: expected an integer in [0, 2^63), got '-1'"),
-        (f"--out={__file__}", "File exists"),
-    ],
-)
-def test_bad_options_end_in_one_line_before_any_work(option, message, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "run", lambda chosen: pytest.fail("it ran"))
-    with pytest.raises(SystemExit) as ended:
-        command.main([*TINY, option])
-    usage, error = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert usage == "usage: python -m bench demo [options]"
-    assert error.startswith("python -m bench demo: error: ")
-    assert message in error
-
-
 def test_no_text_to_train_on(tmp_path):
     with pytest.raises(ValueError, match="holds no Python sources"):
         tasks.stdlib_text(tmp_path)
@@ -217,11 +196,13 @@ def test_no_text_to_train_on(tmp_path):
 
 def test_batches_repeat_and_shift():
     text = torch.arange(200, dtype=torch.uint8)
-    first, second = (tasks.Batches(text, 5, 7, 3, torch.device("cpu")) for _ in range(2))
-    tokens, targets = first.draw()
+    chosen = Namespace(batch=5, seq=7, seed=3, device="cpu", model="own")
+    first, second = (tasks.batches_of(chosen, 2, text) for _ in range(2))
+    tokens, targets = first[1]
     assert tokens.shape == (5, 7)
     assert torch.equal(targets, tokens + 1)
-    assert torch.equal(second.draw()[0], tokens)
+    assert torch.equal(second[1][0], tokens)
+    assert not torch.equal(first[0][0], tokens)
 
 
 def test_a_copy_without_git_can_name_its_commit(monkeypatch):
@@ -262,21 +243,3 @@ def test_env_names_every_op(capsys):
     for op, path in fusedckpt.paths("cpu", torch.float32).items():
         assert any(op in line and path in line for line in out.splitlines())
     assert torch.__version__ in out
-
-
-def test_no_command_prints_help(capsys):
-    assert command.main([]) == 0
-    out = capsys.readouterr().out
-    assert "demo" in out
-    assert "env" in out
-
-
-def test_a_missing_extra_names_its_install_command(monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        command.main(["plot", "run.jsonl"])
-    assert ended.value.code == 2
-    message = 'bench needs matplotlib: pip install -c constraints.txt -e ".[bench]"\n'
-    assert capsys.readouterr().err == message
-    # what only measures does without
-    assert command.main(["env"]) == 0

@@ -40,12 +40,6 @@ def test_ways_train_alike_and_keep_less(results, base):
     assert "not run fused" not in result["fused"]
 
 
-def test_a_dim_that_does_not_fit_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["finetune", "--dim=65"])
-    assert "multiple of the head size" in capsys.readouterr().err
-
-
 def test_int8_is_near_what_it_was_made_of():
     dense = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     weight = Int8.of(dense)

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import tarfile
-import time
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from stepping import Clock
+from stepping import SLEEPER, python
 from support import HANGS
 
 from bench import __main__ as command
 from bench import gpu, jobs, processes
 from bench.env import settled
 from bench.gpu import Step
-from bench.processes import Stops, take
 from bench.settings import PARTS, filled, parsers
 
+pytestmark = pytest.mark.usefixtures("hang_guard")
 CPU = ["gpu", "--allow-cpu", "--tiny", "--minutes=9"]
-
-
-def python(code: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", code)
 
 
 @pytest.fixture
@@ -114,64 +106,8 @@ def test_one_archive_has_it_all(tmp_path, steps):
     assert set(packed(out / "all.tgz")) == set(packed(tmp_path / "out.tar.gz")) == set(found)
 
 
-SLEEPER = """
-import sys, time
-print("half", flush=True)
-try:
-    time.sleep(3600)
-except KeyboardInterrupt:
-    print("kept")
-    sys.exit(130)
-"""
-
-
-@pytest.fixture(autouse=True)
-def hang_guard():
-    """Fail a test whose process does not end, instead of waiting for it."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(HANGS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
-def test_time_that_is_up_interrupts_first(tmp_path, request, monkeypatch, handler):
-    """Also in the background of a shell, where interrupts are ignored."""
-    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
-    signal.signal(signal.SIGINT, handler)
-    log = tmp_path / "log"
-    Clock(monkeypatch, log, grace_ends=False)
-    assert take(python(SLEEPER), log, 3.0, Stops()) == ("out of time", 130)
-    assert log.read_text() == "half\nkept\n"
-
-
-def test_who_does_not_stop_is_killed(tmp_path, monkeypatch):
-    log = tmp_path / "log"
-    clock = Clock(monkeypatch, log, grace_ends=True)
-    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-    code += "; print('deaf', flush=True); time.sleep(3600)"
-    outcome, status = take(python(code), log, 2.0, Stops())
-    assert (outcome, status) == ("out of time", -9)
-    assert clock.sent == [signal.SIGINT, signal.SIGKILL]
-
-
 def to_parent(number: str) -> str:
     return f"os.kill(os.getppid(), signal.{number})"
-
-
-@pytest.fixture
-def outer():
-    """The handlers of a program that runs the command, wherever this test runs."""
-
-    def handler(number, frame) -> None:
-        raise RuntimeError(f"died of {number}")
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, handler) for number in numbers]
-    yield handler
-    for number, was in zip(numbers, before, strict=True):
-        signal.signal(number, was)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -195,15 +131,6 @@ def test_who_is_asked_to_stop_ends_the_step_first(
     assert signal.getsignal(getattr(signal, name)) is outer
 
 
-def test_what_is_to_be_ignored_stays_so(outer):
-    """As under nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Stops() as stops:
-        signal.raise_signal(signal.SIGHUP)
-        assert stops.count == 0
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
 def test_a_second_interrupt_kills_at_once(tmp_path, monkeypatch, steps, outer):
     # longer than the guard lets the test take
     monkeypatch.setattr(processes, "GRACE", 2 * HANGS)
@@ -213,17 +140,6 @@ def test_a_second_interrupt_kills_at_once(tmp_path, monkeypatch, steps, outer):
     assert command.main([*CPU, f"--out={tmp_path}"]) == 130
     facts = json.loads((tmp_path / "gpu.json").read_text())["steps"]["deaf"]
     assert (facts["outcome"], facts["status"]) == ("interrupted", -9)
-
-
-def test_nothing_of_a_step_outlives_it(tmp_path):
-    sleeper = [*python("import time; time.sleep(3600)")]
-    code = f"import subprocess; print(subprocess.Popen({sleeper}).pid)"
-    assert take(python(code), tmp_path / "log", HANGS, Stops()) == ("ok", 0)
-    stat = Path(f"/proc/{(tmp_path / 'log').read_text().strip()}/stat")
-    with suppress(FileNotFoundError, ProcessLookupError):
-        # a zombie until someone waits for it
-        while stat.read_text().split()[2] != "Z":
-            time.sleep(0.01)
 
 
 def test_who_a_signal_killed_is_tried_again(tmp_path, capsys, steps):

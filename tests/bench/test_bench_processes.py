@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,37 +18,31 @@ from support import HANGS
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
-import crashing
+from crashing import Crashes, CrashesBetween, Crashing
+from stepping import SLEEPER, Clock, python
 
 from bench import __main__ as command
 from bench import jobs, processes
-from bench.jobs import Job, Measuring
-from bench.processes import Stops
+from bench.processes import Stops, take
 from bench.results import groups, read
 from bench.settings import SIZES
 
+pytestmark = pytest.mark.usefixtures("hang_guard")
 ROOT = Path(__file__).parents[2]
 (SIZE,) = SIZES["tiny"]
-JOB = Job("rms_norm", "tiny", SIZE, 48, torch.device("cpu"), torch.float32, ("eager",))
+JOB = Crashing("rms_norm", "tiny", SIZE, 48, torch.device("cpu"), torch.float32)
 
 
-def rows_of(work, *names: str, tick=lambda name, **kwargs: None) -> list[dict]:
-    how = Measuring(
-        work,
-        options=lambda job: names,
-        blank=lambda job, one: {"name": one.name, "failure": one.failure},
-        num_steps=1,
-        is_kept=lambda job, rows: True,
-        show=lambda rows: None,
-    )
+def rows_of(measurement, *names: str, tick=lambda name, **kwargs: None) -> list[dict]:
     chosen = Namespace(in_process=False, timeout=HANGS)
-    rows, is_interrupted = jobs._rows(JOB, chosen, how, Stops(), tick)
+    job = JOB._replace(only=names)
+    rows, is_interrupted = jobs._rows(job, chosen, measurement, Stops(), tick)
     assert not is_interrupted
     return rows
 
 
 def test_what_crashes_is_left_out(capfd):
-    rows = rows_of(crashing.measure, "eager", "abort", "leave", "kill")
+    rows = rows_of(Crashes(), "eager", "abort", "leave", "kill")
     assert {row["name"]: row["failure"] for row in rows} == {
         "eager": None,
         "abort": "crashed: SIGABRT",
@@ -67,12 +63,12 @@ def test_what_hangs_is_left_out(monkeypatch):
     def tick(name: str, **kwargs) -> None:
         at_work[:] = [name] if name == "hang" else []
 
-    rows = rows_of(crashing.measure, "hang", "eager", tick=tick)
+    rows = rows_of(Crashes(), "hang", "eager", tick=tick)
     assert [row["failure"] for row in rows] == ["crashed: out of time after 600 s", None]
 
 
 def test_a_crash_between_implementations_costs_one_case():
-    rows = rows_of(crashing.crash_alone)
+    rows = rows_of(CrashesBetween(), "eager")
     failures = {row["name"]: row["failure"] for row in rows}
     assert failures == {"eager": "crashed: SIGABRT"}
 
@@ -134,11 +130,6 @@ def test_signals_end_both_processes(tmp_path, monkeypatch, number):
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_help_spares_itself_torch():
-    code = "import sys, bench.__main__; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def test_an_interrupt_ends_imports():
     """Also where a library takes it for its own failure, as numpy does."""
     code = """
@@ -166,3 +157,44 @@ def test_an_interrupt_is_a_line(monkeypatch, capsys):
     monkeypatch.setattr(command, "import_module", interrupt)
     assert command.main(["env"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_time_that_is_up_interrupts_first(tmp_path, request, monkeypatch, handler):
+    """Also in the background of a shell, where interrupts are ignored."""
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, handler)
+    log = tmp_path / "log"
+    Clock(monkeypatch, log, grace_ends=False)
+    assert take(python(SLEEPER), log, 3.0, Stops()) == ("out of time", 130)
+    assert log.read_text() == "half\nkept\n"
+
+
+def test_who_does_not_stop_is_killed(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    clock = Clock(monkeypatch, log, grace_ends=True)
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    code += "; print('deaf', flush=True); time.sleep(3600)"
+    outcome, status = take(python(code), log, 2.0, Stops())
+    assert (outcome, status) == ("out of time", -9)
+    assert clock.sent == [signal.SIGINT, signal.SIGKILL]
+
+
+def test_what_is_to_be_ignored_stays_so(outer):
+    """As under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stops() as stops:
+        signal.raise_signal(signal.SIGHUP)
+        assert stops.count == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_nothing_of_a_step_outlives_it(tmp_path):
+    sleeper = [*python("import time; time.sleep(3600)")]
+    code = f"import subprocess; print(subprocess.Popen({sleeper}).pid)"
+    assert take(python(code), tmp_path / "log", HANGS, Stops()) == ("ok", 0)
+    stat = Path(f"/proc/{(tmp_path / 'log').read_text().strip()}/stat")
+    with suppress(FileNotFoundError, ProcessLookupError):
+        # a zombie until someone waits for it
+        while stat.read_text().split()[2] != "Z":
+            time.sleep(0.01)

@@ -5,51 +5,17 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+from made_up import FACTS, Row, group, row, write
 from matplotlib.figure import Figure
 
 from bench import __main__ as command
-from bench import compare, figures, plot, table
+from bench import figures, plot, table
 from bench.results import append, groups, key_of, least_ms, read, title
-
-FACTS = {
-    "device": "a device",
-    "date": "2026-01-02T03:04:05+00:00",
-    "commit": "0123456789abcdef",
-    "torch": "2.13",
-    "triton": "3.7",
-    "fusedckpt": "0.1",
-}
-Row = dict[str, Any]
-
-
-def row(name: str, ms: float = 3.0, peak: int = 1000, **changes: Any) -> Row:
-    times = {
-        f"{what}_ms": [scale * ms, 0.9 * scale * ms] * 3
-        for what, scale in (("forward", 0.4), ("backward", 0.6), ("both", 1.0))
-    }
-    if "failure" in changes:
-        times = dict.fromkeys(times)
-    return {
-        **{"name": name, "failure": None, "is_wrong": False, **times, "saved_bytes": 500},
-        **{"peak_bytes": peak, "backward_peak_bytes": 800, "errors": [1e-7], "is_graph": False},
-        **changes,
-    }
-
-
-def group(*rows: Row, case: str = "mlp", **changes: Any) -> list[Row]:
-    shared = {
-        **{"case": case, "size": "tiny", "tokens": 48, "dim": 32, "hidden": 80, "kv": 16},
-        **{"dtype": "float32", "checked_tokens": 48, "seq": None, "flops": 3 * 10**9},
-        **{"bytes": 3 * 10**6, "matmul_tflops": 1.5, "copy_gbytes": 10.0, **FACTS},
-        **changes,
-    }
-    return [shared | one for one in rows]
 
 
 def fits() -> list[Row]:
@@ -60,17 +26,9 @@ def fits() -> list[Row]:
     return [shared | eager | {"both_ms": [2.0]}, shared | ours]
 
 
-def write(path: Path, *found: list[Row]) -> Path:
-    path.unlink(missing_ok=True)
-    for rows in found:
-        append(rows, path)
-    return path
-
-
 def cells(rows: list[Row], head: str) -> list[str]:
     """Return a column of what is printed."""
-    place = [name.replace("\n", " ") for name in table.HEADS].index(head)
-    return [table.cells(one, rows[0])[place] for one in rows]
+    return [table.columns(rows[0])[head](one) for one in rows]
 
 
 def test_the_front_is_what_nothing_beats():
@@ -95,7 +53,7 @@ def test_ceilings_bound_the_time_from_two_sides():
 
 def test_rates_count_what_the_case_needs():
     (one,) = group(row("eager", 4.0))
-    found = table.cells(one, one)
+    found = [write(one) for write in table.columns(one).values()]
     # the medians of 4.0 and 3.6
     assert found[:5] == ["eager", "1.520", "2.280", "3.800", "1.00x"]
     assert found[5:] == ["1.00x", "10", "0.001", "0.001", "0.789", "0.789", "53%"]
@@ -117,7 +75,7 @@ def test_errors_are_held_against_eagers():
 
 def test_ratios_of_a_table_are_taken_within_rounds():
     rows = group(row("eager", both_ms=[1.0, 9.0, 2.0]), row("fused", both_ms=[2.0, 9.0, 6.0]))
-    assert cells(rows, "of eager") == ["1.00x", "2.00x"]
+    assert cells(rows, "of\neager") == ["1.00x", "2.00x"]
 
 
 def test_notes_say_what_the_numbers_do_not(capsys):
@@ -317,90 +275,6 @@ def test_a_case_measured_twice_counts_once(tmp_path):
     found = groups(read(path))
     assert [[one["name"] for one in rows] for rows in found] == [["eager"], ["eager"]]
     assert [rows[0]["both_ms"][0] for rows in found] == [2.0, 3.0]
-
-
-def test_changes_beyond_noise_are_told():
-    before = group(row("eager"), row("ours"), row("gone"), row("broke"), row("grew"))
-    after = group(
-        row("eager", 3.02),
-        row("ours", 2.0),
-        row("new"),
-        row("broke", failure="RuntimeError: no"),
-        row("grew", peak=1001),
-    )
-    found = list(compare.changes(before, after, 0.05))
-    assert [(c.name, c.what) for c in found] == [
-        ("ours", "forward of eager"),
-        ("ours", "backward of eager"),
-        ("ours", "both of eager"),
-        ("new", "implementation"),
-        ("broke", "failure"),
-        ("grew", "peak bytes"),
-        ("gone", "implementation"),
-    ]
-    assert [c.is_worse for c in found] == [False] * 4 + [True, True, False]
-    assert not list(compare.changes(before, before, 0.0))
-    # 20 % apart, and as much noise
-    noisy = group(row("eager"), row("ours", 3.6, both_ms=[2.2, 5.0] * 3))
-    found = compare.changes(before, noisy, 0.05)
-    assert not [change for change in found if change.what == "both of eager"]
-
-
-def test_load_that_slows_everything_is_no_change():
-    before = group(row("eager", 3.0), row("ours", 6.0))
-    after = group(row("eager", 4.5), row("ours", 9.0))
-    assert not list(compare.changes(before, after, 0.05))
-    (*_, both) = compare.eager_changes(before, after, 0.05)
-    assert (both.what, both.share) == ("both ms", "+50.0%")
-
-
-def test_few_rounds_are_no_evidence():
-    def short(ms: float, peak: int = 1000) -> Row:
-        times = dict.fromkeys(("forward_ms", "backward_ms", "both_ms"), [ms] * 4)
-        return row("ours", ms, peak, **times)
-
-    before = group(row("eager"), short(3.0))
-    after = group(row("eager", 6.0), short(9.0, 1001))
-    assert [change.what for change in compare.changes(before, after, 0.05)] == ["peak bytes"]
-    assert compare.is_short(before)
-    assert not compare.is_short(group(row("eager")))
-
-
-def test_comparing_prints_both_sources(tmp_path, capsys):
-    a = write(tmp_path / "a.jsonl", group(row("eager"), row("ours")), group(row("eager"), case="x"))
-    faster = row("eager", 2.0), row("ours", 1.0)
-    there = {"commit": "fedcba9876543210"}
-    b = write(tmp_path / "b.jsonl", group(*faster, **there), group(*faster, device="another"))
-    assert command.main(["compare", str(a), str(b)]) == 0
-    out = capsys.readouterr().out
-    assert "before: a device" in out
-    assert "commit fedcba987654" in out
-    assert "-50.0%" in out
-    sizes = "tiny: 48 tokens, D = 32, F = 80, float32"
-    assert f"eager itself moved, both ms 2.850 -> 1.900 (-33.3%): mlp, {sizes}" in out
-    assert f"only before: x, {sizes}, on a device" in out
-    assert f"only after: mlp, {sizes}, on another" in out
-    assert command.main(["compare", str(a), str(a)]) == 0
-    assert "no change in 2 cases" in capsys.readouterr().out
-    few = group(row("eager", both_ms=[3.0]), row("ours", both_ms=[3.0]))
-    c = write(tmp_path / "c.jsonl", few)
-    assert command.main(["compare", str(a), str(c)]) == 0
-    assert "fewer than 5 rounds are not compared: mlp tiny 48" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("threshold", ["1", "-0.1", "x"])
-def test_a_threshold_is_a_share(tmp_path, capsys, threshold):
-    with pytest.raises(SystemExit):
-        command.main(["compare", "a", "b", f"--threshold={threshold}"])
-    assert "expected a number in [0, 1)" in capsys.readouterr().err
-
-
-def test_files_of_nothing_in_common_are_refused(tmp_path, capsys):
-    a = write(tmp_path / "a.jsonl", group(row("eager")))
-    b = write(tmp_path / "b.jsonl", group(row("eager"), tokens=96))
-    with pytest.raises(SystemExit):
-        command.main(["compare", str(a), str(b)])
-    assert "have no case in common" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["demo", "classics"])

@@ -3,56 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 
+from running import bench, rows_of
+
 from bench import __main__ as command
-from bench import cases, clock, implementations, jobs, measure, peers, run
+from bench import cases, clock, implementations, measure, peers
 from bench.cases import LAYERS
 from bench.measure import Implementation, Work
 from bench.results import append, groups, ratios, read
 from bench.settings import SIZES
 
-TINY = ["run", "--in-process", "--device=cpu", "--size=tiny", "--repeat=3"]
+pytestmark = pytest.mark.usefixtures("aten", "uncompiled")
 SEQ = 24
 (SIZE,) = SIZES["tiny"]
 F32 = 4
-
-
-def bench(out: Path, *options: str) -> tuple[int, list[dict]]:
-    status = command.main([*TINY, *options, f"--out={out}"])
-    lines = (out / "run.jsonl").read_text().splitlines()
-    return status, [json.loads(line) for line in lines]
-
-
-def rows_of(result: list[dict], case: str = "mlp") -> dict[str, dict]:
-    rows = [line for line in result if line["case"] == case]
-    return {row["name"]: row for row in rows if row["failure"] != "not installed"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cheap_path():
-    # as in test_bench.py; torch.compile takes seconds a case and has a test of its own
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    patch = pytest.MonkeyPatch()
-    baselines = implementations.BASELINES
-    for name in [name for name in baselines if name.startswith("torch.compile")]:
-        patch.delitem(baselines, name)
-    with forced_path("aten"):
-        yield
-    patch.undo()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +33,6 @@ def result(tmp_path_factory):
     status, result = bench(tmp_path_factory.mktemp("run"))
     assert status == 0
     return result
-
-
-@pytest.fixture
-def add_way(monkeypatch):
-    def add(name: str, wrap) -> None:
-        monkeypatch.setitem(implementations.BASELINES, name, wrap)
-
-    return add
 
 
 def test_every_line_names_what_a_number_needs(result):
@@ -140,78 +105,6 @@ def test_torch_compile_takes_part(tmp_path, add_way, capsys):
     assert "torch.compile" in out
 
 
-def test_wrong_numbers_get_no_speed(tmp_path, add_way, capsys):
-    class Off(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override]
-            return dy * 1.001
-
-    add_way("off", lambda eager: lambda x, *weights: eager(Off.apply(x), *weights))
-    add_way("nan", lambda eager: lambda *inputs: eager(*inputs) * math.nan)
-    status, result = bench(tmp_path, "--case=mlp")
-    row = rows_of(result)["off"]
-    assert status == 1
-    # y, then dx
-    assert row["failure"].startswith("wrong: result 1 is off by ")
-    assert row["is_wrong"]
-    assert row["both_ms"] is row["forward_ms"] is row["saved_bytes"] is None
-    assert "off: wrong: result 1" in capsys.readouterr().out
-    assert rows_of(result)["nan"]["is_wrong"]
-    assert rows_of(result)["eager"]["both_ms"]
-
-
-@pytest.mark.parametrize("calls", [0, 3, 6])
-def test_a_crash_loses_its_own_row_alone(tmp_path, add_way, capsys, calls):
-    def crash(eager):
-        left = iter(range(calls))
-
-        def fn(*inputs: Tensor) -> Tensor:
-            if next(left, None) is None:
-                raise RuntimeError("out of [memory]\nat a place")
-            return eager(*inputs)
-
-        return fn
-
-    add_way("crash", crash)
-    status, result = bench(tmp_path, "--case=mlp")
-    rows = rows_of(result)
-    assert status == 0
-    assert rows.pop("crash")["failure"] == "RuntimeError: out of [memory]"
-    assert all(row["both_ms"] for row in rows.values())
-    assert "crash: RuntimeError: out of [memory]" in capsys.readouterr().out
-
-
-def test_inputs_that_cannot_be_made_lose_one_size(tmp_path, monkeypatch):
-    def refuse(*args) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(jobs, "draw", refuse)
-    status, result = bench(tmp_path, "--case=mlp")
-    # eager's among them
-    assert status == 1
-    assert {row["failure"] for row in rows_of(result).values()} == {"MemoryError: no room"}
-
-
-def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
-    before, left = Implementation.time, iter(range(2 * 4 + 6))
-
-    def interrupt(*args) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        before(*args)
-
-    monkeypatch.setattr(Implementation, "time", interrupt)
-    status, result = bench(tmp_path, "--case=mlp", "--case=gated_mlp", "--repeat=9")
-    assert status == 130
-    rows = rows_of(result).values()
-    assert [len(row["both_ms"]) for row in rows] == [2, 1, 1, 2]
-    assert {line["case"] for line in result} == {"mlp"}
-
-
 def test_turns_rotate(monkeypatch):
     order = []
 
@@ -239,33 +132,6 @@ def test_variants_are_listed_where_kernels_are_compiled():
 
 def test_ratios_are_taken_within_rounds():
     assert ratios([2, 9, 6], [1, 9, 2]) == [2, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--case=nothing", "--case: invalid choice: 'nothing'"),
-        ("--size=huge", "--size: invalid choice: 'huge'"),
-        ("--repeat=0", "--repeat: expected a positive integer, got '0'"),
-        ("--dtype=int8", "--dtype: invalid choice: 'int8'"),
-        ("--device=tpu", "--device expects cpu, cuda or cuda:N, got 'tpu'"),
-        # torch makes a negative index of it
-        ("--device=cuda:99999", "--device cuda:99999: this torch sees"),
-        ("--only=egaer", "--only egaer is part of no name: eager, "),
-        ("--skip=Ligar", "--skip Ligar is part of no name: eager, "),
-        ("--tokens=50", "50 tokens are no multiple of 24, a sequence of decoder_layer and stack"),
-        (f"--out={__file__}", "File exists"),
-    ],
-)
-def test_bad_options_end_in_one_line(option, message, monkeypatch, capsys):
-    monkeypatch.setattr(run, "run", lambda chosen: pytest.fail("it ran"))
-    with pytest.raises(SystemExit) as ended:
-        command.main([*TINY, option])
-    usage, error = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert usage == "usage: python -m bench run [options]"
-    assert error.startswith("python -m bench run: error: ")
-    assert message in error
 
 
 def test_the_load_is_that_of_the_formulas():
@@ -369,182 +235,6 @@ def test_names_choose_who_takes_part(tmp_path):
     assert list(rows_of(bench(tmp_path, *options)[1])) == ["eager", "fusedckpt inputs"]
 
 
-@pytest.fixture
-def at_commit(monkeypatch):
-    return lambda name: monkeypatch.setattr("bench.env.commit", lambda: name)
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """The jobs that are measured, in order."""
-    found, before = [], run._measure
-    monkeypatch.setattr(
-        run, "_measure", lambda say, job, *args: (found.append(job.name), before(say, job, *args))
-    )
-    return found
-
-
-def test_resuming_measures_who_was_not(tmp_path, at_commit, measured, add_way, monkeypatch, capsys):
-    at_commit("one")
-    bench(tmp_path, "--case=rms_norm", "--only=checkpoint")
-    _, result = bench(tmp_path, "--case=rms_norm", "--resume")
-    assert rows_of(result, "rms_norm")["fusedckpt"]["both_ms"]
-    assert measured == ["rms_norm"] * 2
-    # of some of those who were measured nothing is left, nor of who failed for good
-    capsys.readouterr()
-    assert bench(tmp_path, "--case=rms_norm", "--only=checkpoint", "--resume")[0] == 0
-    assert "nothing left to measure" in capsys.readouterr().out
-    add_way("crash", lambda eager: lambda *inputs: int("x"))
-    for _ in range(2):
-        bench(tmp_path, "--case=rms_norm", "--resume")
-    assert measured == ["rms_norm"] * 3
-    # what is installed now can be measured
-    peer = peers.Peer("Late", "no_such_package", "rms_norm", torch.relu)
-    monkeypatch.setattr(peers, "PEERS", (peer,))
-    for _ in range(2):
-        bench(tmp_path, "--case=rms_norm", "--resume")
-    assert measured == ["rms_norm"] * 4
-    monkeypatch.setattr(peers, "PEERS", (peer._replace(package="torch"),))
-    bench(tmp_path, "--case=rms_norm", "--resume")
-    assert measured == ["rms_norm"] * 5
-
-
-@pytest.mark.parametrize("commit", [None, "0123-dirty"])
-def test_what_no_commit_names_is_measured_again(tmp_path, at_commit, measured, capsys, commit):
-    at_commit(commit)
-    for _ in range(2):
-        _, lines = bench(tmp_path, "--case=rms_norm", "--repeat=1", "--only=eager", "--resume")
-    assert measured == ["rms_norm"] * 2
-    assert len(lines) == 2
-    assert "nothing counts as measured before" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("commit", ["one", "one-dirty"])
-@pytest.mark.parametrize("where", ["_measure_memory", "in_turns"])
-def test_an_interrupt_takes_nothing_away(tmp_path, at_commit, monkeypatch, capsys, commit, where):
-    at_commit(commit)
-    options = ("--case=rms_norm", "--only=eager")
-    _, first = bench(tmp_path, *options)
-
-    def interrupt(*args) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(measure, where, interrupt)
-        for resume in ((), ("--resume",)):
-            assert bench(tmp_path, *options, "--repeat=6", *resume) == (130, first)
-        patch.setattr(clock, "ceilings", interrupt)
-        assert bench(tmp_path, *options) == (130, first)
-    assert capsys.readouterr().out.count("interrupted") == 3
-    # one round of six is less than the three that there are, and more than nothing
-    before, left = Implementation.time, iter(range(2 + 1))
-    late = lambda *args: before(*args) if next(left, None) is not None else interrupt()  # noqa: E731
-    monkeypatch.setattr(Implementation, "time", late)
-    status, result = bench(tmp_path, *options, "--repeat=6", "--resume")
-    assert status == 130
-    assert len(result) == (1 if commit == "one" else 2)
-
-
-def test_it_fails_where_eager_or_ours_raises(tmp_path, add_way):
-    def refuse(*inputs: Tensor) -> Tensor:
-        raise RuntimeError("no")
-
-    for name, expected in (("library", 0), ("torch.compile", 0), ("ours(x)", 1), ("eager", 1)):
-        add_way(name, lambda eager: refuse)
-        status, _ = bench(tmp_path, "--case=rms_norm", "--repeat=1", "--skip=fusedckpt")
-        assert status == expected, name
-
-
-def test_who_wishes_to_exit_loses_its_row(tmp_path, add_way):
-    add_way("exit", lambda eager: lambda *inputs: exit("enough"))
-    status, result = bench(tmp_path, "--case=rms_norm", "--repeat=1")
-    assert status == 0
-    assert rows_of(result, "rms_norm")["exit"]["failure"] == "SystemExit: enough"
-    assert rows_of(result, "rms_norm")["fusedckpt"]["both_ms"]
-
-
-def test_a_lost_device_costs_a_row(tmp_path, add_way, monkeypatch, capsys):
-    def fault(*inputs: Tensor) -> Tensor:
-        # as any later call for the device does then
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", fault)
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    reported = jobs._reported
-
-    def in_another_process(*args) -> None:
-        # which has a device
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-        reported(*args)
-
-    monkeypatch.setattr(jobs, "_reported", in_another_process)
-    add_way("fault", lambda eager: lambda *x: fault() if len(x) == 2 else eager(*x))
-    status, result = bench(tmp_path, "--case=rms_norm", "--case=layer_norm", "--repeat=1")
-    why = "crashed: RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert status == 0
-    assert rows_of(result, "rms_norm")["fault"]["failure"] == why
-    assert rows_of(result, "rms_norm")["fusedckpt"]["both_ms"]
-    assert rows_of(result, "layer_norm")["fault"]["both_ms"]
-    assert f"fault {why}; once more without it" in capsys.readouterr().err
-
-
-def test_numbers_are_checked_after_timing_too(tmp_path, add_way):
-    def from_call(first: int, change):
-        def wrap(eager):
-            calls = iter(range(first))
-            return lambda *inputs: (
-                change(eager, *inputs) if next(calls, None) is None else eager(*inputs)
-            )
-
-        return wrap
-
-    def double(eager, x: Tensor, *rest: Tensor) -> Tensor:
-        y = eager(x, *rest)
-        # as a kernel writes, unseen by autograd
-        x.data.mul_(2)
-        return y
-
-    for first in (1, 4):
-        add_way(f"off {first}", from_call(first, lambda eager, *inputs: 1.01 * eager(*inputs)))
-        add_way(f"writes {first}", from_call(first, double))
-    status, result = bench(tmp_path, "--case=layer_norm")
-    rows = rows_of(result, "layer_norm")
-    assert status == 1
-    for first in (1, 4):
-        assert rows[f"off {first}"]["failure"].startswith("wrong: result 0 is off by ")
-        assert rows[f"writes {first}"]["failure"] == "wrong: it overwrites input 0"
-        assert rows[f"off {first}"]["both_ms"] is rows[f"writes {first}"]["both_ms"] is None
-    assert rows["eager"]["both_ms"]
-    assert rows["fusedckpt"]["both_ms"]
-
-
-def test_inputs_that_change_for_once_are_nobodys_numbers(tmp_path, add_way):
-    calls = iter(range(1000))
-
-    def once(eager):
-        def fn(x: Tensor, *rest: Tensor) -> Tensor:
-            y = eager(x, *rest)
-            if next(calls) == 5:
-                x.data.add_(1)
-            return y
-
-        return fn
-
-    add_way("once", once)
-    status, result = bench(tmp_path, "--case=rms_norm")
-    assert status == 1
-    assert {row["both_ms"] for row in rows_of(result, "rms_norm").values()} == {None}
-
-
-def test_another_dtype_is_wrong(tmp_path, add_way):
-    add_way("wide", lambda eager: lambda *inputs: eager(*inputs).double())
-    options = ("--case=rms_norm", "--case=gated_mlp", "--repeat=1")
-    status, result = bench(tmp_path, *options)
-    assert status == 1
-    expected = "wrong: result 0 is torch.float64, eager's torch.float32"
-    assert rows_of(result, "rms_norm")["wide"]["failure"] == expected
-
-
 def test_ceilings_are_those_of_the_size(tmp_path, monkeypatch):
     shrinks = []
 
@@ -557,25 +247,6 @@ def test_ceilings_are_those_of_the_size(tmp_path, monkeypatch):
     _, result = bench(tmp_path, "--case=rms_norm", "--repeat=1", "--only=eager", *sizes)
     assert shrinks == [8, 1]
     assert {line["size"]: line["matmul_tflops"] for line in result} == {"tiny": 8, "gpt2": 1}
-
-
-def test_a_run_resumes_where_it_stopped(tmp_path, at_commit, measured):
-    at_commit("one")
-    options = ("--case=rms_norm", "--case=layer_norm", "--repeat=1", "--skip=checkpoint")
-    bench(tmp_path, *options[:1], *options[2:])
-    first = (tmp_path / "run.jsonl").read_text()
-    measured.clear()
-    _, lines = bench(tmp_path, *options, "--resume")
-    assert measured == ["layer_norm"]
-    assert (tmp_path / "run.jsonl").read_text().startswith(first)
-    assert {line["case"] for line in lines} == {"rms_norm", "layer_norm"}
-    # more rounds are asked for than there are
-    bench(tmp_path, *options, "--repeat=2", "--resume")
-    assert measured[1:] == ["rms_norm", "layer_norm"]
-    # another commit's numbers are none of ours
-    at_commit("another")
-    bench(tmp_path, *options, "--resume")
-    assert measured[3:] == ["rms_norm", "layer_norm"]
 
 
 def test_results_survive_reading(result, tmp_path):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from fusedckpt.autograd.dispatch import forced_path
-
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command
@@ -18,6 +16,7 @@ from bench import ways
 from bench.env import settled
 from bench.settings import parsers
 
+pytestmark = pytest.mark.usefixtures("aten")
 SOURCE = """
 import torch
 from torch import nn
@@ -60,12 +59,6 @@ def frozen():
 
 number = 3
 """
-
-
-@pytest.fixture(autouse=True)
-def cheap_path():
-    with forced_path("aten"):
-        yield
 
 
 @pytest.fixture

@@ -1,0 +1,49 @@
+"""Rows of results that are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench.results import append
+
+FACTS = {
+    "device": "a device",
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "0123456789abcdef",
+    "torch": "2.13",
+    "triton": "3.7",
+    "fusedckpt": "0.1",
+}
+Row = dict[str, Any]
+
+
+def row(name: str, ms: float = 3.0, peak: int = 1000, **changes: Any) -> Row:
+    times = {
+        f"{what}_ms": [scale * ms, 0.9 * scale * ms] * 3
+        for what, scale in (("forward", 0.4), ("backward", 0.6), ("both", 1.0))
+    }
+    if "failure" in changes:
+        times = dict.fromkeys(times)
+    return {
+        **{"name": name, "failure": None, "is_wrong": False, **times, "saved_bytes": 500},
+        **{"peak_bytes": peak, "backward_peak_bytes": 800, "errors": [1e-7], "is_graph": False},
+        **changes,
+    }
+
+
+def group(*rows: Row, case: str = "mlp", **changes: Any) -> list[Row]:
+    shared = {
+        **{"case": case, "size": "tiny", "tokens": 48, "dim": 32, "hidden": 80, "kv": 16},
+        **{"dtype": "float32", "checked_tokens": 48, "seq": None, "flops": 3 * 10**9},
+        **{"bytes": 3 * 10**6, "matmul_tflops": 1.5, "copy_gbytes": 10.0, **FACTS},
+        **changes,
+    }
+    return [shared | one for one in rows]
+
+
+def write(path: Path, *found: list[Row]) -> Path:
+    path.unlink(missing_ok=True)
+    for rows in found:
+        append(rows, path)
+    return path
