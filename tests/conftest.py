@@ -1,5 +1,6 @@
 """One process, one device: kernels run for real on a GPU, in Triton's interpreter on a CPU."""
 
+import gc
 import os
 import tempfile
 from contextlib import suppress
@@ -26,34 +27,22 @@ from broken_device import end_if_broken  # noqa: E402  # after the environment i
 
 from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
 
+# of triton 3.6 and 3.7; another one is slower
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with suppress(ImportError, AttributeError):
+        import quick_interpreter
 
-def patch_once_a_launch() -> None:
-    """Halve the time of kernels in the interpreter, which looks for builtins at every call.
-
-    It puts its own functions in the place of Triton's before a launch, and again before each call
-    of a jit function inside of one, where only the first of a module finds any.
-    """
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    none, patched = interpreter._LangPatchScope, set()
-
-    def patch_new(fn):
-        if id(fn.__globals__) in patched:
-            return none()
-        patched.add(id(fn.__globals__))
-        return patch(fn)
-
-    def launch_anew(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
+        quick_interpreter.patch()
 
 
-# of triton 3.7; another one is slower
-with suppress(ImportError, AttributeError):
-    patch_once_a_launch()
+def pytest_collection_finish():
+    """Collect garbage less often, and not among the million objects that were imported."""
+    from torch._dynamo import guards
+
+    # each compilation flushes the CPU's caches for it, in 50 ms
+    guards.profile_guard_manager = lambda *args: 0.0
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
 
 
 @pytest.fixture(autouse=True)
