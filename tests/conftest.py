@@ -3,7 +3,6 @@
 import gc
 import os
 import tempfile
-from contextlib import suppress
 
 import pytest
 import torch
@@ -23,16 +22,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # the tensors are small: more threads only wait for each other
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
-from broken_device import end_if_broken  # noqa: E402  # after the environment is set
+import quick_interpreter  # noqa: E402  # after the environment is set
+from broken_device import end_if_broken  # noqa: E402
 
 from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
 
-# of triton 3.6 and 3.7; another one is slower
-if os.environ.get("TRITON_INTERPRET") == "1":
-    with suppress(ImportError, AttributeError):
-        import quick_interpreter
-
-        quick_interpreter.patch()
+quick_interpreter.patch()
 
 
 def pytest_collection_finish():

@@ -4,9 +4,13 @@ It spends its time on the types of a kernel's tensors, not on their numbers. A t
 once here, and the language is patched once a process.
 """
 
-from triton import language as tl
-from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter
+import os
+from contextlib import suppress
+
+with suppress(ImportError):
+    from triton import language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
 
 
 def share_block_types() -> None:
@@ -93,10 +97,13 @@ def patch_once() -> None:
 
 
 def patch() -> None:
-    """Do all of it, in this process."""
-    share_block_types()
-    share_shapes()
-    compare_types_by_identity()
-    look_up_dtypes()
-    skip_overflow_checks()
-    patch_once()
+    """Do all of it where kernels are interpreted, with triton 3.6 or 3.7: another one is slower."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    with suppress(AttributeError, NameError):
+        share_block_types()
+        share_shapes()
+        compare_types_by_identity()
+        look_up_dtypes()
+        skip_overflow_checks()
+        patch_once()

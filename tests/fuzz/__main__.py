@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import suppress
 
 
 def main() -> int:
@@ -30,11 +29,9 @@ def main() -> int:
     os.environ.pop("TRITON_INTERPRET", None)
     if args.path == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
-        # of triton 3.6 and 3.7; another one is slower
-        with suppress(ImportError, AttributeError):
-            from tests import quick_interpreter
+        from tests import quick_interpreter
 
-            quick_interpreter.patch()
+        quick_interpreter.patch()
     os.environ["FUSEDCKPT_CACHE"] = ""
     from .loop import reproduce, search
 
