@@ -1,8 +1,8 @@
 """One process, one device: kernels run for real on a GPU, in Triton's interpreter on a CPU."""
 
+import gc
 import os
 import tempfile
-from contextlib import suppress
 
 import pytest
 import torch
@@ -22,38 +22,22 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # the tensors are small: more threads only wait for each other
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
-from broken_device import end_if_broken  # noqa: E402  # after the environment is set
+import quick_interpreter  # noqa: E402  # after the environment is set
+from broken_device import end_if_broken  # noqa: E402
 
 from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
 
-
-def patch_once_a_launch() -> None:
-    """Halve the time of kernels in the interpreter, which looks for builtins at every call.
-
-    It puts its own functions in the place of Triton's before a launch, and again before each call
-    of a jit function inside of one, where only the first of a module finds any.
-    """
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    none, patched = interpreter._LangPatchScope, set()
-
-    def patch_new(fn):
-        if id(fn.__globals__) in patched:
-            return none()
-        patched.add(id(fn.__globals__))
-        return patch(fn)
-
-    def launch_anew(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
+quick_interpreter.patch()
 
 
-# of triton 3.7; another one is slower
-with suppress(ImportError, AttributeError):
-    patch_once_a_launch()
+def pytest_collection_finish():
+    """Collect garbage less often, and not among the million objects that were imported."""
+    from torch._dynamo import guards
+
+    # each compilation flushes the CPU's caches for it, in 50 ms
+    guards.profile_guard_manager = lambda *args: 0.0
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
 
 
 @pytest.fixture(autouse=True)

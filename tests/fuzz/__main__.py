@@ -29,6 +29,9 @@ def main() -> int:
     os.environ.pop("TRITON_INTERPRET", None)
     if args.path == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
+        from tests import quick_interpreter
+
+        quick_interpreter.patch()
     os.environ["FUSEDCKPT_CACHE"] = ""
     from .loop import reproduce, search
 
