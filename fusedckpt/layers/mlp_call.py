@@ -130,15 +130,15 @@ class MLPOptions(NamedTuple):
         validate.runs(name, self.kernel, "hybrid", x, dtype)
         if around.twin:
             return None
-        level = level if around.grad else "inputs"
-        if packed and level == "gate":
-            # taken apart
+        if packed:
+            # where they are taken apart
             w = w._replace(up=w.gate, up_bias=w.gate_bias)
         constants = ("none", 0.0, 0.0, "torch") if norm is None else rule_of(norm, x.dtype)
         adds = bool(self.residual) and x.dtype == dtype
         args = Args(*constants, activation, adds, dtype, self.chunks, self.kernel)
         block = block_of(args, math.prod(x.shape[:-1]), w) if around.direct else None
         dtypes = tuple([None if t is None else t.dtype for t in (x, *w)])
+        level = level if around.grad else "inputs"
         adds_after = bool(self.residual) and not adds
         return MLPCall(args, block, level, around.direct, dtypes, adds_after)
 

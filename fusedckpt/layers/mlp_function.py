@@ -287,10 +287,9 @@ def _twin(options: Args, x: Tensor, *tensors: Any) -> Tensor:
     if rule is not None:
         spec = NormSpec(rule.kind, w.norm, w.norm_bias, rule.eps, rule.offset, rule.cast)
         n = reference.apply_norm(x, spec)
-    n, gate, gate_bias, up, up_bias, down, down_bias = (
-        t if t is None else t.to(options.dtype) for t in (n, *w[2:])
-    )
-    if up is None and gate.shape[0] == down.shape[1]:
+    cast: Any = (t if t is None else t.to(options.dtype) for t in (n, *w[2:]))
+    n, gate, gate_bias, up, up_bias, down, down_bias = cast
+    if up is None and not w.is_packed:
         y = reference.mlp(n, gate, gate_bias, down, down_bias, options.activation)
     else:
         biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
@@ -305,7 +304,9 @@ def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
     call, phase = dispatch.settled(options, x, *tensors)
     if call is None:
         return _adapted(options, x, *tensors)
-    if options.linears == PACKED and call.level == "gate":
+    # a checkpoint's forward and recompute save alike, whatever the level in either
+    runs = call.level if phase is None else phase.runs(call.level)
+    if options.linears == PACKED and runs == "gate":
         # one is kept: views, whose gradients autograd puts together again
         *norm, weight, bias, _, _, down, down_bias = tensors
         gate, up = weight.chunk(2)

@@ -1,11 +1,13 @@
 """mlp, gated_mlp and norm_linear: bytes and FLOPs exactly, plans, chunks, bad input."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from support import DEVICE, compare, flops, gemm_flops, gemms, launches, randn, saved_bytes
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import NormSpec, reference
@@ -146,6 +148,22 @@ def test_packed_weights_keep_what_separate_ones_do(level, bias, path):
     dx, dgate, dup, ddown, *dbs = torch.autograd.grad(y.sum(), separate)
     found = [dx, torch.cat([dgate, dup]), ddown, *([torch.cat(dbs)] if bias else [])]
     for mine, other in zip(step(), found, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_packed_block_is_recomputed_as_it_ran(ours):
+    """Also at another level: that of `saving` counts where forward runs, not where backward does."""
+    inputs = randn(T, D), parameter(2 * F, D), parameter(D, F)
+
+    def call(x, packed, down):
+        return gated_mlp(x, packed, None, down).sin()
+
+    wrap = fusedckpt.checkpoint if ours else partial(checkpoint, use_reentrant=False)
+    with fusedckpt.saving("gate"):
+        y = wrap(call, *inputs)
+    found, expected = (torch.autograd.grad(z.sum(), inputs) for z in (y, call(*inputs)))
+    for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other)
 
 
