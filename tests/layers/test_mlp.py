@@ -153,7 +153,7 @@ def test_packed_weights_keep_what_separate_ones_do(level, bias, path):
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_packed_block_is_recomputed_as_it_ran(ours):
-    """Also at another level: that of `saving` counts where forward runs, not where backward does."""
+    """At any level: that of `saving` counts where forward runs, not where backward does."""
     inputs = randn(T, D), parameter(2 * F, D), parameter(D, F)
 
     def call(x, packed, down):
