@@ -223,7 +223,8 @@ class Backward:
         else:
             # twice as wide as dh
             h, dz = over(dh, like=gate) if needs.down else None, over(free_z, like=z)
-            dbs = self._hidden_grad(dy, dh, HiddenGrad(gate, up, h, *dz.chunk(2, 1)))
+            dgate, dup = dz.chunk(2, 1)
+            dbs = self._hidden_grad(dy, dh, HiddenGrad(gate, up, h, dgate, dup))
             db = torch.cat(dbs) if needs.gate_bias else None  # type: ignore[arg-type]  # both are there
         del z, gate, up, free_z, dh
         self.add("gate_bias", db)
