@@ -85,15 +85,14 @@ def norm_grad(
             rounds = rule.cast == "llama" and x.dtype != wide
             dw += (dxhat * xhat.to(x.dtype) if rounds else product).sum(0)
         if dx is not None:
-            place = in_place(dx, block, wide)
-            grad = torch.mul(dxhat, scale, out=place)
+            grad = torch.mul(dxhat, scale, out=in_place(dx, block, wide))
             if rule.kind == "layer":
                 grad.sub_(grad.mean(1, keepdim=True))
             grad.addcmul_(xhat, product.mul_(scale).mean(1, keepdim=True), value=-1.0)
             grad.mul_(rstd)
             if dtotal is not None:
                 grad.add_(dtotal[block])
-            if place is None:
+            if grad.dtype != dx.dtype:
                 dx[block] = grad
     if sums_dtype is not None:
         dw, db = (t if t is None else t.to(sums_dtype) for t in (dw, db))

@@ -87,7 +87,10 @@ def fused_dz(
 
 
 def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str) -> Tensor:
-    """Write act(z), times `up` if given, into h, which may be z or up; all [M, N], contiguous."""
+    """Write act(z), times `up` if given, into h [M, N], which may be z or up.
+
+    All contiguous, or z and up halves of the columns of something contiguous, and h neither.
+    """
     act = ACTIVATIONS[activation]
     if kernel != "aten":
         elementwise.act(z, up, h, act.value)
@@ -110,7 +113,7 @@ def hidden_grad(
     """
     act = ACTIVATIONS[activation]
     if kernel != "aten":
-        grads = with_sums(grads, needs_db, elementwise.row_tiles(dh))
+        grads = grads.launched(needs_db, elementwise.row_tiles(dh))
         elementwise.act_grad(dh, grads, act.value_and_grad)
         return sum_partials(grads.db, grads.db_up)
     if grads.up is None:
@@ -126,20 +129,10 @@ def hybrid_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Do what `hidden_grad` does for dh = dy @ down, down [K, N], without dh leaving the chip."""
     tile = launch_tile(dy, down.t(), hybrid=True)
-    grads = with_sums(grads, needs_db, triton.cdiv(dy.shape[0], tile.block_m))
+    grads = grads.launched(needs_db, triton.cdiv(dy.shape[0], tile.block_m))
     value_and_grad = ACTIVATIONS[activation].value_and_grad
     gemm(dy, down.t(), grads, HIDDEN_GRAD, value_and_grad, hybrid=True)
     return sum_partials(grads.db, grads.db_up)
-
-
-def with_sums(grads: HiddenGrad, needs_db: tuple[bool, bool], row_tiles: int) -> HiddenGrad:
-    """Allocate the first stage of the bias gradients' sums, a row per row tile."""
-    z = grads.z
-    db, db_up = (
-        z.new_empty(row_tiles, z.shape[1], dtype=torch.float32) if need else None
-        for need in needs_db
-    )
-    return grads._replace(db=db, db_up=db_up)
 
 
 def plain_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:

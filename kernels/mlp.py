@@ -44,7 +44,8 @@ class Weights(NamedTuple):
     """The block's tensors; `gate` is fc1 and `up` is None where the block is not gated.
 
     norm [D], gate and up [F, D], down [D_out, F], biases [out_features]; in the compute dtype,
-    but for the norm's.
+    but for the norm's. Or packed: gate [2 F, D] has the gate's rows, then those of up, and its
+    output [T, 2 F] has their columns, as have its bias and their gradients.
     """
 
     norm: Tensor | None
@@ -55,6 +56,20 @@ class Weights(NamedTuple):
     up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether one GEMM makes the outputs of gate and up."""
+        return self.gate.shape[0] != self.down.shape[1]
+
+    def halves(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output of `gate` and, where that holds both, views of gate's and of up's.
+
+        No h is written over half a row: a GEMM that reads rows that lie apart may round otherwise,
+        and a checkpoint's recompute would not be its forward to the bit.
+        """
+        gate, up = z.chunk(2, 1) if self.is_packed else (z, None)
+        return gate, up
 
 
 class Block(NamedTuple):
@@ -122,22 +137,26 @@ def row_chunks(rows: int, chunks: int) -> list[slice]:
 def forward(
     x: Tensor, w: Weights, block: Block, level: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return y [T, D_out], and the outputs of gate and up [T, F] where the level saves them."""
+    """Return y [T, D_out], and the outputs of gate and up [T, F] where the level saves them.
+
+    Packed, they are one, and there is no level that saves a half.
+    """
     shape = x.shape[0], w.gate.shape[0]
     y = w.down.new_empty(x.shape[0], w.down.shape[0])
     gate = w.gate.new_empty(shape) if level in ("gate", "preact") else None
     up = w.gate.new_empty(shape) if level == "preact" and w.up is not None else None
     for rows in row_chunks(x.shape[0], block.chunks):
         n = normalised(x[rows], w, block)
-        g = linear(n, w.gate, w.gate_bias, None if gate is None else gate[rows])
-        u = None
+        g, u = w.halves(linear(n, w.gate, w.gate_bias, None if gate is None else gate[rows]))
+        free = None if gate is not None or w.is_packed else g
         if w.up is not None:
             u = linear(n, w.up, w.up_bias, None if up is None else up[rows])
+            free = u if up is None else None
         del n
         # over what is not saved
-        h = g if gate is None else u if u is not None and up is None else torch.empty_like(g)
+        h = over(free, like=g)
         hidden(g, u, h, block.activation, block.kernel)
-        del g, u
+        del g, u, free
         linear(h, w.down, w.down_bias, y[rows])
         # before the next chunk asks for as much
         del h
@@ -184,21 +203,30 @@ class Backward:
         else:
             add_product(self.grads[name], a.t(), b)
 
-    def plain(self, dy: Tensor, n: Tensor | None, z: Tensor | None) -> Tensor | None:
-        """Take one chunk of a plain layer to its dn, if that is wanted."""
+    def single(self, dy: Tensor, n: Tensor | None, z: Tensor | None) -> Tensor | None:
+        """Take one chunk of a layer with one GEMM before the last to its dn, if that is wanted."""
         w, needs, act, kernel = self.w, self.needs, self.block.activation, self.block.kernel
         made = z is None
         if z is None:
             z = linear(n, w.gate, w.gate_bias)  # type: ignore[arg-type]  # n is there
         free_z = z if made or self.donates else None
+        gate, up = w.halves(z)
         if not needs.dz:
-            self.add_product("down", dy, hidden(z, None, over(free_z, like=z), act, kernel))
+            h = over(free_z if up is None else None, like=gate)
+            self.add_product("down", dy, hidden(gate, up, h, act, kernel))
             return None
         dh = None if kernel == "hybrid" else torch.mm(dy, w.down)
-        h = over(z if made else dh, like=z) if needs.down else None
-        dz = over(None if h is dh else dh, None if h is z else free_z, like=z)
-        db, _ = self._hidden_grad(dy, dh, HiddenGrad(z, None, h, dz, None))
-        del z, free_z, dh
+        if up is None:
+            h = over(z if made else dh, like=z) if needs.down else None
+            dz = over(None if h is dh else dh, None if h is z else free_z, like=z)
+            db, _ = self._hidden_grad(dy, dh, HiddenGrad(z, None, h, dz, None))
+        else:
+            # twice as wide as dh
+            h, dz = over(dh, like=gate) if needs.down else None, over(free_z, like=z)
+            dgate, dup = dz.chunk(2, 1)
+            dbs = self._hidden_grad(dy, dh, HiddenGrad(gate, up, h, dgate, dup))
+            db = torch.cat(dbs) if needs.gate_bias else None  # type: ignore[arg-type]  # both are there
+        del z, gate, up, free_z, dh
         self.add("gate_bias", db)
         if h is not None:
             self.add_product("down", dy, h)
@@ -210,7 +238,7 @@ class Backward:
     def gated(
         self, dy: Tensor, n: Tensor | None, z: Tensor | None, u: Tensor | None
     ) -> Tensor | None:
-        """Take one chunk of a gated layer to its dn, if that is wanted; in half precision wide."""
+        """Do so where gate and up are apart; in half precision dn is wide."""
         w, needs, act, kernel = self.w, self.needs, self.block.activation, self.block.kernel
         assert w.up is not None
         made_z, made_u = z is None, u is None
@@ -247,6 +275,8 @@ class Backward:
         self, dy: Tensor, dh: Tensor | None, grads: HiddenGrad
     ) -> tuple[Tensor | None, Tensor | None]:
         act, needs_db = self.block.activation, (self.needs.gate_bias, self.needs.up_bias)
+        if self.w.is_packed:
+            needs_db = needs_db[0], needs_db[0]
         if dh is None:
             return hybrid_grad(dy, self.w.down, grads, act, needs_db)
         return hidden_grad(dh, grads, act, needs_db, self.block.kernel)
@@ -300,7 +330,7 @@ def backward(
             continue
         n = normalised(x_rows, w, block) if reads_n else None  # type: ignore[arg-type]  # x is there
         z, u = None if gate is None else gate[rows], None if up is None else up[rows]
-        dn = run.plain(dy_rows, n, z) if w.up is None else run.gated(dy_rows, n, z, u)
+        dn = run.single(dy_rows, n, z) if w.up is None else run.gated(dy_rows, n, z, u)
         del n
         if dn is None:
             continue

@@ -193,5 +193,6 @@ BLOCKS = [
     _gated_mlp("gate-rms", "rms", save="gate", kernel="split"),
     _gated_mlp("preact-layer-chunks", "layer", save="preact", chunks=2, activation="gelu"),
     _gated_mlp("packed-bias", bias=True, packed=True),
+    _gated_mlp("packed-preact-chunks", "rms", packed=True, save="preact", chunks=2),
 ]
 CASES = [*LINEARS, *NORMS, *BLOCKS]

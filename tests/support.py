@@ -128,17 +128,22 @@ def flops(fn: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-def gemm_flops(fn: Callable[[], Any]) -> int:
-    """Return the FLOPs of the GEMMs that a CPU really runs, from the profiler's shapes."""
+def gemms(fn: Callable[[], Any]) -> list[tuple[int, int, int]]:
+    """Return m, n, k of the GEMMs that a CPU really runs, from the profiler's shapes."""
     with torch.profiler.profile(record_shapes=True) as profiler:
         fn()
-    total = 0
+    found = []
     for event in profiler.events():
         if event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
             first = 0 if event.name == "aten::mm" else 1
             (m, k), (_, n) = event.input_shapes[first : first + 2]
-            total += 2 * m * k * n
-    return total
+            found.append((m, n, k))
+    return found
+
+
+def gemm_flops(fn: Callable[[], Any]) -> int:
+    """Return the FLOPs of the GEMMs that a CPU really runs."""
+    return sum(2 * m * n * k for m, n, k in gemms(fn))
 
 
 def calls(fn: Callable[[], Any]) -> int:

@@ -118,7 +118,8 @@ def gated_mlp(
     Args:
         x: [..., D].
         gate_weight, up_weight: [F, D] each; or up_weight None and gate_weight packed, [2 F, D]
-            with the gate's rows first, and gate_bias likewise.
+            with the gate's rows first, and gate_bias likewise. One GEMM then makes both, and each
+            of their gradients, but at "gate".
         down_weight: [D_out, F].
         save: "inputs" (the default), "gate" or "preact", see the table at the top of this module.
 

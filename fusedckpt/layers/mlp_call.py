@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedckpt.autograd import dispatch, levels
-from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Weights
@@ -37,9 +37,10 @@ class Args(NamedTuple):
 
 def block_of(args: Args, rows: int, w: Any) -> Block:
     """Settle what the caller left open: the plan, and into how many chunks rows are cut."""
-    (f, d), gemms = w.gate.shape, 2 if w.up is None else 3
+    (first, d), (out, f) = w.gate.shape, w.down.shape
+    op, gemms = ("mlp", 2) if w.up is None and first == f else ("gated_mlp", 3)
     # the GEMM that a hybrid plan does itself contracts over the output features
-    op, sizes = "mlp" if w.up is None else "gated_mlp", (rows, f, w.down.shape[0])
+    sizes = rows, f, out
     kernel = dispatch.plan_for(op, w.gate, args.dtype, sizes, args.kernel, "hybrid")
     kernel = kernel if d else "aten"
     chunks = args.chunks or kernels.chunks_for(rows, d, f, gemms, w.down.dtype.itemsize)
@@ -48,14 +49,6 @@ def block_of(args: Args, rows: int, w: Any) -> Block:
 
 # gate and up in one weight
 PACKED = ("gate", "down")
-
-
-def _half(packed: Any) -> Any:
-    """Return what is known of a half of the rows."""
-    if packed is None:
-        return None
-    shape = torch.Size((packed.shape[0] // 2, *packed.shape[1:]))
-    return Meta(shape, packed.dtype, packed.device)
 
 
 class MLPCall(NamedTuple):
@@ -138,8 +131,8 @@ class MLPOptions(NamedTuple):
         if around.twin:
             return None
         if packed:
-            gate, gate_bias = (_half(t) for t in (w.gate, w.gate_bias))
-            w = w._replace(gate=gate, up=gate, gate_bias=gate_bias, up_bias=gate_bias)
+            # where they are taken apart
+            w = w._replace(up=w.gate, up_bias=w.gate_bias)
         constants = ("none", 0.0, 0.0, "torch") if norm is None else rule_of(norm, x.dtype)
         adds = bool(self.residual) and x.dtype == dtype
         args = Args(*constants, activation, adds, dtype, self.chunks, self.kernel)

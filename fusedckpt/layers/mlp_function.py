@@ -88,8 +88,8 @@ def _forward_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_flops(x: Any, *args: Any, **_: Any) -> int:
-    (f, d), out = args[2], args[6][0]
-    return 2 * math.prod(x[:-1]) * f * (d * (1 if args[4] is None else 2) + out)
+    (first, d), (out, f) = args[2], args[6]
+    return 2 * math.prod(x[:-1]) * (first * d * (1 if args[4] is None else 2) + f * out)
 
 
 _TENSORS = (
@@ -149,21 +149,21 @@ def _grad_likes(
     dy: Tensor, x: Tensor | None, args: tuple[Any, ...]
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of every gradient, x's first; wide for what was not given."""
-    (f, d), out = args[2].shape, args[6].shape[0]
+    (first, d), (out, f) = args[2].shape, args[6].shape
     wide = torch.promote_types(dy.dtype, torch.float32)
-    shapes = ((d,), (d,), (f, d), (f,), (f, d), (f,), (out, f), (out,))
+    shapes = ((d,), (d,), (first, d), (first,), (first, d), (first,), (out, f), (out,))
     dx = (*dy.shape[:-1], d), dy.dtype if x is None else x.dtype
     pairs = zip(shapes, args[:8], strict=True)
     return [dx, *((shape, wide if t is None else t.dtype) for shape, t in pairs)]
 
 
 def _backward_flops(dy: Any, gate: Any, up: Any, x: Any, *args: Any, **_: Any) -> int:
-    (f, d), out, gated, needs = args[2], args[6][0], args[4] is not None, Needs(*args[-1])
+    (first, d), (out, f), gated, needs = args[2], args[6], args[4] is not None, Needs(*args[-1])
     if not needs.hidden:
         return 0
     recomputed = (gate is None) + (gated and up is None)
-    first = recomputed + needs.gate + needs.up + (needs.dn * (2 if gated else 1))
-    return 2 * math.prod(dy[:-1]) * f * (d * first + out * (needs.dz + needs.down))
+    gemms = recomputed + needs.gate + needs.up + (needs.dn * (2 if gated else 1))
+    return 2 * math.prod(dy[:-1]) * (first * d * gemms + f * out * (needs.dz + needs.down))
 
 
 _GRADS = ", ".join(["Tensor"] * len(Needs._fields))
@@ -189,7 +189,7 @@ class _MLP(torch.autograd.Function):
         likes = ()
         if phase is not None:
             keeps, runs = phase.keeps(keeps), phase.runs(runs)
-            like = (*x.shape[:-1], w.down.shape[1]), call.options.dtype
+            like = (*x.shape[:-1], w.gate.shape[0]), call.options.dtype
             likes = (like, None if w.up is None else like)
         given = _read(needs, reads_hidden, call.options.kind != "none", keeps, x, w)
         if phase is not None:
@@ -287,10 +287,9 @@ def _twin(options: Args, x: Tensor, *tensors: Any) -> Tensor:
     if rule is not None:
         spec = NormSpec(rule.kind, w.norm, w.norm_bias, rule.eps, rule.offset, rule.cast)
         n = reference.apply_norm(x, spec)
-    n, gate, gate_bias, up, up_bias, down, down_bias = (
-        t if t is None else t.to(options.dtype) for t in (n, *w[2:])
-    )
-    if up is None:
+    cast: Any = (t if t is None else t.to(options.dtype) for t in (n, *w[2:]))
+    n, gate, gate_bias, up, up_bias, down, down_bias = cast
+    if up is None and not w.is_packed:
         y = reference.mlp(n, gate, gate_bias, down, down_bias, options.activation)
     else:
         biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
@@ -305,8 +304,10 @@ def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
     call, phase = dispatch.settled(options, x, *tensors)
     if call is None:
         return _adapted(options, x, *tensors)
-    if options.linears == PACKED:
-        # views: autograd puts their gradients together again
+    # a checkpoint's forward and recompute save alike, whatever the level in either
+    runs = call.level if phase is None else phase.runs(call.level)
+    if options.linears == PACKED and runs == "gate":
+        # one is kept: views, whose gradients autograd puts together again
         *norm, weight, bias, _, _, down, down_bias = tensors
         gate, up = weight.chunk(2)
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)

@@ -6,6 +6,8 @@ from bench.launches import benchmarked, hybrids, linears, meta, norms
 from fusedckpt.kernels import norm
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.dropout import dropout
+from fusedckpt.kernels.elementwise import HiddenGrad
+from fusedckpt.kernels.linear import hidden, hidden_grad, hybrid_grad
 
 
 def rare_norms(n: int) -> None:
@@ -32,6 +34,16 @@ def dropouts() -> None:
             dropout(meta(8192, n, dtype=dtype), 0.05, seed, 3, "split")
 
 
+def gates() -> None:
+    """A gated MLP's hidden layer: gate and up apart, and halves of one tensor's columns."""
+    dy, down, h = meta(8192, 4096), meta(4096, 11008), meta(8192, 11008)
+    for gate, up in ((meta(8192, 11008), meta(8192, 11008)), meta(8192, 2 * 11008).chunk(2, 1)):
+        hidden(gate, up, h, "silu", "split")
+        grads = HiddenGrad(gate, up, h, gate, up)
+        hidden_grad(h, grads, "silu", (True, True), "split")
+        hybrid_grad(dy, down, grads, "silu", (True, True))
+
+
 def every_size() -> None:
     benchmarked()
     everything()
@@ -40,6 +52,7 @@ def every_size() -> None:
 def everything() -> None:
     benchmarked("tiny", "llama-3-8b")
     dropouts()
+    gates()
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))
     # rows of 1001 bf16 elements are not 16-byte aligned: pointer loads

@@ -1,11 +1,13 @@
 """mlp, gated_mlp and norm_linear: bytes and FLOPs exactly, plans, chunks, bad input."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from support import DEVICE, compare, flops, gemm_flops, launches, randn, saved_bytes
+from support import DEVICE, compare, flops, gemm_flops, gemms, launches, randn, saved_bytes
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import NormSpec, reference
@@ -113,17 +115,82 @@ def test_frozen_parts_keep_and_run_no_more_than_they_need(name, level, norm):
                 assert flops(step) == gemm_flops(step), mask
 
 
-def test_packed_weights_keep_what_separate_ones_do():
+# level -> GEMMs of forward, and of backward with its recomputation, where gate and up are packed
+PACKED_GEMMS = {"inputs": (2, 5), "gate": (3, 7), "preact": (2, 4)}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("level", PACKED_GEMMS)
+def test_packed_weights_keep_what_separate_ones_do(level, bias, path):
+    """In fewer GEMMs: gate and up are one wherever both are kept, or neither is."""
     x, packed, down = randn(T, D), parameter(2 * F, D), parameter(D, F)
-    for level, kept in (("inputs", D), ("gate", D + F), ("preact", D + 2 * F)):
-        call = lambda x, level=level: gated_mlp(x, packed, None, down, save=level)  # noqa: E731
-        assert saved_bytes(call, [x]) == 4 * T * kept
-    ours = torch.autograd.grad(gated_mlp(x, packed, None, down).sum(), (x, packed, down))
+    biases = [parameter(2 * F)] if bias else []
+    kept, extra = CONTRACT["gated_mlp"][2][level]
+
+    def call(x):
+        given = {"gate_bias": biases[0]} if bias else {}
+        return gated_mlp(x, packed, None, down, **given, save=level)
+
+    def step():
+        return torch.autograd.grad(call(x).sum(), [x, packed, down, *biases])
+
+    assert saved_bytes(call, [x]) == 4 * T * kept
+    assert flops(step) == GEMM * (9 + extra)
+    if path == "aten" and DEVICE.type == "cpu":
+        forward, backward = PACKED_GEMMS[level]
+        assert len(gemms(lambda: call(x))) == forward
+        assert len(gemms(step)) == forward + backward
     gate, up = packed.detach().chunk(2)
-    separate = [x, *(t.clone().requires_grad_() for t in (gate, up)), down]
-    dx, dgate, dup, ddown = torch.autograd.grad(gated_mlp(*separate).sum(), separate)
-    for mine, other in zip(ours, (dx, torch.cat([dgate, dup]), ddown), strict=True):
+    halves = [t.detach().clone().requires_grad_() for t in biases for t in t.chunk(2)]
+    separate = [x, *(t.clone().requires_grad_() for t in (gate, up)), down, *halves]
+    given = dict(zip(("gate_bias", "up_bias"), halves, strict=False))
+    y = gated_mlp(*separate[:4], **given, save=level)
+    dx, dgate, dup, ddown, *dbs = torch.autograd.grad(y.sum(), separate)
+    found = [dx, torch.cat([dgate, dup]), ddown, *([torch.cat(dbs)] if bias else [])]
+    for mine, other in zip(step(), found, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_packed_block_is_recomputed_as_it_ran(ours):
+    """At any level: that of `saving` counts where forward runs, not where backward does."""
+    inputs = randn(T, D), parameter(2 * F, D), parameter(D, F)
+
+    def call(x, packed, down):
+        return gated_mlp(x, packed, None, down).sin()
+
+    wrap = fusedckpt.checkpoint if ours else partial(checkpoint, use_reentrant=False)
+    with fusedckpt.saving("gate"):
+        y = wrap(call, *inputs)
+    found, expected = (torch.autograd.grad(z.sum(), inputs) for z in (y, call(*inputs)))
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("level", PACKED_GEMMS)
+def test_frozen_parts_of_a_packed_block(level):
+    """Every mask: the FLOP formula is what the CPU runs, and no tensor is kept for nothing."""
+    z = {"inputs": 0, "gate": 1, "preact": 2}[level]
+    with dispatch.forced_path("aten"):
+        for mask in list(product((False, True), repeat=4))[1:]:
+            x_grad, first, bias, last = mask
+            x = randn(T, D, requires_grad=x_grad)
+            packed, down = (
+                parameter(*s, requires_grad=g) for s, g in (((2 * F, D), first), ((D, F), last))
+            )
+            both = parameter(2 * F, requires_grad=bias)
+
+            def call(x, packed=packed, both=both, down=down):
+                return gated_mlp(x, packed, None, down, gate_bias=both, save=level)
+
+            def step(call=call, x=x):
+                call(x).sum().backward()
+
+            assert saved_bytes(call, [x]) == 4 * T * (D * (z < 2 or first) + F * z), mask
+            gradients = 2 * x_grad + 2 * first + last + (x_grad or first or bias)
+            assert flops(step) == GEMM * (3 + (2 - z) + gradients), mask
+            if DEVICE.type == "cpu":
+                assert flops(step) == gemm_flops(step), mask
 
 
 def test_autocast_keeps_the_half_precision_input():

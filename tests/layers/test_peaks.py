@@ -99,6 +99,34 @@ def test_peaks(gated, level, chunks, norm, dtype):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="off a CPU a block is all rows")
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("level", ["inputs", "preact"])
+def test_packed_weights_climb_as_high(level, chunks):
+    """But that h is never written over half of a row; and their gradient is made as one."""
+    x, packed, down = randn(T, D), nn.Parameter(randn(2 * F, D) / 4), nn.Parameter(randn(D, F) / 4)
+    found = []
+    with dispatch.forced_path("aten"):
+
+        def forward():
+            found.append(gated_mlp(x, packed, None, down, save=level, chunks=chunks))
+
+        up = peak_bytes(forward, DEVICE)
+        (y,) = found
+        dy = torch.randn_like(y)
+        peak = peak_bytes(lambda: torch.autograd.grad(y, (x, packed, down), dy), DEVICE)
+    h = WIDE * T // chunks * F if level == "inputs" else 0
+    assert up == forward_peak(True, level, chunks, WIDE, False) + h
+    assert peak == backward_peak(True, level, chunks, WIDE, False)
+    # weights that outweigh the rest: their gradients, and what is as wide as a row
+    x, dy, wide = randn(2, 256), randn(2, 256, requires_grad=False), 256 * F * WIDE
+    weights = nn.Parameter(randn(2 * F, 256) / 16), nn.Parameter(randn(256, F) / 16)
+    with dispatch.forced_path("aten"):
+        y = gated_mlp(x, weights[0], None, weights[1], save=level)
+        peak = peak_bytes(lambda: torch.autograd.grad(y, (x, *weights), dy), DEVICE)
+    assert 3 * wide <= peak <= 3.1 * wide
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="off a CPU a block is all rows")
 @pytest.mark.parametrize(("norm", "blocks"), [(layer_norm, 1), (rms_norm, 6)])
 def test_norms_need_a_few_blocks_of_rows(norm, blocks):
     """Beside the results, however many rows there are: y, and dx with the weight's gradient."""

@@ -30,11 +30,17 @@ def gated(save):
     return partial(gated_mlp, save=save, chunks=2), [randn(F, D), randn(F, D), randn(D, F)]
 
 
+def packed(save):
+    weights = randn(2 * F, D), randn(D, F)
+    return lambda x, both, down: gated_mlp(x, both, None, down, save=save), list(weights)
+
+
 LAYERS = {
     "linear": (linear, "preact"),
     "mlp": (plain, "preact"),
     "gated": (gated, "preact"),
     "gate alone": (gated, "gate"),
+    "packed": (packed, "preact"),
 }
 
 
