@@ -188,7 +188,7 @@ class _MLP(torch.autograd.Function):
         keeps = runs = call.level if reads_hidden else "inputs"
         likes = ()
         if phase is not None:
-            keeps, runs = phase.keeps(keeps), phase.runs(runs)
+            keeps, runs = phase.levels or (keeps, runs)
             like = (*x.shape[:-1], w.down.shape[1]), call.options.dtype
             likes = (like, None if w.up is None else like)
         given = _read(needs, reads_hidden, call.options.kind != "none", keeps, x, w)
