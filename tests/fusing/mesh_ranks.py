@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -70,6 +72,10 @@ def main(rank: int) -> None:
             alike(trained(ranks, fused, way), trained(ranks, eager, way))
             assert len(report.swapped) == 2, report
             assert report.fallbacks == {}, report
+            # laid out over the other ranks
+            for model in (fused.mlp, eager.mlp):
+                with pytest.raises(Exception, match="mesh"):
+                    model(DTensor.from_local(ranks.x, mesh["dp"], [Replicate()]))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -209,6 +209,20 @@ def check_autograd(ranks: Ranks) -> None:
         assert frozen[-3:] == [None] * 3
 
 
+def check_rows_let_go(ranks: Ranks) -> None:
+    """What backward gathered ahead is gone once it was read, and where nobody reads it."""
+    model = MLP()
+    fusedckpt.fuse(model, verify=False)
+    parallelize_module(model, ranks.mesh, gathered_by_each(model))
+    x, held = ranks.rows(ranks.x).clone().requires_grad_() * 1, []
+    y = model(x)
+    rows = y.grad_fn.rows
+    x.register_hook(lambda _: held.append(rows.ahead))
+    y.sum().backward(retain_graph=True)
+    torch.autograd.grad(y.sum(), model.fc2.bias)
+    assert (held, rows.ahead) == ([None], None)
+
+
 def check_second_order(ranks: Ranks) -> None:
     """Where rows are shared out: torch's from_local of a whole tensor is differentiable once."""
     way = gathered_by_each
@@ -291,6 +305,17 @@ def check_left_layouts(ranks: Ranks) -> None:
     assert report.fallbacks == {"": reason}, report.fallbacks
 
 
+def check_left_norms(ranks: Ranks) -> None:
+    """A weight that is not whole on every rank is one that torch gathers."""
+    norm = nn.RMSNorm(D)
+    torch.nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(2))
+    expected = ranks.rows(norm(ranks.x))
+    report = fusedckpt.fuse(norm, verify=False)
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), ranks.mesh, [Shard(0)]))
+    same([local(norm(ranks.given(as_dtensors)))], [expected])
+    assert "weight is a DTensor" in report.fallbacks[""]
+
+
 def main(rank: int) -> None:
     ranks = Ranks(init_device_mesh("cpu", (2,)), rank)
     check_table(ranks)
@@ -298,10 +323,12 @@ def main(rank: int) -> None:
     check_shapes(ranks)
     check_wide_out(ranks)
     check_autograd(ranks)
+    check_rows_let_go(ranks)
     check_second_order(ranks)
     check_writes(ranks)
     check_left(ranks)
     check_left_layouts(ranks)
+    check_left_norms(ranks)
 
 
 if __name__ == "__main__":
