@@ -4,8 +4,8 @@ from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
 from fusedckpt.autograd.lora import LoRA
+from fusedckpt.autograd.module_calls import is_recomputing
 from fusedckpt.autograd.norm_spec import NormSpec
-from fusedckpt.autograd.phases import is_recomputing
 from fusedckpt.autograd.quantised import QuantisedWeight, register_quantised
 from fusedckpt.checkpointing.function import checkpoint
 from fusedckpt.checkpointing.prefetch import prefetch_recompute

@@ -181,8 +181,8 @@ def launches() -> Iterator[Counter[str]]:
         kind.run = run  # type: ignore[method-assign]
 
 
-def run_ranks(script: Path, store: Path) -> None:
-    """Run a script as `script STORE RANK` for each of two ranks, and assert that both succeed."""
+def run_ranks(script: Path, store: Path, count: int = 2) -> None:
+    """Run a script as `script STORE RANK` for each of the ranks, and assert that all succeed."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("needs gloo")
     command = [sys.executable, "-W", "ignore", script, str(store)]
@@ -194,22 +194,22 @@ def run_ranks(script: Path, store: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         outputs = [rank.communicate(timeout=HANGS)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [rank.returncode for rank in ranks] == [0] * count, outputs
 
 
-def as_rank(main: Callable[[int], None]) -> None:
-    """Be one of the two ranks that `run_ranks` starts: call `main` with its number, and exit."""
+def as_rank(main: Callable[[int], None], count: int = 2) -> None:
+    """Be one of the ranks that `run_ranks` starts: call `main` with its number, and exit."""
     rank = int(sys.argv[2])
     torch.set_num_threads(1)
     store = f"file://{sys.argv[1]}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
     main(rank)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

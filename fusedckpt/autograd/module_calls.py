@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedckpt.autograd.phases import recomputing
+from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.uncompiled import never_compile, uncompiled
 
 
@@ -47,6 +47,8 @@ class Observer(Protocol):
 
 class _Local(threading.local):
     observer: Observer | None = None
+    # recomputes that run, one inside another
+    recomputes = 0
 
 
 _local = _Local()
@@ -138,14 +140,27 @@ def recomputed(fn: Any, observer: PutsBackBuffers) -> Iterator[None]:
     module = getattr(fn, "__self__", None)
     module = module if isinstance(module, nn.Module) else None
     entered = None if module is None else PutsBackBuffers.enter(observer, module)
+    _local.recomputes += 1
     try:
-        with recomputing(), observed(observer), ExitStack() as around:
+        with observed(observer), ExitStack() as around:
             for watcher in _watchers:
                 around.enter_context(watcher(module))
             yield
     finally:
+        _local.recomputes -= 1
         if entered is not None:
             observer.leave(entered)
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks runs in the recompute of a checkpoint, ours or torch's.
+
+    For forward hooks and counters that are to act once per step.
+    """
+    if _local.recomputes:
+        return True
+    phase = current()
+    return phase is not None and phase.recomputes
 
 
 @uncompiled

@@ -11,9 +11,7 @@ more but is never wrong.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,21 +37,16 @@ class Phase:
     """Where what a layer saves goes through hooks: it keeps what its level says.
 
     A layer keeps tensors that it was given, and extras: GEMM outputs that its backward can make
-    again from them. `runs` is the level at which the forward computes extras, `keeps` the one at
-    which what it was given must suffice. Extras are a layer's own, to write over in its backward,
-    where no hooks may have handed them on.
+    again from them. Extras are a layer's own, to write over in its backward, where no hooks may
+    have handed them on.
+
+    levels: the level whose extras backward can count on, and that at which the forward computes
+    them; None for the layer's own level.
     """
 
     recomputes = False
     owns_extras = False
-
-    def runs(self, level: str) -> str:
-        """Return the level to compute at."""
-        return level
-
-    def keeps(self, level: str) -> str:
-        """Return the level whose extras backward can count on."""
-        return level
+    levels: tuple[str, str] | None = None
 
     def enter(self, given: Tensors, likes: Likes = ()) -> None:
         """Take note of what the layer is about to save, before it computes anything."""
@@ -70,25 +63,15 @@ class _ReentrantRecompute(Phase):
     """The recompute of a reentrant checkpoint: its own graph runs next."""
 
     recomputes = owns_extras = True
-
-    def runs(self, level: str) -> str:
-        return "preact"
-
-    keeps = runs
+    levels = "preact", "preact"
 
 
 class _Stock(Phase):
     """torch's non-reentrant checkpoint, which matches saved tensors by position and metadata."""
 
     def __init__(self, level: str):
-        self.level = level
+        self.levels = "inputs", level
         self.recomputes = level == "preact"
-
-    def runs(self, level: str) -> str:
-        return self.level
-
-    def keeps(self, level: str) -> str:
-        return "inputs"
 
     def save(
         self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
@@ -135,34 +118,6 @@ def _num_wanted(pack: Any) -> int | None:
         return None
 
 
-class _State(threading.local):
-    depth = 0
-
-
-_state = _State()
-
-
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Let `is_recomputing` say so."""
-    _state.depth += 1
-    try:
-        yield
-    finally:
-        _state.depth -= 1
-
-
-def is_recomputing() -> bool:
-    """Whether the code that asks runs in the recompute of a checkpoint, ours or torch's.
-
-    For forward hooks and counters that are to act once per step.
-    """
-    if _state.depth:
-        return True
-    phase = current()
-    return phase is not None and phase.recomputes
-
-
 _HOOKED = Phase()
 _REENTRANT = _ReentrantRecompute()
 _STOCK_FORWARD = _Stock("inputs")
@@ -179,9 +134,9 @@ def current() -> Phase | None:
     To be called where grad mode is still the caller's. Under torch.compile it is None: a compiled
     checkpoint decides by itself what is recomputed.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not can_see_hooks():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _top_hooks is None:
         return None
-    hooks = top_hooks()
+    hooks = _top_hooks(False)
     if hooks is None:
         return _REENTRANT if _runs_in_checkpoint() else None
     pack = hooks[0]
@@ -198,10 +153,9 @@ def current() -> Phase | None:
 
 def of_layer() -> Phase | None:
     """Return the phase of a layer, None where what it saves goes through no hooks but counting."""
-    if not can_see_hooks():
-        return _HOOKED
     phase, hooks = current(), top_hooks()
-    return _HOOKED if phase is None and hooks is not None and not only_count(hooks) else phase
+    is_hooked = _top_hooks is None or (hooks is not None and not only_count(hooks))
+    return _HOOKED if phase is None and is_hooked else phase
 
 
 def only_count(hooks: Hooks) -> bool:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fusedckpt.autograd.module_calls import PutsBackBuffers, observed
-from fusedckpt.autograd.phases import is_recomputing
+from fusedckpt.autograd.module_calls import PutsBackBuffers, is_recomputing, observed
 
 
 class Run(TorchDispatchMode, PutsBackBuffers):

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint as stock
 from torch.autograd import forward_ad
 
-from fusedckpt.checkpointing.calls import Contexts, Options
+from fusedckpt.checkpointing.calls import Call, Contexts, Options
 from fusedckpt.checkpointing.segment import Segment
 
 __all__ = ["checkpoint"]
@@ -120,7 +120,7 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
     options = options._replace(debug=debug, early_stop=early_stop)
-    return Segment(options).run(function, args, kwargs)
+    return Segment(options).run(Call(function, args, kwargs, options), args, kwargs)
 
 
 def is_plain_call() -> bool:

@@ -7,37 +7,17 @@ order in which the engine runs nodes: the latest first.
 from __future__ import annotations
 
 import heapq
-import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedckpt.autograd import arguments
-from fusedckpt.autograd.phases import is_recomputing
+from fusedckpt.autograd.module_calls import is_recomputing
+from fusedckpt.checkpointing.segment import NODE_KEY, Segment
 
-__all__ = ["mark", "prefetch_recompute"]
-
-# in a node's metadata
-_KEY = "fusedckpt segment"
-
-
-class _Segment(Protocol):
-    def prefetch(self) -> bool:
-        """Recompute for the next backward; return whether there was anything to bring back."""
-        ...
-
-
-def mark(output: Any, given: Any, segment: _Segment) -> None:
-    """Let the nodes of what a segment returned be known as its own.
-
-    given: its arguments, which it may return as they are.
-    """
-    for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
-        node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
-        if node is not None and not any(leaf is x for x in given):
-            node.metadata[_KEY] = weakref.ref(segment)
+__all__ = ["prefetch_recompute"]
 
 
 def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
@@ -80,7 +60,7 @@ def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
         return 0
     tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
     found = 0
-    seen: set[_Segment] = set()
+    seen: set[Segment] = set()
     # a recompute makes tensors to save, as a backward does
     with torch.inference_mode(False):
         for segment in _in_order([x.grad_fn for x in tensors if x.grad_fn is not None]):
@@ -99,7 +79,7 @@ def _in_order(nodes: list[Any]) -> Any:
     heapq.heapify(queue)
     while queue:
         _, _, node = heapq.heappop(queue)
-        known = node.metadata.get(_KEY)
+        known = node.metadata.get(NODE_KEY)
         if known is not None and (segment := known()) is not None:
             yield segment
         for after, _ in node.next_functions:

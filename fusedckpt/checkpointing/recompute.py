@@ -7,7 +7,6 @@ tensors: the recompute leaves them in slots.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -21,25 +20,8 @@ from fusedckpt.autograd.module_calls import PutsBackBuffers, recomputed
 from fusedckpt.autograd.phases import Likes, Phase, Tensors
 from fusedckpt.autograd.uncompiled import uncompiled
 from fusedckpt.checkpointing import calls
-from fusedckpt.checkpointing.calls import Argument, Call, Options, Packed, stale
+from fusedckpt.checkpointing.calls import Argument, Packed, Trace, stale
 from fusedckpt.checkpointing.determinism import Run
-
-
-class Trace:
-    """What a segment's forward leaves for its recompute."""
-
-    def __init__(self, options: Options):
-        self.options, self.contexts = options, options.context_fn()
-        # whether a recompute runs only when, and as far as, backward needs it
-        self.stops = options.early_stop and not options.debug
-        self.calls: list[Call] = []
-        # whether the last call has returned
-        self.is_complete = False
-        # in order, what stands for each saved tensor, and what it was like
-        self.saved: list[tuple[weakref.ref[Packed], tuple[Any, ...]]] = []
-        # the fused layers by name, each with what waits for its GEMM outputs
-        self.slots: list[tuple[str, weakref.ref[Any]]] = []
-        self.watched: Run | None = None
 
 
 class Stop(BaseException):
@@ -125,7 +107,8 @@ class Recompute(Phase):
         made = {}
         observer = PutsBackBuffers() if run is None else run
         for call in self._segment.calls:
-            self._level = call.level
+            # GEMM outputs, which backward reads next; it counts on none, as the forward had none
+            self.levels = "inputs", call.level
             # the context may count operations: buffers are put back outside of it
             with (
                 call.surroundings.restored(),
@@ -202,14 +185,6 @@ class Recompute(Phase):
         if tensor is not None and tensor._version != version:
             raise RuntimeError(stale("a tensor saved for backward", tensor))
         return tensor
-
-    def runs(self, level: str) -> str:
-        """Compute GEMM outputs: backward reads them next."""
-        return self._level
-
-    def keeps(self, level: str) -> str:
-        """Count on no GEMM outputs: the forward had none."""
-        return "inputs"
 
     def enter(self, given: Tensors, likes: Likes = ()) -> None:
         """End the recompute before the layer's own work, where the layer is its end."""

@@ -9,13 +9,13 @@ one backward, whose end drops all it made.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases
@@ -23,14 +23,27 @@ from fusedckpt.autograd.backward import at_end_of_backward, backward_id
 from fusedckpt.autograd.phases import Likes, Phase, Tensors
 from fusedckpt.autograd.uncompiled import uncompiled
 from fusedckpt.checkpointing import calls
-from fusedckpt.checkpointing.calls import Argument, Call, Options, Packed, layout_of, stale
+from fusedckpt.checkpointing.calls import (
+    Argument,
+    Call,
+    Options,
+    Packed,
+    Trace,
+    layout_of,
+    stale,
+)
 from fusedckpt.checkpointing.determinism import Run
-from fusedckpt.checkpointing.prefetch import mark
-from fusedckpt.checkpointing.recompute import Recompute, Trace
+from fusedckpt.checkpointing.recompute import Recompute
+
+# where the node of autograd's graph that made an output refers to its segment
+NODE_KEY = "fusedckpt segment"
 
 
 class Segment(Trace, Phase):
     """The forward of a checkpoint."""
+
+    # GEMM outputs for backward would be dropped
+    levels = "inputs", "inputs"
 
     def __init__(self, options: Options | None = None):
         super().__init__(options or Options())
@@ -40,15 +53,14 @@ class Segment(Trace, Phase):
         # one that came before its backward
         self._ahead: Recompute | None = None
 
-    def run(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call `fn`, dropping what autograd saves."""
+    def run(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Make a call for the first time, dropping what autograd saves."""
         self.is_complete, around = False, phases.current()
         # what comes back through hooks is elsewhere in memory
         self._is_hooked = phases.top_hooks() is not None
-        self.watched = run = Run(fn) if self.options.debug else None
+        self.watched = run = Run(call.fn) if self.options.debug else None
+        self.calls.append(call)
         try:
-            call = self._call(fn, args, kwargs)
-            self.calls.append(call)
             # what an enclosing checkpoint recomputes, it gives back once only
             for held in call.held if around is None and phases.can_see_hooks() else ():
                 if isinstance(held, Argument) and held.storage:
@@ -61,7 +73,7 @@ class Segment(Trace, Phase):
                 nullcontext() if run is None else run.watched(),
                 self.contexts[0],
             ):
-                output = fn(*args, **kwargs)
+                output = call.fn(*args, **kwargs)
                 self.is_complete = True
         finally:
             self._arguments = {}
@@ -70,11 +82,15 @@ class Segment(Trace, Phase):
         if run is not None:
             run.see("the segment", output)
         if around is None:
-            mark(output, (*args, *kwargs.values()), self)
+            self._mark(output, (*args, *kwargs.values()))
         return output
 
-    def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
-        return Call(fn, args, kwargs, self.options)
+    def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
+        """Let the nodes of an output be known as the segment's own, but of what it was given."""
+        for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
+            node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
+            if node is not None and not any(leaf is x for x in given):
+                node.metadata[NODE_KEY] = weakref.ref(self)
 
     @uncompiled
     def pack(self, tensor: Tensor) -> Packed:
@@ -147,15 +163,6 @@ class Segment(Trace, Phase):
         """Return what this backward recomputed, or what was recomputed for it."""
         found = self._recomputes.get(backward)
         return self._recompute(backward) if found is None and self._ahead is not None else found
-
-    def runs(self, level: str) -> str:
-        """Compute no GEMM outputs for backward: they would be dropped."""
-        return "inputs"
-
-    keeps = runs
-
-    def enter(self, given: Tensors, likes: Likes = ()) -> None:
-        """Nothing to do: every layer of a forward computes."""
 
     def save(
         self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()

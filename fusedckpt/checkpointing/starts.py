@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedckpt.autograd.surroundings import no_trace
 from fusedckpt.checkpointing.function import is_plain_call
 from fusedckpt.memory import saved_tensors, storages_of
 
@@ -70,6 +75,53 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
             saved_before, origin = returned, origin if before.keys() & after.keys() else i + 1
     sizes.own[-1] += saved_before
     return sizes
+
+
+@contextmanager
+def no_trace(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put back, on leaving, random states and all modules with buffers that this thread called.
+
+    Random states are those of Python, NumPy, the CPU and the devices of `tensors`. Modules with
+    buffers get back all of their attributes, and work on copies of the buffers meanwhile.
+    """
+    seen: set[nn.Module] = set()
+    thread = threading.get_ident()
+
+    def keep(called: nn.Module, _: Any) -> None:
+        for module in called.modules() if threading.get_ident() == thread else ():
+            if module in seen or not module._buffers:
+                continue
+            seen.add(module)
+            if not isinstance(module, LazyModuleMixin):
+                undo.callback(_restore, module, dict(vars(module)))
+                copies = pytree.tree_map_only(Tensor, _copied_buffer, dict(module._buffers))
+                vars(module)["_buffers"] = copies
+            elif isinstance(module, _NormBase):
+                # initialised as ever, but its statistics are yet to begin
+                undo.callback(module.reset_running_stats)
+
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.enter_context(torch.random.fork_rng([]))
+        for device in {tensor.device for tensor in tensors}:
+            # the generator of mps cannot be forked
+            if device.type not in ("cpu", "meta", "mps"):
+                undo.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
+        handle = register_module_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _copied_buffer(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
+
+
+def _restore(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(state)
 
 
 Rule = Callable[[ChainSizes], list[int]]

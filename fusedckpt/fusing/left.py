@@ -176,7 +176,10 @@ def _has_activation(module: nn.Module) -> bool:
     own = (getattr(value, "func", value) for value in vars(module).values())
     if any(value is function for value in own for function in _FUNCTIONS):
         return True
-    return not type(module).__module__.startswith("torch.") and _calls(type(module))
+    kind = type(module)
+    # FSDP's class of a module is made in torch, the forward is not
+    by = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+    return not by.__module__.startswith("torch.") and _calls(kind)
 
 
 def _is_activation(child: nn.Module) -> bool:

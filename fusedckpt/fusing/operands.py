@@ -65,8 +65,10 @@ def tensors_of(
         part: Any = child_at(module, path)
         if part.training and getattr(part, name) > 0:
             return "dropout", ".".join(path) or name
-    if not (dispatch.are_plain(x) if layout is None else parallel.takes(x, layout)):
+    if layout is None and not dispatch.are_plain(x):
         return fallbacks.unplain(x)
+    if layout is not None and not parallel.takes(x, layout):
+        return "layout", ""
     linears: list[Linear] = []
     given = [(_parameter(module, w), _parameter(module, b)) for w, b, _ in match.block.linears]
     if layout is not None:

@@ -27,8 +27,12 @@ _CALLS = {
     "changed": "{} is not what it was when it was fused",
     "dropout": "{} drops inside while training",
     "input": "its input is a {}, which only its own class takes",
+    "layout": "its input or its output is not laid out over ranks by whole rows",
     "dtype": "its input is {}, in which it was not proven equal or which its weights are not",
 }
+
+# which others are fused
+_SHARDED = "only norms on whole rows and MLPs split by columns, then by rows, are fused, in eager"
 
 
 def of_call(module: nn.Module, fallback: Fallback) -> str:
@@ -90,7 +94,7 @@ def of_weight(name: str, weight: Any) -> str | None:
     if (why := why_left(weight)) is not None:
         return f"{name}: {why}"
     if type(weight).__name__ == "DTensor":
-        return f"{name} is a DTensor: sharded parameters are not fused"
+        return f"{name} is a DTensor: {_SHARDED}"
     if dispatch.is_plain(type(weight)):
         return f"{name} must be a dense tensor, got layout {weight.layout}"
     return f"{name} is a {_name(type(weight))}: quantised weights and the like are not fused"

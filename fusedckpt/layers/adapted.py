@@ -85,7 +85,7 @@ class _Adapted(torch.autograd.Function):
         keeps = runs = call.level if reads_hidden else "inputs"
         likes = ()
         if phase is not None and reads_hidden:
-            keeps, runs = phase.keeps(keeps), phase.runs(runs)
+            keeps, runs = phase.levels or (keeps, runs)
             rows = x.numel() // max(1, x.shape[-1])
             likes = [((rows, shape_of(linears[0])[0]), call.dtype)] * len(needs.first)
         given = _read(call, needs, keeps if reads_hidden else "", x, seeds, norm, linears)

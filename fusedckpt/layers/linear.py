@@ -70,7 +70,7 @@ class _LinearAct(torch.autograd.Function):
         has_z, keeps, runs = call.activation != "identity", call.level, call.level
         phase = phase if any(ctx.needs_input_grad) else None
         if phase is not None:
-            keeps, runs = phase.keeps(keeps), phase.runs(runs)
+            keeps, runs = phase.levels or (keeps, runs)
         recomputes = has_z and keeps == "inputs"
         given = (
             x if recomputes or needs_dw else None,

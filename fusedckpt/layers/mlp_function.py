@@ -188,7 +188,7 @@ class _MLP(torch.autograd.Function):
         keeps = runs = call.level if reads_hidden else "inputs"
         likes = ()
         if phase is not None:
-            keeps, runs = phase.keeps(keeps), phase.runs(runs)
+            keeps, runs = phase.levels or (keeps, runs)
             like = (*x.shape[:-1], w.gate.shape[0]), call.options.dtype
             likes = (like, None if w.up is None else like)
         given = _read(needs, reads_hidden, call.options.kind != "none", keeps, x, w)
@@ -305,7 +305,7 @@ def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
     if call is None:
         return _adapted(options, x, *tensors)
     # a checkpoint's forward and recompute save alike, whatever the level in either
-    runs = call.level if phase is None else phase.runs(call.level)
+    _, runs = (None if phase is None else phase.levels) or (None, call.level)
     if options.linears == PACKED and runs == "gate":
         # one is kept: views, whose gradients autograd puts together again
         *norm, weight, bias, _, _, down, down_bias = tensors

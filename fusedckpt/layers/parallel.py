@@ -125,7 +125,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     # as it was given, so that autograd sees whether it is written to
     own = given
     if x.placements != (split,):
-        own = x.detach().redistribute(placements=[split]).to_local().clone()
+        own = x.detach().redistribute(placements=[split]).to_local()
     rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
     y = block(_kept_as(whole, rows.again, own, None, None))
     if _reads_again(y) and layout.output == split and (y.shape, y.dtype) == (rows.shape, own.dtype):

@@ -201,19 +201,19 @@ class HandingOn(Segment):
         # by place in memory, while they live as they were returned
         self._outputs: dict[Any, tuple[weakref.ref[Tensor], int, _Output]] = {}
         self._last_uses: dict[tuple[int, int], int] = {}
-        self._level = "preact"
 
-    def run(
+    def go_on(
         self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], level: str = "preact"
     ) -> Any:
         """Call `fn`, fused layers in it keeping in the recompute what `level` says."""
-        number, self._level = len(self.calls), level
+        number = len(self.calls)
         if number:
             # an output of an earlier call may be anywhere in them
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            output = super().run(_Flat(fn, spec), leaves, {})
-        else:
-            output = super().run(fn, args, kwargs)
+            args, spec = pytree.tree_flatten((args, kwargs))
+            fn, kwargs = _Flat(fn, spec), {}
+        part = _Part(fn, args, kwargs, self.options, self._hold)
+        part.level, part.number, part.last_uses = level, number, self._last_uses
+        output = self.run(part, args, kwargs)
         for i, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 known = weakref.ref(leaf), version_of(leaf), _Output(number, i)
@@ -228,12 +228,6 @@ class HandingOn(Segment):
         found = super()._recompute(backward, keeps)
         spent.append(clock() - start)
         return found
-
-    def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
-        part = _Part(fn, args, kwargs, self.options, self._hold)
-        part.level, part.number = self._level, len(self.calls)
-        part.last_uses = self._last_uses
-        return part
 
     def _hold(self, tensor: Tensor) -> Argument:
         known = self._outputs.get(_place_of(tensor))
@@ -303,7 +297,7 @@ class Segmented:
         # while a graph holds it
         segment = known() if place and of is self and expected == place else None
         segment, _running.segment = segment or HandingOn(), _NONE
-        output = segment.run(forward, args, kwargs, self.levels[place])
+        output = segment.go_on(forward, args, kwargs, self.levels[place])
         _running.segment = weakref.ref(segment), self, place + 1
         return output
 

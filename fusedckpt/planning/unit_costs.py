@@ -269,7 +269,7 @@ def _packed(run: Run, args: Any, kwargs: Any) -> Any:
 
 def _whole(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a unit as in the middle of a segment, whose recompute needs all of it."""
-    return roles.HandingOn(Options(early_stop=False)).run(forward, args, kwargs, level)
+    return roles.HandingOn(Options(early_stop=False)).go_on(forward, args, kwargs, level)
 
 
 def _timed(kind: Any, call: Call, runs: Mapping[str, Run]) -> dict[str, Times]:

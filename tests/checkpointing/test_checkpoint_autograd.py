@@ -116,6 +116,14 @@ def test_c13_partial_backward_leaves_nothing():
     assert last is y.grad_fn
 
 
+def test_c13_what_a_partial_backward_did_not_read_goes_too():
+    x, last = randn(64, 64), randn(64, 64)
+    y = checkpoint(lambda x: x.sin().exp().cos() @ last, x)
+    before = live()
+    (grad,) = torch.autograd.grad(y.sum(), last, retain_graph=True)
+    assert live() == before + grad.nbytes
+
+
 def test_c14_saved_tensors_read_twice():
     """By any number of layers, at the cost of one more recompute."""
     calls = []

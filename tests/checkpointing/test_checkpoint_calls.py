@@ -13,7 +13,7 @@ from fusedckpt.planning.roles import HandingOn
 
 def part(of, fn, args):
     """Call `fn` as a part of a segment."""
-    return of.run(fn, args, {})
+    return of.go_on(fn, args, {})
 
 
 def blocks(count: int = 3):

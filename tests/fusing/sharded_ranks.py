@@ -13,40 +13,33 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from own_classes import LlamaRMSNorm  # after the path is set
 from support import as_rank
+from tensor_parallel import D, F, GatedMLP, replicated, same, whole
 
 from fusedckpt import fuse
+from fusedckpt.autograd.dispatch import forced_path
 
-D, F = 8, 12
 
-
-class MLP(nn.Module):
-    def __init__(self, p: float = 0.0):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(D, F), nn.Linear(D, F), nn.Linear(F, D)
-        self.act, self.drop = nn.SiLU(), nn.Dropout(p)
+class Dropping(GatedMLP):
+    def __init__(self, p: float):
+        super().__init__(bias=True)
+        self.drop = nn.Dropout(p)
 
     def forward(self, x):
-        return self.down(self.drop(self.act(self.gate(x)) * self.up(x)))
+        return self.down_proj(self.drop(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     norms = nn.Sequential(nn.LayerNorm(D), LlamaRMSNorm(D), nn.RMSNorm(D))
-    return nn.Sequential(norms, MLP(), nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)))
+    mlp = nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))
+    return nn.Sequential(norms, GatedMLP(bias=True), mlp)
 
 
 NAMES = ["0.0", "0.1", "0.2", "1", "2.0"]
@@ -56,21 +49,15 @@ def tensor_parallel(model: nn.Sequential, mesh) -> nn.Sequential:
     """Norms on parts of the sequence, an MLP on parts of its features."""
     for norm in model[0]:
         parallelize_module(norm, mesh, SequenceParallel())
-    parallelize_module(model[1], mesh, linears())
+    parallelize_module(model[1], mesh, replicated(model[1]))
     return model
-
-
-def linears() -> dict[str, ParallelStyle]:
-    return {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def outputs(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
     n = model[0](x)
-    n = n.redistribute(placements=[Replicate()]).to_local() if n is not None else n
-    y = model[2](model[1](n))
+    y = model[2](model[1](whole(n)))
     y.square().sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    return [y, *(getattr(g, "full_tensor", lambda g=g: g)() for g in grads)]
+    return [y, *(p.grad for p in model.parameters())]
 
 
 def check_tensor_parallel(mesh) -> None:
@@ -78,9 +65,7 @@ def check_tensor_parallel(mesh) -> None:
     report = fuse(fused)
     assert list(report.swapped) == NAMES, report
     x = torch.randn(2, 4, D)
-    pairs = zip(*(outputs(tensor_parallel(m, mesh), x) for m in (fused, eager)), strict=True)
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs)
+    same(*(outputs(tensor_parallel(m, mesh), x) for m in (fused, eager)))
     assert report.fallbacks == {}, report
     after = fuse(tensor_parallel(build(), mesh))
     assert (after.swapped, after.left) == (report.swapped, {}), after
@@ -89,11 +74,11 @@ def check_tensor_parallel(mesh) -> None:
 def check_dropout(mesh) -> None:
     """What drops inside runs its class, with the draws of each rank."""
     torch.manual_seed(1)
-    eager, x = MLP(0.5), torch.randn(4, D, requires_grad=True)
+    eager, x = Dropping(0.5), torch.randn(4, D, requires_grad=True)
     fused = copy.deepcopy(eager)
     report = fuse(fused)
     for model in (eager, fused):
-        parallelize_module(model, mesh, linears())
+        parallelize_module(model, mesh, replicated(model))
     torch.testing.assert_close(fused.eval()(x), eager.eval()(x))
     assert report.fallbacks == {}, report
     found = []
@@ -156,4 +141,5 @@ def main(_: int) -> None:
 
 
 if __name__ == "__main__":
-    as_rank(main)
+    with forced_path("aten"):
+        as_rank(main)

@@ -7,101 +7,47 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support import as_rank  # after the path is set
+from tensor_parallel import (
+    MLP,
+    B,
+    Block,
+    D,
+    F,
+    GatedMLP,
+    Ranks,
+    S,
+    alike,
+    as_dtensors,
+    gathered_by_each,
+    gathered_once,
+    local,
+    plan,
+    replicated,
+    same,
+)
 
 import fusedckpt
 from fusedckpt.memory import saved_tensors
 
-B, S, D, F = 2, 8, 16, 48
 # bytes of all rows of D and of F features in float32
 WIDE, HIDDEN = 4 * B * S * D, 4 * B * S * F
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, bias: bool = False):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(D, F, bias), nn.Linear(D, F, bias)
-        self.down_proj = nn.Linear(F, D, bias)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class MLP(nn.Module):
-    def __init__(self, bias: bool = True, out: int = D):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(D, F, bias), nn.Linear(F, out, bias)
-
-    def forward(self, x):
-        return self.fc2(nn.functional.gelu(self.fc1(x)))
-
-
-class Block(nn.Module):
-    def __init__(self, mlp: nn.Module):
-        super().__init__()
-        # torch's own keeps its input and a number for each row
-        self.norm, self.mlp = nn.LayerNorm(D), mlp
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-FIRST, LAST = ("gate_proj", "up_proj", "fc1"), ("down_proj", "fc2")
-
-
-def plan(of: nn.Module, column: dict, row: dict, **others: Any) -> dict[str, Any]:
-    names = [name for name, _ in of.named_modules()]
-    found = {n: ColwiseParallel(**column) for n in names if n.rpartition(".")[2] in FIRST}
-    found |= {n: RowwiseParallel(**row) for n in names if n.rpartition(".")[2] in LAST}
-    return found | {name: style for name, style in others.items() if name in names}
-
-
-ROWS = {"output_layouts": Shard(1)}
-
-
-def replicated(of: nn.Module) -> dict[str, Any]:
-    return plan(of, {}, {})
-
-
-def gathered_once(of: nn.Module) -> dict[str, Any]:
-    """As PyTorch's tutorial does it: the block gathers, before its linears."""
-    gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    return plan(of, {}, ROWS, norm=SequenceParallel(), mlp=gathers)
-
-
-def gathered_by_each(of: nn.Module) -> dict[str, Any]:
-    return plan(of, {"input_layouts": Shard(1)}, ROWS, norm=SequenceParallel())
-
-
-def as_dtensors(of: nn.Module) -> dict[str, Any]:
-    gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    row = {**ROWS, "use_local_output": False}
-    return plan(of, {"use_local_output": False}, row, norm=SequenceParallel(), mlp=gathers)
-
-
 GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 # collectives of a gated MLP, forward and backward: unfused, and fused
 COLLECTIVES = {
@@ -126,61 +72,6 @@ SAVED = {
 
 def counted(mode: CommDebugMode) -> dict[str, int]:
     return {str(op).rpartition(".")[2].rstrip("'>)"): n for op, n in mode.get_comm_counts().items()}
-
-
-def whole(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def local(x: Any) -> Any:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-class Ranks:
-    """What two ranks make of a model and an input, of which each has its rows or all."""
-
-    def __init__(self, mesh: DeviceMesh, rank: int):
-        self.mesh, self.rank = mesh, rank
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(B, S, D, generator=generator)
-        self.dy = torch.randn(B, S, D, generator=generator)
-
-    def rows(self, x: Tensor) -> Tensor:
-        return x.chunk(2, 1)[self.rank]
-
-    def part(self, x: Tensor, way: Any) -> Tensor:
-        return x if way is replicated else self.rows(x)
-
-    def given(self, way: Any) -> Tensor:
-        x = self.part(self.x, way)
-        return DTensor.from_local(x, self.mesh, [Shard(1)]) if way is as_dtensors else x
-
-    def results(self, model: nn.Module, way: Any, call: Callable | None = None) -> list[Any]:
-        """Return output and gradients, the parameters' as they are."""
-        x = self.given(way).clone().requires_grad_()
-        model.zero_grad()
-        # as an intermediate
-        y = (model if call is None else call)(x * 1)
-        local(y).backward(self.part(self.dy, way).to(y.dtype))
-        grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        return [local(y.detach()), local(x.grad), *grads]
-
-    def expected(self, model: nn.Module, way: Any) -> list[Any]:
-        """Return what one process makes of it."""
-        y, dx, *grads = self.results(model, replicated)
-        return [self.part(y, way), self.part(dx, way), *grads]
-
-
-def same(found: list[Any], expected: list[Any], **tolerance: float) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(whole(ours), whole(theirs), **tolerance)
-
-
-def alike(found: list[Any], expected: list[Any]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert type(ours) is type(theirs)
-        assert getattr(ours, "placements", None) == getattr(theirs, "placements", None)
-    same(found, expected)
 
 
 def costs(ranks: Ranks, model: nn.Module, way: Any) -> tuple[int, Any]:
@@ -318,6 +209,20 @@ def check_autograd(ranks: Ranks) -> None:
         assert frozen[-3:] == [None] * 3
 
 
+def check_rows_let_go(ranks: Ranks) -> None:
+    """What backward gathered ahead is gone once it was read, and where nobody reads it."""
+    model = MLP()
+    fusedckpt.fuse(model, verify=False)
+    parallelize_module(model, ranks.mesh, gathered_by_each(model))
+    x, held = ranks.rows(ranks.x).clone().requires_grad_() * 1, []
+    y = model(x)
+    rows = y.grad_fn.rows
+    x.register_hook(lambda _: held.append(rows.ahead))
+    y.sum().backward(retain_graph=True)
+    torch.autograd.grad(y.sum(), model.fc2.bias)
+    assert (held, rows.ahead) == ([None], None)
+
+
 def check_second_order(ranks: Ranks) -> None:
     """Where rows are shared out: torch's from_local of a whole tensor is differentiable once."""
     way = gathered_by_each
@@ -352,7 +257,10 @@ def check_writes(ranks: Ranks) -> None:
 def check_left(ranks: Ranks) -> None:
     """What else is around a linear, or split otherwise, runs as its class, and is named."""
     hook = "gate_proj: a hook watches it, or its forward was replaced"
-    sharded = "gate_proj.weight is a DTensor: sharded parameters are not fused"
+    sharded = (
+        "gate_proj.weight is a DTensor: only norms on whole rows and MLPs split by columns, then "
+        "by rows, are fused, in eager"
+    )
     mesh = ranks.mesh
 
     def hooked(model: nn.Module) -> None:
@@ -385,6 +293,29 @@ def check_left(ranks: Ranks) -> None:
         assert report.fallbacks == {"": reason}, report.fallbacks
 
 
+def check_left_layouts(ranks: Ranks) -> None:
+    model = GatedMLP()
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    expected = model(ranks.x).chunk(2, -1)[ranks.rank]
+    report = fusedckpt.fuse(model, verify=False)
+    parallelize_module(model, ranks.mesh, plan(model, {}, {"output_layouts": Shard(-1)}))
+    same([model(ranks.x)], [expected])
+    reason = "its input or its output is not laid out over ranks by whole rows"
+    assert report.fallbacks == {"": reason}, report.fallbacks
+
+
+def check_left_norms(ranks: Ranks) -> None:
+    """A weight that is not whole on every rank is one that torch gathers."""
+    norm = nn.RMSNorm(D)
+    torch.nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(2))
+    expected = ranks.rows(norm(ranks.x))
+    report = fusedckpt.fuse(norm, verify=False)
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), ranks.mesh, [Shard(0)]))
+    same([local(norm(ranks.given(as_dtensors)))], [expected])
+    assert "weight is a DTensor" in report.fallbacks[""]
+
+
 def main(rank: int) -> None:
     ranks = Ranks(init_device_mesh("cpu", (2,)), rank)
     check_table(ranks)
@@ -392,9 +323,12 @@ def main(rank: int) -> None:
     check_shapes(ranks)
     check_wide_out(ranks)
     check_autograd(ranks)
+    check_rows_let_go(ranks)
     check_second_order(ranks)
     check_writes(ranks)
     check_left(ranks)
+    check_left_layouts(ranks)
+    check_left_norms(ranks)
 
 
 if __name__ == "__main__":
