@@ -24,11 +24,11 @@ from fusedckpt.autograd.dropout import draw_seeds
 from fusedckpt.autograd.lora import Parts, is_adapted, parts_of
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.versions import Versioned
 from fusedckpt.kernels.runtime import as_matrix
 from fusedckpt.layers import norm_sharing
 from fusedckpt.layers.adapted_block import Block, Needs
 from fusedckpt.layers.adapted_call import AdaptedCall, AdaptedOptions, meta_of
-from fusedckpt.layers.norm_sharing import Versioned
 from fusedckpt.layers.projections import flat, is_wanted, kept, refilled, shape_of
 
 # x, seeds and the norm's two; then come the constants

@@ -13,10 +13,10 @@ from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.versions import Versioned
 from fusedckpt.layers import adapted, constructors, linear_op, norm_sharing, validate
 from fusedckpt.layers.adapted_call import AdaptedOptions
 from fusedckpt.layers.linear_op import Call
-from fusedckpt.layers.norm_sharing import Versioned
 
 __all__ = ["Linear", "linear_act"]
 

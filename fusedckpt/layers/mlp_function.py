@@ -15,13 +15,13 @@ from fusedckpt.autograd.custom_op import BELOW, below
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.versions import Versioned
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Needs, Weights
 from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
 from fusedckpt.layers import adapted, norm_sharing
 from fusedckpt.layers.adapted_call import AdaptedOptions
 from fusedckpt.layers.mlp_call import PACKED, Args, MLPCall, MLPOptions, block_of
-from fusedckpt.layers.norm_sharing import Versioned
 
 # the first nine arguments of both ops are x and Weights
 Tensors = tuple[Tensor | None, ...]

@@ -202,6 +202,46 @@ def test_a_hooked_wrapper_is_called():
     assert report.fallbacks
 
 
+@pytest.mark.parametrize("scale", [float("inf"), torch.tensor(0.5, dtype=torch.float64)])
+def test_odd_scales_run_as_peft_does(scale):
+    model = adapted()
+    eager = copy.deepcopy(model)
+    report = fusedckpt.fuse(model, verify=False)
+    for layer in (*model.modules(), *eager.modules()):
+        if hasattr(layer, "scaling"):
+            layer.scaling["default"] = scale
+    x = torch.randn(3, D, dtype=torch.float64)
+    torch.testing.assert_close(model(x), eager(x), equal_nan=True)
+    assert "scale" in str(report.fallbacks)
+
+
+def quantised_mlp(**options):
+    """An MLP of bitsandbytes' linears, and the same fused."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model = SwiGLU()
+    for name, linear in model.named_children():
+        has_bias = linear.bias is not None
+        given = linear.in_features, linear.out_features, has_bias
+        setattr(model, name, bnb.nn.Linear4bit(*given, **options))
+    eager = model.to("cpu")
+    fused = copy.deepcopy(eager)
+    return eager, fused, fusedckpt.fuse(fused, verify=False)
+
+
+def test_a_quantised_linear_casts_its_bias():
+    eager, fused, report = quantised_mlp(compute_dtype=torch.bfloat16)
+    assert list(report.swapped) == [""]
+    x = torch.randn(3, D, dtype=torch.bfloat16)
+    torch.testing.assert_close(fused(x), eager(x), rtol=0.05, atol=0.05)
+
+
+def test_a_quantised_linear_knows_no_autocast():
+    eager, fused, _ = quantised_mlp(compute_dtype=torch.float32)
+    x = torch.randn(3, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused(x).dtype == eager(x).dtype == torch.float32
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_dropout_of_adapters(dropout):
     model = adapted(lora_dropout=dropout)

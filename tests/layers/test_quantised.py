@@ -192,6 +192,32 @@ def test_a_registered_class(monkeypatch):
     torch.testing.assert_close(y, reference.linear_act(x, w))
 
 
+class Rounded(Int8Rows):
+    """Dequantises, but rounds what it multiplies."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            return func(args[0].round(), args[1].int_data * args[1].scale[:, None], *args[2:])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_an_unknown_class_runs_its_own_linear():
+    given = quantise(randn(F, D))
+    x, w = randn(T, D), Rounded(given.int_data, given.scale)
+    y = functional.linear_act(x, w, activation="identity")
+    assert torch.equal(y, nn.functional.linear(x, w))
+
+
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_a_weight_that_was_written_raises(save):
+    w, x = quantise(randn(F, D)), randn(T, D)
+    y = functional.linear_act(x, w, save=save)
+    w.scale.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_a_record():
     w = randn(F, D, requires_grad=False)
     record = QuantisedWeight(w.shape, w.dtype, w.device, lambda rows: w)
@@ -230,9 +256,10 @@ def test_a_weight_that_trains_is_left():
     assert quantised.quantised(w) is None
 
 
-def test_dynamic_activations_are_left():
+@pytest.mark.parametrize("key", ["act_quant_kwargs", "act_quant_scale", "act_pre_scale"])
+def test_changed_activations_are_left(key):
     w = quantise(randn(F, D))
-    w.act_quant_kwargs = object()
+    setattr(w, key, object())
     assert quantised.quantised(w) is None
     assert "activations" in str(quantised.why_left(w))
 
