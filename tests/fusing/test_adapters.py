@@ -215,28 +215,29 @@ def test_odd_scales_run_as_peft_does(scale):
     assert "scale" in str(report.fallbacks)
 
 
-def quantised_mlp(**options):
-    """An MLP of bitsandbytes' linears, and the same fused."""
+def quantised_mlp(dtype, **options):
+    """An MLP of bitsandbytes' linears, with float32 biases, and the same fused."""
     bnb = pytest.importorskip("bitsandbytes")
     model = SwiGLU()
     for name, linear in model.named_children():
         has_bias = linear.bias is not None
         given = linear.in_features, linear.out_features, has_bias
         setattr(model, name, bnb.nn.Linear4bit(*given, **options))
-    eager = model.to("cpu")
+    eager = model.to(dtype).to("cpu")
+    eager.down_proj.bias.data = eager.down_proj.bias.data.float()
     fused = copy.deepcopy(eager)
     return eager, fused, fusedckpt.fuse(fused, verify=False)
 
 
 def test_a_quantised_linear_casts_its_bias():
-    eager, fused, report = quantised_mlp(compute_dtype=torch.bfloat16)
+    eager, fused, report = quantised_mlp(torch.bfloat16, compute_dtype=torch.bfloat16)
     assert list(report.swapped) == [""]
     x = torch.randn(3, D, dtype=torch.bfloat16)
     torch.testing.assert_close(fused(x), eager(x), rtol=0.05, atol=0.05)
 
 
 def test_a_quantised_linear_knows_no_autocast():
-    eager, fused, _ = quantised_mlp(compute_dtype=torch.float32)
+    eager, fused, _ = quantised_mlp(torch.float32, compute_dtype=torch.float32)
     x = torch.randn(3, D)
     with torch.autocast("cpu", torch.bfloat16):
         assert fused(x).dtype == eager(x).dtype == torch.float32

@@ -199,7 +199,8 @@ class Rounded(Int8Rows):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is nn.functional.linear:
             return func(args[0].round(), args[1].int_data * args[1].scale[:, None], *args[2:])
-        return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def test_an_unknown_class_runs_its_own_linear():
