@@ -183,7 +183,8 @@ class Block:
         self, dy: Tensor, n: Any, zs: list[Any], first_row: int, donates: bool
     ) -> list[Tensor | None]:
         """Return the gradients of the first linears' outputs; add those of the last linear."""
-        last, lows, h, dzs = self.last, [], None, [None] * len(zs)
+        last, lows, h = self.last, [], None
+        dzs: list[Tensor | None] = [None] * len(zs)
         if last is not None:
             dy = self.dropped(dy, self.call.output_dropout, first_row)
             lows = last.low_grads(dy, self.needs.dz)

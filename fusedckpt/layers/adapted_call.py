@@ -93,7 +93,7 @@ class AdaptedOptions(NamedTuple):
         call = self.plain.adapted(around, x, (norm_weight, norm_bias), pairs)
         for key, parts, (weight, _) in zip(self.keys, linears, pairs, strict=True):
             for pair in parts.adapters:
-                _fit(f"{self.name}: {key}", weight.shape, *pair, around)
+                _fit(self.name, key, weight.shape, pair, around)
         if call is None:
             return None
         adapters = [[around.compute_dtype(a.dtype) for a, _ in parts.adapters] for parts in linears]
@@ -112,13 +112,18 @@ class AdaptedOptions(NamedTuple):
         return around.compute_dtype(dtype)
 
 
-def _fit(name: str, weight: torch.Size, a: Meta, b: Meta, around: Around) -> None:
+def _fit(
+    name: str, key: str, weight: torch.Size, pair: tuple[Meta, Meta], around: Around
+) -> None:
     """Refuse an adapter that does not go beside a weight [N, K]."""
+    a, b = pair
     fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
     if not fits or (b.shape[0], a.shape[1]) != tuple(weight):
         raise ValueError(
-            f"{name} is {list(weight)}, so A must be [r, {weight[1]}] and B "
+            f"{name}: {key} is {list(weight)}, so A must be [r, {weight[1]}] and B "
             f"[{weight[0]}, r], got {list(a.shape)} and {list(b.shape)}"
         )
     if a.dtype != b.dtype and around.autocast is None:
-        raise TypeError(f"{name}.A and .B must share a dtype, got {a.dtype} and {b.dtype}")
+        raise TypeError(
+            f"{name}: {key}.A and {key}.B must share a dtype, got {a.dtype} and {b.dtype}"
+        )

@@ -60,11 +60,12 @@ class _Options(NamedTuple):
 
     def adapted(self, around: Around, x: Any, _: Any, linears: Any) -> AdaptedCall | None:
         """Settle a call with adapters by what these are beside."""
-        call = self.settle(around, x, *linears[0])
+        # what is direct has a kernel chosen for it, which adapters have no use for
+        call = self.settle(around._replace(direct=False), x, *linears[0])
         if call is None:
             return None
         activation = None if call.activation == "identity" else call.activation
-        return AdaptedCall(call.dtypes[0], None, activation, call.level)
+        return AdaptedCall(call.dtypes[0], activation=activation, level=call.level)
 
 
 class _LinearAct(torch.autograd.Function):

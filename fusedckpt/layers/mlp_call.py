@@ -154,7 +154,9 @@ class MLPOptions(NamedTuple):
     def adapted(self, around: Around, x: Any, norm: Any, linears: Any) -> AdaptedCall | None:
         """Settle a call with adapters by what these are beside; gate and up are not packed."""
         up = linears[1:-1] or [(None, None)]
-        call = self.settle(around, x, *norm, *linears[0], *up[0], *linears[-1])
+        indirect = around._replace(direct=False)
+        # what is direct has a kernel chosen for it, which adapters have no use for
+        call = self.settle(indirect, x, *norm, *linears[0], *up[0], *linears[-1])
         if call is None:
             return None
         args, dtype, normed = call.options, call.options.dtype, None
@@ -165,11 +167,19 @@ class MLPOptions(NamedTuple):
             wide = torch.promote_types(x.dtype, torch.float32)
             sums = sums_dtype(x, *norm) if chunks == 1 else wide
             normed = NormCall(1, args.rule, dtype, sums, around.direct)
-        # the first seeds are theirs
-        dropouts = (self.dropout, 0), (self.output_dropout, int(self.dropout > 0))
-        adds = args.residual, call.adds_after
-        how = normed, args.activation, call.level, True, chunks
-        return AdaptedCall(dtype, *how, *adds, *dropouts)
+        return AdaptedCall(
+            dtype,
+            norm=normed,
+            activation=args.activation,
+            level=call.level,
+            has_last=True,
+            chunks=chunks,
+            adds=args.residual,
+            adds_after=call.adds_after,
+            # the first seeds are theirs
+            dropout=(self.dropout, 0),
+            output_dropout=(self.output_dropout, int(self.dropout > 0)),
+        )
 
 
 def split(norm: Any) -> tuple[tuple[Any, tuple[type, ...]], tuple[Any, Any]]:

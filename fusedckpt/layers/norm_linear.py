@@ -93,7 +93,7 @@ class NormLinearOptions(NamedTuple):
         """Settle a call with adapters by what these are beside."""
         weights, biases = zip(*linears, strict=True)
         call = self.settle(around, x, *norm, *weights, *biases)
-        return None if call is None else AdaptedCall(call.out_dtype, call)
+        return None if call is None else AdaptedCall(call.out_dtype, norm=call)
 
 
 class _NormLinear(torch.autograd.Function):

@@ -333,6 +333,7 @@ def bad_calls():
     return {
         "A must be [r, 24]": lambda: functional.linear_act(x, w._replace(A=other)),
         "weight.A must be a tensor": lambda: functional.linear_act(x, w._replace(A=None)),
+        "weight must be a tensor": lambda: functional.linear_act(x, w._replace(weight=None)),
         "weight.scale must be a number": lambda: functional.linear_act(x, w._replace(scale="2")),
         "a probability, got 2.0": lambda: functional.linear_act(x, w._replace(dropout=2.0)),
         "dropout must be a number": lambda: functional.mlp(x, w, None, w, None, dropout="a"),
