@@ -112,9 +112,7 @@ class AdaptedOptions(NamedTuple):
         return around.compute_dtype(dtype)
 
 
-def _fit(
-    name: str, key: str, weight: torch.Size, pair: tuple[Meta, Meta], around: Around
-) -> None:
+def _fit(name: str, key: str, weight: torch.Size, pair: tuple[Meta, Meta], around: Around) -> None:
     """Refuse an adapter that does not go beside a weight [N, K]."""
     a, b = pair
     fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]

@@ -156,7 +156,7 @@ class Projection(NamedTuple):
         """Add the wanted gradients of weight, bias, A and B."""
         if self.needs.bias:
             sums.add(self.which, 1, column_sums(dy))
-        if x is None or not self.needs_x:
+        if x is None:
             return
         if self.needs.weight:
             sums.add_product(self.which, 0, dy, x)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import LoRA, NormSpec, functional
+from fusedckpt.layers.projections import Sums
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -208,6 +209,25 @@ def test_what_no_gradient_reads_is_not_saved():
     found = saved_bytes(lambda x: fn(x, fc1, None, fc2, None), [randn(T, D)])
     assert found == 4 * T * F
     assert saved_bytes(lambda x: fn(x.detach(), fc1, None, fc2, None), [randn(T, D)]) == 0
+
+
+def test_what_no_gradient_reads_may_be_written():
+    """As in eager: the gradient of A is made of x and B."""
+    w, bias, x = adapted(F, D, scale=0.5), randn(F), randn(T, D, requires_grad=False)
+    w.B.requires_grad_(False)
+    y = functional.linear_act(x, w, bias.detach(), activation=None)
+    with torch.no_grad():
+        for t in (w.weight, w.A, bias):
+            t.add_(1)
+    y.sum().backward()
+    torch.testing.assert_close(w.A.grad, 0.5 * torch.ones(T, F, device=DEVICE).mm(w.B).t().mm(x))
+
+
+def test_sums_over_chunks_are_not_rounded():
+    sums, a = Sums(2), randn(T, D, dtype=torch.bfloat16, requires_grad=False)
+    for rows in a.chunk(2):
+        sums.add_product(0, 0, rows, rows)
+    torch.testing.assert_close(sums.found[0, 0], a.float().t() @ a.float())
 
 
 def gemms(n: int, k: int) -> int:

@@ -129,19 +129,20 @@ def test_no_gemm_for_a_weights_gradient():
     assert flops(lambda: y.sum().backward()) == 3 * 2 * T * D * F
 
 
-@pytest.mark.parametrize("name", ["linear_act", "gated_mlp"])
+@pytest.mark.parametrize("name", ["linear_act", "gated_mlp", "packed"])
 def test_pieces(monkeypatch, name):
     """Where the class has slices, at most a piece is dense at a time."""
     n, k = 64, 48
     monkeypatch.setitem(quantised._registered, Int8Rows, (Int8Rows.dequantize, True))
-    shapes = [(n, k), (n, k), (k, n)]
-    weights = [quantise(randn(*s) / s[1] ** 0.5) for s in shapes]
+    first = [(2 * n, k)] if name == "packed" else [(n, k), (n, k)]
+    weights = [quantise(randn(*s) / s[1] ** 0.5) for s in (*first, (k, n))]
     dense = [w.int_data.double() * w.scale.double()[:, None] for w in weights]
 
     def fn(module, given, x):
         if name == "linear_act":
             return module.linear_act(x, given[0], activation="identity")
-        return module.gated_mlp(x, *given)
+        up = [None] if name == "packed" else []
+        return module.gated_mlp(x, given[0], *up, *given[1:])
 
     monkeypatch.setattr(quantised, "PIECE_BYTES", n * k)
     compare(
@@ -156,6 +157,12 @@ def test_pieces(monkeypatch, name):
     monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
     fn(functional, weights, randn(T, k))
     assert {rows for rows, _ in Int8Rows.sizes} <= {n // 4, k // 4}
+
+
+def test_no_pieces_of_a_class_without_slices(monkeypatch):
+    monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
+    functional.linear_act(randn(T, D), quantise(randn(F, D)))
+    assert {rows for rows, _ in Int8Rows.sizes} == {F}
 
 
 def test_peak_of_a_step():
@@ -332,6 +339,10 @@ def test_bitsandbytes(kind):
     (dx,) = torch.autograd.grad(y.sum(), x)
     (theirs,) = torch.autograd.grad(linear(x).sum(), x)
     torch.testing.assert_close(dx, theirs, rtol=0.05, atol=0.05)
+    if kind == "Linear4bit":
+        # a layout of its own, for inference
+        linear.weight.quant_state.packing_format_for_cpu = True
+        assert quantised.quantised(linear.weight) is None
     # the 8-bit module has taken the scale from its weight
     if kind == "Linear8bitLt":
         assert quantised.quantised(linear.weight) is None
