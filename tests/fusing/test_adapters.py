@@ -182,6 +182,16 @@ def test_other_adapters_are_named(options, reason):
     assert_equal_steps(model, eager)
 
 
+def test_a_disabled_adapter_of_any_kind_is_not_in_the_way():
+    model = adapted()
+    model.add_adapter("dora", config(use_dora=True))
+    report = fusedckpt.fuse(model)
+    model.set_adapter("dora")
+    with model.disable_adapter():
+        step(model, torch.randn(3, D, dtype=torch.float64).requires_grad_())
+    assert not report.fallbacks
+
+
 def test_other_methods_are_named():
     names = ["proj", "gate_proj", "up_proj", "down_proj"]
     options = peft.IA3Config(target_modules=names, feedforward_modules=["down_proj"])
@@ -192,11 +202,14 @@ def test_other_methods_are_named():
     assert "IA3Layer" in str(report)
 
 
-def test_a_hooked_wrapper_is_called():
+@pytest.mark.parametrize("path", ["", ".base_layer", ".lora_A.default", ".lora_dropout.default"])
+def test_a_hooked_layer_is_called(path):
     model = adapted()
     report = fusedckpt.fuse(model)
     seen = []
-    model.base_model.model.mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    model.base_model.model.get_submodule(f"mlp.up_proj{path}").register_forward_hook(
+        lambda *_: seen.append(1)
+    )
     step(model, torch.randn(3, D, dtype=torch.float64))
     assert seen
     assert report.fallbacks
