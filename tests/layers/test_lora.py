@@ -223,6 +223,17 @@ def test_what_no_gradient_reads_may_be_written():
     torch.testing.assert_close(w.A.grad, 0.5 * torch.ones(T, F, device=DEVICE).mm(w.B).t().mm(x))
 
 
+def test_backward_writes_over_what_was_kept():
+    y = functional.gated_mlp(
+        randn(T, D), *(adapted(*s) for s in ((F, D), (F, D), (D, F))), save="preact"
+    )
+    *_, z, up = y.grad_fn.saved_tensors
+    before = z.clone(), up.clone()
+    y.sum().backward()
+    assert not torch.equal(z, before[0])
+    assert not torch.equal(up, before[1])
+
+
 def test_sums_over_chunks_are_not_rounded():
     sums, a = Sums(2), randn(T, D, dtype=torch.bfloat16, requires_grad=False)
     for rows in a.chunk(2):
