@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fusedckpt import register_quantised
+
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default)
 
 
@@ -50,6 +52,9 @@ class Int8(Tensor):
             return cls(func(args[0].numbers), func(args[0].scale))
         args, kwargs = tree_map_only(Int8, Int8.dequantize, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+register_quantised(Int8, Int8.dequantize)
 
 
 def quantise(model: nn.Module) -> nn.Module:

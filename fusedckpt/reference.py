@@ -71,28 +71,14 @@ class _Linears:
         return linear_of(x, parts_of("reference", "weight", weight, bias, self.count), self.seeds)
 
 
-def linear_of(
-    x: Tensor,
-    parts: Parts,
-    seeds: Tensor | None,
-    dtypes: tuple[torch.dtype, Sequence[torch.dtype]] | None = None,
-) -> Tensor:
-    """Return a linear layer taken apart, of x.
-
-    dtypes: of the GEMM and of each adapter; None as torch and peft cast.
-    """
-    weight, bias, read = parts.weight, parts.bias, x
-    if parts.base is not None:
-        weight = parts.base.dense(None).to(x.dtype)
-    if dtypes is not None:
-        read, weight = x.to(dtypes[0]), weight.to(dtypes[0])
-        bias = None if bias is None else bias.to(dtypes[0])
-    y = total = F.linear(read, weight, bias)
-    for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
-        dtype = a.dtype if dtypes is None else dtypes[1][i]
-        seed = None if seeds is None or constants.seed is None else seeds[constants.seed]
-        low = F.linear(dropout(x.to(dtype), constants.dropout, seed), a.to(dtype))
-        total = total + F.linear(low, b.to(dtype)) * constants.scale
+def linear_of(x: Tensor, parts: Parts, seeds: Tensor | None) -> Tensor:
+    """Return a linear layer taken apart, of x, cast as torch and peft cast."""
+    weight = parts.weight if parts.base is None else parts.base.dense(None).to(x.dtype)
+    y = total = F.linear(x, weight, parts.bias)
+    for (a, b), (scale, rate, index) in zip(parts.adapters, parts.constants, strict=True):
+        seed = None if seeds is None or index is None else seeds[index]
+        low = F.linear(dropout(x.to(a.dtype), rate, seed), a)
+        total = total + F.linear(low, b) * scale
     return total.to(y.dtype)
 
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fusedckpt import register_quantised
+
 aten = torch.ops.aten
 
 
@@ -54,6 +56,9 @@ class Int8Rows(Tensor):
         if func is aten.t.default:
             return w.int_data.to(w.scale.dtype).mul(w.scale[:, None]).t()
         raise NotImplementedError(f"{func} of a quantised weight")
+
+
+register_quantised(Int8Rows, Int8Rows.dequantize)
 
 
 def quantise(weight: Tensor) -> nn.Parameter:

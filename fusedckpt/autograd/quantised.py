@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import arguments
+from fusedckpt.autograd.versions import Versioned
 
 __all__ = ["QuantisedWeight", "register_quantised"]
 
@@ -20,6 +21,10 @@ __all__ = ["QuantisedWeight", "register_quantised"]
 # rounding of the gradient of x
 PIECE_BYTES = 64 << 20
 MOST_PIECES = 4
+
+
+Dense = Callable[[slice | None], Tensor]
+Dequantise = Callable[[Any], Tensor]
 
 
 class QuantisedWeight(NamedTuple):
@@ -33,7 +38,7 @@ class QuantisedWeight(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    dense: Callable[[slice | None], Tensor]
+    dense: Dense
     is_sliceable: bool = False
 
     def pieces(self, dtype: torch.dtype) -> Iterator[slice | None]:
@@ -61,7 +66,6 @@ class QuantisedWeight(NamedTuple):
         return self._replace(shape=torch.Size((f, self.shape[1])), dense=dense)
 
 
-Dequantise = Callable[[Any], Tensor]
 _registered: dict[type, tuple[Dequantise, bool]] = {}
 
 
@@ -76,8 +80,8 @@ def register_quantised(
         is_sliceable: whether `weight[start:stop]` is a weight of the class too, some of the rows;
             then large weights are dequantised piece by piece.
 
-    torchao's weight-only classes, NF4, bitsandbytes' 4-bit and 8-bit parameters, and every class
-    that overrides `Tensor.dequantize` need no registration.
+    F.linear of such a weight must equal F.linear of the dense one. torchao's weight-only classes of
+    8 bits, NF4, and bitsandbytes' 4-bit and 8-bit parameters need no registration.
 
     Raises:
         TypeError: `kind` is no subclass of Tensor, or `dequantise` cannot be called.
@@ -93,42 +97,62 @@ def quantised(weight: Any) -> QuantisedWeight | None:
     """Describe a weight that dequantises, None for any other."""
     if isinstance(weight, QuantisedWeight):
         return weight
-    if not isinstance(weight, Tensor) or type(weight) in (Tensor, torch.nn.Parameter):
+    kind = type(weight)
+    if not isinstance(weight, Tensor) or kind in (Tensor, torch.nn.Parameter):
         return None
     # nothing is asked about a weight of a class that is not known to dequantise
-    name, library = type(weight).__name__, type(weight).__module__.partition(".")[0]
+    library = kind.__module__.partition(".")[0]
     if library == "bitsandbytes":
-        return _of_bitsandbytes(name, weight)
-    found = _registered.get(type(weight))
-    if found is None and name == "NF4Tensor":
-        found = type(weight).get_original_weight, False  # type: ignore[attr-defined]  # it has one
-    if found is None and type(weight).dequantize is not Tensor.dequantize:
-        found = type(weight).dequantize, name in _SLICEABLE
+        return _of_bitsandbytes(kind.__name__, weight)
+    found = _registered.get(kind)
+    if found is None and library == "torchao" and kind.__name__ in _TORCHAO:
+        method, is_sliceable = _TORCHAO[kind.__name__]
+        found = getattr(kind, method), is_sliceable
     if found is None or weight.requires_grad or why_left(weight) is not None:
         return None
-    return _by_class(weight, *found)
+    dequantise, is_sliceable = found
+
+    def dense(rows: slice | None) -> Tensor:
+        return dequantise(weight if rows is None else weight[rows])
+
+    flatten: Any = getattr(weight, "__tensor_flatten__", lambda: ((), None))
+    checked = _unless_changed(dense, weight, *(getattr(weight, part) for part in flatten()[0]))
+    return QuantisedWeight(weight.shape, weight.dtype, weight.device, checked, is_sliceable)
 
 
-# of torchao, whose slices of rows are weights of the class
-_SLICEABLE = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
+# torchao's classes whose linear is that of what a method of theirs makes of them, unless `why_left`
+# says what else it does; and whether slices of rows are weights of the class
+_TORCHAO = {
+    "Int8Tensor": ("dequantize", True),
+    "Float8Tensor": ("dequantize", True),
+    "IntxUnpackedToInt8Tensor": ("dequantize", True),
+    "NF4Tensor": ("get_original_weight", False),
+}
+# what they do to activations
+_TO_ACTIVATIONS = (
+    *("act_quant_kwargs", "act_quant_scale", "act_pre_scale"),
+    "activation_quantization",
+)
 
 
 def why_left(weight: Any) -> str | None:
     """Say why a quantised weight must be left to its own class; None where that is not known."""
-    name = type(weight).__name__
-    dynamic = ("act_quant_kwargs", "activation_quantization", "act_quant_scale")
-    if "LinearActivation" in name or any(getattr(weight, key, None) is not None for key in dynamic):
-        return f"{name} quantises activations as well"
-    if "BitNet" in name or "MixedPrecision" in name or "QuantizedTraining" in name:
-        return f"{name} is trained quantised"
+    if any(getattr(weight, key, None) is not None for key in _TO_ACTIVATIONS):
+        return f"{type(weight).__name__} quantises or scales activations as well"
     return None
 
 
-def _by_class(weight: Any, dequantise: Dequantise, is_sliceable: bool) -> QuantisedWeight:
-    def dense(rows: slice | None) -> Tensor:
-        return dequantise(weight if rows is None else weight[rows])
+def _unless_changed(dense: Dense, *tensors: Any) -> Dense:
+    """Return `dense`, but for raising where one of the tensors was written since now."""
+    if torch.compiler.is_compiling():
+        return dense
+    held = Versioned(*[t for t in tensors if isinstance(t, Tensor)])
 
-    return QuantisedWeight(weight.shape, weight.dtype, weight.device, dense, is_sliceable)
+    def checked(rows: slice | None) -> Tensor:
+        held.read()
+        return dense(rows)
+
+    return checked
 
 
 def _of_bitsandbytes(name: str, weight: Any) -> QuantisedWeight | None:
@@ -142,7 +166,8 @@ def _of_bitsandbytes(name: str, weight: Any) -> QuantisedWeight | None:
             functional = importlib.import_module("bitsandbytes.functional")
             return functional.dequantize_4bit(weight.data, weight.quant_state)
 
-        return QuantisedWeight(torch.Size(state.shape), state.dtype, device, dense)
+        checked = _unless_changed(dense, weight, state.absmax)
+        return QuantisedWeight(torch.Size(state.shape), state.dtype, device, checked)
     if name == "Int8Params" and getattr(weight, "SCB", None) is not None:
         return int8(weight.data, weight.SCB)
     return None
@@ -158,5 +183,5 @@ def int8(data: Tensor, row_maxima: Tensor) -> QuantisedWeight:
         part, scale = (data, row_maxima) if rows is None else (data[rows], row_maxima[rows])
         return part * (scale / 127).unsqueeze(1)
 
-    dtype = row_maxima.dtype
-    return QuantisedWeight(data.shape, dtype, data.device, dense, is_sliceable=True)
+    checked, dtype = _unless_changed(dense, data, row_maxima), row_maxima.dtype
+    return QuantisedWeight(data.shape, dtype, data.device, checked, is_sliceable=True)

@@ -7,13 +7,15 @@ adapters are switched, merged or disabled, so it is read in every call, before o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd.dispatch import are_plain, has_hooks
+from fusedckpt.autograd.dispatch import are_plain, autocast_dtype, has_hooks
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.quantised import quantised
 from fusedckpt.autograd.subclass import made_of
@@ -51,10 +53,15 @@ def is_dequantising(layer: nn.Module) -> bool:
 
 
 def casts(layer: Any, x: Tensor) -> bool:
-    """Whether a linear that dequantises computes in another dtype than its input's."""
-    if not is_dequantising(layer) or not layer.compute_type_is_set:
+    """Whether a linear that dequantises computes in another dtype than its input's, or ours would.
+
+    It knows no autocast. Its first call sets its dtype to the input's, where that is not float16.
+    """
+    if not is_dequantising(layer):
         return False
-    return layer.compute_dtype not in (None, x.dtype)
+    is_set = layer.compute_type_is_set or x.dtype == torch.float16
+    computes = layer.compute_dtype if is_set else None
+    return any(d not in (None, x.dtype) for d in (computes, autocast_dtype(x.device)))
 
 
 def dense(layer: nn.Module) -> nn.Module:
@@ -109,7 +116,7 @@ def adapted(layer: nn.Module, weight: Any) -> Any:
     for name in () if lora.disable_adapters or lora.merged else _active(lora):
         a, b, dropout = (getattr(lora, part)[name] for part in _PARTS)
         rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        weight = LoRA(weight, a.weight, b.weight, lora.scaling[name], rate)
+        weight = LoRA(weight, a.weight, b.weight, float(lora.scaling[name]), rate)
     return weight
 
 
@@ -136,6 +143,9 @@ def _odd(lora: Any, name: str) -> str | None:
         return "an adapter that is hooked or sharded"
     if b.bias is not None or not are_plain(a.weight, b.weight):
         return "an adapter with a bias or with weights of another class"
+    scale = lora.scaling[name]
+    if not (isinstance(scale, Real) and math.isfinite(scale)):
+        return "an adapter whose scale is no finite number"
     return None if type(dropout) in (nn.Dropout, nn.Identity) else f"a {type(dropout).__name__}"
 
 

@@ -101,11 +101,12 @@ def _obstacle(
         # gone as a parametrization or sharding leaves it, or of another class
         if path is not None and (tensor is None or not is_taken):
             return "weight", ".".join(path)
-    weight, layer = given[0], child_at(module, linear.weight[:-1])
+    (weight, bias), layer = given, child_at(module, linear.weight[:-1])
     dtype = (quantised(weight) or weight).dtype
     if dtype not in match.dtypes:
         return "dtype", dtype
-    if (dtype != x.dtype and not dispatch.autocasts(x.device)) or adapters.casts(layer, x):
+    is_mixed = dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)
+    if (is_mixed and not dispatch.autocasts(x.device)) or adapters.casts(layer, x):
         return "dtype", x.dtype
     layer, name = _outermost(module, linear), ".".join(linear.weight[:-1])
     if layer is not module and adapters.is_lora(layer) and has_hooks(layer):

@@ -19,17 +19,18 @@ from fusedckpt import reference
 from fusedckpt.autograd import arguments, backward, dispatch, donation
 from fusedckpt.autograd.backward import is_batched
 from fusedckpt.autograd.custom_op import BELOW, Op, below
+from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.dropout import draw_seeds
 from fusedckpt.autograd.lora import Parts, is_adapted, parts_of
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.versions import Versioned
 from fusedckpt.kernels.runtime import as_matrix
 from fusedckpt.layers import norm_sharing
 from fusedckpt.layers.adapted_block import Block, Needs
-from fusedckpt.layers.adapted_call import AdaptedCall, AdaptedOptions, meta_of
-from fusedckpt.layers.norm_sharing import Versioned
-from fusedckpt.layers.projections import flat, is_wanted, kept, refilled, shape_of
+from fusedckpt.layers.adapted_call import AdaptedCall, AdaptedOptions
+from fusedckpt.layers.projections import cast, flat, is_wanted, kept, reads_x_of, refilled, shape_of
 
 # x, seeds and the norm's two; then come the constants
 NUM_FIRST, NUM_FIXED = 4, 7
@@ -79,8 +80,7 @@ class _Adapted(torch.autograd.Function):
     ) -> Any:
         linears, norm = _parts(structure, tensors), (norm_weight, norm_bias)
         needs = _needs(call, structure, ctx.needs_input_grad)
-        is_linear = call.activation is None and not call.has_last
-        reads_hidden = needs.hidden and not is_linear
+        reads_hidden = needs.hidden and call.activation is not None
         phase = phase if any(ctx.needs_input_grad) else None
         keeps = runs = call.level if reads_hidden else "inputs"
         likes = ()
@@ -91,8 +91,6 @@ class _Adapted(torch.autograd.Function):
         given = _read(call, needs, keeps if reads_hidden else "", x, seeds, norm, linears)
         if phase is not None:
             phase.enter(given, likes)
-        if type(x) is not Tensor:
-            call = call._replace(on_aten=True)
         # where writes in place count no version up, see `donation`
         with below(BELOW):
             block = Block(call, linears, norm, seeds, needs)
@@ -150,9 +148,7 @@ def _read(
     keeps: at which level what the first linears gave is; "" where no gradient reads that.
     """
     makes = [keeps == "inputs" or (keeps == "gate" and i == 1) for i in range(len(needs.first))]
-    reads_n = any(makes) or any(
-        need.weight or any(a or b for a, b in need.adapters) for need in needs.first
-    )
+    reads_n = any(makes) or any(map(reads_x_of, needs.first))
     reads_x = reads_n or (call.norm is not None and needs.dn)
     found = []
     for i, (parts, need) in enumerate(zip(linears, needs.linears, strict=True)):
@@ -188,11 +184,11 @@ def _backward(
     zs = list(extras) or [None] * len(needs.first)
     dx = block.backward(rows, None if x is None else as_matrix(x), zs, donates)
     if dx is not None:
-        features = shape_of(structure[0])[1] if x is None else x.shape[-1]
-        dx = dx.view(*like.shape[:-1], features)
-    found = [dx if needs.norm[0] else None, block.grads.get((-1, 0)), block.grads.get((-1, 1))]
+        dx = dx.view(*like.shape[:-1], dx.shape[1])
+    sums = block.sums.found
+    found = [dx if needs.norm[0] else None, sums.get((-1, 0)), sums.get((-1, 1))]
     for i, parts in enumerate(structure):
-        found += [block.grads.get((i, j)) for j in range(len(flat(parts)))]
+        found += [sums.get((i, place)) for place in range(len(flat(parts)))]
     return found
 
 
@@ -217,7 +213,8 @@ def _twin_gradients(
                 "first weights are frozen: use save='inputs'"
             )
         # no gradient depends on it
-        x = like.new_zeros(*like.shape[:-1], shape_of(ctx.structure[0])[1], dtype=call.dtypes[0])
+        _, features = shape_of(_parts(ctx.structure, tensors[2:])[0])
+        x = like.new_zeros(*like.shape[:-1], features, dtype=call.dtypes[0])
     wanted = [flags[0], *flags[2:NUM_FIRST], *flags[NUM_FIXED:]]
     twin = partial(_twin, call, ctx.structure, seeds)
     with dispatch.no_autocast(like.device):
@@ -236,16 +233,15 @@ def _twin(
     """Return what the Function computes, from torch's own differentiable operations."""
     n, norm = x, call.norm
     if norm is not None:
-        kind, eps, offset, cast = norm.rule
-        spec = NormSpec(kind, norm_weight, norm_bias, eps, offset, cast)
+        kind, eps, offset, casts = norm.rule
+        spec = NormSpec(kind, norm_weight, norm_bias, eps, offset, casts)
         n = reference.apply_norm(x, spec).to(call.dtype)
-    linears = [
-        partial(reference.linear_of, parts=parts, seeds=seeds, dtypes=(call.dtype, dtypes))
-        for parts, dtypes in zip(_parts(structure, tensors), call.adapter_dtypes, strict=True)
-    ]
+    pairs = zip(_parts(structure, tensors), call.adapter_dtypes, strict=True)
+    given = [cast(parts, call.dtype, dtypes) for parts, dtypes in pairs]
+    linears = [partial(reference.linear_of, parts=parts, seeds=seeds) for parts in given]
     first = linears[:-1] if call.has_last else linears
     ys = [linear(n) for linear in first]
-    if call.activation is None and not call.has_last:
+    if call.activation is None:
         return tuple(ys) if len(ys) > 1 else ys[0]
     h = reference.hidden(ys, call.activation)
     if not call.has_last:
@@ -257,52 +253,52 @@ def _twin(
     return x + y if call.adds else y
 
 
-def run(options: AdaptedOptions, x: Tensor, norm: Sequence[Any], linears: Sequence[Any]) -> Any:
+def run(
+    plain: Any,
+    keys: tuple[str, ...],
+    x: Tensor,
+    norm: Sequence[Any],
+    linears: Sequence[tuple[Any, Any]],
+    dropouts: Sequence[float] = (),
+) -> Any:
     """Run the Function on x, a norm's weight and bias, and pairs of weight and bias.
 
-    None where nothing is adapted, or where the eager twin is to run.
+    plain: the options of the call as it is without adapters; keys: the names of weights; dropouts:
+    those of the call itself. None where nothing is adapted, or where the eager twin is to run.
     """
     if torch.compiler.is_compiling():
         return None
-    dropouts = 0
-    for key in ("dropout", "output_dropout"):
-        arguments.probability(options.name, key, getattr(options, key))
-        dropouts += getattr(options, key) > 0
-    if not dropouts and not any(is_adapted(weight) for weight, _ in linears):
+    for key, rate in zip(("dropout", "output_dropout"), dropouts, strict=False):
+        arguments.probability(plain.name, key, rate)
+    num_dropouts = sum(rate > 0 for rate in dropouts)
+    if not num_dropouts and not any(is_adapted(weight) for weight, _ in linears):
         return None
-    seed = itertools.count(dropouts)
-    pairs = zip(options.keys, linears, strict=True)
-    parts = [parts_of(options.name, key, w, b, seed) for key, (w, b) in pairs]
-    if options.keys == ("gate_weight", "down_weight"):
+    seed = itertools.count(num_dropouts)
+    pairs = zip(keys, linears, strict=True)
+    parts = [parts_of(plain.name, key, w, b, seed) for key, (w, b) in pairs]
+    if keys == ("gate_weight", "down_weight"):
         # views: autograd puts their gradients together again
-        options = options._replace(keys=("gate_weight", "up_weight", "down_weight"))
+        plain = plain._replace(linears=("gate", "up", "down"))
+        keys = ("gate_weight", "up_weight", "down_weight")
         parts = [parts[0].half(0), parts[0].half(1), parts[1]]
-    return _run(options, x, norm, parts, next(seed))
-
-
-def _structure(parts: Parts) -> Parts:
-    """Return a linear without its tensors."""
-    nothing = tuple([(None, None)] * len(parts.adapters))
-    weight = meta_of(parts) if parts.base is None else None
-    return parts._replace(weight=weight, bias=None, adapters=nothing)
-
-
-def _run(
-    options: AdaptedOptions, x: Tensor, norm: Sequence[Any], parts: list[Parts], num_seeds: int
-) -> Any:
-    structure = [_structure(linear) for linear in parts]
-    known = [s if s.base is None else s._replace(base=meta_of(s)) for s in structure]
-    options = options._replace(linears=tuple(known))
+    structure = [refilled(linear, itertools.repeat(None)) for linear in parts]
+    known = [p if p.base is None else p._replace(base=Meta(*p.base[:3])) for p in structure]
+    options = AdaptedOptions(plain, tuple(map(type, plain)), keys, tuple(known))
     tensors = [t for linear in parts for t in flat(linear)]
     call, phase = dispatch.settled(options, x, *norm, *tensors)
     if call is None:
         return None
-    seeds = draw_seeds(x, num_seeds)
-    casts = call.norm is None and x.dtype != call.dtype
-    read = x.to(call.dtype) if casts else x
-    args = (seeds, *norm, call, phase, structure, *tensors)
-    is_free = phase is None and call.norm is None
-    if is_free and hasattr(x.grad_fn, "source") and (call.activation or len(parts) == 1):
+    if type(x) is not Tensor:
+        call = call._replace(on_aten=True)
+    args = (draw_seeds(x, next(seed)), *norm, call, phase, structure, *tensors)
+    return _applied(call, x, args)
+
+
+def _applied(call: AdaptedCall, x: Tensor, args: tuple[Any, ...]) -> Any:
+    # a norm casts as it writes
+    read = x.to(call.dtype) if call.norm is None else x
+    phase, has_one = args[4], call.has_last or len(call.adapter_dtypes) == 1
+    if phase is None and call.norm is None and has_one and hasattr(x.grad_fn, "source"):
         y = norm_sharing.apply(_Adapted, x, read, *args)
     else:
         y = _Adapted.apply(read, *args)

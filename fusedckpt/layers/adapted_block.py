@@ -7,7 +7,6 @@ form of a quantised weight lives for one GEMM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,8 @@ from fusedckpt.autograd.lora import Parts
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.linear import hidden, hidden_grad
 from fusedckpt.kernels.mlp import over, row_chunks
-from fusedckpt.kernels.products import add_product
 from fusedckpt.layers.adapted_call import AdaptedCall
-from fusedckpt.layers.projections import Adapter, Projection, is_wanted, reads_x
+from fusedckpt.layers.projections import Adapter, Projection, Sums, is_wanted, reads_x_of
 
 
 class Needs(NamedTuple):
@@ -48,7 +46,7 @@ class Needs(NamedTuple):
     @property
     def hidden(self) -> bool:
         """Whether any reads the hidden layer."""
-        return self.dz or (self.has_last and reads_x(self.linears[-1]))
+        return self.dz or (self.has_last and reads_x_of(self.linears[-1]))
 
 
 class Block:
@@ -64,12 +62,10 @@ class Block:
     ):
         self.call, self.norm, self.seeds, self.needs = call, norm, seeds, needs
         self.kernel = "aten" if call.on_aten else "split"
-        self.grads: dict[tuple[int, int], Tensor] = {}
+        self.sums = Sums(call.chunks)
         projections = [
-            Projection(parts, wanted, self._adapters(parts, dtypes), call.dtype)
-            for parts, wanted, dtypes in zip(
-                linears, needs.linears, call.adapter_dtypes, strict=True
-            )
+            Projection(i, parts, needs.linears[i], self._adapters(parts, dtypes), call.dtype)
+            for i, (parts, dtypes) in enumerate(zip(linears, call.adapter_dtypes, strict=True))
         ]
         self.last = projections.pop() if call.has_last else None
         self.first = projections
@@ -97,7 +93,7 @@ class Block:
     def forward(self, x: Tensor, level: str) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the results, and what the level keeps of the first linears' outputs."""
         call, last, count = self.call, self.last, len(self.first)
-        if call.activation is None and last is None:
+        if call.activation is None:
             n = self.normalised(x)
             return [linear.output(n, 0) for linear in self.first], [None] * count
         keeps = [level == "preact" or (level == "gate" and i == 0) for i in range(count)]
@@ -131,37 +127,12 @@ class Block:
 
     def _hidden(self, zs: Sequence[Tensor], h: Tensor) -> Tensor:
         up = zs[1] if len(zs) > 1 else None
-        return hidden(zs[0], up, h, self.call.activation or "identity", self.kernel)
-
-    def add(self, linear: int, index: int, grad: Tensor) -> None:
-        """Add a chunk's gradient, already in at least float32 or alone."""
-        key = linear, index
-        self.grads[key] = self.grads[key] + grad if key in self.grads else grad
-
-    def add_product(self, linear: int, index: int, a: Tensor, b: Tensor) -> None:
-        """Add a' b, in float32 where there are several chunks."""
-        key = linear, index
-        if self.call.chunks == 1:
-            self.grads[key] = torch.mm(a.t(), b)
-            return
-        if key not in self.grads:
-            wide = torch.promote_types(a.dtype, torch.float32)
-            self.grads[key] = a.new_zeros(a.shape[1], b.shape[1], dtype=wide)
-        add_product(self.grads[key], a.t(), b)
-
-    def add_grads(
-        self, which: int, dy: Tensor, x: Tensor | None, lows: list[Tensor | None], first_row: int
-    ) -> None:
-        """Add the gradients of a linear's own tensors."""
-        linear = self.last if which == len(self.first) else self.first[which]
-        assert linear is not None
-        add, product = partial(self.add, which), partial(self.add_product, which)
-        linear.add_grads(dy, x, lows, first_row, add, product)
+        return hidden(zs[0], up, h, str(self.call.activation), self.kernel)
 
     def backward(
         self, dys: Sequence[Tensor | None], x: Tensor | None, zs: Sequence[Any], donates: bool
     ) -> Tensor | None:
-        """Return the gradient of x, and leave the others in `grads`."""
+        """Return the gradient of x, and leave the others in `sums`."""
         dx, rows_of = None, next(dy for dy in dys if dy is not None).shape[0]
         chunks = row_chunks(rows_of, self.call.chunks)
         for rows in chunks:
@@ -182,17 +153,17 @@ class Block:
         self, dys: list[Any], x: Any, zs: list[Any], rows: slice, donates: bool
     ) -> Tensor | None:
         call, needs, dtotal = self.call, self.needs, dys[0]
-        is_linear = call.activation is None and self.last is None
-        makes = not is_linear and needs.hidden and any(z is None for z in zs)
+        has_hidden = call.activation is not None
+        makes = has_hidden and needs.hidden and any(z is None for z in zs)
         reads_n = makes or any(linear.needs_x for linear in self.first)
         n = self.normalised(x) if reads_n else None
-        dzs = dys if is_linear else self._through_hidden(dys[0], n, zs, rows.start, donates)
+        dzs = self._through_hidden(dys[0], n, zs, rows.start, donates) if has_hidden else dys
         dn = None
-        for which, (linear, dz) in enumerate(zip(self.first, dzs, strict=True)):
+        for linear, dz in zip(self.first, dzs, strict=True):
             if dz is None:
                 continue
             lows = linear.low_grads(dz, needs.dn)
-            self.add_grads(which, dz, n, lows, rows.start)
+            linear.add_grads(dz, n, lows, rows.start, self.sums)
             if needs.dn:
                 dn = linear.input_grad(dz, lows, rows.start, dn)
         del n, dzs, zs
@@ -205,45 +176,50 @@ class Block:
         )
         for index, grad in enumerate((dw, db)):
             if grad is not None:
-                self.add(-1, index, grad)
+                self.sums.add(-1, index, grad)
         return dx
 
     def _through_hidden(
         self, dy: Tensor, n: Any, zs: list[Any], first_row: int, donates: bool
     ) -> list[Tensor | None]:
         """Return the gradients of the first linears' outputs; add those of the last linear."""
-        call, last, needs = self.call, self.last, self.needs
-        nothing: list[Tensor | None] = [None] * len(zs)
-        dy = self.dropped(dy, call.output_dropout, first_row) if last is not None else dy
-        lows = [] if last is None else last.low_grads(dy, needs.dz)
-        if not needs.hidden:
-            self.add_grads(len(zs), dy, None, lows, first_row)
-            return nothing
+        last, lows, h = self.last, [], None
+        dzs: list[Tensor | None] = [None] * len(zs)
+        if last is not None:
+            dy = self.dropped(dy, self.call.output_dropout, first_row)
+            lows = last.low_grads(dy, self.needs.dz)
+        if self.needs.hidden:
+            h, dzs = self._hidden_layer(dy, lows, n, zs, first_row, donates)
+        if last is not None:
+            last.add_grads(dy, h, lows, first_row, self.sums)
+        return dzs
+
+    def _hidden_layer(
+        self, dy: Tensor, lows: list[Any], n: Any, zs: list[Any], first_row: int, donates: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return what the last linear read, None where nothing needs it, and what `dy` becomes."""
+        call, last = self.call, self.last
         made = [z is None for z in zs]
         zs = [
             linear.output(n, first_row) if z is None else z
             for linear, z in zip(self.first, zs, strict=True)
         ]
         free = [z if new or donates else None for z, new in zip(zs, made, strict=True)]
-        if not needs.dz:
+        dzs: list[Tensor | None] = [None] * len(zs)
+        if self.needs.dz:
+            dh, free_dh = dy, None
+            if last is not None:
+                dh = self.dropped(last.input_grad(dy, lows, first_row), call.dropout, first_row)
+                free_dh = dh
+            grads = _buffers(zs, free, made, free_dh, last is not None and last.needs_x)
+            del zs, free, free_dh
+            # of biases, each linear makes its own
+            hidden_grad(dh, grads, str(call.activation), (False, False), self.kernel)
+            del dh
+            h, dzs = grads.h, [grads.dz, grads.dup][: len(made)]
+        else:
             h = self._hidden(zs, over(*free[::-1], like=zs[0]))
-            del zs, free
-            self.add_grads(len(made), dy, self.dropped(h, call.dropout, first_row), lows, first_row)
-            return nothing
-        dh = dy
-        if last is not None:
-            dh = self.dropped(last.input_grad(dy, lows, first_row), call.dropout, first_row)
-        reads_h = last is not None and last.needs_x
-        free_dh = None if last is None else dh
-        grads = _buffers(zs, free, made, free_dh, reads_h)
-        del zs, free, free_dh
-        # of biases, each linear makes its own
-        hidden_grad(dh, grads, call.activation or "identity", (False, False), self.kernel)
-        del dh
-        if last is not None:
-            h = None if grads.h is None else self.dropped(grads.h, call.dropout, first_row)
-            self.add_grads(len(made), dy, h, lows, first_row)
-        return [grads.dz] if len(made) == 1 else [grads.dz, grads.dup]
+        return None if h is None else self.dropped(h, call.dropout, first_row), dzs
 
 
 def _buffers(

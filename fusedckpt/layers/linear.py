@@ -13,10 +13,10 @@ from fusedckpt.autograd.dispatch import Around
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.versions import Versioned
 from fusedckpt.layers import adapted, constructors, linear_op, norm_sharing, validate
-from fusedckpt.layers.adapted_call import AdaptedOptions
+from fusedckpt.layers.adapted_call import AdaptedCall
 from fusedckpt.layers.linear_op import Call
-from fusedckpt.layers.norm_sharing import Versioned
 
 __all__ = ["Linear", "linear_act"]
 
@@ -57,6 +57,15 @@ class _Options(NamedTuple):
         )
         dtypes = dtype, weight.dtype, None if bias is None else bias.dtype
         return Call(activation, level, self.kernel, plan, around.direct, dtypes)
+
+    def adapted(self, around: Around, x: Any, _: Any, linears: Any) -> AdaptedCall | None:
+        """Settle a call with adapters by what these are beside."""
+        # what is direct has a kernel chosen for it, which adapters have no use for
+        call = self.settle(around._replace(direct=False), x, *linears[0])
+        if call is None:
+            return None
+        activation = None if call.activation == "identity" else call.activation
+        return AdaptedCall(call.dtypes[0], activation=activation, level=call.level)
 
 
 class _LinearAct(torch.autograd.Function):
@@ -192,28 +201,12 @@ def linear_act(
 def _run(options: _Options, x: Tensor, weight: Tensor | LoRA, bias: Tensor | None) -> Tensor:
     call, phase = dispatch.settled(options, x, weight, bias)
     if call is None:
-        y = _adapted(options, x, weight, bias)
+        y = adapted.run(options, ("weight",), x, (None, None), [(weight, bias)])
         return reference.linear_act(x, weight, bias, options.activation) if y is None else y
     read = x.to(call.dtypes[0])
     if phase is None and not torch.compiler.is_compiling() and hasattr(x.grad_fn, "source"):
         return norm_sharing.apply(_LinearAct, x, read, weight, bias, call, phase)
     return _LinearAct.apply(read, weight, bias, call, phase)
-
-
-def _adapted(options: _Options, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
-    name, activation, save, default, kernel, is_module, _ = options
-    given = AdaptedOptions(
-        name,
-        ("weight",),
-        (),
-        activation or "identity",
-        save,
-        LEVELS,
-        kernel=kernel,
-        default=default,
-        is_module=is_module,
-    )
-    return adapted.run(given, x, (None, None), [(weight, bias)])
 
 
 class Linear(nn.Linear):

@@ -9,11 +9,13 @@ import torch
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.dispatch import Around
-from fusedckpt.autograd.norm_spec import NormSpec, rule_of
+from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Weights
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.layers import validate
+from fusedckpt.layers.adapted_call import AdaptedCall
+from fusedckpt.layers.norm_function import NormCall
 
 
 class Args(NamedTuple):
@@ -141,6 +143,36 @@ class MLPOptions(NamedTuple):
         level = level if around.grad else "inputs"
         adds_after = bool(self.residual) and not adds
         return MLPCall(args, block, level, around.direct, dtypes, adds_after)
+
+    def adapted(self, around: Around, x: Any, norm: Any, linears: Any) -> AdaptedCall | None:
+        """Settle a call with adapters by what these are beside; gate and up are not packed."""
+        up = linears[1:-1] or [(None, None)]
+        indirect = around._replace(direct=False)
+        # what is direct has a kernel chosen for it, which adapters have no use for
+        call = self.settle(indirect, x, *norm, *linears[0], *up[0], *linears[-1])
+        if call is None:
+            return None
+        args, dtype, normed = call.options, call.options.dtype, None
+        sizes = math.prod(x.shape[:-1]), x.shape[-1], linears[0][0].shape[0]
+        chunks = self.chunks or kernels.chunks_for(*sizes, len(linears), dtype.itemsize)
+        if args.rule is not None:
+            # over several chunks they are rounded at the end
+            wide = torch.promote_types(x.dtype, torch.float32)
+            sums = sums_dtype(x, *norm) if chunks == 1 else wide
+            normed = NormCall(1, args.rule, dtype, sums, around.direct)
+        return AdaptedCall(
+            dtype,
+            norm=normed,
+            activation=args.activation,
+            level=call.level,
+            has_last=True,
+            chunks=chunks,
+            adds=args.residual,
+            adds_after=call.adds_after,
+            # the first seeds are theirs
+            dropout=(self.dropout, 0),
+            output_dropout=(self.output_dropout, int(self.dropout > 0)),
+        )
 
 
 def split(norm: Any) -> tuple[tuple[Any, tuple[type, ...]], tuple[Any, Any]]:

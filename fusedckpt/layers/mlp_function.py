@@ -15,13 +15,12 @@ from fusedckpt.autograd.custom_op import BELOW, below
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.versions import Versioned
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Needs, Weights
 from fusedckpt.kernels.runtime import as_dense, as_matrix, as_vector, as_weight
 from fusedckpt.layers import adapted, norm_sharing
-from fusedckpt.layers.adapted_call import AdaptedOptions
 from fusedckpt.layers.mlp_call import PACKED, Args, MLPCall, MLPOptions, block_of
-from fusedckpt.layers.norm_sharing import Versioned
 
 # the first nine arguments of both ops are x and Weights
 Tensors = tuple[Tensor | None, ...]
@@ -324,26 +323,9 @@ def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
 
 
 def _adapted(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
-    norm_weight, norm_bias, *linears = tensors
-    pairs = list(zip(linears[::2], linears[1::2], strict=True))
-    given = AdaptedOptions(
-        options.name,
-        tuple([f"{key}_weight" for key in options.linears]),
-        (),
-        options.activation,
-        options.save,
-        options.levels,
-        has_last=True,
-        residual=options.residual,
-        chunks=options.chunks,
-        kernel=options.kernel,
-        norm=options.norm,
-        kinds=options.kinds,
-        over=options.over,
-        dropout=options.dropout,
-        output_dropout=options.output_dropout,
-        default=options.default,
-        is_module=options.is_module,
-    )
-    pairs = [pair for pair in pairs if pair[0] is not None]
-    return adapted.run(given, x, (norm_weight, norm_bias), pairs)
+    *norm, gate, gate_bias, up, up_bias, down, down_bias = tensors
+    keys = tuple([f"{key}_weight" for key in options.linears])
+    up = [] if up is None else [(up, up_bias)]
+    linears = [(gate, gate_bias), *up, (down, down_bias)]
+    dropouts = options.dropout, options.output_dropout
+    return adapted.run(options, keys, x, norm, linears, dropouts)

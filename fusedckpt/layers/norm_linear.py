@@ -21,7 +21,7 @@ from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.products import product
 from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.layers import adapted, validate
-from fusedckpt.layers.adapted_call import AdaptedOptions
+from fusedckpt.layers.adapted_call import AdaptedCall
 from fusedckpt.layers.mlp_call import split
 from fusedckpt.layers.norm_function import NormCall
 
@@ -88,6 +88,12 @@ class NormLinearOptions(NamedTuple):
         rule = rule_of(norm, x.dtype)
         sums = sums_dtype(x, weight, bias)
         return None if around.twin else NormCall(1, rule, dtype, sums, around.direct)
+
+    def adapted(self, around: Around, x: Any, norm: Any, linears: Any) -> AdaptedCall | None:
+        """Settle a call with adapters by what these are beside."""
+        weights, biases = zip(*linears, strict=True)
+        call = self.settle(around, x, *norm, *weights, *biases)
+        return None if call is None else AdaptedCall(call.out_dtype, norm=call)
 
 
 class _NormLinear(torch.autograd.Function):
@@ -296,20 +302,9 @@ def run_projections(options: NormLinearOptions, x: Tensor, *tensors: Any) -> Any
     return _NormLinear.apply(x, *tensors[:2], call, phase, *tensors[2:])
 
 
-def _adapted(options: NormLinearOptions, x: Tensor, weight: Any, bias: Any, *linears: Any) -> Any:
+def _adapted(options: NormLinearOptions, x: Tensor, *tensors: Any) -> Any:
     count = options.num_linears
-    given = AdaptedOptions(
-        options.name,
-        tuple([f"weights[{i}]" for i in range(count)]),
-        (),
-        None,
-        None,
-        (),
-        norm=options.norm,
-        kinds=options.kinds,
-        over=options.over,
-        is_module=options.is_module,
-    )
-    pairs = list(zip(linears[:count], linears[count:], strict=True))
-    ys = adapted.run(given, x, (weight, bias), pairs)
+    norm, weights, biases = tensors[:2], tensors[2 : 2 + count], tensors[2 + count :]
+    pairs = list(zip(weights, biases, strict=True))
+    ys = adapted.run(options, options.names[3 : 3 + count], x, norm, pairs)
     return (ys,) if isinstance(ys, Tensor) else ys

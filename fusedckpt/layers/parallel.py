@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import backward, dispatch
-from fusedckpt.layers.norm_sharing import Recipe, Source, made_from, versions_of
+from fusedckpt.autograd.versions import versions_of
+from fusedckpt.layers.norm_sharing import Recipe, Source, made_from
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,7 +9,7 @@ made again. Adapters are computed in their own dtype, and their result is added 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,31 @@ from torch import Tensor
 from fusedckpt.autograd.dropout import dropout
 from fusedckpt.autograd.lora import Constants, Parts
 from fusedckpt.kernels.linear import linear
+from fusedckpt.kernels.products import add_product, wide_product
 from fusedckpt.kernels.runtime import as_vector, as_weight, column_sums
 
-# called with a gradient's index in the flat order of `flat`, and the product's factors a' b
-AddProduct = Callable[[int, Tensor, Tensor], None]
+
+class Sums:
+    """Gradients by the number of their linear and their place in `flat`, added up over chunks."""
+
+    def __init__(self, chunks: int):
+        self.chunks = chunks
+        self.found: dict[tuple[int, int], Tensor] = {}
+
+    def add(self, which: int, place: int, grad: Tensor) -> None:
+        """Add a chunk's gradient, already in at least float32 or alone."""
+        key = which, place
+        self.found[key] = self.found[key] + grad if key in self.found else grad
+
+    def add_product(self, which: int, place: int, a: Tensor, b: Tensor) -> None:
+        """Add a' b, in float32 where there are several chunks."""
+        key = which, place
+        if self.chunks == 1:
+            self.found[key] = torch.mm(a.t(), b)
+        elif key not in self.found:
+            self.found[key] = wide_product(a.t(), b)
+        else:
+            add_product(self.found[key], a.t(), b)
 
 
 class Adapter(NamedTuple):
@@ -63,8 +84,9 @@ class Adapter(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer: its parts, the gradients wanted of them, and the dtype of its GEMM."""
+    """A linear layer: its number, its parts, the gradients wanted of them, its GEMM's dtype."""
 
+    which: int
     parts: Parts
     needs: Parts
     adapters: tuple[Adapter, ...]
@@ -78,7 +100,7 @@ class Projection(NamedTuple):
     @property
     def needs_x(self) -> bool:
         """Whether a gradient of its own reads x."""
-        return reads_x(self.needs)
+        return reads_x_of(self.needs)
 
     def _dense(self, rows: slice | None) -> Tensor:
         base = self.parts.base
@@ -129,16 +151,15 @@ class Projection(NamedTuple):
         x: Tensor | None,
         lows: list[Tensor | None],
         first_row: int,
-        add: Callable[[int, Tensor], None],
-        add_product: AddProduct,
+        sums: Sums,
     ) -> None:
-        """Add the wanted gradients of weight, bias, A and B, by their index in `flat`."""
+        """Add the wanted gradients of weight, bias, A and B."""
         if self.needs.bias:
-            add(1, column_sums(dy))
-        if x is None or not self.needs_x:
+            sums.add(self.which, 1, column_sums(dy))
+        if x is None:
             return
         if self.needs.weight:
-            add_product(0, dy, x)
+            sums.add_product(self.which, 0, dy, x)
         triples = zip(self.adapters, lows, self.needs.adapters, strict=True)
         for index, (adapter, low, (needs_a, needs_b)) in enumerate(triples):
             if not (needs_a or needs_b):
@@ -146,10 +167,10 @@ class Projection(NamedTuple):
             read = adapter.dropped(x, first_row)
             if needs_a:
                 assert low is not None
-                add_product(2 + 2 * index, low, read)
+                sums.add_product(self.which, 2 + 2 * index, low, read)
             if needs_b:
                 scaled = torch.mm(read, adapter.a.t()).mul_(adapter.constants.scale)
-                add_product(3 + 2 * index, dy.to(adapter.dtype), scaled)
+                sums.add_product(self.which, 3 + 2 * index, dy.to(adapter.dtype), scaled)
 
 
 def shape_of(parts: Parts) -> torch.Size:
@@ -169,14 +190,22 @@ def refilled(parts: Parts, values: Any) -> Parts:
     return parts._replace(weight=weight, bias=bias, adapters=adapters)
 
 
-def reads_x(needs: Parts) -> bool:
+def cast(parts: Parts, dtype: torch.dtype, adapter_dtypes: Sequence[torch.dtype]) -> Parts:
+    """Return the parts, weight and bias in `dtype`, and A and B in that of their adapter."""
+    weight, bias = (None if t is None else t.to(dtype) for t in (parts.weight, parts.bias))
+    pairs = zip(parts.adapters, adapter_dtypes, strict=True)
+    adapters = [tuple([None if t is None else t.to(dtype) for t in ab]) for ab, dtype in pairs]
+    return parts._replace(weight=weight, bias=bias, adapters=tuple(adapters))
+
+
+def reads_x_of(needs: Parts) -> bool:
     """Whether a wanted gradient of weight, A or B reads x."""
     return bool(needs.weight) or any(a or b for a, b in needs.adapters)
 
 
 def is_wanted(needs: Parts) -> bool:
     """Whether any gradient of the layer's own is."""
-    return bool(needs.bias) or reads_x(needs)
+    return bool(needs.bias) or reads_x_of(needs)
 
 
 def kept(parts: Parts, needs: Parts, computes: bool, needs_dx: bool) -> Parts:

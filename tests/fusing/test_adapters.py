@@ -182,6 +182,16 @@ def test_other_adapters_are_named(options, reason):
     assert_equal_steps(model, eager)
 
 
+def test_a_disabled_adapter_of_any_kind_is_not_in_the_way():
+    model = adapted()
+    model.add_adapter("dora", config(use_dora=True))
+    report = fusedckpt.fuse(model)
+    model.set_adapter("dora")
+    with model.disable_adapter():
+        step(model, torch.randn(3, D, dtype=torch.float64).requires_grad_())
+    assert not report.fallbacks
+
+
 def test_other_methods_are_named():
     names = ["proj", "gate_proj", "up_proj", "down_proj"]
     options = peft.IA3Config(target_modules=names, feedforward_modules=["down_proj"])
@@ -192,14 +202,58 @@ def test_other_methods_are_named():
     assert "IA3Layer" in str(report)
 
 
-def test_a_hooked_wrapper_is_called():
+@pytest.mark.parametrize("path", ["", ".base_layer", ".lora_A.default", ".lora_dropout.default"])
+def test_a_hooked_layer_is_called(path):
     model = adapted()
     report = fusedckpt.fuse(model)
     seen = []
-    model.base_model.model.mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    model.base_model.model.get_submodule(f"mlp.up_proj{path}").register_forward_hook(
+        lambda *_: seen.append(1)
+    )
     step(model, torch.randn(3, D, dtype=torch.float64))
     assert seen
     assert report.fallbacks
+
+
+@pytest.mark.parametrize("scale", [float("inf"), torch.tensor(0.5, dtype=torch.float64)])
+def test_odd_scales_run_as_peft_does(scale):
+    model = adapted()
+    eager = copy.deepcopy(model)
+    report = fusedckpt.fuse(model, verify=False)
+    for layer in (*model.modules(), *eager.modules()):
+        if hasattr(layer, "scaling"):
+            layer.scaling["default"] = scale
+    x = torch.randn(3, D, dtype=torch.float64)
+    torch.testing.assert_close(model(x), eager(x), equal_nan=True)
+    assert "scale" in str(report.fallbacks)
+
+
+def quantised_mlp(dtype, **options):
+    """An MLP of bitsandbytes' linears, with float32 biases, and the same fused."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model = SwiGLU()
+    for name, linear in model.named_children():
+        has_bias = linear.bias is not None
+        given = linear.in_features, linear.out_features, has_bias
+        setattr(model, name, bnb.nn.Linear4bit(*given, **options))
+    eager = model.to(dtype).to("cpu")
+    eager.down_proj.bias.data = eager.down_proj.bias.data.float()
+    fused = copy.deepcopy(eager)
+    return eager, fused, fusedckpt.fuse(fused, verify=False)
+
+
+def test_a_quantised_linear_casts_its_bias():
+    eager, fused, report = quantised_mlp(torch.bfloat16, compute_dtype=torch.bfloat16)
+    assert list(report.swapped) == [""]
+    x = torch.randn(3, D, dtype=torch.bfloat16)
+    torch.testing.assert_close(fused(x), eager(x), rtol=0.05, atol=0.05)
+
+
+def test_a_quantised_linear_knows_no_autocast():
+    eager, fused, _ = quantised_mlp(torch.float32, compute_dtype=torch.float32)
+    x = torch.randn(3, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused(x).dtype == eager(x).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])

@@ -83,8 +83,8 @@ class Ours:
 def lora(rest: list[Tensor], adapters: int = 1) -> Any:
     """Take a weight and its adapters off the front."""
     weight: Any = rest.pop(0)
-    for _ in range(adapters):
-        weight = LoRA(weight, rest.pop(0), rest.pop(0), SCALE)
+    for i in range(adapters):
+        weight = LoRA(weight, rest.pop(0), rest.pop(0), SCALE - i)
     return weight
 
 

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import fusedckpt
 from fusedckpt import LoRA, NormSpec, functional, reference
 from fusedckpt.kernels import dropout as kernels
-from fusedckpt.kernels.runtime import HAS_TRITON
+from fusedckpt.kernels.runtime import HAS_TRITON, row_blocks
 
 T, D, F, R = 12, 21, 33, 4
+FIRST, LAST = [(F, D), (R, D), (F, R)], [(D, F), (R, F), (D, R)]
 
 
 def seed_of(number: int) -> torch.Tensor:
@@ -74,6 +75,22 @@ def test_layouts_and_parts(path):
     assert torch.equal(whole, reference.dropout(strided, 0.3, seed))
 
 
+def test_blocks_of_rows_draw_on():
+    x, seed = torch.ones(2**12, 2**8), torch.tensor(9)
+    assert len(row_blocks(x)) > 1
+    whole, part = (kernels.dropout(t, 0.3, seed, n, "aten") for t, n in ((x, 0), (x[-9:], 4087)))
+    assert torch.equal(whole[-9:], part)
+
+
+@pytest.mark.parametrize("device", [DEVICE, torch.device("meta")])
+def test_no_rows_and_no_data(path, device):
+    x, w, a, b = (torch.ones(s, device=device, requires_grad=True) for s in ((0, D), *FIRST))
+    for rows in (0, 3):
+        y = functional.linear_act(x.new_ones(rows, D), lora(w, a, b, 0.3), activation=None)
+        torch.autograd.grad(y.sum(), (a, b))
+        assert y.shape == (rows, F)
+
+
 def lora(w, a, b, p):
     return LoRA(w, a, b, 1.5, p)
 
@@ -103,7 +120,6 @@ def _packed(module, options, x, w, a, b, v):
     return module.gated_mlp(x, lora(w, a, b, 0.3), None, v, **options)
 
 
-FIRST, LAST = [(F, D), (R, D), (F, R)], [(D, F), (R, F), (D, R)]
 CALLS = {
     "linear_act": (_linear_act, FIRST, {}),
     "linear_act-preact": (_linear_act, FIRST, {"save": "preact"}),
@@ -263,6 +279,10 @@ def test_compiled_and_transformed_draw_torchs_own():
     assert w.A.grad is not None
     grad = torch.func.grad(lambda x: functional.linear_act(x, w).sum())(x.detach())
     assert grad.shape == x.shape
+    given = torch.stack([x.detach()] * 2)
+    mapped = torch.func.vmap(lambda x: functional.linear_act(x, w), randomness="different")
+    first, second = mapped(given)
+    assert not torch.equal(first, second)
 
 
 def test_cheaper_than_a_mask():

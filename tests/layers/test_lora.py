@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import LoRA, NormSpec, functional
+from fusedckpt.layers.projections import Sums
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -210,6 +211,36 @@ def test_what_no_gradient_reads_is_not_saved():
     assert saved_bytes(lambda x: fn(x.detach(), fc1, None, fc2, None), [randn(T, D)]) == 0
 
 
+def test_what_no_gradient_reads_may_be_written():
+    """As in eager: the gradient of A is made of x and B."""
+    w, bias, x = adapted(F, D, scale=0.5), randn(F), randn(T, D, requires_grad=False)
+    w.B.requires_grad_(False)
+    y = functional.linear_act(x, w, bias.detach(), activation=None)
+    with torch.no_grad():
+        for t in (w.weight, w.A, bias):
+            t.add_(1)
+    y.sum().backward()
+    torch.testing.assert_close(w.A.grad, 0.5 * torch.ones(T, F, device=DEVICE).mm(w.B).t().mm(x))
+
+
+def test_backward_writes_over_what_was_kept():
+    y = functional.gated_mlp(
+        randn(T, D), *(adapted(*s) for s in ((F, D), (F, D), (D, F))), save="preact"
+    )
+    *_, z, up = y.grad_fn.saved_tensors
+    before = z.clone(), up.clone()
+    y.sum().backward()
+    assert not torch.equal(z, before[0])
+    assert not torch.equal(up, before[1])
+
+
+def test_sums_over_chunks_are_not_rounded():
+    sums, a = Sums(2), randn(T, D, dtype=torch.bfloat16, requires_grad=False)
+    for rows in a.chunk(2):
+        sums.add_product(0, 0, rows, rows)
+    torch.testing.assert_close(sums.found[0, 0], a.float().t() @ a.float())
+
+
 def gemms(n: int, k: int) -> int:
     return 2 * T * n * k
 
@@ -333,6 +364,7 @@ def bad_calls():
     return {
         "A must be [r, 24]": lambda: functional.linear_act(x, w._replace(A=other)),
         "weight.A must be a tensor": lambda: functional.linear_act(x, w._replace(A=None)),
+        "weight must be a tensor": lambda: functional.linear_act(x, w._replace(weight=None)),
         "weight.scale must be a number": lambda: functional.linear_act(x, w._replace(scale="2")),
         "a probability, got 2.0": lambda: functional.linear_act(x, w._replace(dropout=2.0)),
         "dropout must be a number": lambda: functional.mlp(x, w, None, w, None, dropout="a"),

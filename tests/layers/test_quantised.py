@@ -129,19 +129,20 @@ def test_no_gemm_for_a_weights_gradient():
     assert flops(lambda: y.sum().backward()) == 3 * 2 * T * D * F
 
 
-@pytest.mark.parametrize("name", ["linear_act", "gated_mlp"])
+@pytest.mark.parametrize("name", ["linear_act", "gated_mlp", "packed"])
 def test_pieces(monkeypatch, name):
     """Where the class has slices, at most a piece is dense at a time."""
     n, k = 64, 48
     monkeypatch.setitem(quantised._registered, Int8Rows, (Int8Rows.dequantize, True))
-    shapes = [(n, k), (n, k), (k, n)]
-    weights = [quantise(randn(*s) / s[1] ** 0.5) for s in shapes]
+    first = [(2 * n, k)] if name == "packed" else [(n, k), (n, k)]
+    weights = [quantise(randn(*s) / s[1] ** 0.5) for s in (*first, (k, n))]
     dense = [w.int_data.double() * w.scale.double()[:, None] for w in weights]
 
     def fn(module, given, x):
         if name == "linear_act":
             return module.linear_act(x, given[0], activation="identity")
-        return module.gated_mlp(x, *given)
+        up = [None] if name == "packed" else []
+        return module.gated_mlp(x, given[0], *up, *given[1:])
 
     monkeypatch.setattr(quantised, "PIECE_BYTES", n * k)
     compare(
@@ -156,6 +157,12 @@ def test_pieces(monkeypatch, name):
     monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
     fn(functional, weights, randn(T, k))
     assert {rows for rows, _ in Int8Rows.sizes} <= {n // 4, k // 4}
+
+
+def test_no_pieces_of_a_class_without_slices(monkeypatch):
+    monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
+    functional.linear_act(randn(T, D), quantise(randn(F, D)))
+    assert {rows for rows, _ in Int8Rows.sizes} == {F}
 
 
 def test_peak_of_a_step():
@@ -190,6 +197,33 @@ def test_a_registered_class(monkeypatch):
     y = functional.linear_act(x, given)
     assert "Adapted" in type(y.grad_fn).__name__
     torch.testing.assert_close(y, reference.linear_act(x, w))
+
+
+class Rounded(Int8Rows):
+    """Dequantises, but rounds what it multiplies."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            return func(args[0].round(), args[1].int_data * args[1].scale[:, None], *args[2:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_an_unknown_class_runs_its_own_linear():
+    given = quantise(randn(F, D))
+    x, w = randn(T, D), Rounded(given.int_data, given.scale)
+    y = functional.linear_act(x, w, activation="identity")
+    assert torch.equal(y, nn.functional.linear(x, w))
+
+
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_a_weight_that_was_written_raises(save):
+    w, x = quantise(randn(F, D)), randn(T, D)
+    y = functional.linear_act(x, w, save=save)
+    w.scale.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_a_record():
@@ -230,9 +264,10 @@ def test_a_weight_that_trains_is_left():
     assert quantised.quantised(w) is None
 
 
-def test_dynamic_activations_are_left():
+@pytest.mark.parametrize("key", ["act_quant_kwargs", "act_quant_scale", "act_pre_scale"])
+def test_changed_activations_are_left(key):
     w = quantise(randn(F, D))
-    w.act_quant_kwargs = object()
+    setattr(w, key, object())
     assert quantised.quantised(w) is None
     assert "activations" in str(quantised.why_left(w))
 
@@ -304,6 +339,10 @@ def test_bitsandbytes(kind):
     (dx,) = torch.autograd.grad(y.sum(), x)
     (theirs,) = torch.autograd.grad(linear(x).sum(), x)
     torch.testing.assert_close(dx, theirs, rtol=0.05, atol=0.05)
+    if kind == "Linear4bit":
+        # a layout of its own, for inference
+        linear.weight.quant_state.packing_format_for_cpu = True
+        assert quantised.quantised(linear.weight) is None
     # the 8-bit module has taken the scale from its weight
     if kind == "Linear8bitLt":
         assert quantised.quantised(linear.weight) is None
