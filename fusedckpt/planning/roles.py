@@ -33,7 +33,7 @@ from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.subclass import made_of, subclass
 from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
-from fusedckpt.checkpointing.segment import Recompute, Segment
+from fusedckpt.checkpointing.segment import Segment
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
@@ -220,15 +220,6 @@ class HandingOn(Segment):
                 self._outputs[_place_of(leaf)] = known
         return output
 
-    def _recompute(self, backward: int, keeps: bool = False) -> Recompute:
-        if not _clocks:
-            return super()._recompute(backward, keeps)
-        clock, spent = _clocks[-1]
-        start = clock()
-        found = super()._recompute(backward, keeps)
-        spent.append(clock() - start)
-        return found
-
     def _call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Call:
         part = _Part(fn, args, kwargs, self.options, self._hold)
         part.level, part.number = self._level, len(self.calls)
@@ -241,20 +232,6 @@ class HandingOn(Segment):
             return Argument(tensor)
         self._last_uses[known[2].place] = len(self.calls)
         return known[2]
-
-
-# what times recomputes, and what they took
-_clocks: list[tuple[Callable[[], float], list[float]]] = []
-
-
-@contextmanager
-def recomputes_timed(clock: Callable[[], float]) -> Iterator[list[float]]:
-    """Yield a list that gets how long each recompute of a segment takes that runs inside."""
-    _clocks.append((clock, []))
-    try:
-        yield _clocks[-1][1]
-    finally:
-        _clocks.pop()
 
 
 def _place_of(tensor: Tensor) -> Any:
