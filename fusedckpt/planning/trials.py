@@ -29,8 +29,8 @@ _TRIES = 4
 _DOUBT = 1.1
 # pairs of steps go on as long as one more ends within so many seconds, and so many at most
 _SECONDS, _PAIRS = 0.15, 15
-# of what units take on their own, what a plan costs at least: less is noise
-_NOT_FREE = 0.01
+# what a plan costs is at least so much of what units take on their own: less is noise
+_LEAST = 0.5
 
 
 class Trials(NamedTuple):
@@ -126,7 +126,7 @@ class Trials(NamedTuple):
                 (step_kind(self.step), found.items),
                 lambda: self._paired(self._plan(everything), found),
             )
-        ratio = max(_NOT_FREE, extra / found.extra_ms) if extra else 1.0
+        ratio = max(_LEAST, extra / found.extra_ms) if found.extra_ms else 1.0
         return replace(_scaled(found, ratio, forward), rounds=rounds)
 
     def _paired(self, plain: Plan, found: Plan) -> tuple[float, float, int]:
