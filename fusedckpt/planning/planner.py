@@ -56,8 +56,9 @@ def plan(
     that it gets, once of a kind (timed once in a process), with what fused layers inside keep at
     every level, and, for a budget, with MLPs cut into chunks; the units are then given levels, or
     run again in backward as segments, so that the peak of the step stays below the budget at the
-    least extra time. At last one step is run under
-    the plan, and its peak measured. Afterwards everything is as before (see `trial`).
+    least extra time. At last one step is run under the plan, and its peak measured, then some in
+    turns with steps that keep everything, where these fit: their difference is the extra time that
+    the plan claims. Afterwards everything is as before (see `trial`).
 
     Gradients that exist when this is called are there when the planned step begins, as after
     `zero_grad(set_to_none=False)`; others are made in it. With `accumulate` all are there. What the

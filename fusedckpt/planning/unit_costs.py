@@ -181,10 +181,8 @@ def measured(
         ValueError: a call changes an object among the arguments, so that no two are alike.
     """
     call = Call(module, args, kwargs)
-    runs: dict[str, Run] = {
-        level: partial(roles.SaveAt(level), forward)
-        for level in (LEVELS if has_levels(module) else (PLAIN,))
-    }
+    names = LEVELS if has_levels(module) else (PLAIN,)
+    runs: dict[str, Run] = {level: partial(roles.SaveAt(level), forward) for level in names}
     before = _states(args, kwargs)
     levels = _distinct({name: call.bytes(run) for name, run in runs.items()})
     _check_repeats(before, _states(args, kwargs))
@@ -201,18 +199,16 @@ def measured(
     if segments:
         ways |= {_AGAIN: segments[most], _WHOLE: partial(_whole, most, forward)}
     again = {name: call.bytes(run) for name, run in segments.items()}
-    cuts = {}
-    if besides.chunked and segments and has_mlps(module):
-        cuts = in_less(call, forward, least, levels[least], again[least])
+    is_cut = besides.chunked and segments and has_mlps(module)
+    cuts = in_less(call, forward, least, levels[least], again[least]) if is_cut else {}
     for name, found in cuts.items():
         ways[_CHUNKED] = kept_in(name, forward)
         levels[name], again[name], packed[name] = *found, packed.get(least, found[0].made)
     ms = _ms(_timed(kind, call, ways), plain, [*cuts])
-    if parts and not call.writes:
-        finer = _with_parts(module, call, runs[least], _all(levels[least]), parts, kind)
-        for name, (found, more) in finer.items():
-            name = least + BUT + name
-            levels[name], ms.extra[name] = found, ms.extra[least] + more
+    kept = _all(levels[least])
+    for name, (found, more) in _with_parts(module, call, runs[least], kept, parts, kind).items():
+        name = least + BUT + name
+        levels[name], ms.extra[name] = found, ms.extra[least] + more
     sizes = call.given, call.output, call.left
     return Costs(levels, again, packed, ms, *sizes, call.writes, any(module.children()))
 
@@ -275,6 +271,8 @@ def _with_parts(
 
     What costs least for what it saves comes first. kept: bytes that the run keeps otherwise.
     """
+    if not parts or call.writes:
+        return {}
     modules = {name: module.get_submodule(name) for name in parts}
     calls: dict[str, list[Any]] = {name: [] for name in parts}
 

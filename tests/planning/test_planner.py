@@ -541,6 +541,18 @@ def test_the_claim_is_the_difference_of_steps_in_turns(monkeypatch, tmp_path):
     assert Plan.load(tmp_path / "plan.json") == found
 
 
+def test_what_is_recomputed_is_never_claimed_to_be_free(monkeypatch):
+    predicted = []
+    timed = Trials.timed
+    monkeypatch.setattr(Trials, "_ms", lambda self, plan: Times(1.0, 5.0 - (plan.extra_ms > 0)))
+    monkeypatch.setattr(
+        Trials, "timed", lambda self, *a: predicted.append(a[0].extra_ms) or timed(self, *a)
+    )
+    found = planned(Chain([nn.Linear(19, 19) for _ in range(3)]), torch.randn(8, 19), policy="all")
+    assert found.rounds == 15
+    assert found.extra_ms == pytest.approx(predicted[0] / 2)
+
+
 def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
     monkeypatch.setattr("fusedckpt.planning.trials.spare_bytes", lambda device: 0)
     monkeypatch.setattr(Trials, "_ms", None)
