@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Policy", "bytes_of", "limit_of"]
+__all__ = ["Policy", "bytes_of", "limit_of", "spare_bytes"]
 
 Policy = str | Sequence[str | nn.Module]
 
@@ -46,6 +46,15 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Return how many bytes a step may surely take beyond what is there."""
+    if device.type != "cuda":
+        return _memory(device) // 4
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # blocks of the cache may not fit
+    return int(0.8 * (torch.cuda.mem_get_info(device)[0] + unused))
 
 
 def limit_of(budget: Any, activation_budget: Any, policy: Any, device: torch.device) -> int | None:

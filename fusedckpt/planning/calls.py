@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from fusedckpt.memory import saved_tensors
-from fusedckpt.planning.roles import recomputes_timed
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, live_by_phase
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -36,11 +33,9 @@ Run = Callable[[Any, Any], Any]
 T = TypeVar("T")
 
 # rounds of timing go on for so many seconds for each way to run, and so many at most
-_SECONDS, _ROUNDS = 0.01, 6
+_SECONDS, _ROUNDS = 0.005, 6
 # seconds after which nothing is timed again
 _LONG = 1.0
-# more bytes than the caches of one core hold
-_CACHES = 2**23
 
 
 class Bytes(NamedTuple):
@@ -58,11 +53,10 @@ class Bytes(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The ms of a forward, of its backward, and of recomputes in that."""
+    """The ms of a forward, and of that and its backward."""
 
     forward: float
-    backward: float
-    again: float
+    both: float
 
 
 class NoGraph(Exception):
@@ -150,26 +144,15 @@ class Call:
         least = [Times(*map(min, zip(*times, strict=True))) for times in zip(*rounds, strict=True)]
         return dict(zip(runs, least, strict=True))
 
-    def flops(self, run: Run) -> int:
-        """Return the FLOPs of the matrix products of forward and backward."""
-        with FlopCounterMode(display=False) as counter:
-            self._timed(run)
-        return counter.get_total_flops()
-
     def _timed(self, run: Run) -> Times:
         args, kwargs = self._arguments()
         start = seconds(self.device)
         root: Any = _Source.apply(*self._outputs(run(args, kwargs)))
         middle = seconds(self.device)
-        if self.device.type == "cpu":
-            # push what the forward left out of a core's caches, as the rest of a step does
-            torch.zeros(_CACHES, dtype=torch.uint8)
-        begin = seconds(self.device)
-        with recomputes_timed(partial(seconds, self.device)) as again:
-            root.backward()
+        root.backward()
         end = seconds(self.device)
         self._clear()
-        return Times(*(1e3 * x for x in (middle - start, end - begin, sum(again))))
+        return Times(1e3 * (middle - start), 1e3 * (end - start))
 
     def _arguments(self) -> tuple[Any, Any]:
         # as if another unit had computed them, at no cost in backward

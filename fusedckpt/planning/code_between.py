@@ -106,10 +106,10 @@ class _Walk:
         return self._is_saved(output)
 
 
-def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: float) -> Chain:
+def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
     """Run the step with units that keep nothing; return the chain with what is around them.
 
-    stepping: bytes that the optimizer's step takes for a moment. forward_ms: of the whole model.
+    stepping: bytes that the optimizer's step takes for a moment.
     """
     step, held = step.fresh()
     watch, device, resident = Watch(step.model), held[0].device, step.resident(held)
@@ -126,14 +126,9 @@ def chain_of(step: Step, costs: dict[str, Costs], stepping: int, forward_ms: flo
     ]
     replays = [one.replay for one in costs.values()]
     made = [x for x in step.parameters() if x.requires_grad and x not in step.gradients]
-    found = _Rest(live, units, replays, walk, resident).chain(
+    return _Rest(live, units, replays, walk, resident).chain(
         stepping + sum(x.numel() * x.element_size() for x in made)
     )
-    # what is not in units, wherever it is; in calls of their own units may take longer
-    before, rest = found.units[0], max(0.0, forward_ms - found.forward)
-    share = forward_ms / (found.forward + rest)
-    units = (replace(unit, forward=share * unit.forward) for unit in found.units[1:])
-    return replace(found, units=(replace(before, forward=rest), *units))
 
 
 class _Rest:

@@ -36,6 +36,7 @@ class PlanRecord:
     structure: Mapping[str, str] = field(default_factory=dict, hash=False)
     gradient_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict, hash=False)
+    rounds: int = 0
 
 
 Kind = TypeVar("Kind", bound=PlanRecord)
@@ -73,7 +74,7 @@ def _check(plan: PlanRecord) -> None:
     known = {PLAIN, PRODUCTS, *LEVELS}
     levels = {level_and_parts(level.name)[0] for unit in units for level in unit.levels}
     peaks = [x for x in (plan.budget_bytes, plan.measured_bytes) if x is not None]
-    sizes = [*peaks, plan.gradient_bytes, *plan.held.values()]
+    sizes = [*peaks, plan.gradient_bytes, plan.rounds, *plan.held.values()]
     ends = units[0].fixed and units[-1].fixed and len(units) > 2
     outcome = simulate(plan.chain, plan.items)
     found = outcome.peak, outcome.extra
@@ -82,7 +83,7 @@ def _check(plan: PlanRecord) -> None:
         and len({*names}) == len(names),
         "names as text": all(isinstance(text, str) for text in texts),
         f"levels among {sorted(known)}": levels <= known,
-        "sizes in bytes": all(type(x) is int and x >= 0 for x in sizes) and all(peaks),
+        "sizes in bytes, and rounds": all(type(x) is int and x >= 0 for x in sizes) and all(peaks),
         "the {} bytes and {} ms that the units come to".format(*found): (
             plan.predicted_bytes == found[0] and isclose(plan.extra_ms, found[1])
         ),

@@ -70,6 +70,9 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
     """Return one line for each figure of the whole."""
     chain, measured = plan.chain, plan.measured_bytes
     share = f", {plan.extra_ms / chain.forward:.1%} of the forward" if chain.forward else ""
+    said = ", predicted" if plan.extra_ms else ""
+    if plan.rounds:
+        said = f", measured in {plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"
     least = least_outcome(chain)
     finer = may_go_lower(chain, least)
     begins = "without gradients; with accumulate=True it holds for steps that add to them"
@@ -85,7 +88,7 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if measured is None else enough(measured),
         "held": held_by(held),
-        "extra time": f"{plan.extra_ms:.2f} ms{share}",
+        "extra time": f"{plan.extra_ms:.2f} ms{share}{said}",
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
     }
     if between:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.calls import once, repeated, seconds, step_kind
+from fusedckpt.planning.calls import once, seconds, step_kind
 from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
@@ -30,9 +30,6 @@ from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.trial import aliased, tensors_of, trial
 
 __all__ = ["plan"]
-
-# forwards that are timed go on for so many seconds, and so many at most
-_SECONDS, _FORWARDS = 0.05, 8
 
 
 def plan(
@@ -59,8 +56,9 @@ def plan(
     that it gets, once of a kind (timed once in a process), with what fused layers inside keep at
     every level, and, for a budget, with MLPs cut into chunks; the units are then given levels, or
     run again in backward as segments, so that the peak of the step stays below the budget at the
-    least extra time. At last one step is run under
-    the plan, and its peak measured. Afterwards everything is as before (see `trial`).
+    least extra time. At last one step is run under the plan, and its peak measured, then some in
+    turns with steps that keep everything, where these fit: their difference is the extra time that
+    the plan claims. Afterwards everything is as before (see `trial`).
 
     Gradients that exist when this is called are there when the planned step begins, as after
     `zero_grad(set_to_none=False)`; others are made in it. With `accumulate` all are there. What the
@@ -181,14 +179,13 @@ def _planned(
         step = step._replace(last=last)
         ways = Ways(policy == "speed", policy in ("budget", "memory"))
         surveys = _surveys(step, cuts, ways, progress)
-        chains = [chain_of(step, one.units(), stepping, forward_ms) for one in surveys]
+        chains = [chain_of(step, one.units(), stepping) for one in surveys]
         # of one cut there is nothing to choose
         best = min(range(len(chains)), key=lambda i: len(chains) > 1 and _cost(chains[i], limit))
         title = policy if isinstance(policy, str) else f"again: {', '.join(cuts[0].names)}"
         trials, survey = Trials(step, chains[best], title, limit), surveys[best]
         found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
-        packing = {name: costs.ms.packing for name, costs in survey.units().items()}
-        found = trials.timed(found, packing)
+        found = trials.timed(found, forward_ms)
     gradients = nbytes_of(step.gradients.values())
     return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
 
@@ -236,17 +233,11 @@ def _stepping(step: Step) -> int:
 def _forward(step: Step) -> tuple[float, int]:
     """Return the ms that the model's forward takes, and the bytes of what it returns."""
     held = [*step.parameters(), *step.model.buffers(), *step.inputs()]
-    outputs = []
-
-    def forward() -> float:
-        outputs.clear()
-        args, kwargs = aliased((step.args, step.kwargs))
-        start = seconds(held[0].device)
-        # so that no more is kept than units may keep
-        with torch.no_grad():
-            outputs.append(step.model(*args, **kwargs))
-        return 1e3 * (seconds(held[0].device) - start)
-
-    times = repeated(forward, _SECONDS, _FORWARDS)
-    found = once((step_kind(step), "forward"), lambda: min(times))
-    return found, nbytes_of([*tensors_of(outputs), *held]) - nbytes_of(held)
+    args, kwargs = aliased((step.args, step.kwargs))
+    start = seconds(held[0].device)
+    # so that no more is kept than units may keep
+    with torch.no_grad():
+        output = step.model(*args, **kwargs)
+    ms = 1e3 * (seconds(held[0].device) - start)
+    last = nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
+    return once((step_kind(step), "forward"), lambda: ms), last

@@ -33,7 +33,7 @@ from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.subclass import made_of, subclass
 from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of, version_of
 from fusedckpt.checkpointing.function import checkpoint, is_plain_call
-from fusedckpt.checkpointing.segment import Recompute, Segment
+from fusedckpt.checkpointing.segment import Segment
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
@@ -220,35 +220,12 @@ class HandingOn(Segment):
                 self._outputs[_place_of(leaf)] = known
         return output
 
-    def _recompute(self, backward: int, keeps: bool = False) -> Recompute:
-        if not _clocks:
-            return super()._recompute(backward, keeps)
-        clock, spent = _clocks[-1]
-        start = clock()
-        found = super()._recompute(backward, keeps)
-        spent.append(clock() - start)
-        return found
-
     def _hold(self, tensor: Tensor) -> Argument:
         known = self._outputs.get(_place_of(tensor))
         if known is None or known[0]() is None or known[1] != version_of(tensor):
             return Argument(tensor)
         self._last_uses[known[2].place] = len(self.calls)
         return known[2]
-
-
-# what times recomputes, and what they took
-_clocks: list[tuple[Callable[[], float], list[float]]] = []
-
-
-@contextmanager
-def recomputes_timed(clock: Callable[[], float]) -> Iterator[list[float]]:
-    """Yield a list that gets how long each recompute of a segment takes that runs inside."""
-    _clocks.append((clock, []))
-    try:
-        yield _clocks[-1][1]
-    finally:
-        _clocks.pop()
 
 
 def _place_of(tensor: Tensor) -> Any:

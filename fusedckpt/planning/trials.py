@@ -1,20 +1,21 @@
-"""Plans for a chain, tried in whole steps: their peaks and their extra time are what these show."""
+"""Plans for a chain, tried in whole steps: their peaks and their extra time are what these show.
+
+Units are timed only to choose between plans. What the chosen one costs is the difference between
+steps under it and steps that keep everything, in turns: whatever adds up in a step is in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-from fusedckpt.planning.budget import Policy
-from fusedckpt.planning.calls import once, repeated, seconds, step_kind
-from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, Segment, simulate
-from fusedckpt.planning.plan_record import BUT, PRODUCTS, level_and_parts
+from fusedckpt.planning.budget import Policy, spare_bytes
+from fusedckpt.planning.calls import Times, once, seconds, step_kind
+from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, simulate
+from fusedckpt.planning.plan_record import PRODUCTS
 from fusedckpt.planning.plans import Plan, structure_of
 from fusedckpt.planning.policies import policy as by_rule
-from fusedckpt.planning.roles import recomputes_timed
 from fusedckpt.planning.solver import least_outcome, least_peak, may_go_lower, solve
 from fusedckpt.reporting.memory_report import measure
 from fusedckpt.reporting.step import Step
@@ -26,8 +27,10 @@ __all__ = ["Trials"]
 _TRIES = 4
 # how far off the model of memory may be
 _DOUBT = 1.1
-# steps that are timed go on for so many seconds, and so many at most
-_SECONDS, _STEPS = 0.1, 5
+# pairs of steps go on as long as one more ends within so many seconds, and so many at most
+_SECONDS, _PAIRS = 0.15, 15
+# what a plan costs is at least so much of what units take on their own: less is noise
+_LEAST = 0.5
 
 
 class Trials(NamedTuple):
@@ -38,15 +41,18 @@ class Trials(NamedTuple):
     title: str
     limit: int | None = None
 
-    def tried(self, solution: Outcome) -> Plan:
-        """Run a step under a plan, and write down its peak, and what it held unseen."""
+    def _plan(self, solution: Outcome) -> Plan:
         model, names = self.step.model, [u.name for u in self.chain.units[1:-1] if not u.code]
-        found = Plan(
+        return Plan(
             type(model).__name__, self.title, self.limit, self.chain, solution.items,
             solution.peak, solution.extra, solution.lower_bound,
             structure={x: structure_of(model.get_submodule(x)) for x in ["", *names]},
         )  # fmt: skip
-        found.apply(model)
+
+    def tried(self, solution: Outcome) -> Plan:
+        """Run a step under a plan, and write down its peak, and what it held unseen."""
+        found = self._plan(solution)
+        found.apply(self.step.model)
         try:
             measured = measure(self.step)
         finally:
@@ -108,20 +114,48 @@ class Trials(NamedTuple):
         tried = map(self.tried, distinct.values())
         return min(tried, key=lambda found: (_peak(found), found.extra_ms))
 
-    def timed(self, found: Plan, packing: Mapping[str, float]) -> Plan:
-        """Return the plan with the time that its recomputes take in steps under it.
+    def timed(self, found: Plan, forward: float) -> Plan:
+        """Return the plan with what it costs in steps, where one that keeps everything fits.
 
-        packing: ms that a unit takes more in a segment besides.
+        forward: ms that the model's forward took.
         """
-        modelled = sum(_recompute_ms(self.chain, item, packing) for item in found.items)
-        if not modelled:
-            return found
-        found.apply(self.step.model)
+        everything, extra, rounds = self._rule("none"), found.extra_ms, 0
+        device = self.step.parameters()[0].device
+        if extra and everything.peak - self.chain.base <= spare_bytes(device):
+            forward, extra, rounds = once(
+                (step_kind(self.step), found.items),
+                lambda: self._paired(self._plan(everything), found),
+            )
+        ratio = max(_LEAST, extra / found.extra_ms) if found.extra_ms else 1.0
+        return replace(_scaled(found, ratio, forward), rounds=rounds)
+
+    def _paired(self, plain: Plan, found: Plan) -> tuple[float, float, int]:
+        """Return the ms of a plain forward, those that the plan adds, and how many rounds said so.
+
+        In turns, so that what slows the machine down slows both.
+        """
+        rounds: list[tuple[Times, Times]] = []
+        spent = 0.0
+        while len(rounds) < _PAIRS and spent * (len(rounds) + 1) <= 1e3 * _SECONDS * len(rounds):
+            rounds.append((self._ms(plain), self._ms(found)))
+            spent = sum(times.both for pair in rounds for times in pair)
+        # one round of large steps is noise: what units take on their own counts as one more
+        extra = median([found.extra_ms, *(mine.both - theirs.both for theirs, mine in rounds)])
+        return median(theirs.forward for theirs, _ in rounds), extra, len(rounds)
+
+    def _ms(self, plan: Plan) -> Times:
+        """Return what a step takes under a plan, without the optimizer's."""
+        made, held = self.step.fresh()
+        plan.apply(made.model)
         try:
-            spent = once((step_kind(self.step), found.items), lambda: _recomputes(self.step))
+            start = seconds(held[0].device)
+            output = made.model(*made.args, **made.kwargs)
+            middle = seconds(held[0].device)
+            made.loss(output).backward()
+            end = seconds(held[0].device)
         finally:
-            found.undo()
-        return _scaled(found, 1 + (spent - modelled) / found.extra_ms)
+            plan.undo()
+        return Times(1e3 * (middle - start), 1e3 * (end - start))
 
 
 def _peak(found: Plan) -> int:
@@ -138,42 +172,22 @@ def _selective(chain: Chain) -> tuple[Item, ...]:
     )
 
 
-def _recompute_ms(chain: Chain, item: Item, packing: Mapping[str, float]) -> float:
-    """Return the ms that the recompute of an item takes, as units were measured."""
-    units = chain.units[item.start : item.stop]
-    if isinstance(item, Segment):
-        return sum(unit.again - packing[unit.name] for unit in units) - units[-1].tail
-    if BUT not in item.level:
-        return 0.0
-    level, kept = (units[0].level(x) for x in (item.level, level_and_parts(item.level)[0]))
-    return level.extra - kept.extra
-
-
-def _recomputes(step: Step) -> float:
-    """Return the ms that recomputes take in a step."""
-    clock = partial(seconds, step.parameters()[0].device)
-
-    def spent() -> float:
-        made, _ = step.fresh()
-        loss = made.loss(made.model(*made.args, **made.kwargs))
-        with recomputes_timed(clock) as times:
-            loss.backward()
-        return 1e3 * sum(times)
-
-    return median(repeated(spent, _SECONDS, _STEPS))
-
-
-def _scaled(found: Plan, ratio: float) -> Plan:
-    """Return the plan where all extra time is so many times what it was."""
-    units = tuple(
+def _scaled(found: Plan, ratio: float, forward: float) -> Plan:
+    """Return the plan where all extra time is so many times what it was, and with that forward."""
+    before, *units = found.chain.units
+    # what is not in units, wherever it is; in calls of their own units may take longer
+    rest = max(0.0, forward - found.chain.forward)
+    share = forward / (found.chain.forward + rest)
+    units = [
         replace(
             unit,
+            forward=share * unit.forward,
             rerun=ratio * unit.again,
             tail=ratio * unit.tail,
             levels=tuple(replace(level, extra=ratio * level.extra) for level in unit.levels),
         )
-        for unit in found.chain.units
-    )
-    chain = replace(found.chain, units=units)
+        for unit in units
+    ]
+    chain = replace(found.chain, units=(replace(before, forward=rest), *units))
     extra, lower_bound = simulate(chain, found.items).extra, ratio * found.lower_bound_ms
     return replace(found, chain=chain, extra_ms=extra, lower_bound_ms=min(lower_bound, extra))

@@ -27,10 +27,11 @@ __all__ = ["Costs", "measured"]
 _STATES = 2**14
 # what running a part again saves at least of what the unit keeps
 _WORTH = 0.02
-# ways to run a unit: as a segment of its own, and as one whose recompute does not stop early
-_AGAIN, _WHOLE = "again", "whole"
-# in as many chunks as are tried, and the share of the time that they take at least
-_CHUNKED, _NOT_FREE = "chunked", 0.01
+# ways to run a unit: as a segment of its own, as one whose recompute does not stop early, and in
+# as many chunks as are tried
+_AGAIN, _WHOLE, _CHUNKED = "again", "whole", "chunked"
+# what keeps less takes more than that by so much of the time at least: less is noise
+_NOT_FREE = 0.01
 
 
 class Ways(NamedTuple):
@@ -43,16 +44,14 @@ class Ways(NamedTuple):
 class Ms(NamedTuple):
     """What a unit takes, in ms.
 
-    extra: by level, how much longer a step takes than at the level that keeps most. rerun: a
-    recompute of all of it; alone: one that stops early, where it ends the segment. packing: how
-    much longer it takes in a segment besides.
+    extra: by level, how much longer a step takes than at the level that keeps most. rerun: the same
+    where it is in a segment; alone: where it ends the segment, whose recompute stops early.
     """
 
     extra: dict[str, float]
     forward: float
     rerun: float
     alone: float
-    packing: float
 
 
 class Costs(NamedTuple):
@@ -130,7 +129,7 @@ class Costs(NamedTuple):
             input=self.own(self.given) - held + self.replay,
             output=self.output,
             tail=self.ms.rerun - self.ms.alone,
-            rerun=self.ms.rerun + self.ms.packing,
+            rerun=self.ms.rerun,
             # while it runs again in a segment: the states that are put back afterwards
             forward_transient=self.replay + most,
             left=self.left,
@@ -182,10 +181,8 @@ def measured(
         ValueError: a call changes an object among the arguments, so that no two are alike.
     """
     call = Call(module, args, kwargs)
-    runs: dict[str, Run] = {
-        level: partial(roles.SaveAt(level), forward)
-        for level in (LEVELS if has_levels(module) else (PLAIN,))
-    }
+    names = LEVELS if has_levels(module) else (PLAIN,)
+    runs: dict[str, Run] = {level: partial(roles.SaveAt(level), forward) for level in names}
     before, taken = _states(args, kwargs), dict[str, Bytes]()
     for name, run in runs.items():
         taken[name] = call.bytes(run)
@@ -205,19 +202,16 @@ def measured(
     if segments:
         ways |= {_AGAIN: segments[most], _WHOLE: partial(_whole, most, forward)}
     again = {name: call.bytes(run) for name, run in segments.items()}
-    cuts = {}
-    if besides.chunked and segments and has_mlps(module):
-        cuts = in_less(call, forward, least, levels[least], again[least])
+    is_cut = besides.chunked and segments and has_mlps(module)
+    cuts = in_less(call, forward, least, levels[least], again[least]) if is_cut else {}
     for name, found in cuts.items():
         ways[_CHUNKED] = kept_in(name, forward)
         levels[name], again[name], packed[name] = *found, packed.get(least, found[0].made)
-    flops = {name: call.flops(runs[name]) for name in plain} if len(plain) > 1 else {}
-    ms = _ms(_timed(kind, call, ways), plain, flops, [*cuts])
-    if parts and not call.writes:
-        finer = _with_parts(module, call, runs[least], _all(levels[least]), parts, kind)
-        for name, (found, more) in finer.items():
-            name = least + BUT + name
-            levels[name], ms.extra[name] = found, ms.extra[least] + more
+    ms = _ms(_timed(kind, call, ways), plain, [*cuts])
+    kept = _all(levels[least])
+    for name, (found, more) in _with_parts(module, call, runs[least], kept, parts, kind).items():
+        name = least + BUT + name
+        levels[name], ms.extra[name] = found, ms.extra[least] + more
     sizes = call.given, call.output, call.left
     return Costs(levels, again, packed, ms, *sizes, call.writes, any(module.children()))
 
@@ -228,33 +222,28 @@ def _distinct(taken: dict[str, Bytes]) -> dict[str, Bytes]:
     return {name: found for name, found in taken.items() if name in first.values()}
 
 
-def _ms(
-    times: Mapping[str, Times], plain: Sequence[str], flops: Mapping[str, int], cuts: Sequence[str]
-) -> Ms:
+def _ms(times: Mapping[str, Times], plain: Sequence[str], cuts: Sequence[str]) -> Ms:
     """Return what was timed, by level.
 
-    plain: levels, those that keep most first. flops: of their products, where there are several.
-    cuts: levels in chunks, of which the last was timed.
+    plain: levels, those that keep most first. cuts: levels in chunks, of which the last was timed.
     """
-    sums = {name: found.forward + found.backward for name, found in times.items()}
-    most, forward = plain[0], times[plain[0]].forward
-    extra, least = dict.fromkeys(plain, 0.0), 0.0
+    extra, least, forward = {plain[0]: 0.0}, 0.0, times[plain[0]].forward
     for name in plain[1:]:
-        # what keeps less does not get faster by it, nor is a product free: that would be noise
-        more = (flops[name] - flops[most]) / max(1, flops[most]) / 2
-        extra[name] = least = max(least, sums[name] - sums[most], more * sums[most])
+        extra[name] = least = max(least, _more(times, name, plain[0]))
     for name in cuts:
-        more = max(_NOT_FREE * sums[plain[-1]], sums[_CHUNKED] - sums[plain[-1]])
         share = (chunks_in(name) - 1) / (chunks_in(cuts[-1]) - 1)
-        extra[name] = least + share * more
-    if PRODUCTS in sums:
-        extra[PRODUCTS] = max(0.0, sums[PRODUCTS] - sums[most])
+        extra[name] = least + share * _more(times, _CHUNKED, plain[-1])
+    if PRODUCTS in times:
+        extra[PRODUCTS] = _more(times, PRODUCTS, plain[0])
     if _AGAIN not in times:
-        return Ms(extra, forward, forward, forward, 0.0)
-    alone, whole = times[_AGAIN].again, times[_WHOLE].again
-    # hooks see every tensor that is saved, and again as it is read
-    packing = max(0.0, sums[_AGAIN] - alone - sums[most])
-    return Ms(extra, forward, max(whole, alone), alone, packing)
+        return Ms(extra, forward, forward, forward)
+    rerun, alone = (_more(times, way, plain[0]) for way in (_WHOLE, _AGAIN))
+    return Ms(extra, forward, max(forward, rerun), alone)
+
+
+def _more(times: Mapping[str, Times], way: str, than: str) -> float:
+    """Return the ms that one way to run takes more than another that keeps more."""
+    return max(times[way].both - times[than].both, _NOT_FREE * times[than].both)
 
 
 def _all(found: Bytes) -> int:
@@ -285,6 +274,8 @@ def _with_parts(
 
     What costs least for what it saves comes first. kept: bytes that the run keeps otherwise.
     """
+    if not parts or call.writes:
+        return {}
     modules = {name: module.get_submodule(name) for name in parts}
     calls: dict[str, list[Any]] = {name: [] for name in parts}
 
@@ -303,9 +294,11 @@ def _with_parts(
         # one without a graph of its own is none
         with suppress(NoGraph):
             for forward, *given in seen if len(seen) == 1 else ():
-                part, again = Call(modules[name], *given), partial(roles.again(), forward)
-                ms = _timed((kind, name), part, {_AGAIN: again})[_AGAIN].again
-                saves = part.bytes(partial(roles.SaveAt(PLAIN), forward)).made
+                part = Call(modules[name], *given)
+                ways = {PLAIN: partial(roles.SaveAt(PLAIN), forward)}
+                saves = part.bytes(ways[PLAIN]).made
+                ways[_AGAIN] = partial(roles.again(), forward)
+                ms = _more(_timed((kind, name), part, ways), _AGAIN, PLAIN)
                 costs[name] = ms / max(1, saves), ms
     found: dict[str, tuple[Bytes, float]] = {}
     chosen, least, ms = list[str](), kept, 0.0

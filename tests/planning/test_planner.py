@@ -20,9 +20,10 @@ from plan_models import (
 from torch import nn
 
 import fusedckpt
-from fusedckpt import Checkpoint, checkpoint_sequential, plan, report
+from fusedckpt import Checkpoint, Plan, checkpoint_sequential, plan, report
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.calls import Times
 from fusedckpt.planning.chain import simulate
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.solver import solve
@@ -521,6 +522,49 @@ def test_levels_that_keep_less_are_never_faster():
         by_kept = sorted(unit.levels, key=lambda level: -level.kept)
         assert by_kept[0].extra == 0 < by_kept[-1].extra
         assert [level.extra for level in by_kept] == sorted(level.extra for level in by_kept)
+
+
+def test_the_claim_is_the_difference_of_steps_in_turns(monkeypatch, tmp_path):
+    steps = []
+
+    def ms(self, plan):
+        steps.append(plan.extra_ms > 0)
+        return Times(40.0, 60.0 + len(steps)) if steps[-1] else Times(20.0, 50.0 + len(steps))
+
+    monkeypatch.setattr(Trials, "_ms", ms)
+    found = planned(Chain([nn.Linear(17, 17) for _ in range(3)]), torch.randn(8, 17), policy="all")
+    # as many as end within the time for them
+    assert steps == [False, True]
+    assert found.rounds == 1
+    # of the 11 ms, and of what the units took on their own
+    assert 0 < 2 * found.extra_ms - 11 < 5
+    assert found.chain.forward == pytest.approx(20)
+    share = f"{found.extra_ms:.2f} ms, {found.extra_ms / 20:.1%} of the forward"
+    assert f"{share}, measured in 1 pair of steps" in str(found)
+    found.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == found
+
+
+def test_what_is_recomputed_is_never_claimed_to_be_free(monkeypatch):
+    predicted = []
+    timed = Trials.timed
+    monkeypatch.setattr(Trials, "_ms", lambda self, plan: Times(1.0, 5.0 - (plan.extra_ms > 0)))
+    monkeypatch.setattr(
+        Trials, "timed", lambda self, *a: predicted.append(a[0].extra_ms) or timed(self, *a)
+    )
+    found = planned(Chain([nn.Linear(19, 19) for _ in range(3)]), torch.randn(8, 19), policy="all")
+    assert found.rounds == 15
+    assert found.extra_ms == pytest.approx(predicted[0] / 2)
+
+
+def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
+    monkeypatch.setattr("fusedckpt.planning.trials.spare_bytes", lambda device: 0)
+    monkeypatch.setattr(Trials, "_ms", None)
+    model, x = Chain([nn.Linear(18, 18) for _ in range(3)]), torch.randn(8, 18)
+    found = planned(model, x, policy="all")
+    assert found.rounds == 0 < found.extra_ms
+    assert "% of the forward, predicted" in str(found)
+    assert "0.00 ms, 0.0% of the forward\n" in f"{planned(model, x, policy='none')}\n"
 
 
 def test_a_hopeless_budget_is_not_tried(monkeypatch):
