@@ -82,6 +82,12 @@ def skip_overflow_checks() -> None:
     )
 
 
+def take_tensors_as_they_are() -> None:
+    """Copy none to the host, where all are: a copy's cycles keep tensors alive until collected."""
+    interpreter.GridExecutor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
+
+
 def patch_once() -> None:
     """Leave the interpreter's functions in the place of Triton's, instead of for each launch."""
     patch, none, patched = interpreter._patch_lang, interpreter._LangPatchScope, set()
@@ -106,4 +112,5 @@ def patch() -> None:
         compare_types_by_identity()
         look_up_dtypes()
         skip_overflow_checks()
+        take_tensors_as_they_are()
         patch_once()
