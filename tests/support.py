@@ -35,6 +35,10 @@ needs_inductor = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
 )
 
+# torch 2.11 begins no backward at the node of an autograd Function, as zero-bubble schedules do
+SPLITS_BACKWARD = torch.__version__ >= "2.12"
+splits_backward = pytest.mark.skipif(not SPLITS_BACKWARD, reason="this torch cannot")
+
 Inputs = Sequence[Tensor | None]
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 

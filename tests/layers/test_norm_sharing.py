@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
-from support import DEVICE, compare, randn, saved_bytes
+from support import DEVICE, compare, randn, saved_bytes, splits_backward
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -227,6 +227,7 @@ def test_partial_gradients(norm, mlp):
     torch.autograd.grad(y.sum(), weights)
 
 
+@splits_backward
 @pytest.mark.parametrize("last", ["norm", "mlp"])
 def test_backward_of_inputs_and_of_weights_apart(norm, mlp, last):
     """As pipelines without bubbles run it, whatever module's turn comes first."""

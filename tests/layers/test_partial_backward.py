@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from cases import CASES
-from support import DEVICE, as_tuple, flops, gemm_flops, randn
+from support import DEVICE, as_tuple, flops, gemm_flops, randn, splits_backward
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -138,6 +138,7 @@ def stocks(cls, save):
     return [checkpoint_wrapper(nn.Sequential(*joined(cls, save)))]
 
 
+@splits_backward
 @pytest.mark.parametrize("layers", [plain, joined, inside, checkpointed, stocks])
 @pytest.mark.parametrize(("name", "save"), PLAIN)
 @pytest.mark.usefixtures("on_aten")
@@ -159,6 +160,7 @@ def test_gemms_of_inputs_and_of_weights_apart(name, save, layers):
         torch.testing.assert_close(ours, theirs)
 
 
+@splits_backward
 @pytest.mark.usefixtures("on_aten")
 def test_gemms_of_projections():
     """One per linear in either step; the norm's weight takes as many more."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE
+from support import DEVICE, splits_backward
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
@@ -278,6 +278,7 @@ def test_some_gradients(seed, monkeypatch):
     assert_same([*found, *seen], [x for part in run(seed, True) for x in part])
 
 
+@splits_backward
 @pytest.mark.parametrize("seed", range(100))
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_of_inputs_and_of_weights_apart(seed):

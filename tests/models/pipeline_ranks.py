@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import as_rank, gemm_flops  # after the path is set
+from support import SPLITS_BACKWARD, as_rank, gemm_flops  # after the path is set
 
 import fusedckpt
 
@@ -164,7 +164,8 @@ def main(rank: int) -> None:
     for schedules, way, own, count in made:
         for schedule in schedules:
             print(schedule, way, flush=True)
-            check(schedule, way, own, count)
+            if SPLITS_BACKWARD or "ZeroBubble" not in schedule:
+                check(schedule, way, own, count)
 
 
 if __name__ == "__main__":
