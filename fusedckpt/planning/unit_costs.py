@@ -183,12 +183,7 @@ def measured(
     call = Call(module, args, kwargs)
     names = LEVELS if has_levels(module) else (PLAIN,)
     runs: dict[str, Run] = {level: partial(roles.SaveAt(level), forward) for level in names}
-    before, taken = _states(args, kwargs), dict[str, Bytes]()
-    for name, run in runs.items():
-        taken[name] = call.bytes(run)
-        # before the next call, which would find another argument
-        _check_repeats(before, _states(args, kwargs))
-    levels = _distinct(taken)
+    levels = _distinct(_taken(call, runs, args, kwargs))
     plain = sorted(levels, key=lambda name: -_all(levels[name]))
     most, least = plain[0], plain[-1]
     if besides.selective and not call.writes:
@@ -214,6 +209,16 @@ def measured(
         levels[name], ms.extra[name] = found, ms.extra[least] + more
     sizes = call.given, call.output, call.left
     return Costs(levels, again, packed, ms, *sizes, call.writes, any(module.children()))
+
+
+def _taken(call: Call, runs: Mapping[str, Run], args: Any, kwargs: Any) -> dict[str, Bytes]:
+    """Return what a call holds at each level; refuse one that changes what it is given."""
+    before, taken = _states(args, kwargs), dict[str, Bytes]()
+    for name, run in runs.items():
+        taken[name] = call.bytes(run)
+        # before the next call, which would find another argument
+        _check_repeats(before, _states(args, kwargs))
+    return taken
 
 
 def _distinct(taken: dict[str, Bytes]) -> dict[str, Bytes]:

@@ -94,7 +94,6 @@ def gemma_like(name: str, norms: int, **more: Any) -> Model:
 NORM = "nn.LayerNorm -> LayerNorm"
 BESIDE = "its linears and activation stand beside"
 LAYER = f"{BESIDE} self_attn"
-POOLER = "the forward of BertPooler is not that of an MLP of its layers"
 SEQ2SEQ = {"vocab_size": VOCAB, "decoder_start_token_id": 1, **IDS}
 T5 = {
     **SEQ2SEQ,
