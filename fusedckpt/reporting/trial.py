@@ -33,10 +33,11 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
             optimizer.step()
 
     Inside, every `.grad` is None, as after `zero_grad()`. Put back are: every `.grad`, the same
-    object as before; buffers, the optimizer's state, options and parameters, and the tensors in
-    `inputs`, from copies in host memory; attributes of modules, such as `training`, and of the
-    optimizer; the random state of Python, NumPy, the CPU and all CUDA devices. A tensor that did
-    not change is not written to. Parameters that `optimizer` does not have are not copied.
+    object as before, and gradients that FSDP2 has not reduced yet; buffers, the optimizer's state,
+    options and parameters, and the tensors in `inputs`, from copies in host memory; attributes of
+    modules, such as `training`, and of the optimizer; the random state of Python, NumPy, the CPU
+    and all CUDA devices. A tensor that did not change is not written to. Parameters that
+    `optimizer` does not have are not copied.
 
     Objects of other kinds, such as caches of keys and values, are not looked into.
 
@@ -59,6 +60,7 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
         for parameter in dict.fromkeys(parameters):
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
+        _keep_unreduced(model, undo)
         _keep(optimizer, undo, seen)
         _keep(inputs, undo, seen)
         _keep_modules(model, undo, seen)
@@ -119,6 +121,36 @@ def _keep_rng(undo: ExitStack) -> None:
     undo.callback(torch.set_rng_state, torch.get_rng_state())
     if torch.cuda.is_initialized():
         undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+
+
+def _keep_unreduced(model: nn.Module, undo: ExitStack) -> None:
+    """Set aside gradients that `set_requires_gradient_sync(False)` leaves outside parameters."""
+    before = {(id(place), name): getattr(place, name) for place, name in _unreduced(model)}
+
+    def put_back() -> None:
+        for place, name in _unreduced(model):
+            setattr(place, name, before.get((id(place), name)))
+
+    undo.callback(put_back)
+    for place, name in _unreduced(model):
+        setattr(place, name, None)
+
+
+def _unreduced(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield where FSDP2 has gradients of whole parameters: private, as nothing public tells."""
+    for module in model.modules():
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        # torch 2.11 has one
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for held in (one for group in groups if group for one in group.fsdp_params):
+            # of another dtype than parameters; torch 2.15 has them as `.grad` too
+            if "unsharded_accumulated_grad" in vars(held):
+                yield held, "unsharded_accumulated_grad"
+            # made when it is first gathered
+            if hasattr(held, "_unsharded_param"):
+                yield held._unsharded_param, "grad"
 
 
 def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:

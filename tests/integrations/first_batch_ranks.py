@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -45,18 +46,28 @@ def trained(rank: int, wrap: Callable[[nn.Module], nn.Module], **options: Any) -
         at_first_batch(wrapped, **options)
     found = []
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if wrap is not DistributedDataParallel:
+            # an accumulation loop: the last backward reduces what all of them found
+            wrapped.set_requires_gradient_sync(step == STEPS - 1)
         loss = wrapped(torch.randn(4, 8, generator=generator)).square().mean()
         loss.backward()
         found.append(loss.detach())
+        if options and wrap is not DistributedDataParallel:
+            fusedckpt.report(wrapped, torch.randn(4, 8, generator=generator.clone_state()))
     grads = (p.grad for p in wrapped.parameters())
     return found + [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in grads]
 
 
-def sharded(model: nn.Module) -> nn.Module:
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
     for block in model:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+# what is not reduced yet is elsewhere than under `.grad`
+MIXED = partial(sharded, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))
 
 
 def main(rank: int) -> None:
@@ -66,6 +77,7 @@ def main(rank: int) -> None:
         (DistributedDataParallel, {**both, "inside": True}),
         (DistributedDataParallel, both),
         (sharded, {"report": True}),
+        (MIXED, {"report": True}),
     ):
         seen: list[Any] = []
         found = trained(rank, wrap, log=seen.append, **options)
