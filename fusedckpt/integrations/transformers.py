@@ -29,7 +29,8 @@ class FuseCallback(TrainerCallback):
 
     Args:
         checkpoint: whether `gradient_checkpointing=True` takes ours, see `use_checkpoint`.
-        plan, report: as in `at_first_batch`, once for each `train()`.
+        plan, report: as in `at_first_batch`, once for each `train()`. Under FSDP no plan: apply one
+            to the model before the Trainer gets it.
         log: gets the FuseReport, Plan and MemoryReport, of the first process alone.
         options: those of `fusedckpt.fuse`.
 
