@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fusedckpt
 from fusedckpt.autograd.accuracy import Errors
+from fusedckpt.functional import gated_mlp
 from fusedckpt.planning.chain import Segment
 from fusedckpt.planning.chunks import chunks_in
 
@@ -117,3 +118,15 @@ class Pairs(nn.Module):
         for unit in self.units:
             both = unit(both, scale=2.0)
         return both[0] + both[1]
+
+
+class Packed(nn.Module):
+    """A residual block whose gate and up are one weight."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(2 * hidden, dim) / dim**0.5)
+        self.last = nn.Parameter(torch.randn(dim, hidden) / hidden**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated_mlp(x, self.first, None, self.last, residual=True).tanh()

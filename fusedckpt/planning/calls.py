@@ -77,6 +77,22 @@ class _Source(torch.autograd.Function):
         return tuple(torch.ones(s, dtype=d, device=on) for s, d, on in ctx.likes)
 
 
+def _has_fused(root: Tensor) -> bool:
+    """Whether a layer's function is in a graph, of a module or called as it is."""
+    seen: set[Any] = {None}
+    left: list[Any] = [root.grad_fn]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and function.__module__.startswith("fusedckpt.layers."):
+            return True
+        left += [before for before, _ in node.next_functions]
+    return False
+
+
 class Call:
     """A module and the arguments that it gets."""
 
@@ -93,6 +109,8 @@ class Call:
         self.output, self.left = 0, sum(map(_size, self._made))
         # whether it was seen to write into an argument
         self.writes = False
+        # whether functions of ours were seen in it, which a level tells what to keep
+        self.is_fused = False
         self.device = next((x.device for x in (*tensors, *parameters)), torch.device("cpu"))
         self._watch = Watch(module)
 
@@ -111,6 +129,7 @@ class Call:
                 outputs = self._outputs(run(args, kwargs))
             kept = tuple(_size(x) if x in saved else 0 for x in given if x.requires_grad)
             root: Any = _Source.apply(*outputs)
+            self.is_fused = self.is_fused or _has_fused(root)
             # one that is handed on whole
             is_one, handed = len(outputs) == 1, StorageWeakRef(outputs[0].untyped_storage())
             view = any(handed == StorageWeakRef(x.untyped_storage()) for x in given)

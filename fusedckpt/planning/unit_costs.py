@@ -18,7 +18,6 @@ from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times, once
 from fusedckpt.planning.chain import Level, Unit
 from fusedckpt.planning.chunks import chunks_in, has_mlps, in_less, kept_in
 from fusedckpt.planning.plan_record import BUT, PLAIN, PRODUCTS
-from fusedckpt.planning.units import has_levels
 from fusedckpt.reporting.trial import aliased
 
 __all__ = ["Costs", "measured"]
@@ -181,9 +180,8 @@ def measured(
         ValueError: a call changes an object among the arguments, so that no two are alike.
     """
     call = Call(module, args, kwargs)
-    names = LEVELS if has_levels(module) else (PLAIN,)
-    runs: dict[str, Run] = {level: partial(roles.SaveAt(level), forward) for level in names}
-    levels = _distinct(_taken(call, runs, args, kwargs))
+    levels = _distinct(_taken(call, forward, args, kwargs))
+    runs: dict[str, Run] = {level: partial(roles.SaveAt(level), forward) for level in levels}
     plain = sorted(levels, key=lambda name: -_all(levels[name]))
     most, least = plain[0], plain[-1]
     if besides.selective and not call.writes:
@@ -191,7 +189,7 @@ def measured(
         levels[PRODUCTS] = call.bytes(runs[PRODUCTS])
     # a segment cannot keep an argument that its own forward overwrites
     segments = {} if call.writes else {x: partial(roles.again(x), forward) for x in plain}
-    hooked = segments if has_levels(module) else ()
+    hooked = segments if call.is_fused else ()
     packed = {name: call.bytes(partial(_packed, runs[name])).made for name in hooked}
     ways = {name: runs[name] for name in levels}
     if segments:
@@ -211,13 +209,16 @@ def measured(
     return Costs(levels, again, packed, ms, *sizes, call.writes, any(module.children()))
 
 
-def _taken(call: Call, runs: Mapping[str, Run], args: Any, kwargs: Any) -> dict[str, Bytes]:
+def _taken(call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Bytes]:
     """Return what a call holds at each level; refuse one that changes what it is given."""
     before, taken = _states(args, kwargs), dict[str, Bytes]()
-    for name, run in runs.items():
-        taken[name] = call.bytes(run)
+    for name in LEVELS:
+        taken[name] = call.bytes(partial(roles.SaveAt(name), forward))
         # before the next call, which would find another argument
         _check_repeats(before, _states(args, kwargs))
+        if not call.is_fused:
+            # no level tells it anything
+            return {PLAIN: taken[name]}
     return taken
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from plan_models import (
     Chain,
+    Packed,
     Pairs,
     assert_as_near,
     chunks_of,
@@ -36,6 +37,10 @@ MODELS = {
     "flat": (lambda: convolutional(4, flat=True), images),
     "in place": (lambda: convolutional(4, flat=True, inplace=True), images),
     "pairs": (Pairs, lambda: torch.randn(512, 64)),
+    "packed": (
+        lambda: nn.Sequential(*(Packed(64, 96) for _ in range(3))),
+        lambda: torch.randn(512, 64),
+    ),
     "encoder and decoder": (
         lambda: TwoInputs(nn.Transformer(64, 4, 2, 2, 128, batch_first=True)),
         lambda: torch.randn(8, 32, 64),
@@ -136,7 +141,7 @@ def test_a_planned_step_is_bit_equal(name, policy):
         assert torch.equal(model(x), plain(x))
 
 
-@pytest.mark.parametrize("name", ["flat", "in place", "pairs", "encoder and decoder"])
+@pytest.mark.parametrize("name", ["flat", "in place", "pairs", "packed", "encoder and decoder"])
 def test_peaks_where_units_share_tensors(name):
     model, x = made(name)
     for policy in ("none", "all", "sqrt", "memory"):
