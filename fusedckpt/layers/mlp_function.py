@@ -188,6 +188,9 @@ class _MLP(torch.autograd.Function):
         likes = ()
         if phase is not None:
             keeps, runs = phase.levels or (keeps, runs)
+            if w.is_packed and runs == "gate":
+                # one GEMM makes both
+                runs = "preact"
             like = (*x.shape[:-1], w.gate.shape[0]), call.options.dtype
             likes = (like, None if w.up is None else like)
         given = _read(needs, reads_hidden, call.options.kind != "none", keeps, x, w)
@@ -304,8 +307,8 @@ def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
     if call is None:
         return _adapted(options, x, *tensors)
     # a checkpoint's forward and recompute save alike, whatever the level in either
-    _, runs = (None if phase is None else phase.levels) or (None, call.level)
-    if options.linears == PACKED and runs == "gate":
+    is_free = phase is None or phase.levels is None
+    if options.linears == PACKED and is_free and call.level == "gate":
         # one is kept: views, whose gradients autograd puts together again
         *norm, weight, bias, _, _, down, down_bias = tensors
         gate, up = weight.chunk(2)
@@ -314,8 +317,8 @@ def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
     # a norm casts as it writes
     casts = options.norm is None and x.dtype != call.options.dtype
     read = x.to(call.options.dtype) if casts else x
-    is_free = phase is None and options.norm is None and not torch.compiler.is_compiling()
-    if is_free and hasattr(x.grad_fn, "source"):
+    shares = phase is None and options.norm is None and not torch.compiler.is_compiling()
+    if shares and hasattr(x.grad_fn, "source"):
         y = norm_sharing.apply(_MLP, x, read, *tensors, call, phase)
     else:
         y = _MLP.apply(read, *tensors, call, phase)
