@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from fusedckpt.memory import saved_tensors
+from fusedckpt.memory import nbytes_of, saved_tensors
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, live_by_phase
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -86,11 +86,12 @@ class Call:
         self._made = [p for p in parameters if p.grad is None]
         self._given = aliased(([*args], {**kwargs}))
         tensors = list(tensors_of(self._given))
-        # of arguments that require grad, of what is returned, of the gradients that backward leaves
-        self.given = tuple(_size(x) for x in tensors if x.requires_grad)
+        # of arguments that require grad all that a view keeps alive, of what is returned, of the
+        # gradients that backward leaves
+        self.given = tuple(nbytes_of([x]) for x in tensors if x.requires_grad)
         # tokens, as linears see them
         self.rows = max((x[..., 0].numel() for x in tensors if x.dim() and x.shape[-1]), default=0)
-        self.output, self.left = 0, sum(map(_size, self._made))
+        self.output, self.left = 0, nbytes_of(self._made)
         # whether it was seen to write into an argument
         self.writes = False
         self.device = next((x.device for x in (*tensors, *parameters)), torch.device("cpu"))
@@ -109,7 +110,8 @@ class Call:
             self._watch.phase("forward")
             with saved_tensors() as saved:
                 outputs = self._outputs(run(args, kwargs))
-            kept = tuple(_size(x) if x in saved else 0 for x in given if x.requires_grad)
+            wanted = [x for x in given if x.requires_grad]
+            kept = tuple(n if x in saved else 0 for n, x in zip(self.given, wanted, strict=True))
             root: Any = _Source.apply(*outputs)
             # one that is handed on whole
             is_one, handed = len(outputs) == 1, StorageWeakRef(outputs[0].untyped_storage())
@@ -228,6 +230,6 @@ def step_kind(step: Step) -> Any:
 
 def _like(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad
+        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad, nbytes_of([x])
     # a flag may choose another way through the module
     return repr(x) if isinstance(x, (bool, int, float, str, type(None))) else type(x)
