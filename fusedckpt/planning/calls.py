@@ -119,6 +119,7 @@ class Call:
             del outputs
             # torch's selective checkpoints hide what they keep
             keeps_output = is_one and (saved.holds(handed) or not (view or handed.expired()))
+            torch.clear_autocast_cache()
             self._watch.phase("backward")
             root.backward()
             self._watch.phase("end")
@@ -157,6 +158,8 @@ class Call:
         return Times(1e3 * (middle - start), 1e3 * (end - start))
 
     def _arguments(self) -> tuple[Any, Any]:
+        # as in a step, whose autocast casts weights anew
+        torch.clear_autocast_cache()
         # as if another unit had computed them, at no cost in backward
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda x: x.clone() if x.requires_grad else x, aliased(self._given)

@@ -23,6 +23,7 @@ from torch import nn
 import fusedckpt
 from fusedckpt import Checkpoint, Plan, checkpoint_sequential, plan, report
 from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.planning.calls import Times
 from fusedckpt.planning.chain import simulate
@@ -512,6 +513,23 @@ def test_under_autocast(outside):
     found.apply(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert_equal(step(model, x), step(plain, x))
+
+
+def test_weights_that_autocast_has_cast_are_counted():
+    model, x = transformer(3), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        # the casts live until it ends
+        model(x)
+        found = planned(model, x, policy="all")
+    found.apply(model)
+
+    def loop():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+
+    held = nbytes_of([*model.parameters(), *model.buffers(), x])
+    assert held + peak_bytes(loop) <= found.measured_bytes
 
 
 def test_bfloat16_parameters_and_a_single_block():
