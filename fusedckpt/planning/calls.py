@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from fusedckpt.memory import saved_tensors
+from fusedckpt.memory import nbytes_of, saved_tensors
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, live_by_phase
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -102,11 +102,12 @@ class Call:
         self._made = [p for p in parameters if p.grad is None]
         self._given = aliased(([*args], {**kwargs}))
         tensors = list(tensors_of(self._given))
-        # of arguments that require grad, of what is returned, of the gradients that backward leaves
-        self.given = tuple(_size(x) for x in tensors if x.requires_grad)
+        # of arguments that require grad all that a view keeps alive, of what is returned, of the
+        # gradients that backward leaves
+        self.given = tuple(nbytes_of([x]) for x in tensors if x.requires_grad)
         # tokens, as linears see them
         self.rows = max((x[..., 0].numel() for x in tensors if x.dim() and x.shape[-1]), default=0)
-        self.output, self.left = 0, sum(map(_size, self._made))
+        self.output, self.left = 0, nbytes_of(self._made)
         # whether it was seen to write into an argument
         self.writes = False
         # whether functions of ours were seen in it, which a level tells what to keep
@@ -127,7 +128,8 @@ class Call:
             self._watch.phase("forward")
             with saved_tensors() as saved:
                 outputs = self._outputs(run(args, kwargs))
-            kept = tuple(_size(x) if x in saved else 0 for x in given if x.requires_grad)
+            wanted = [x for x in given if x.requires_grad]
+            kept = tuple(n if x in saved else 0 for n, x in zip(self.given, wanted, strict=True))
             root: Any = _Source.apply(*outputs)
             self.is_fused = self.is_fused or _has_fused(root)
             # one that is handed on whole
@@ -136,6 +138,7 @@ class Call:
             del outputs
             # torch's selective checkpoints hide what they keep
             keeps_output = is_one and (saved.holds(handed) or not (view or handed.expired()))
+            torch.clear_autocast_cache()
             self._watch.phase("backward")
             root.backward()
             self._watch.phase("end")
@@ -174,6 +177,8 @@ class Call:
         return Times(1e3 * (middle - start), 1e3 * (end - start))
 
     def _arguments(self) -> tuple[Any, Any]:
+        # as in a step, whose autocast casts weights anew
+        torch.clear_autocast_cache()
         # as if another unit had computed them, at no cost in backward
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda x: x.clone() if x.requires_grad else x, aliased(self._given)
@@ -247,6 +252,6 @@ def step_kind(step: Step) -> Any:
 
 def _like(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad
+        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad, nbytes_of([x])
     # a flag may choose another way through the module
     return repr(x) if isinstance(x, (bool, int, float, str, type(None))) else type(x)

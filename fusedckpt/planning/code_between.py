@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedckpt.memory import SavedTensors
+from fusedckpt.memory import SavedTensors, nbytes_of
 from fusedckpt.planning.chain import Chain, Level, Unit
 from fusedckpt.planning.plan_record import PLAIN
 from fusedckpt.planning.survey import dropping
@@ -54,7 +54,7 @@ class _Walk:
         """Note what a unit gets; return what is for it alone."""
         if given:
             self._inputs[i] = StorageWeakRef(given[0].untyped_storage())
-            self._sizes[i] = given[0].numel() * given[0].element_size()
+            self._sizes[i] = nbytes_of(given[:1])
         own = [x for x, flows in zip(given, self._costs[i].flows, strict=True) if flows]
         self.joins[i] = bool(own) and all(map(self._is_returned, own))
         self._watch.phase(f"enter {i}")

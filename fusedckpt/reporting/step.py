@@ -55,6 +55,8 @@ class Step(NamedTuple):
                 loss = _checked(self.caller, self.loss(output))
             # beside these, what lives on from the forward was kept by other means
             saved.known = saved.addresses | addresses_of([*tensors_of([output]), loss])
+            # as where autocast ends before backward
+            torch.clear_autocast_cache()
             watch.phase("backward")
             loss.backward()
             if self.optimizer is not None and self.is_last:
@@ -65,6 +67,8 @@ class Step(NamedTuple):
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
         """Return the step from `gradients` alone, on aliases of its inputs, and what is held."""
+        # weights that autocast has cast already would not be seen to take memory
+        torch.clear_autocast_cache()
         for parameter in self.parameters():
             parameter.grad = self.gradients.get(parameter)
         args, kwargs = aliased((self.args, self.kwargs))

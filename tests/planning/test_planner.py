@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from plan_models import (
     Chain,
     Packed,
@@ -23,6 +24,7 @@ from torch import nn
 import fusedckpt
 from fusedckpt import Checkpoint, Plan, checkpoint_sequential, plan, report
 from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.planning.calls import Times
 from fusedckpt.planning.chain import simulate
@@ -432,6 +434,29 @@ def test_caches_are_refused(fused):
         planned(model, input_ids=x, labels=x, policy="all")
 
 
+class Packed(nn.Module):
+    def __init__(self, dim=32):
+        super().__init__()
+        self.both, self.down = nn.Linear(dim, 8 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def test_packed_gates_run_again_at_every_level():
+    blocks = [nn.Sequential(nn.LayerNorm(32), Packed()) for _ in range(4)]
+    model, x = nn.Sequential(*blocks), torch.randn(256, 32)
+    fusedckpt.fuse(model)
+    plain = copy.deepcopy(model)
+    for policy in ("all", "uniform:2"):
+        found = planned(model, x, policy=policy, units=["0", "1", "2", "3"])
+        assert "gate" in {level.name for level in found.chain.units[1].levels}
+        found.apply(model)
+        assert_equal(step(model, x), step(plain, x))
+        found.undo()
+
+
 HF = {
     "llama": {"intermediate_size": 64, "num_attention_heads": 2, "hidden_size": 32},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64},
@@ -493,6 +518,23 @@ def test_under_autocast(outside):
     found.apply(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert_equal(step(model, x), step(plain, x))
+
+
+def test_weights_that_autocast_has_cast_are_counted():
+    model, x = transformer(3), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        # the casts live until it ends
+        model(x)
+        found = planned(model, x, policy="all")
+    found.apply(model)
+
+    def loop():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+
+    held = nbytes_of([*model.parameters(), *model.buffers(), x])
+    assert held + peak_bytes(loop) <= found.measured_bytes
 
 
 def test_bfloat16_parameters_and_a_single_block():
