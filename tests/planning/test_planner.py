@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from plan_models import (
     Chain,
     Packed,
@@ -432,29 +431,6 @@ def test_caches_are_refused(fused):
         fusedckpt.fuse(model)
     with pytest.raises(ValueError, match=r"^plan: .*past_key_values.*use_cache=False"):
         planned(model, input_ids=x, labels=x, policy="all")
-
-
-class Packed(nn.Module):
-    def __init__(self, dim=32):
-        super().__init__()
-        self.both, self.down = nn.Linear(dim, 8 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x):
-        gate, up = self.both(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-def test_packed_gates_run_again_at_every_level():
-    blocks = [nn.Sequential(nn.LayerNorm(32), Packed()) for _ in range(4)]
-    model, x = nn.Sequential(*blocks), torch.randn(256, 32)
-    fusedckpt.fuse(model)
-    plain = copy.deepcopy(model)
-    for policy in ("all", "uniform:2"):
-        found = planned(model, x, policy=policy, units=["0", "1", "2", "3"])
-        assert "gate" in {level.name for level in found.chain.units[1].levels}
-        found.apply(model)
-        assert_equal(step(model, x), step(plain, x))
-        found.undo()
 
 
 HF = {
