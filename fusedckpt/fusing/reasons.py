@@ -37,17 +37,14 @@ _SHARDED = "only norms on whole rows and MLPs split by columns, then by rows, ar
 
 def of_call(module: nn.Module, fallback: Fallback) -> str:
     """Say why a call of a swapped module ran the forward of its own class."""
-    what, about = fallback
+    (what, about), reason = fallback, None
     if what == "weight":
         reason = of_weight(about, _attribute(module, about))
     elif what in ("child", "hook"):
         # what a child is says more than that it is watched: sharding hooks it, too
         child = _attribute(module, about)
         reason = of_linear(about, child) if isinstance(child, nn.Module) else None
-    else:
-        reason = None
-    name = _name(about) if isinstance(about, type) else about
-    return reason or _CALLS.get(what, f"{what}: {{}}").format(name)
+    return reason or _CALLS[what].format(about)
 
 
 def of_linear(name: str, child: nn.Module) -> str | None:

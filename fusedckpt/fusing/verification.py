@@ -130,10 +130,7 @@ class _Run:
 def results(module: Any, wanted: list[Tensor], dout: Any) -> list[Tensor]:
     """Return the output for the first of `wanted`, and the gradients of all."""
     y = call(module, wanted[0])
-    weights = dout(y)
-    if not y.requires_grad:
-        return [y, *map(torch.zeros_like, wanted)]
-    grads = torch.autograd.grad(y, wanted, weights, allow_unused=True)
+    grads = torch.autograd.grad(y, wanted, dout(y), allow_unused=True)
     found = zip(grads, wanted, strict=True)
     return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in found)]
 
