@@ -75,7 +75,9 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return "its weights are 3-dimensional: a mixture of experts is not fused"
     if not takes_one(module):
         return "its forward takes more than one tensor"
-    return f"{', '.join([*linears, *_own(module)])}: more linears than those of an MLP"
+    # too many, of any kind, or empty ones
+    parts = [*linears, *(name for name, one in module._parameters.items() if one is not None)]
+    return f"its layers and parameters are not those of an MLP: {', '.join(parts)}"
 
 
 def _of_linears(linears: dict[str, nn.Module]) -> str | None:

@@ -16,11 +16,6 @@ from fusedckpt.autograd.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
 from fusedckpt.layers import styles, validate
 
-__all__ = [
-    *("children_of", "is_adapter", "is_transposed"),
-    *("of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"),
-]
-
 _CALLS = {
     "arguments": "called with other arguments than one tensor",
     "child": "{} is another module than when it was fused",

@@ -64,10 +64,16 @@ def outer_thirds(x, act, packed, down):
     return down(act(gate) * up)
 
 
-def six(x, act, *linears):
+def many(x, act, *linears):
     for linear in linears:
         x = act(linear(x))
     return x
+
+
+def scaled() -> nn.Module:
+    model = Computing(lambda x, act, a, b: b(act(a(x))), *linears(2))
+    model.scale = nn.Parameter(torch.ones(()))
+    return model
 
 
 def ignore(*_):
@@ -168,9 +174,13 @@ DECLINED = {
         lambda: Computing(outer_thirds, nn.Linear(D, 3 * D), nn.Linear(D, D)),
         "its gate and up are no halves of one weight, one after the other",
     ),
-    "six linears": (
-        lambda: Computing(six, *linears(6)),
-        "fcs.0, fcs.1, fcs.2, fcs.3, fcs.4, fcs.5: more linears than those of an MLP",
+    "five linears": (
+        lambda: Computing(many, *linears(5)),
+        "its layers and parameters are not those of an MLP: fcs.0, fcs.1, fcs.2, fcs.3, fcs.4",
+    ),
+    "two linears and a scale": (
+        scaled,
+        "its layers and parameters are not those of an MLP: fcs.0, fcs.1, scale",
     ),
     "sparse weight": (sparse, "weight must be a dense tensor, got layout torch.sparse_csr"),
 }
