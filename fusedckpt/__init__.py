@@ -7,8 +7,8 @@ from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.module_calls import is_recomputing
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.quantised import QuantisedWeight, register_quantised
-from fusedckpt.checkpointing.function import checkpoint
 from fusedckpt.checkpointing.prefetch import prefetch_recompute
+from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.fusing.swap import FuseReport, fuse, unfuse

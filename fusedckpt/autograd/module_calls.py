@@ -181,7 +181,8 @@ def _put_back(copied: Iterable[tuple[dict[str, Any], str, Any, Tensor | None]]) 
             if copy is not None:
                 # no version counts this, as none counts what BatchNorm's kernels write
                 buffer.data.copy_(copy)
-            if buffers.get(name, buffer) is not buffer:
+            # TorchScript's have no `get`
+            if name in buffers and buffers[name] is not buffer:
                 buffers[name] = buffer
 
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import noop_context_fn
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd.saved_tensor import make_saved
+from fusedckpt.autograd.versions import Versioned
 from fusedckpt.checkpointing.determinism import Run
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -62,7 +63,7 @@ class Argument:
 
     def __init__(self, tensor: Tensor):
         self.dtype, self.storage = tensor.dtype, storage_of(tensor)
-        self.layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.layout = layout_of(tensor)
         # autograd refuses to save an inference tensor
         self._saved = tensor if tensor.is_inference() else make_saved(tensor, is_output=False)
 
@@ -203,9 +204,7 @@ class Call:
     def __init__(self, fn: Any, args: Any, kwargs: Any, options: Options, hold: Any = Argument):
         self.fn, self._names = fn, tuple(kwargs)
         self.held: list[Any] = []
-        # tensors that containers keep, which are no Arguments
-        self.inner: list[tuple[Tensor, int]] = []
-        objects = []
+        objects, inner = [], []
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 self.held.append(hold(value))
@@ -215,14 +214,10 @@ class Call:
             if type(value) not in ATOMS:
                 inside = [*objects_in(value)]
                 objects += inside
-                self.inner += [(x, version_of(x)) for x in inside if isinstance(x, Tensor)]
+                inner += [x for x in inside if isinstance(x, Tensor)]
+        # what containers keep, which are no Arguments
+        self.inner = Versioned(*inner) if inner else None
         self.surroundings = Surroundings(objects, *options[:2])
-
-    def check(self) -> None:
-        """Raise where a tensor in a container was written in place since."""
-        for tensor, version in self.inner:
-            if version_of(tensor) != version:
-                raise RuntimeError(stale("an argument", tensor))
 
     def again(self, made: dict[Any, Any]) -> Any:
         """Call `fn` again; in `made` the calls of one recompute leave what they like for others."""
@@ -245,8 +240,8 @@ class Trace:
         self.is_complete = False
         # in order, what stands for each saved tensor, and what it was like
         self.saved: list[tuple[weakref.ref[Packed], tuple[Any, ...]]] = []
-        # the fused layers by name, each with what waits for its GEMM outputs
-        self.slots: list[tuple[str, weakref.ref[Any]]] = []
+        # of fused layers, by the place of what they save: name, and what waits for GEMM outputs
+        self.slots: dict[int, tuple[str, weakref.ref[Any]]] = {}
         self.watched: Run | None = None
 
 
@@ -258,11 +253,6 @@ def storage_of(tensor: Tensor) -> int:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     plain = plain and not tensor.is_conj() and not tensor.is_neg()
     return tensor.untyped_storage()._cdata if plain else 0
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written; 0 for an inference tensor, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, Any, Any]:

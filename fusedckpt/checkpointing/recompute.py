@@ -28,6 +28,9 @@ class Stop(BaseException):
     """Ends a recompute that has brought back all that backward needs."""
 
 
+_NO_SLOT = None, None
+
+
 class Recompute(Phase):
     """One recompute of a segment, inside a backward: the tensors it brought back, until taken.
 
@@ -40,7 +43,7 @@ class Recompute(Phase):
         self._segment, self._keeps, self._stops = segment, keeps, segment.stops
         self.extras: dict[int, Tensors] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
-        self._num_saved = self._num_slots = 0
+        self._num_saved = 0
         self._stopped = False
         self._problems: list[str] = []
         # what was saved last, where no gradient flows into it
@@ -69,7 +72,8 @@ class Recompute(Phase):
     def take_over(self, ahead: Recompute) -> None:
         """Have what another brought back; raise where an argument was written since."""
         for call in self._segment.calls:
-            call.check()
+            if call.inner is not None:
+                call.inner.read()
             for held in call.held:
                 if type(held) is Argument:
                     held.tensor()
@@ -83,8 +87,8 @@ class Recompute(Phase):
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
         try:
             for call in segment.calls:
-                if call.inner:
-                    call.check()
+                if call.inner is not None:
+                    call.inner.read()
             with hooks, torch.enable_grad(), nullcontext() if run is None else run:
                 self._run_calls(run)
         except Stop:
@@ -188,13 +192,12 @@ class Recompute(Phase):
 
     def enter(self, given: Tensors, likes: Likes = ()) -> None:
         """End the recompute before the layer's own work, where the layer is its end."""
-        if not self._stops:
+        if not self._stops or self._num_saved + len(given) <= self._last:
             return
         tensors = [tensor for tensor in given if tensor is not None]
-        if self._num_saved <= self._last < self._num_saved + len(tensors):
+        if self._num_saved + len(tensors) > self._last:
             for tensor in tensors:
                 self.pack(tensor)
-        if self._num_saved > self._last:
             self._stop()
 
     def save(
@@ -202,14 +205,8 @@ class Recompute(Phase):
     ) -> None:
         """Leave the GEMM outputs in the slot of the forward's layer."""
         super().save(ctx, name, given, [None] * len(extras))
-        if not any(likes):
-            return
-        slots, index = self._segment.slots, self._num_slots
-        self._num_slots += 1
-        expected, slot = slots[index] if index < len(slots) else ("nothing more", None)
-        if name != expected and self._segment.is_complete:
-            self._problems.append(
-                f"fused layer {index} was {expected} in forward and is {name} when recomputed"
-            )
-        elif slot is not None and slot() is not None:
-            self.extras[index] = phases.fitting(extras, likes)
+        place = self._num_saved
+        expected, slot = self._segment.slots.get(place, _NO_SLOT)
+        # another layer than the forward's leaves nothing for that one's backward
+        if slot is not None and name == expected and slot() is not None:
+            self.extras[place] = phases.fitting(extras, likes)

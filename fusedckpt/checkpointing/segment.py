@@ -1,4 +1,4 @@
-"""A checkpointed segment's forward: what it drops, and where its backward finds that again.
+"""`checkpoint`, and a segment's forward: what it drops, and where its backward finds that again.
 
 What autograd saves in a segment's forward is dropped, and found again by its position when the
 segment is recomputed, inside the first backward that asks or, by `prefetch`, before it. What costs
@@ -9,12 +9,15 @@ one backward, whose end drops all it made.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as stock
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
@@ -26,6 +29,7 @@ from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.calls import (
     Argument,
     Call,
+    Contexts,
     Options,
     Packed,
     Trace,
@@ -34,6 +38,8 @@ from fusedckpt.checkpointing.calls import (
 )
 from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.checkpointing.recompute import Recompute
+
+__all__ = ["checkpoint"]
 
 # where the node of autograd's graph that made an output refers to its segment
 NODE_KEY = "fusedckpt segment"
@@ -87,9 +93,10 @@ class Segment(Trace, Phase):
 
     def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
         """Let the nodes of an output be known as the segment's own, but of what it was given."""
+        known = {*map(id, given)}
         for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
-            if node is not None and not any(leaf is x for x in given):
+            if node is not None and id(leaf) not in known:
                 node.metadata[NODE_KEY] = weakref.ref(self)
 
     @uncompiled
@@ -159,11 +166,6 @@ class Segment(Trace, Phase):
             self._ahead = ahead
         return True
 
-    def recompute_of(self, backward: int) -> Recompute | None:
-        """Return what this backward recomputed, or what was recomputed for it."""
-        found = self._recomputes.get(backward)
-        return self._recompute(backward) if found is None and self._ahead is not None else found
-
     def save(
         self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
     ) -> None:
@@ -173,12 +175,132 @@ class Segment(Trace, Phase):
         ctx.owns_extras = True
         if any(likes):
             # no more than that: the layer's node outlives its saved tensors, which hold the segment
-            ctx.recall = slot = partial(_recall, weakref.ref(self), len(self.slots))
-            self.slots.append((name, weakref.ref(slot)))
+            place = len(self.saved)
+            ctx.recall = slot = partial(_recall, weakref.ref(self), place)
+            self.slots[place] = name, weakref.ref(slot)
 
 
-def _recall(of: weakref.ref[Segment], slot: int, extras: Tensors) -> Tensors:
+def _recall(of: weakref.ref[Segment], place: int, extras: Tensors) -> Tensors:
     """Return the GEMM outputs that the recompute left in a slot."""
-    segment = of()
-    recompute = None if segment is None else segment.recompute_of(backward_id())
-    return extras if recompute is None else recompute.extras.pop(slot, extras)
+    segment, backward = of(), backward_id()
+    if segment is None:
+        return extras
+    recompute = segment._recomputes.get(backward)
+    if recompute is None and segment._ahead is not None:
+        recompute = segment._recompute(backward)
+    return extras if recompute is None else recompute.extras.pop(place, extras)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], Contexts] = stock.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    preserve_python_rng: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return function(*args, **kwargs), keeping its arguments and running it again in backward.
+
+    What runs under torch.utils.checkpoint.checkpoint(..., use_reentrant=False) runs under this with
+    the same result, and arguments of that name mean the same. What differs:
+
+    - Fused layers, whatever their level, keep nothing in the forward, and in the recompute all that
+      spares their backward a GEMM; a recompute that ends in one ends before it computes anything.
+    - A recompute runs only where backward needs a tensor that it brings back, and all that it made
+      is dropped at the end of that backward. Saved tensors may be read twice.
+    - Random number generators are restored on every device of the tensors in args and kwargs, and
+      any torch.Generator there.
+    - Buffers of a module that is called in the recompute are put back after its call, so that
+      BatchNorm updates once.
+    - A tensor argument, or a parameter that autograd saved, that was written in place between
+      forward and backward raises, as it does without a checkpoint.
+
+    Args:
+        function: a function or module that computes the same each time it is called.
+        args, kwargs: its arguments, the same objects each time. What else it reaches is neither
+            looked at nor brought back.
+        use_reentrant: False or None; True is torch's other implementation.
+        context_fn: returns two context managers, for the forward and for the recompute, such as
+            torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
+        determinism_check: "default" compares shape, dtype and device of recomputed tensors with the
+            forward's, "none" nothing.
+        debug: keep a copy of what every module in `function` returns, run the recompute to its end,
+            and raise where it differs in any bit, naming the first module that does, with the
+            operations of both runs.
+        early_stop: end the recompute with the last tensor that backward needs.
+        preserve_rng_state: give the recompute the random numbers of the forward.
+        preserve_python_rng: and those of `random` and `numpy.random`.
+
+    torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. This is
+    torch's own operator under torch.compile, a plain call under no_grad, torch.func and forward AD.
+
+    Raises:
+        ValueError: use_reentrant is True, determinism_check is unknown, or debug comes with a
+            context_fn.
+        TypeError: `function` cannot be called.
+        torch.utils.checkpoint.CheckpointError: in backward: `function` did something else.
+        RuntimeError: in backward: an argument or a parameter was written in place.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+    """
+    if use_reentrant:
+        raise ValueError(
+            "checkpoint: use_reentrant=True is not supported: pass use_reentrant=False, or call "
+            "torch.utils.checkpoint.checkpoint"
+        )
+    if torch.compiler.is_compiling():
+        if context_fn is not stock.noop_context_fn:
+            # Dynamo does not take the default where it is named
+            kwargs["context_fn"] = context_fn
+        return stock.checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+            **kwargs,
+        )
+    rng = preserve_rng_state, preserve_python_rng
+    options = Options(*rng, determinism_check, early_stop, debug, context_fn)
+    return _run(options, function, args, kwargs)
+
+
+# the names that a call of `checkpoint` takes for itself
+OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
+
+
+def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not callable(function):
+        raise TypeError(f"checkpoint: expected something to call, got {type(function).__name__}")
+    # torch's switches, where they are set
+    debug = getattr(stock, "_checkpoint_debug_enabled", None)
+    early_stop = getattr(stock, "_enable_checkpoint_early_stop", None)
+    debug = options.debug if debug is None else debug
+    early_stop = options.early_stop if early_stop is None else early_stop
+    if debug and options.context_fn is not stock.noop_context_fn:
+        raise ValueError("checkpoint: debug=True is incompatible with non-default context_fn")
+    if options.determinism_check not in ("default", "none"):
+        expected = "checkpoint: determinism_check should be one of 'default', 'none'"
+        raise ValueError(f"{expected}, got {options.determinism_check!r}")
+    if is_plain_call():
+        return function(*args, **kwargs)
+    # what a partial holds are arguments like others
+    while isinstance(function, partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    options = options._replace(debug=debug, early_stop=early_stop)
+    return Segment(options).run(Call(function, args, kwargs, options), args, kwargs)
+
+
+def is_plain_call() -> bool:
+    """Whether nothing is kept for backward here, or torch.func or forward-mode AD is at work."""
+    forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
+    transformed = torch._C._are_functorch_transforms_active() or forward_mode
+    # a trace runs no backward, and checks itself by running again
+    return transformed or not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from fusedckpt.checkpointing import starts
-from fusedckpt.checkpointing.function import OPTIONS, checkpoint
+from fusedckpt.checkpointing.segment import OPTIONS, checkpoint
 
 __all__ = ["checkpoint_sequential"]
 

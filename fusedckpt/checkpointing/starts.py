@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedckpt.checkpointing.function import is_plain_call
+from fusedckpt.checkpointing.calls import Surroundings
+from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.memory import saved_tensors, storages_of
 
 
@@ -100,14 +100,7 @@ def no_trace(tensors: Iterable[Tensor]) -> Iterator[None]:
                 # initialised as ever, but its statistics are yet to begin
                 undo.callback(module.reset_running_stats)
 
-    with ExitStack() as undo:
-        undo.callback(random.setstate, random.getstate())
-        undo.callback(np.random.set_state, np.random.get_state())
-        undo.enter_context(torch.random.fork_rng([]))
-        for device in {tensor.device for tensor in tensors}:
-            # the generator of mps cannot be forked
-            if device.type not in ("cpu", "meta", "mps"):
-                undo.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
+    with Surroundings([*tensors], rng=True, python_rng=True).restored(), ExitStack() as undo:
         handle = register_module_forward_pre_hook(keep)
         try:
             yield

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedckpt.checkpointing.function import OPTIONS, checkpoint
+from fusedckpt.checkpointing.segment import OPTIONS, checkpoint
 
 try:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.layouts import NONE, activation_by
-from fusedckpt.fusing.reasons import is_transposed
+from fusedckpt.fusing.reasons import children_of, is_transposed
 from fusedckpt.fusing.recording import record
 from fusedckpt.fusing.replica import takes_one
 from fusedckpt.layers.linear import Linear
@@ -75,7 +75,9 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return "its weights are 3-dimensional: a mixture of experts is not fused"
     if not takes_one(module):
         return "its forward takes more than one tensor"
-    return f"{', '.join([*linears, *_own(module)])}: more linears than those of an MLP"
+    # too many, of any kind, or empty ones
+    parts = [*linears, *(name for name, one in module._parameters.items() if one is not None)]
+    return f"its layers and parameters are not those of an MLP: {', '.join(parts)}"
 
 
 def _of_linears(linears: dict[str, nn.Module]) -> str | None:
@@ -126,17 +128,8 @@ def _is_norm(module: nn.Module) -> bool:
     return named and own <= 2 and not module._modules
 
 
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children, those of lists in their place."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield from ((f"{name}.{key}", inner) for key, inner in child.named_children())
-        else:
-            yield name, child
-
-
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    return {name: child for name, child in _children(module) if _is_linear(child)}
+    return {name: child for name, child in children_of(module) if _is_linear(child)}
 
 
 def _own(module: nn.Module) -> list[str]:
@@ -164,14 +157,14 @@ def _has_nothing(module: nn.Module) -> bool:
 def _beside(module: nn.Module) -> list[str]:
     return [
         name
-        for name, child in _children(module)
+        for name, child in children_of(module)
         if not (_is_linear(child) or _has_nothing(child) or isinstance(child, _BETWEEN))
     ]
 
 
 def _has_activation(module: nn.Module) -> bool:
     """Whether a child, an attribute or the code of a module's forward is an activation."""
-    if any(_is_activation(child) for _, child in _children(module)):
+    if any(_is_activation(child) for _, child in children_of(module)):
         return True
     own = (getattr(value, "func", value) for value in vars(module).values())
     if any(value is function for value in own for function in _FUNCTIONS):

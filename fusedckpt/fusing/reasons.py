@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,8 +15,6 @@ from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
 from fusedckpt.layers import styles, validate
-
-__all__ = ["is_adapter", "of_call", "of_class", "of_hooks", "of_layer", "of_linear", "of_storage"]
 
 _CALLS = {
     "arguments": "called with other arguments than one tensor",
@@ -37,17 +36,14 @@ _SHARDED = "only norms on whole rows and MLPs split by columns, then by rows, ar
 
 def of_call(module: nn.Module, fallback: Fallback) -> str:
     """Say why a call of a swapped module ran the forward of its own class."""
-    what, about = fallback
+    (what, about), reason = fallback, None
     if what == "weight":
         reason = of_weight(about, _attribute(module, about))
     elif what in ("child", "hook"):
         # what a child is says more than that it is watched: sharding hooks it, too
         child = _attribute(module, about)
         reason = of_linear(about, child) if isinstance(child, nn.Module) else None
-    else:
-        reason = None
-    name = _name(about) if isinstance(about, type) else about
-    return reason or _CALLS.get(what, f"{what}: {{}}").format(name)
+    return reason or _CALLS[what].format(about)
 
 
 def of_linear(name: str, child: nn.Module) -> str | None:
@@ -122,10 +118,11 @@ def of_storage(module: nn.Module) -> str | None:
     Its children's, too. Those of FSDP are views of memory that is freed between two forwards: to
     read them can end the process.
     """
-    for name, layer in [("it", module), *module.named_children()]:
+    named = [("it", module), *children_of(module)]
+    for name, layer in named:
         if isinstance(layer, torch.jit.ScriptModule):
             return f"TorchScript compiled {name}: fuse before scripting"
-    layers = [module, *module.children()]
+    layers = [layer for _, layer in named]
     if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
         return "its parameters are sharded by FSDP: fuse before sharding"
     given = [p for layer in layers for p in layer._parameters.values() if p is not None]
@@ -136,6 +133,15 @@ def of_storage(module: nn.Module) -> str | None:
     if any(_is_freed(parameter) for parameter in given):
         return "the memory of its parameters is freed"
     return None
+
+
+def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children, those of lists in their place."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{key}", inner) for key, inner in child.named_children())
+        else:
+            yield name, child
 
 
 def _is_freed(x: Tensor) -> bool:

@@ -52,7 +52,7 @@ def replica(
     clone = object.__new__(kind)
     given = unwrapped(module)
     made: dict[str, Any] = {name: type(given[name])() for name in _HOOKS}
-    made |= {n: resized(v, sizes) for n, v in given.items() if resized(v, sizes) is not v}
+    made |= {n: sizes[v] for n, v in given.items() if type(v) is int and v > 1 and v in sizes}
     if rate is not None:
         made |= dict.fromkeys(rates_of(module), rate(path))
     made["_parameters"] = {
@@ -67,11 +67,6 @@ def replica(
     # past a class that tells what is set
     object.__getattribute__(clone, "__dict__").update(given, training=training, **made, **own)
     return clone
-
-
-def resized(value: Any, sizes: Mapping[int, int]) -> Any:
-    """Return what stands for a number that is a size, any other value as it is."""
-    return sizes.get(value, value) if type(value) is int and value > 1 else value
 
 
 def rates_of(module: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.fusing import reasons
 from fusedckpt.fusing.held import MISSING, Held, Path, is_function, is_simple
 from fusedckpt.fusing.replica import replica
 from fusedckpt.layers.styles import style_of
@@ -160,8 +160,9 @@ def spied(
 
     def enter(part: nn.Module, path: Path) -> tuple[type, dict[str, Any]]:
         name = ".".join(path)
-        if path and has_hooks(part) and style_of(part) is None:
-            raise log.stopped(f"{name}: a hook watches it, or its forward was replaced")
+        watched = reasons.of_hooks(name, part)
+        if path and watched is not None and style_of(part) is None:
+            raise log.stopped(watched)
         if path and type(part).__call__ is not nn.Module.__call__:
             raise log.stopped(f"{name}: a {type(part).__name__} is called in its own way")
         log.kinds[path] = type(part), len(part._modules)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.accuracy import FLOOR, Errors
 from fusedckpt.fusing.forwards import Swap
-from fusedckpt.fusing.held import child_at
-from fusedckpt.fusing.replica import Draw, call, replica, resized, undisturbed
+from fusedckpt.fusing.replica import Draw, call, replica, undisturbed
 from fusedckpt.memory import saved_tensors
 
 # of the inputs: limits that a module keeps to show where they are reached
@@ -32,7 +31,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device
     sizes = small_sizes(module) if swap.is_sized else {}
-    small = _with_sizes(swap, module, sizes)
+    unheld = _unheld(swap)
     counts = [math.prod([sizes.get(n, n) for n in p.shape]) for p in module.parameters()]
     draws = min(16, math.ceil(256 / max(1, min(counts, default=256))))
     with undisturbed(device):
@@ -47,7 +46,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
                     except Exception:  # arbitrary code of others, in a dtype that it may not take
                         name = str(dtype).removeprefix("torch.")
                         return f"it does not run in {name}, in which it would be checked"
-                ours = run.results(first.dtype, device, small)
+                ours = run.results(first.dtype, device, unheld)
                 found = found or [Errors(first.dtype) for _ in ours]
                 for errors, mine, truth, theirs in zip(found, ours, *eager, strict=True):
                     errors.add(mine, theirs, truth)
@@ -69,21 +68,11 @@ def small_sizes(module: nn.Module) -> dict[int, int]:
     return found
 
 
-def _with_sizes(swap: Swap, module: nn.Module, sizes: Mapping[int, int]) -> Swap:
-    """Return the swap of a replica, which must hold other numbers where these are sizes."""
+def _unheld(swap: Swap) -> Swap:
+    """Return the swap of a replica, of which nothing has changed but what are sizes."""
     match = swap.attributes.get("_fusedckpt_match")
-    if not sizes or match is None:
-        return swap
-    held = []
-    for one in match.held:
-        own = vars(child_at(module, one.path))
-        reads = (
-            (names, resized(value, sizes) if names[0] in own and len(names) == 1 else value)
-            for names, value in one.reads
-        )
-        held.append(one._replace(reads=tuple(reads)))
-    attributes = {**swap.attributes, "_fusedckpt_match": match._replace(held=tuple(held))}
-    return replace(swap, attributes=attributes)
+    unheld = {} if match is None else {"_fusedckpt_match": match._replace(held=())}
+    return replace(swap, attributes={**swap.attributes, **unheld})
 
 
 def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> str | None:
@@ -141,10 +130,7 @@ class _Run:
 def results(module: Any, wanted: list[Tensor], dout: Any) -> list[Tensor]:
     """Return the output for the first of `wanted`, and the gradients of all."""
     y = call(module, wanted[0])
-    weights = dout(y)
-    if not y.requires_grad:
-        return [y, *map(torch.zeros_like, wanted)]
-    grads = torch.autograd.grad(y, wanted, weights, allow_unused=True)
+    grads = torch.autograd.grad(y, wanted, dout(y), allow_unused=True)
     found = zip(grads, wanted, strict=True)
     return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in found)]
 

@@ -10,7 +10,7 @@ import torch.utils.checkpoint as stock
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fusedckpt.checkpointing.function import checkpoint
+from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.fusing.held import MARK
 from fusedckpt.fusing.swap import fuse
 from fusedckpt.integrations.first_batch import at_first_batch

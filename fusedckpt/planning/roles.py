@@ -31,9 +31,9 @@ from fusedckpt.autograd.backward import backward_id
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.subclass import made_of, subclass
-from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of, version_of
-from fusedckpt.checkpointing.function import checkpoint, is_plain_call
-from fusedckpt.checkpointing.segment import Segment
+from fusedckpt.autograd.versions import versions_of
+from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of
+from fusedckpt.checkpointing.segment import Segment, checkpoint, is_plain_call
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
@@ -199,7 +199,7 @@ class HandingOn(Segment):
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         # by place in memory, while they live as they were returned
-        self._outputs: dict[Any, tuple[weakref.ref[Tensor], int, _Output]] = {}
+        self._outputs: dict[Any, tuple[weakref.ref[Tensor], tuple[int, ...], _Output]] = {}
         self._last_uses: dict[tuple[int, int], int] = {}
 
     def go_on(
@@ -216,13 +216,13 @@ class HandingOn(Segment):
         output = self.run(part, args, kwargs)
         for i, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
-                known = weakref.ref(leaf), version_of(leaf), _Output(number, i)
+                known = weakref.ref(leaf), versions_of(leaf), _Output(number, i)
                 self._outputs[_place_of(leaf)] = known
         return output
 
     def _hold(self, tensor: Tensor) -> Argument:
         known = self._outputs.get(_place_of(tensor))
-        if known is None or known[0]() is None or known[1] != version_of(tensor):
+        if known is None or known[0]() is None or known[1] != versions_of(tensor):
             return Argument(tensor)
         self._last_uses[known[2].place] = len(self.calls)
         return known[2]

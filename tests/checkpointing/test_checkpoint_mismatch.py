@@ -190,3 +190,20 @@ def test_torchscript_makes_another_error_of_a_recomputes_end():
 
 def chained(x):
     return x.sin().exp().sin()
+
+
+def test_another_fused_layer_where_nothing_is_compared():
+    """It leaves nothing for the backward of the forward's layer, and raises no more than torch."""
+    linear = fusedckpt.Linear(6, 6, activation="gelu").to(DEVICE)
+    mlp = fusedckpt.MLP(6, 6, bias=False).to(DEVICE)
+
+    def fn(x):
+        return (mlp if is_recomputing() else linear)(x.sin()).sin()
+
+    x, given = randn(4, 6), [*linear.parameters()]
+    y, *found = step(partial(checkpoint, fn, determinism_check="none"), x, parameters=given)
+    # what sin reads is the recompute's
+    dy = 2 * y * mlp(x.sin()).cos()
+    expected = torch.autograd.grad(linear(x.sin()), [x, *given], dy)
+    for a, b in zip(found, expected, strict=False):
+        torch.testing.assert_close(a, b)

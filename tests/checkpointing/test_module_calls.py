@@ -71,6 +71,14 @@ def test_scripts():
     assert same(torch.jit.script(layers)(x), layers(x))
 
 
+def test_the_buffers_of_scripts():
+    layers, x = torch.jit.script(model()), randn(4, 6)
+    expected = copy.deepcopy(layers)
+    checkpoint(layers, x).square().sum().backward()
+    expected(x)
+    assert all(map(torch.equal, layers.buffers(), expected.buffers()))
+
+
 class Calls:
     def __init__(self):
         self.seen = []

@@ -136,6 +136,19 @@ def test_lazy_modules_are_named():
     assert fuse(nn.LazyBatchNorm1d()).left == {"": why}
 
 
+def test_lazy_linears_of_a_list_are_named():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fcs, self.act = nn.ModuleList([nn.LazyLinear(D), nn.LazyLinear(D)]), nn.GELU()
+
+        def forward(self, x):
+            return self.fcs[1](self.act(self.fcs[0](x)))
+
+    why = "its parameters have no shape yet: call the model once before"
+    assert fuse(Mine()).left == {"": why}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_what_torchscript_compiled_is_named():
     class Mine(nn.Module):

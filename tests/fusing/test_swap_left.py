@@ -44,6 +44,38 @@ class Double(nn.Module):
         return x * 2
 
 
+class Computing(nn.Module):
+    """Layers of a list and an activation, and what a function makes of these and the input."""
+
+    def __init__(self, compute, *linears):
+        super().__init__()
+        self.fcs, self.act, self.compute = nn.ModuleList(linears), nn.GELU(), compute
+
+    def forward(self, x):
+        return self.compute(x, self.act, *self.fcs)
+
+
+def linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(D, D) for _ in range(count)]
+
+
+def outer_thirds(x, act, packed, down):
+    gate, _, up = packed(x).chunk(3, -1)
+    return down(act(gate) * up)
+
+
+def many(x, act, *linears):
+    for linear in linears:
+        x = act(linear(x))
+    return x
+
+
+def scaled() -> nn.Module:
+    model = Computing(lambda x, act, a, b: b(act(a(x))), *linears(2))
+    model.scale = nn.Parameter(torch.ones(()))
+    return model
+
+
 def ignore(*_):
     return None
 
@@ -133,6 +165,23 @@ DECLINED = {
     "attribute in the way": (with_attribute_save, "Sequential has an attribute save already"),
     "child in the way": (with_child_save, "the Sequential has an attribute save already"),
     "norm's attribute": (with_offset, "the RMSNorm has an attribute offset already"),
+    "input as it is": (lambda: Computing(lambda x, *_: x, *linears(2)), "it returns its input"),
+    "no activation": (
+        lambda: Computing(lambda x, _, a, b: b(a(x)), *linears(2)),
+        "it has no activation between its linears",
+    ),
+    "thirds of a weight": (
+        lambda: Computing(outer_thirds, nn.Linear(D, 3 * D), nn.Linear(D, D)),
+        "its gate and up are no halves of one weight, one after the other",
+    ),
+    "five linears": (
+        lambda: Computing(many, *linears(5)),
+        "its layers and parameters are not those of an MLP: fcs.0, fcs.1, fcs.2, fcs.3, fcs.4",
+    ),
+    "two linears and a scale": (
+        scaled,
+        "its layers and parameters are not those of an MLP: fcs.0, fcs.1, scale",
+    ),
     "sparse weight": (sparse, "weight must be a dense tensor, got layout torch.sparse_csr"),
 }
 

@@ -9,7 +9,7 @@ from support import DEVICE, flops
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.checkpointing import function
+from fusedckpt.checkpointing import segment
 from fusedckpt.integrations.transformers import FuseCallback, use_checkpoint
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 
@@ -28,8 +28,8 @@ def on_aten():
 def segments(monkeypatch):
     """Count the forwards that run in a checkpoint of ours."""
     seen = []
-    segment = function.Segment
-    monkeypatch.setattr(function, "Segment", lambda *args: (seen.append(1), segment(*args))[1])
+    made = segment.Segment
+    monkeypatch.setattr(segment, "Segment", lambda *args: (seen.append(1), made(*args))[1])
     return seen
 
 
