@@ -18,7 +18,7 @@ from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.kernels.products import product
+from fusedckpt.kernels.products import product_for
 from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.layers import adapted, validate
 from fusedckpt.layers.adapted_call import AdaptedCall
@@ -204,11 +204,12 @@ def _products(
     x, weight, bias, *_ = tensors
     assert x is not None
     n = as_matrix(call.normalised(x, None, weight, bias)[0])
-    # a batch of gradients takes no other dtype
-    return [
-        None if dy is None else product(dy.t(), n, dtype if call.direct else None)
-        for dy, (_, dtype) in zip(dys, likes, strict=True)
-    ]
+    found = []
+    for dy, (_, dtype) in zip(dys, likes, strict=True):
+        # a batch of gradients takes no other dtype
+        product = product_for(n.device, n.dtype, dtype if call.direct else n.dtype)
+        found.append(None if dy is None else product(dy.t(), n))
+    return found
 
 
 def _norm_gradients(
