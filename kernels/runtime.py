@@ -63,7 +63,7 @@ def as_dense(x: Tensor) -> Tensor:
 
 def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
     """Return w [N, K] in a dtype, with adjacent columns or adjacent rows."""
-    w = w.to(dtype)
+    w = w if w.dtype == dtype else w.to(dtype)
     return w if 1 in w.stride() else w.contiguous()
 
 

@@ -106,10 +106,11 @@ def _backward(
         x2, z = None if x is None else as_matrix(x), None if z is None else as_dense(z)
         w, b = None if w is None else as_weight(w, dy.dtype), as_vector(b, dy.dtype)
         plan = plan or plan_of(dy, activation, kernel, (1, 1) if w is None else w.shape)
-        args = (activation, needs[2], plan, spends)
-        (dz, db), dx, dw = kernels.linear_act_dz(as_matrix(dy), x2, w, b, z, *args), None, None
+        args, rows = (activation, needs[2], plan, spends), as_matrix(dy)
+        (dz, db), dx, dw = kernels.linear_act_dz(rows, x2, w, b, z, *args), None, None
         if needs[0] and w is not None:
-            dx = torch.mm(dz, w).view(*dy.shape[:-1], w.shape[1])
+            dx = torch.mm(dz, w)
+            dx = dx if rows is dy else dx.view(*dy.shape[:-1], w.shape[1])
         if needs[1] and x2 is not None:
             dw = product(dz.t(), x2)
         return dx, dw, db
@@ -251,11 +252,12 @@ class _LinearAct(torch.autograd.Function):
         else:
             ops, settled = _backward_ops, call if direct else None
             found = donation.run(ctx, ops, (z,), args, settled)
-        (dx, dw, db), (_, w_dtype, b_dtype) = found, call.dtypes
+        dx, dw, db = found
+        # autograd casts them to the dtypes of what they are of
         return (
             dx if needs[0] else None,
-            dw.to(w_dtype) if needs[1] else None,
-            db.to(b_dtype) if needs[2] else None,
+            dw if needs[1] else None,
+            db if needs[2] else None,
             None,
             None,
         )

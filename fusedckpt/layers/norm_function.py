@@ -292,11 +292,8 @@ class _Norm(torch.autograd.Function):
         else:
             call = ctx.call if ctx.call.direct == direct else ctx.call._replace(direct=direct)
             dx, dw, db = call.gradients((dy, dtotal), x, weight, wanted)
-        grads = [
-            None if grad is None or not need else grad.to(dtype)
-            for grad, need, dtype in zip((dx, dx, dw, db), needs[:4], ctx.dtypes, strict=True)
-        ]
-        return (*grads, None, None)
+        # autograd casts them to the dtypes of what they are of
+        return dx if needs[0] else None, dx if needs[1] else None, dw, db, None, None
 
 
 def _double_backward(
