@@ -141,25 +141,20 @@ def native_grad(
 def layer_statistics(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and rstd of rows, as torch's LayerNorm has them."""
     if x.numel() >= MANY:
-        mean = x.sum(1, keepdim=True).div_(x.shape[1])
-        square = mean * mean
-        variance = mean_square(x).sub_(square)
-        # a mean far from zero would cost digits of the difference
-        if bool((square < variance).all()):
+        n, mean = x.shape[1], x.mean(1, keepdim=True)
+        squares = torch.linalg.vector_norm(x, 2, 1, True).square_()
+        # a mean far from zero, its square above the variance, would cost digits of the difference
+        if float(torch.addcmul(squares, mean, mean, value=-2 * n).min()) > 0:
+            variance = squares.addcmul_(mean, mean, value=-n).div_(n)
             return mean, variance.add_(eps).rsqrt_()
     # with weight and bias its quicker kernel runs
     return torch.native_layer_norm(x, x.shape[1:], weight, weight, eps)[1:]
 
 
-def mean_square(x: Tensor) -> Tensor:
-    """Return the mean square of rows, as a column."""
-    norm = torch.linalg.vector_norm(x, 2, 1, True)
-    return norm.mul_(norm).div_(x.shape[1])
-
-
 def rms_rstd(x: Tensor, eps: float) -> Tensor:
     """Return one over the root mean square of rows, as a column."""
-    return mean_square(x).add_(eps).rsqrt_()
+    norm = torch.linalg.vector_norm(x, 2, 1, True)
+    return norm.square_().div_(x.shape[1]).add_(eps).rsqrt_()
 
 
 def normalise(row: Tensor, rule: NormRule, out: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from . import norm as norm_kernels
 from .elementwise import HiddenGrad
 from .linear import hidden, hidden_grad, hybrid_grad, linear
 from .norm import NormRule
-from .products import add_product, product, sum_of_products, wide_product
+from .products import Product, add_product, sum_of_products, wide_product
 from .runtime import column_sums
 
 # above this many bytes of F-wide temporaries the rows are cut into chunks, if that pays
@@ -75,7 +75,8 @@ class Weights(NamedTuple):
 class Block(NamedTuple):
     """What an MLP block computes and how: constants of a call.
 
-    rule: the norm, None for none; kernel: "split", "hybrid" or "aten"; chunks: of rows.
+    rule: the norm, None for none; kernel: "split", "hybrid" or "aten"; chunks: of rows; product:
+    what multiplies for a weight gradient that is no sum over chunks.
     """
 
     rule: NormRule | None
@@ -83,6 +84,7 @@ class Block(NamedTuple):
     residual: bool
     kernel: str
     chunks: int
+    product: Product
 
 
 class Needs(NamedTuple):
@@ -181,23 +183,20 @@ class Backward:
     until the end anyway.
     """
 
-    def __init__(
-        self, w: Weights, block: Block, needs: Needs, donates: bool, dtype: torch.dtype | None
-    ):
+    def __init__(self, w: Weights, block: Block, needs: Needs, donates: bool):
         self.w, self.block, self.needs, self.donates = w, block, needs, donates
-        # that weight gradients are wanted in
-        self.dtype = dtype
         self.grads: dict[str, Tensor] = {}
 
-    def add(self, name: str, grad: Tensor | None) -> None:
-        """Add a chunk's gradient, already in at least float32 or alone."""
-        if grad is not None:
-            self.grads[name] = self.grads[name] + grad if name in self.grads else grad
+    def add(self, **grads: Tensor | None) -> None:
+        """Add a chunk's gradients, already in at least float32 or alone."""
+        for name, grad in grads.items():
+            if grad is not None:
+                self.grads[name] = self.grads[name] + grad if name in self.grads else grad
 
     def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
         """Add a.T @ b, in float32 where there are several chunks."""
         if self.block.chunks == 1:
-            self.grads[name] = product(a.t(), b, self.dtype)
+            self.grads[name] = self.block.product(a.t(), b)
         elif name not in self.grads:
             self.grads[name] = wide_product(a.t(), b)
         else:
@@ -219,15 +218,17 @@ class Backward:
         if up is None:
             h = over(z if made else dh, like=z) if needs.down else None
             dz = over(None if h is dh else dh, None if h is z else free_z, like=z)
-            db, _ = self._hidden_grad(dy, dh, HiddenGrad(z, None, h, dz, None))
+            wanted = needs.gate_bias, False
+            db, _ = self._hidden_grad(dy, dh, HiddenGrad(z, None, h, dz, None), wanted)
         else:
             # twice as wide as dh
             h, dz = over(dh, like=gate) if needs.down else None, over(free_z, like=z)
             dgate, dup = dz.chunk(2, 1)
-            dbs = self._hidden_grad(dy, dh, HiddenGrad(gate, up, h, dgate, dup))
+            wanted = needs.gate_bias, needs.gate_bias
+            dbs = self._hidden_grad(dy, dh, HiddenGrad(gate, up, h, dgate, dup), wanted)
             db = torch.cat(dbs) if needs.gate_bias else None  # type: ignore[arg-type]  # both are there
         del z, gate, up, free_z, dh
-        self.add("gate_bias", db)
+        self.add(gate_bias=db)
         if h is not None:
             self.add_product("down", dy, h)
         del h
@@ -258,10 +259,10 @@ class Backward:
         du = over(None if h is dh else dh, None if h is u else free_u, like=z)
         spare_u = None if h is u or du is u else free_u
         dz = over(None if h is z else free_z, spare_u, like=z)
-        db, db_up = self._hidden_grad(dy, dh, HiddenGrad(z, u, h, dz, du))
+        wanted = needs.gate_bias, needs.up_bias
+        db, db_up = self._hidden_grad(dy, dh, HiddenGrad(z, u, h, dz, du), wanted)
         del z, u, free_z, free_u, spare_u, dh
-        self.add("gate_bias", db)
-        self.add("up_bias", db_up)
+        self.add(gate_bias=db, up_bias=db_up)
         if h is not None:
             self.add_product("down", dy, h)
         del h
@@ -272,11 +273,9 @@ class Backward:
         return sum_of_products((dz, w.gate), (du, w.up)) if needs.dn else None
 
     def _hidden_grad(
-        self, dy: Tensor, dh: Tensor | None, grads: HiddenGrad
+        self, dy: Tensor, dh: Tensor | None, grads: HiddenGrad, needs_db: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        act, needs_db = self.block.activation, (self.needs.gate_bias, self.needs.up_bias)
-        if self.w.is_packed:
-            needs_db = needs_db[0], needs_db[0]
+        act = self.block.activation
         if dh is None:
             return hybrid_grad(dy, self.w.down, grads, act, needs_db)
         return hidden_grad(dh, grads, act, needs_db, self.block.kernel)
@@ -290,8 +289,7 @@ class Backward:
         kernels = aten if block.kernel == "aten" else norm_kernels
         dtotal = dy if block.residual else None
         dx, dw, db = kernels.norm_grad(dn, dtotal, x, w.norm, block.rule, needs[:3])
-        self.add("norm", dw)
-        self.add("norm_bias", db)
+        self.add(norm=dw, norm_bias=db)
         return dx
 
 
@@ -312,20 +310,18 @@ def backward(
     block: Block,
     needs: Needs,
     donates: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Return the wanted gradients by the names of Needs; x may be None where nothing reads it.
 
-    gate, up: those outputs, where they were saved; donates: they may be written over; dtype: in
-    which weight gradients are wanted, where a GEMM can write them so.
+    gate, up: those outputs, where they were saved; donates: they may be written over.
     """
-    run, dx = Backward(w, block, needs, donates, dtype), None
+    run, dx = Backward(w, block, needs, donates), None
     needs_hidden = needs.hidden
     reads_n = needs.gate or needs.up or gate is None or (up is None and w.up is not None)
     for rows in row_chunks(dy.shape[0], block.chunks):
         dy_rows, x_rows = dy[rows], None if x is None else x[rows]
         if needs.down_bias:
-            run.add("down_bias", column_sums(dy_rows))
+            run.add(down_bias=column_sums(dy_rows))
         if not needs_hidden:
             continue
         n = normalised(x_rows, w, block) if reads_n else None  # type: ignore[arg-type]  # x is there

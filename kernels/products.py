@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
+Product = Callable[[Tensor, Tensor], Tensor]
 
-def writes_wider(a: Tensor) -> bool:
+
+def writes_wider(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device has a GEMM that reads this half precision and writes float32."""
-    return a.is_cuda and torch.version.hip is None and a.dtype in (torch.float16, torch.bfloat16)
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and dtype in (torch.float16, torch.bfloat16)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a @ b, in float32 where asked and a GEMM writes it, else in their dtype."""
-    if dtype == torch.float32 and writes_wider(a):
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b)
+def product_for(device: torch.device, dtype: torch.dtype, wanted: torch.dtype) -> Product:
+    """Return what multiplies `dtype`: into float32 where wanted and a GEMM writes it, else mm."""
+    if wanted == torch.float32 and writes_wider(device, dtype):
+        return partial(torch.mm, out_dtype=wanted)
+    return torch.mm
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -26,7 +32,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif writes_wider(a):
+    elif writes_wider(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         step = max(1, total.numel() // max(1, sum(total.shape)))
@@ -38,8 +44,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in at least float32, to add others to."""
     wide = torch.promote_types(a.dtype, torch.float32)
-    if a.dtype == wide or writes_wider(a):
-        return product(a, b, wide)
+    if a.dtype == wide or writes_wider(a.device, a.dtype):
+        return product_for(a.device, a.dtype, wide)(a, b)
     total = a.new_zeros(a.shape[0], b.shape[1], dtype=wide)
     add_product(total, a, b)
     return total

@@ -56,14 +56,14 @@ def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def as_dense(x: Tensor | None) -> Tensor | None:
+def as_dense(x: Tensor) -> Tensor:
     """Return x as a contiguous matrix: what elementwise kernels read and write."""
-    return None if x is None else as_matrix(x).contiguous()
+    return as_matrix(x).contiguous()
 
 
 def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
     """Return w [N, K] in a dtype, with adjacent columns or adjacent rows."""
-    w = w.to(dtype)
+    w = w if w.dtype == dtype else w.to(dtype)
     return w if 1 in w.stride() else w.contiguous()
 
 

@@ -83,14 +83,15 @@ class Around(NamedTuple):
     """What a call goes by besides its options and tensors.
 
     grad: whether grad mode is on; autocast: the dtype that autocast casts to on the device of the
-    first tensor, None where it is off; level: that of `saving`; twin: whether only the eager twin
-    may run; direct: whether nothing traces or watches ops, so that they need not be seen; choices:
-    what plans are chosen by.
+    first tensor, None where it is off; level: that of `saving`; chunks: those of `chunking`, for
+    modules; twin: whether only the eager twin may run; direct: whether nothing traces or watches
+    ops, so that they need not be seen; choices: what plans are chosen by.
     """
 
     grad: bool
     autocast: torch.dtype | None
     level: str | None
+    chunks: int | None
     twin: bool
     direct: bool
     choices: tuple[Any, ...]
@@ -256,29 +257,32 @@ def settled(options: Any, *tensors: Any) -> tuple[Any, Phase | None]:
         grad,
         autocast_dtype(tensors[0].device) if metas[0] and _any_autocast() else None,
         levels.override.level,
+        levels.override.chunks,
         DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0,
         not (
             torch._C._len_torch_dispatch_stack()
             or torch._C._len_torch_function_stack()
             or is_profiled()
-            # whose ops are looked at alone
-            or (metas[0] is not None and tensors[0].is_meta)
         ),
         (_forced, _PREFERRED, tuning.generation),
     )
     try:
-        # types too: True equals 1
-        kinds = type(options), *map(type, options)
-        return _remembered(options, kinds, around, tuple(metas)), phase
+        return _remembered(around, tuple(metas), type(options), *options), phase
     except TypeError:
         # what cannot be hashed is no option, which is told by name
         pass
     return _settled_anew(options, tensors), phase
 
 
-@lru_cache(maxsize=8192)
-def _remembered(options: Any, kinds: Any, around: tuple[Any, ...], metas: tuple[Any, ...]) -> Any:
-    return options.settle(Around(*around), *(None if m is None else Meta(*m) for m in metas))
+# by types too: True equals 1
+@lru_cache(maxsize=8192, typed=True)
+def _remembered(found: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *options: Any) -> Any:
+    x, *others = [None if meta is None else Meta(*meta) for meta in metas]
+    around = Around(*found)
+    if x is not None and x.device.type == "meta":
+        # whose ops are looked at alone
+        around = around._replace(direct=False)
+    return kind(*options).settle(around, x, *others)
 
 
 def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
@@ -290,6 +294,7 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
         torch.is_grad_enabled(),
         autocast,
         levels.override.level,
+        levels.override.chunks,
         DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0,
         direct=False,
         choices=(),

@@ -46,14 +46,13 @@ def sums_dtype(x: dispatch.Meta, weight: Any, bias: Any) -> torch.dtype:
 
 
 def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
-    """Return the constants of a checked record for inputs of `dtype`."""
+    """Return the constants of a checked record for inputs of `dtype`.
+
+    eps None is the machine epsilon of an RMSNorm's statistics.
+    """
     if norm.kind == "layer":
         return NormRule("layer", 1e-5 if norm.eps is None else float(norm.eps))
-    return rms_rule(dtype, norm.eps, norm.offset, norm.cast)
-
-
-def rms_rule(dtype: torch.dtype, eps: float | None, offset: float, cast: str) -> NormRule:
-    """Return the constants of an RMSNorm; eps None is the machine epsilon of its statistics."""
+    eps = norm.eps
     if eps is None:
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return NormRule("rms", float(eps), float(offset), cast)
+    return NormRule("rms", float(eps), float(norm.offset), norm.cast)

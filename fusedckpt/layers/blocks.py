@@ -107,7 +107,7 @@ class _Block(nn.Module):
             residual=self.residual,
             save=None,
             levels=self.levels,
-            chunks=levels.chunks_of(self.chunks),
+            chunks=self.chunks,
             default=self.save,
             is_module=True,
         )

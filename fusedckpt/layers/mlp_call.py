@@ -13,6 +13,7 @@ from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.kernels import mlp as kernels
 from fusedckpt.kernels.mlp import Block, Weights
 from fusedckpt.kernels.norm import NormRule
+from fusedckpt.kernels.products import product_for
 from fusedckpt.layers import validate
 from fusedckpt.layers.adapted_call import AdaptedCall
 from fusedckpt.layers.norm_function import NormCall
@@ -38,15 +39,19 @@ class Args(NamedTuple):
 
 
 def block_of(args: Args, rows: int, w: Any) -> Block:
-    """Settle what the caller left open: the plan, and into how many chunks rows are cut."""
+    """Settle what the caller left open: the plan, and into how many chunks rows are cut.
+
+    w: Weights, or what is known of them, in the dtypes that their gradients are to have.
+    """
     (first, d), (out, f) = w.gate.shape, w.down.shape
     op, gemms = ("mlp", 2) if w.up is None and first == f else ("gated_mlp", 3)
     # the GEMM that a hybrid plan does itself contracts over the output features
     sizes = rows, f, out
     kernel = dispatch.plan_for(op, w.gate, args.dtype, sizes, args.kernel, "hybrid")
     kernel = kernel if d else "aten"
-    chunks = args.chunks or kernels.chunks_for(rows, d, f, gemms, w.down.dtype.itemsize)
-    return Block(args.rule, args.activation, args.residual, kernel, chunks)
+    chunks = args.chunks or kernels.chunks_for(rows, d, f, gemms, args.dtype.itemsize)
+    product = product_for(w.gate.device, args.dtype, w.gate.dtype)
+    return Block(args.rule, args.activation, args.residual, kernel, chunks, product)
 
 
 # gate and up in one weight
@@ -113,7 +118,9 @@ class MLPOptions(NamedTuple):
         """Refuse a block whose parts do not fit."""
         name, w = self.name, Weights(*metas)
         activation, level = self.chosen(around.level)
-        norm = self.norm
+        norm, chunks = self.norm, self.chunks
+        if self.is_module and around.chunks is not None:
+            chunks = around.chunks
         if norm is not None:
             if isinstance(norm, NormSpec):
                 norm = norm._replace(weight=w.norm, bias=w.norm_bias)  # type: ignore[arg-type]
@@ -137,7 +144,7 @@ class MLPOptions(NamedTuple):
             w = w._replace(up=w.gate, up_bias=w.gate_bias)
         constants = ("none", 0.0, 0.0, "torch") if norm is None else rule_of(norm, x.dtype)
         adds = bool(self.residual) and x.dtype == dtype
-        args = Args(*constants, activation, adds, dtype, self.chunks, self.kernel)
+        args = Args(*constants, activation, adds, dtype, chunks, self.kernel)
         block = block_of(args, math.prod(x.shape[:-1]), w) if around.direct else None
         dtypes = tuple([None if t is None else t.dtype for t in (x, *w)])
         level = level if around.grad else "inputs"
@@ -154,7 +161,7 @@ class MLPOptions(NamedTuple):
             return None
         args, dtype, normed = call.options, call.options.dtype, None
         sizes = math.prod(x.shape[:-1]), x.shape[-1], linears[0][0].shape[0]
-        chunks = self.chunks or kernels.chunks_for(*sizes, len(linears), dtype.itemsize)
+        chunks = args.chunks or kernels.chunks_for(*sizes, len(linears), dtype.itemsize)
         if args.rule is not None:
             # over several chunks they are rounded at the end
             wide = torch.promote_types(x.dtype, torch.float32)

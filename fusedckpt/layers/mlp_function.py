@@ -117,17 +117,16 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Take the op's arguments, and then the Block where that is settled."""
     w, options, needs = Weights(*args[:8]), Args(*args[8:17]), Needs(*args[17])
-    dtype = w.gate.dtype
     with below(BELOW):
-        w = _laid_out(w, options.dtype)
         rows, x_rows = _rows(dy), None if x is None else _rows(x)
         block = (args[18] if len(args) > 18 else None) or block_of(options, rows.shape[0], w)
-        gate, up = as_dense(gate), as_dense(up)
-        found = kernels.backward(rows, x_rows, w, gate, up, block, needs, spends, dtype)
+        w = _laid_out(w, options.dtype)
+        gate, up = None if gate is None else as_dense(gate), None if up is None else as_dense(up)
+        found = kernels.backward(rows, x_rows, w, gate, up, block, needs, spends)
         if rows is not dy and "x" in found:
             found["x"] = found["x"].view(*dy.shape[:-1], w.gate.shape[1])
         if len(args) > 18:
-            return tuple([found.get(name) for name in Needs._fields])
+            return tuple(map(found.get, Needs._fields))
         likes = zip(Needs._fields, _grad_likes(dy, x, args), strict=True)
         # each sum goes as it is rounded, not after all of them
         return tuple(

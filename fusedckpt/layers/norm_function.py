@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedckpt import reference
 from fusedckpt.autograd import arguments, backward, custom_op, dispatch
 from fusedckpt.autograd.custom_op import BELOW, below
-from fusedckpt.autograd.dispatch import Around
+from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
@@ -26,8 +26,8 @@ class NormCall(NamedTuple):
     """What a norm's call comes down to: see NormRule.
 
     num_dims: how many dimensions are normalised together; out_dtype: the result's; sums_dtype: that
-    of weight and bias; direct: whether nothing traces or watches ops; on_aten: whether ATen runs,
-    None to look.
+    of weight and bias; direct: whether nothing traces or watches ops; kernels: the module whose
+    `norm` and `norm_grad` run, None to look.
     """
 
     num_dims: int
@@ -35,7 +35,7 @@ class NormCall(NamedTuple):
     out_dtype: torch.dtype
     sums_dtype: torch.dtype
     direct: bool = False
-    on_aten: bool | None = None
+    kernels: Any = None
 
     def normalised(
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
@@ -75,12 +75,9 @@ def _vector(weight: Tensor | None) -> Tensor | None:
     return weight if fits else as_vector(weight)
 
 
-def _row_kernels(call: NormCall, x: Tensor, other: Tensor | None = None) -> Any:
-    """Return the module whose `norm` and `norm_grad` run for x, or x and a residual."""
-    on_aten = call.on_aten
-    if on_aten is None:
-        dtype = x.dtype if other is None or other.dtype != torch.float64 else other.dtype
-        on_aten = x.numel() == 0 or dispatch.path_of(x.device, dtype) == "aten"
+def _kernels_for(x: Tensor | Meta, dtype: torch.dtype) -> Any:
+    """Return the module whose `norm` and `norm_grad` run for x, or for x and a residual."""
+    on_aten = 0 in x.shape or dispatch.path_of(x.device, dtype) == "aten"
     return aten if on_aten else triton_norm
 
 
@@ -94,7 +91,11 @@ def _forward(
     with below(BELOW):
         rows = _rows(x, call.num_dims)
         others = None if residual is None else _rows(residual, call.num_dims)
-        y, total = _row_kernels(call, x, residual).norm(
+        kernels = call.kernels
+        if kernels is None:
+            is_wide = residual is not None and residual.dtype == torch.float64
+            kernels = _kernels_for(x, torch.float64 if is_wide else x.dtype)
+        y, total = kernels.norm(
             rows, others, _vector(weight), _vector(bias), call.rule, call.out_dtype
         )
         if rows is x:
@@ -133,13 +134,13 @@ def _backward(
             return None, None, db.view(dy.shape[-call.num_dims :])
         total = None if dtotal is None else _rows(dtotal, call.num_dims)
         x_rows, scale = _rows(x, call.num_dims), _vector(weight)
-        found = _row_kernels(call, x).norm_grad(
+        kernels = call.kernels or _kernels_for(x, x.dtype)
+        dx, dw, db = kernels.norm_grad(
             rows, total, x_rows, scale, call.rule, tuple(needs), call.sums_dtype
         )
         if rows is dy:
-            return found
+            return dx, dw, db
         shape = dy.shape[-call.num_dims :]
-        dx, dw, db = found
         return (
             None if dx is None else dx.view(x.shape),
             None if dw is None else dw.view(shape),
@@ -235,11 +236,9 @@ class NormOptions(NamedTuple):
         spec = NormSpec(self.kind, None, None, self.eps, self.offset, self.cast)
         rule = rule_of(spec, x.dtype)
         out_dtype = output_dtype(rule, x, weight, around.autocast)
-        on_aten = None
-        if around.direct:
-            on_aten = 0 in x.shape or dispatch.path_of(x.device, x.dtype) == "aten"
+        kernels = _kernels_for(x, x.dtype) if around.direct else None
         sums = sums_dtype(x, weight, bias)
-        return NormCall(len(shape), rule, out_dtype, sums, around.direct, on_aten)
+        return NormCall(len(shape), rule, out_dtype, sums, around.direct, kernels)
 
 
 class _Norm(torch.autograd.Function):
@@ -293,11 +292,8 @@ class _Norm(torch.autograd.Function):
         else:
             call = ctx.call if ctx.call.direct == direct else ctx.call._replace(direct=direct)
             dx, dw, db = call.gradients((dy, dtotal), x, weight, wanted)
-        grads = [
-            None if grad is None or not need else grad.to(dtype)
-            for grad, need, dtype in zip((dx, dx, dw, db), needs[:4], ctx.dtypes, strict=True)
-        ]
-        return (*grads, None, None)
+        # autograd casts them to the dtypes of what they are of
+        return dx if needs[0] else None, dx if needs[1] else None, dw, db, None, None
 
 
 def _double_backward(

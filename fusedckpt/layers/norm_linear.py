@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.kernels.products import product
+from fusedckpt.kernels.products import product_for
 from fusedckpt.kernels.runtime import as_matrix, column_sums
 from fusedckpt.layers import adapted, validate
 from fusedckpt.layers.adapted_call import AdaptedCall
@@ -150,7 +149,9 @@ class _NormLinear(torch.autograd.Function):
             grads = _double_backward(ctx, tensors, dys, needs)
         else:
             call = ctx.call._replace(direct=direct)
-            with _no_autocast(dys):
+            like = next(dy for dy in dys if dy is not None)
+            # in the dtype that forward settled
+            with dispatch.no_autocast(like.device):
                 found = _gradients(call, tensors, dys, needs, ctx.likes)
             grads = [
                 None if grad is None or like is None else grad.to(like[1])
@@ -165,13 +166,6 @@ def _linear(n: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = torch.nn.functional.linear(as_matrix(n), weight.to(n.dtype), b)
     # into shape unseen
     return torch.ops.aten._unsafe_view(y, (*n.shape[:-1], weight.shape[0]))
-
-
-def _no_autocast(dys: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
-    """Keep products in the dtype that forward settled."""
-    device = next(dy.device for dy in dys if dy is not None)
-    on = dispatch.autocasts(device)
-    return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 def _gradients(
@@ -204,11 +198,12 @@ def _products(
     x, weight, bias, *_ = tensors
     assert x is not None
     n = as_matrix(call.normalised(x, None, weight, bias)[0])
-    # a batch of gradients takes no other dtype
-    return [
-        None if dy is None else product(dy.t(), n, dtype if call.direct else None)
-        for dy, (_, dtype) in zip(dys, likes, strict=True)
-    ]
+    found = []
+    for dy, (_, dtype) in zip(dys, likes, strict=True):
+        # a batch of gradients takes no other dtype
+        product = product_for(n.device, n.dtype, dtype if call.direct else n.dtype)
+        found.append(None if dy is None else product(dy.t(), n))
+    return found
 
 
 def _norm_gradients(

@@ -155,10 +155,13 @@ def asked(monkeypatch):
         found.append("sum")
         out.addmm_(a.to(out_dtype), b.to(out_dtype))
 
-    monkeypatch.setattr(products, "writes_wider", lambda a: a.dtype == torch.bfloat16)
+    monkeypatch.setattr(products, "writes_wider", lambda _, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "mm", wide_mm)
     monkeypatch.setattr(products.torch, "addmm", wide_addmm)
-    return found
+    # what multiplies is remembered
+    dispatch._remembered.cache_clear()
+    yield found
+    dispatch._remembered.cache_clear()
 
 
 def test_a_sum_begins_with_its_first_product(asked):

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedckpt
 from fusedckpt import NormSpec, functional
-from fusedckpt.autograd import dispatch
+from fusedckpt.autograd import dispatch, levels
+from fusedckpt.kernels import mlp
 
 D, F, ROWS = 8, 12, 6
 
@@ -107,6 +108,22 @@ def test_levels():
     module.save = "everything"
     with pytest.raises(ValueError, match="MLP: save must be one of"):
         module(randn(ROWS, D))
+
+
+def test_chunks():
+    module = fusedckpt.MLP(D, F).to(DEVICE)
+    for chunks in (3, 2):
+        with levels.chunking(chunks):
+            assert module(randn(ROWS, D)).grad_fn.call.block.chunks == chunks
+        assert module(randn(ROWS, D)).grad_fn.call.block.chunks == 1
+
+
+def test_chunks_count_what_is_computed_in(monkeypatch):
+    """Temporaries of 3 KiB under autocast, which would take 6 in float32."""
+    monkeypatch.setattr(mlp, "CHUNK_BYTES", 3072)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        y = fusedckpt.MLP(D, F).to(DEVICE)(randn(64, D))
+    assert y.grad_fn.call.block.chunks == 1
 
 
 def test_attributes(module):
