@@ -58,7 +58,8 @@ def eager(stage: nn.Sequential) -> nn.Sequential:
 
 
 def fused(stage: nn.Sequential, save: str = "inputs") -> nn.Sequential:
-    fusedckpt.fuse(stage, save=save)
+    # what is fused is compared below
+    fusedckpt.fuse(stage, save=save, verify=False)
     return stage
 
 
@@ -99,14 +100,18 @@ def train(schedule: str, own: dict[int, nn.Sequential], count: int) -> tuple[lis
     torch.manual_seed(1)
     losses: list[float] = []
     flops = 0
-    for _ in range(STEPS):
+    for index in range(STEPS):
         x, target = data()
         parts: list[Tensor] = []
         optimizer.zero_grad()
         args = [x] if 0 in own else []
         kwargs = {"target": target, "losses": parts} if count - 1 in own else {}
-        # of the last step: the first runs the stages once more to see their shapes
-        flops = gemm_flops(partial(schedule_of.step, *args, **kwargs))
+        step = partial(schedule_of.step, *args, **kwargs)
+        # the first runs the stages once more to see their shapes
+        if index == STEPS - 1:
+            flops = gemm_flops(step)
+        else:
+            step()
         optimizer.step()
         losses += [torch.stack(parts).mean().item()] if parts else []
     return losses, flops / (2 * ROWS * D * F)
