@@ -138,7 +138,7 @@ def gemms(fn: Callable[[], Any]) -> list[tuple[int, int, int]]:
     with torch.profiler.profile(record_shapes=True) as profiler:
         fn()
     found = []
-    # as they were recorded: profiler.events() makes records of all that ran, in most of a test's time
+    # as they were recorded: profiler.events() takes longer than what it is asked about
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() in ("aten::mm", "aten::addmm", "aten::addmm_"):
             first = 0 if event.name() == "aten::mm" else 1
