@@ -1,11 +1,15 @@
 """Triton's interpreter without what it computes again and again: its numbers stay what they are.
 
 It spends its time on the types of a kernel's tensors, not on their numbers. A type is computed
-once here, and the language is patched once a process.
+once here, what two types become together is found once, and the language is patched once a process.
 """
 
+import math
 import os
 from contextlib import suppress
+from functools import lru_cache
+
+import numpy as np
 
 with suppress(ImportError):
     from triton import language as tl
@@ -61,6 +65,110 @@ def compare_types_by_identity() -> None:
     TritonSemantic.broadcast_impl_value = broadcast_others
 
 
+def remember_operands() -> None:
+    """Find once what types two operands of two types get, and the constant of a number beside one.
+
+    An operand is broadcast by NumPy in the operation that follows.
+    """
+    check, pairs, constants = TritonSemantic.binary_op_type_checking_impl, {}, {}
+
+    def fit(self, x, type):
+        if x.type is type:
+            return x
+        if x.type.scalar is not type.scalar:
+            x = self.cast(x, type.scalar)
+        return tl.tensor(x.handle, type)
+
+    def of_tensors(self, lhs, rhs, *rules, **named):
+        a, b = lhs.type, rhs.type
+        key = (id(a), id(b), rules, *named.items())
+        if key in pairs:
+            left, right, *_ = pairs[key]
+            return fit(self, lhs, left), fit(self, rhs, right)
+        found = check(self, lhs, rhs, *rules, **named)
+        # with the types, so that their ids stay theirs
+        pairs[key] = found[0].type, found[1].type, a, b
+        return found
+
+    def with_a_number(self, lhs, rhs, *rules, **named):
+        is_left = type(lhs) is tl.tensor
+        given, number = (lhs, rhs) if is_left else (rhs, lhs)
+        key = (id(given.type), type(number), number, is_left, rules, *named.items())
+        if key not in constants:
+            found = check(self, lhs, rhs, *rules, **named)
+            constants[key] = found[is_left], found[not is_left].type, given.type
+            # one for all: what writes to it raises
+            found[is_left].handle.data.setflags(write=False)
+            return found
+        constant, wanted, _ = constants[key]
+        given = fit(self, given, wanted)
+        return (given, constant) if is_left else (constant, given)
+
+    def checked(self, lhs, rhs, *rules, **named):
+        tensors = (type(lhs) is tl.tensor) + (type(rhs) is tl.tensor)
+        found = (check, with_a_number, of_tensors)[tensors]
+        return found(self, lhs, rhs, *rules, **named)
+
+    TritonSemantic.binary_op_type_checking_impl = checked
+
+
+def share_types_of_arguments() -> None:
+    """Make one type of equal names: each launch makes one for each pointer."""
+    tl.str_to_ty = lru_cache(None)(tl.str_to_ty)
+
+
+def call_builtins_directly() -> None:
+    """Give each of Triton's functions its semantic without looking through its arguments."""
+    checks = tl.load.__code__
+
+    def patch(obj, name, member, builder, scope):
+        function = member.__wrapped__ if member.__code__ is checks else member
+        semantic = TritonSemantic(builder)
+
+        def called(*args, _semantic=None, **kwargs):
+            return function(*args, _semantic=semantic, **kwargs)
+
+        scope.set_attr(obj, name, called)
+
+    interpreter._patch_attr = patch
+
+
+def compute_arrays_at_once() -> None:
+    """Apply erf and products' high halves to arrays: NumPy's vectorize calls for each number."""
+    erf = np.frompyfunc(math.erf, 1, 1)
+    interpreter.np_erf_fp32 = lambda x: erf(x).astype(np.float32)
+    interpreter.np_erf_fp64 = lambda x: erf(x).astype(np.float64)
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+
+    def high_half(a, b):
+        a, b = a.astype(np.uint64), b.astype(np.uint64)
+        first = (a >> half) * (b & low) + ((a & low) * (b & low) >> half)
+        second = (a & low) * (b >> half) + (first & low)
+        return (a >> half) * (b >> half) + (first >> half) + (second >> half)
+
+    interpreter.np_umulhi_u64 = high_half
+
+
+def shift_bfloat16() -> None:
+    """Convert between bfloat16 and float32 by a shift, where no number is subnormal."""
+    convert, width = interpreter._convert_float, {tl.bfloat16: np.uint16, tl.float32: np.uint32}
+
+    def converted(x, source, target, rounding):
+        if rounding is not None or source not in width or target not in width:
+            return convert(x, source, target, rounding)
+        unsigned = width[source]
+        bits, one = x.view(unsigned), unsigned(1)
+        magnitude = (bits << one) >> one
+        # one below zero is the greatest number
+        if np.any(magnitude - one < unsigned((1 << source.fp_mantissa_width) - 1)):
+            return convert(x, source, target, rounding)
+        if target is tl.float32:
+            return bits.astype(np.uint32) << np.uint32(16)
+        return (bits >> np.uint32(16)).astype(np.uint16)
+
+    interpreter._convert_float = converted
+
+
 def look_up_dtypes() -> None:
     """Find numpy's dtype by the name of Triton's: the interpreter builds a table each time."""
     find, known = interpreter._get_np_dtype, {}
@@ -110,6 +218,11 @@ def patch() -> None:
         share_block_types()
         share_shapes()
         compare_types_by_identity()
+        remember_operands()
+        share_types_of_arguments()
+        call_builtins_directly()
+        compute_arrays_at_once()
+        shift_bfloat16()
         look_up_dtypes()
         skip_overflow_checks()
         take_tensors_as_they_are()

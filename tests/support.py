@@ -6,9 +6,9 @@ Nothing here reads a clock: work is counted, so that a busy machine changes no r
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_interpreter
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -137,10 +138,11 @@ def gemms(fn: Callable[[], Any]) -> list[tuple[int, int, int]]:
     with torch.profiler.profile(record_shapes=True) as profiler:
         fn()
     found = []
-    for event in profiler.events():
-        if event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
-            first = 0 if event.name == "aten::mm" else 1
-            (m, k), (_, n) = event.input_shapes[first : first + 2]
+    # as they were recorded: profiler.events() takes longer than what it is asked about
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            first = 0 if event.name() == "aten::mm" else 1
+            (m, k), (_, n) = event.shapes()[first : first + 2]
             found.append((m, n, k))
     return found
 
@@ -185,35 +187,42 @@ def launches() -> Iterator[Counter[str]]:
         kind.run = run  # type: ignore[method-assign]
 
 
-def run_ranks(script: Path, store: Path, count: int = 2) -> None:
-    """Run a script as `script STORE RANK` for each of the ranks, and assert that all succeed."""
+def run_ranks(main: Callable[[int], None], folder: Path, count: int = 2) -> list[str]:
+    """Call `main` with its number on each rank of a gloo group, assert that all succeed.
+
+    Ranks are forked from a server that has imported torch. Returns what each wrote.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("needs gloo")
-    command = [sys.executable, "-W", "ignore", script, str(store)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.pipelining"])
+    outputs = [folder / f"rank{rank}" for rank in range(count)]
     ranks = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            cwd=Path(__file__).parents[1],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
+        context.Process(target=_be_rank, args=(main, rank, count, folder / "store", output))
+        for rank, output in enumerate(outputs)
     ]
+    for rank in ranks:
+        rank.start()
     try:
-        outputs = [rank.communicate(timeout=HANGS)[0] for rank in ranks]
+        for rank in ranks:
+            rank.join(HANGS)
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * count, outputs
+    written = [output.read_text("utf-8") for output in outputs]
+    assert [rank.exitcode for rank in ranks] == [0] * count, "\n".join(written)
+    return written
 
 
-def as_rank(main: Callable[[int], None], count: int = 2) -> None:
-    """Be one of the ranks that `run_ranks` starts: call `main` with its number, and exit."""
-    rank = int(sys.argv[2])
+def _be_rank(main: Callable[[int], None], rank: int, count: int, store: Path, output: Path) -> None:
+    with output.open("w", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
-    store = f"file://{sys.argv[1]}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    quick_interpreter.patch()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count
+    )
     main(rank)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -1,14 +1,12 @@
 """One of two ranks: gradients under DDP and FSDP with checkpoints equal those without.
 
-Run by test_wrapper.py as `checkpoint_ranks.py STORE RANK`.
+Run by test_wrapper.py.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from support import as_rank  # after the path is set
 
 from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential
 
@@ -142,7 +135,3 @@ def main(rank: int) -> None:
                 b = expected[key]
                 same = torch.equal(a, b) if isinstance(a, Tensor) else a == b
                 assert same, (name, way, key, a, b)
-
-
-if __name__ == "__main__":
-    as_rank(main)

@@ -6,7 +6,6 @@ import pickle
 import threading
 import weakref
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -359,4 +358,6 @@ def test_gradient_accumulation():
 
 def test_data_parallel(tmp_path):
     """C27: DDP, FSDP1 and FSDP2, by one process per rank; see checkpoint_ranks.py."""
-    run_ranks(Path(__file__).parent / "checkpoint_ranks.py", tmp_path / "store")
+    import checkpoint_ranks
+
+    run_ranks(checkpoint_ranks.main, tmp_path)

@@ -192,16 +192,19 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern, message):
     before = [type(module) for module in model.modules()]
     for only in (pattern, ["norm", pattern]):
         with pytest.raises(ValueError, match="fuse: only=") as error:
-            fuse(model, only=only)
+            fuse(model, only=only, verify=False)
         assert str(error.value).startswith(f"fuse: only={pattern!r} {message}")
         assert [type(module) for module in model.modules()] == before
 
 
 def test_a_pattern_that_matches_something():
-    assert list(fuse(model_of_names(), only=["mlp.*", "n*"]).swapped) == ["norm", "mlp.0"]
+    assert list(fuse(model_of_names(), only=["mlp.*", "n*"], verify=False).swapped) == [
+        "norm",
+        "mlp.0",
+    ]
     # what was fused before, what is left, what is skipped, and kinds that are off count, too
     model = model_of_names()
-    fuse(model)
+    fuse(model, verify=False)
     assert fuse(model, only="norm").already == {"norm": "nn.LayerNorm -> LayerNorm"}
     assert list(fuse(ResNet(), only="bn1").left) == ["bn1"]
     assert fuse(model_of_names(), only="norm", skip="norm") == FuseReport()
@@ -222,7 +225,7 @@ def test_a_printed_model_shows_what_is_fused():
 
     model = model_of_names()
     model["mine"], model["rms"] = Mine(), nn.RMSNorm(D)
-    fuse(model, save="preact")
+    fuse(model, save="preact", verify=False)
     shown = repr(model)
     for line in (
         "(norm): fusedckpt.LayerNorm((6,), eps=1e-05, elementwise_affine=True, bias=True)\n",

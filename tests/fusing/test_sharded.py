@@ -1,15 +1,200 @@
 """fuse before and after models are sharded over ranks."""
 
-from pathlib import Path
+from __future__ import annotations
 
+import copy
+from typing import Any
+
+import pytest
+import torch
+from own_classes import LlamaRMSNorm
 from support import run_ranks
+from tensor_parallel import (
+    MLP,
+    Block,
+    D,
+    F,
+    GatedMLP,
+    Ranks,
+    alike,
+    as_dtensors,
+    gathered_by_each,
+    gathered_once,
+    replicated,
+    same,
+    whole,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from fusedckpt import checkpoint, fuse
+from fusedckpt.autograd.dispatch import forced_path
+
+
+class Dropping(GatedMLP):
+    def __init__(self, p: float):
+        super().__init__(bias=True)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.down_proj(self.drop(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    norms = nn.Sequential(nn.LayerNorm(D), LlamaRMSNorm(D), nn.RMSNorm(D))
+    mlp = nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))
+    return nn.Sequential(norms, GatedMLP(bias=True), mlp)
+
+
+NAMES = ["0.0", "0.1", "0.2", "1", "2.0"]
+
+
+def tensor_parallel(model: nn.Sequential, mesh) -> nn.Sequential:
+    """Norms on parts of the sequence, an MLP on parts of its features."""
+    for norm in model[0]:
+        parallelize_module(norm, mesh, SequenceParallel())
+    parallelize_module(model[1], mesh, replicated(model[1]))
+    return model
+
+
+def outputs(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    n = model[0](x)
+    y = model[2](model[1](whole(n)))
+    y.square().sum().backward()
+    return [y, *(p.grad for p in model.parameters())]
+
+
+def check_tensor_parallel(mesh) -> None:
+    eager, fused = build(), build()
+    report = fuse(fused)
+    assert list(report.swapped) == NAMES, report
+    x = torch.randn(2, 4, D)
+    same(*(outputs(tensor_parallel(m, mesh), x) for m in (fused, eager)))
+    assert report.fallbacks == {}, report
+    after = fuse(tensor_parallel(build(), mesh))
+    assert (after.swapped, after.left) == (report.swapped, {}), after
+
+
+def check_dropout(mesh) -> None:
+    """What drops inside runs its class, with the draws of each rank."""
+    torch.manual_seed(1)
+    eager, x = Dropping(0.5), torch.randn(4, D, requires_grad=True)
+    fused = copy.deepcopy(eager)
+    report = fuse(fused)
+    for model in (eager, fused):
+        parallelize_module(model, mesh, replicated(model))
+    torch.testing.assert_close(fused.eval()(x), eager.eval()(x))
+    assert report.fallbacks == {}, report
+    found = []
+    for model in (eager.train(), fused.train()):
+        torch.manual_seed(2 + mesh.get_local_rank())
+        found.append(model(x))
+    torch.testing.assert_close(*found)
+    assert report.fallbacks == {"": "drop drops inside while training"}, report
+
+
+def check_fuse_of_sharded(mesh) -> None:
+    why = "its parameters are sharded by FSDP: fuse before sharding"
+
+    def each(model):
+        for part in (*model[0], *model[1:]):
+            fully_shard(part, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    cpu = torch.device("cpu")
+    ways = {
+        "flat": lambda m: FullyShardedDataParallel(m, device_id=cpu),
+        "original": lambda m: FullyShardedDataParallel(m, device_id=cpu, use_orig_params=True),
+        "fully_shard": lambda m: fully_shard(m, mesh=mesh),
+        "of each module": each,
+    }
+    x = torch.randn(3, D)
+    for way, shard in ways.items():
+        model = shard(build())
+        expected = model(x)
+        # between two forwards, the memory of what was gathered is free
+        expected.sum().backward()
+        report = fuse(model)
+        assert report.swapped == {}, (way, report)
+        prefix = "_fsdp_wrapped_module." if isinstance(model, FullyShardedDataParallel) else ""
+        assert report.left == {prefix + name: why for name in NAMES}, (way, report)
+        torch.testing.assert_close(model(x), expected)
+
+
+def check_fused_then_sharded(mesh) -> None:
+    eager, fused = build(), build()
+    report = fuse(fused)
+    for shard in (
+        lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
+        lambda m: fully_shard(m, mesh=mesh),
+    ):
+        x = torch.randn(3, D)
+        model = shard(copy.deepcopy(fused))
+        torch.testing.assert_close(model(x), eager(x))
+        again = fuse(model)
+        assert (again.swapped, again.left) == ({}, {}), again
+        assert sorted(again.already.values()) == sorted(report.swapped.values()), again
+
+
+@forced_path("aten")
+def on_a_rank(_: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    check_tensor_parallel(mesh)
+    check_dropout(mesh)
+    check_fuse_of_sharded(mesh)
+    check_fused_then_sharded(mesh)
 
 
 def test_on_two_ranks(tmp_path):
-    """See sharded_ranks.py."""
-    run_ranks(Path(__file__).parent / "sharded_ranks.py", tmp_path / "store")
+    """Fused models under tensor and data parallelism, and fuse of sharded ones."""
+    run_ranks(on_a_rank, tmp_path)
+
+
+def sharded(model: nn.Module, mesh: Any, way: Any) -> nn.Module:
+    parallelize_module(model, mesh["tp"], way(model))
+    for module in (*model.children(), model):
+        # gloo has no sum that is scaled
+        fully_shard(module, mesh=mesh["dp"]).set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def trained(ranks: Ranks, model: nn.Module, way: Any) -> list[Any]:
+    """Return outputs and gradients of two steps, each with an input of its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for call in (model, lambda x: checkpoint(model, x)):
+        found += ranks.results(model, way, call)
+        optimizer.step()
+    return found
+
+
+@forced_path("aten")
+def on_a_mesh(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ranks = Ranks(mesh["tp"], rank % 2)
+    # every replica has data of its own
+    ranks.x, ranks.dy = ranks.x + rank // 2, ranks.dy - rank // 2
+    for way in (replicated, gathered_once, gathered_by_each, as_dtensors):
+        for mlp in (GatedMLP(bias=True), MLP()):
+            eager = Block(mlp)
+            for parameter in eager.parameters():
+                torch.distributed.broadcast(parameter.data, 0)
+            fused = copy.deepcopy(eager)
+            report = fuse(fused, verify=False)
+            fused, eager = (sharded(model, mesh, way) for model in (fused, eager))
+            alike(trained(ranks, fused, way), trained(ranks, eager, way))
+            assert len(report.swapped) == 2, report
+            assert report.fallbacks == {}, report
+            # laid out over the other ranks
+            for model in (fused.mlp, eager.mlp):
+                with pytest.raises(Exception, match="mesh"):
+                    model(DTensor.from_local(ranks.x, mesh["dp"], [Replicate()]))
 
 
 def test_on_a_mesh_of_four_ranks(tmp_path):
-    """See mesh_ranks.py."""
-    run_ranks(Path(__file__).parent / "mesh_ranks.py", tmp_path / "store", 4)
+    """Fused blocks under tensor or sequence parallelism and FSDP2 together."""
+    run_ranks(on_a_mesh, tmp_path, 4)

@@ -1,4 +1,4 @@
-"""fuse: what is left of unknown classes and why, the check of numbers, and what a call chooses."""
+"""fuse: what is left of unknown classes and why, and the check of numbers."""
 
 import copy
 
@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from own_classes import LoraLinear
 from support import DEVICE, randn
-from swap_cases import kinds
+from swap_cases import assert_equal, kinds
+from test_chosen import sequential
 from test_found import Split
-from test_swap_mlps import Conv1D, D, Gated, H, Packed, Plain, assert_same
+from test_swap_mlps import Conv1D, D, Gated, H, Packed, Plain
 from test_swap_norms import Llama
 from torch import nn
 from torch.nn.utils import parametrize
@@ -221,10 +222,6 @@ def test_a_module_that_knows_its_sizes_is_checked(monkeypatch):
         assert fuse(module.to(DEVICE)).left[""].startswith("output: error")
 
 
-def sequential():
-    return nn.Sequential(nn.Linear(D, H), nn.SiLU(), nn.Linear(H, D))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_every_dtype_passes_its_check(dtype):
     model = nn.Sequential(Plain(), Gated(), Packed(), nn.LayerNorm(D), sequential())
@@ -276,71 +273,11 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     assert [set(m.__dict__) for m in model.modules()] == attributes
 
 
-def layers():
-    return nn.ModuleDict(
-        {
-            "a": nn.ModuleDict({"norm": nn.LayerNorm(D), "mlp": Plain()}),
-            "b": nn.ModuleDict({"norm": Llama(), "mlp": Gated(), "seq": sequential()}),
-        }
-    ).to(DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, ["a.mlp", "a.norm", "b.mlp", "b.norm", "b.seq.0"]),
-        ({"only": "a.*"}, ["a.mlp", "a.norm"]),
-        ({"only": ["a.mlp", "b.seq.*"]}, ["a.mlp", "b.seq.0"]),
-        ({"skip": "*.mlp"}, ["a.norm", "b.norm", "b.seq.0"]),
-        ({"only": "a.*", "skip": ("a.norm",)}, ["a.mlp"]),
-        ({"norm": False}, ["a.mlp", "b.mlp", "b.seq.0"]),
-        ({"mlp": False}, ["a.norm", "b.norm"]),
-        ({"norm": False, "mlp": False}, []),
-        ({"only": []}, []),
-    ],
-    ids=str,
-)
-def test_what_a_call_chooses(options, expected):
-    model = layers()
-    report = fuse(model, **options)
-    assert sorted(report.swapped) == expected
-    assert report.left == {}
-    assert len([m for m in model.modules() if "_fusedckpt_original" in m.__dict__]) == len(expected)
-
-
-def test_linear_is_chosen_apart():
-    model = nn.Sequential(nn.Sequential(nn.Linear(D, D), nn.SiLU()), sequential()).to(DEVICE)
-    assert list(fuse(model, linear=False).swapped) == ["1.0"]
-    unfuse(model)
-    assert list(fuse(model, mlp=False).swapped) == ["0.0"]
-    mixed = nn.Sequential(*sequential(), nn.Dropout(0.0), nn.Linear(D, D), nn.SiLU())
-    report = fuse(mixed, linear=False)
-    assert report.left == {"0": "another block of its Sequential is not to be fused"}
-
-
-@pytest.mark.parametrize("names", [3, [3], ["a", None]], ids=str)
-def test_bad_names(names):
-    for key in ("only", "skip"):
-        with pytest.raises(TypeError, match=f"fuse: {key} must be names or patterns, got"):
-            fuse(layers(), **{key: names})
-
-
 def test_layers_without_shapes_are_left():
     model = nn.ModuleList([nn.LazyConv2d(3, 1), nn.LazyLinear(4), nn.LazyBatchNorm1d()])
     model.append(Plain(linear=lambda i, o: nn.LazyLinear(o)))
     why = "its parameters have no shape yet: call the model once before"
     assert fuse(model).left == {"2": why, "3": why}
-
-
-def test_default_dtype_and_device_do_not_matter():
-    model = layers()
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("meta"):
-            assert len(fuse(model).swapped) == 5
-    finally:
-        torch.set_default_dtype(before)
 
 
 def test_shared_and_fused_already():
@@ -352,7 +289,7 @@ def test_shared_and_fused_already():
     assert again.swapped == again.left == {}
     assert again.already == {"0": "Plain -> mlp (gelu)"}
     assert mlp.save == "inputs"
-    assert_same(model, eager, x)
+    assert_equal(model, eager, x)
     unfuse(model)
     assert kinds(model) == kinds(eager)
 
@@ -365,7 +302,7 @@ def test_tied_weights_within_one_block():
     for each in (module, other):
         eager = copy.deepcopy(each)
         assert fuse(each).swapped
-        assert_same(each, eager, randn(3, D, dtype=torch.float64))
+        assert_equal(each, eager, randn(3, D, dtype=torch.float64))
 
 
 def test_on_meta():
@@ -390,16 +327,3 @@ def test_bytes_in_the_report_are_those_of_a_call():
         found.append(saved.nbytes / 8)
         del y
     assert report.saved[""] == tuple(found) == (4 * (D + 4 * H), 4 * D)
-
-
-def test_report_of_a_model():
-    assert str(fuse(layers(), skip="b.seq.*")) == (
-        "fused 4 modules, left 0\n"
-        "  kind    matched  swapped  left  bytes kept per token\n"
-        "  norm          2        2     0  156 -> 96\n"
-        "  mlp           2        2     0  576 -> 96\n"
-        "     1 x nn.LayerNorm -> LayerNorm\n"
-        "     1 x Llama -> rms_norm (llama cast)\n"
-        "     1 x Plain -> mlp (gelu)\n"
-        "     1 x Gated -> gated_mlp (silu)"
-    )

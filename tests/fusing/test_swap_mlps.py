@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from own_classes import LoraLinear
 from support import DEVICE, randn
+from swap_cases import assert_equal, results
 from torch import nn
 
 from fusedckpt import fuse, saving, unfuse
@@ -166,17 +167,6 @@ FOUND = {
 }
 
 
-def results(module, x):
-    y = module(x)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
-    return [y, *torch.autograd.grad((y * weights).sum(), [x, *module.parameters()])]
-
-
-def assert_same(module, eager, x):
-    for ours, theirs in zip(results(module, x), results(eager, x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
 def is_fused(module, x):
     # torch 2.11 takes the name from a node whose output is gone
     y = module(x)
@@ -194,7 +184,7 @@ def test_found_and_the_same(make, change, save):
     x = randn(2, 3, features, dtype=torch.float64)
     assert fuse(module, save=save).swapped == {"": change}
     assert is_fused(module, x)
-    assert_same(module, eager, x)
+    assert_equal(module, eager, x)
     assert type(unfuse(module)) is type(eager)
 
 
@@ -331,7 +321,7 @@ def test_children_changed_after_fuse(edit):
     assert not is_fused(module, x)
     module.requires_grad_(True)
     eager.requires_grad_(True)
-    assert_same(module, eager, x)
+    assert_equal(module, eager, x)
     assert type(unfuse(module)) is Plain
 
 

@@ -37,26 +37,26 @@ class Texts(Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
+# of a Trainer of two steps
+ARGUMENTS = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 2,
+    "use_cpu": True,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 0,
+}
+
+
 def trainer(folder: Any, **options: Any):
     """Return a Trainer of two steps, each of two micro-batches."""
     given = {name: options.pop(name) for name in ("model", "model_init") if name in options}
     callbacks = options.pop("callbacks", None)
-    arguments = transformers.TrainingArguments(
-        **{
-            "output_dir": folder,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 2,
-            "use_cpu": True,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "seed": 0,
-            **options,
-        }
-    )
+    given_or_ours = {**ARGUMENTS, "gradient_accumulation_steps": 2, **options}
+    arguments = transformers.TrainingArguments(output_dir=folder, **given_or_ours)
     return transformers.Trainer(args=arguments, train_dataset=Texts(), callbacks=callbacks, **given)
 
 

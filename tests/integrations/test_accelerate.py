@@ -37,6 +37,7 @@ def train(is_ours, seen, **options):
             found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
             optimizer.step()
             optimizer.zero_grad()
+    assert type(accelerator.unwrap_model(model)).__name__ == "LlamaForCausalLM"
     return [*found, *(p.detach() for p in model.parameters())]
 
 

@@ -1,13 +1,16 @@
 """Plans and reports on the first batch of loops that know nothing of them."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from support import run_ranks
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedckpt
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.integrations.first_batch import at_first_batch
 
 PLAN = {"policy": "all", "progress": False}
@@ -101,5 +104,60 @@ def test_it_stays_out_of_compiled_code(kind, before):
     assert len(graphs) == 1
 
 
+def trained(rank, wrap, **options):
+    """Return the losses and the gradients of a few steps, looked at on the first batch or not."""
+    model = build().train()[:3]
+    fusedckpt.fuse(model)
+    if options.pop("inside", False):
+        at_first_batch(model, **options)
+        options = {}
+    wrapped = wrap(model)
+    if options:
+        at_first_batch(wrapped, **options)
+    found = []
+    generator = torch.Generator().manual_seed(rank)
+    for is_last in (False, True):
+        if wrap is not DistributedDataParallel:
+            # an accumulation loop: the last backward reduces what all of them found
+            wrapped.set_requires_gradient_sync(is_last)
+        loss = wrapped(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        if options and wrap is not DistributedDataParallel:
+            fusedckpt.report(wrapped, torch.randn(4, 8, generator=generator.clone_state()))
+    grads = (p.grad for p in wrapped.parameters())
+    return found + [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in grads]
+
+
+def sharded(model, **options):
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+# what is not reduced yet is elsewhere than under `.grad`
+MIXED = partial(sharded, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))
+
+
+@forced_path("aten")
+def on_a_rank(rank):
+    planned = {"plan": {"policy": "all", "progress": False}}
+    both = {**planned, "report": True}
+    for wrap, options in (
+        (DistributedDataParallel, {**both, "inside": True}),
+        (DistributedDataParallel, both),
+        (sharded, {"report": True}),
+        (MIXED, {"report": True}),
+    ):
+        seen = []
+        found = trained(rank, wrap, log=seen.append, **options)
+        assert [type(one).__name__ for one in seen] == [
+            name for name, key in (("Plan", "plan"), ("MemoryReport", "report")) if key in options
+        ]
+        for ours, theirs in zip(found, trained(rank, wrap), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_two_ranks(tmp_path):
-    run_ranks(Path(__file__).parent / "first_batch_ranks.py", tmp_path / "store")
+    """A plan and a report on the first batch, inside DDP, around it, and on FSDP2."""
+    run_ranks(on_a_rank, tmp_path)

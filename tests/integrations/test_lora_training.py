@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from little_llama import VOCAB, build, history, trainer
+from little_llama import ARGUMENTS, VOCAB, build, history, trainer
 from support import DEVICE
 
 import fusedckpt
@@ -70,19 +70,7 @@ def test_sft(tmp_path):
     data = datasets.Dataset.from_dict({"text": texts})
 
     def run(callbacks):
-        arguments = trl.SFTConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=2,
-            max_steps=2,
-            use_cpu=True,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            bf16=False,
-            seed=0,
-        )
+        arguments = trl.SFTConfig(output_dir=str(tmp_path), bf16=False, **ARGUMENTS)
         return history(
             trl.SFTTrainer(
                 model=build(),

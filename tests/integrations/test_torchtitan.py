@@ -1,7 +1,6 @@
 """Overrides for torchtitan."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from support import DEVICE, run_ranks
@@ -13,4 +12,6 @@ pytestmark = [
 
 
 def test_two_ranks(tmp_path):
-    run_ranks(Path(__file__).parent / "torchtitan_ranks.py", tmp_path / "store")
+    import torchtitan_ranks
+
+    run_ranks(torchtitan_ranks.main, tmp_path)

@@ -57,19 +57,21 @@ class Before(transformers.TrainerCallback):
         self.hooks = len(kwargs["model"]._forward_pre_hooks)
 
 
-def test_it_fuses_before_accelerate_prepares(tmp_path):
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_it_fuses_before_accelerate_prepares(tmp_path, bf16):
     seen, before = [], Before()
-    ours = trainer(tmp_path, model=build(), callbacks=[FuseCallback(log=seen.append), before])
+    callbacks = [FuseCallback(log=seen.append), before]
+    ours = trainer(tmp_path, model=build(), callbacks=callbacks, bf16=bf16)
     before.watch(ours)
     found = history(ours)
     assert before.seen == [True] * LAYERS
     assert before.hooks == 0
     assert [type(report) for report in seen] == [fusedckpt.FuseReport]
     assert len(seen[0].swapped) == 3 * LAYERS + 1
-    theirs = history(trainer(tmp_path, model=build()))
+    theirs = history(trainer(tmp_path, model=build(), bf16=bf16))
     assert len(theirs) == 2
     assert theirs[0, 0] != theirs[1, 0]
-    torch.testing.assert_close(found, theirs, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found, theirs, rtol=1e-2 if bf16 else 1e-4, atol=0)
 
 
 @pytest.mark.parametrize("later", ["model_init", "add_callback"])

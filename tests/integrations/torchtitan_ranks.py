@@ -1,23 +1,18 @@
 """One of two ranks: torchtitan's Llama 3 under FSDP, with our overrides and without.
 
-Run by test_torchtitan.py as `torchtitan_ranks.py STORE RANK`.
+Run by test_torchtitan.py.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import torch
+import torchtitan.distributed.parallel_dims as parallel_dims
+from support import flops
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import torchtitan.distributed.parallel_dims as parallel_dims
-from support import as_rank, flops  # after the path is set
 from torchtitan.config import apply_overrides
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -93,7 +88,9 @@ def kept(model: nn.Module) -> int:
     return saved.nbytes
 
 
+@forced_path("aten")
 def main(rank: int) -> None:
+    os.environ["WORLD_SIZE"] = "2"
     parallel_dims.device_type = "cpu"
     eager = build([], None)
     expected = step(eager, rank)
@@ -120,9 +117,3 @@ def main(rank: int) -> None:
     last = 2 * rows * d * f
     counts = [flops(lambda model=model: step(model, rank)) for model in (theirs, ours)]
     assert counts[0] - counts[1] == LAYERS * last
-
-
-if __name__ == "__main__":
-    os.environ["WORLD_SIZE"] = "2"
-    with forced_path("aten"):
-        as_rank(main)

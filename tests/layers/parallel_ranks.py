@@ -1,29 +1,16 @@
 """One of two ranks: MLPs and norms on the shards of DTensors, beside one process and unfused ones.
 
-Run by test_tensor_parallel.py as `parallel_ranks.py STORE RANK`.
+Run by test_tensor_parallel.py.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support import as_rank  # after the path is set
 from tensor_parallel import (
     MLP,
     B,
@@ -42,6 +29,12 @@ from tensor_parallel import (
     replicated,
     same,
 )
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt.memory import saved_tensors
@@ -329,7 +322,3 @@ def main(rank: int) -> None:
     check_left(ranks)
     check_left_layouts(ranks)
     check_left_norms(ranks)
-
-
-if __name__ == "__main__":
-    as_rank(main)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from own_classes import LoraLinear
 from support import DEVICE
-from transformers_cases import MODELS, VOCAB, transformers
+from transformers_cases import MODELS, tokens
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
@@ -30,11 +30,6 @@ def pair(name="llama", **options):
     fused = copy.deepcopy(eager)
     assert fuse(fused).swapped
     return eager, fused
-
-
-def tokens(length=10):
-    ids = torch.randint(3, VOCAB, (2, length), device=DEVICE)
-    return {"input_ids": ids, "labels": ids}
 
 
 def grads(model, inputs):
@@ -218,64 +213,3 @@ def test_a_model_compiles_without_more_breaks():
     breaks = [torch._dynamo.explain(model)(**inputs).graph_break_count for model in (eager, fused)]
     torch._dynamo.reset()
     assert breaks[1] <= breaks[0]
-
-
-class Texts(torch.utils.data.Dataset):
-    def __init__(self, count=16):
-        generator = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(3, VOCAB, (count, 8), generator=generator)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the losses are held to a CPU's")
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_trainer(tmp_path, bf16):
-    losses = []
-    for index, model in enumerate(pair()):
-        arguments = transformers.TrainingArguments(
-            output_dir=tmp_path / str(index),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=3,
-            bf16=bf16,
-            use_cpu=True,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=0,
-        )
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Texts())
-        trainer.train()
-        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
-    assert len(losses[0]) == 3
-    assert losses[0][0] != losses[0][2]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2 if bf16 else 1e-4)
-
-
-def test_accelerate():
-    accelerate = pytest.importorskip("accelerate")
-    losses = []
-    for model in pair():
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        # Adam's first steps take gradients of rounding errors for whole ones
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        batches = torch.utils.data.DataLoader(Texts(8), batch_size=2)
-        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-        losses.append([])
-        for batch in batches:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses[-1].append(loss.item())
-        assert type(accelerator.unwrap_model(model)).__name__ == "LlamaForCausalLM"
-    assert losses[0][0] != losses[0][3]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -91,6 +91,12 @@ def gemma_like(name: str, norms: int, **more: Any) -> Model:
     return decoder(name, swapped, head_dim=8, **more)
 
 
+def bert_like(name: str, left: dict[str, str]) -> Model:
+    swapped = {NORM: 6, f"{name}Intermediate -> linear_act (gelu)": 2}
+    options = {**TEXT, **SIZES, "intermediate_size": 48}
+    return Model(f"{name}ForMaskedLM", f"{name}Config", options, swapped, left, generates=False)
+
+
 NORM = "nn.LayerNorm -> LayerNorm"
 BESIDE = "its linears and activation stand beside"
 LAYER = f"{BESIDE} self_attn"
@@ -170,22 +176,8 @@ MODELS = {
         {NORM: 5},
         {f"model.decoder.layers.{i}": LAYER for i in range(2)},
     ),
-    "bert": Model(
-        "BertForMaskedLM",
-        "BertConfig",
-        {**TEXT, **SIZES, "intermediate_size": 48},
-        {NORM: 6, "BertIntermediate -> linear_act (gelu)": 2},
-        {"cls.predictions.transform": f"{BESIDE} LayerNorm"},
-        generates=False,
-    ),
-    "roberta": Model(
-        "RobertaForMaskedLM",
-        "RobertaConfig",
-        {**TEXT, **SIZES, "intermediate_size": 48},
-        {NORM: 6, "RobertaIntermediate -> linear_act (gelu)": 2},
-        {"lm_head": "its linears and activation stand beside layer_norm"},
-        generates=False,
-    ),
+    "bert": bert_like("Bert", {"cls.predictions.transform": f"{BESIDE} LayerNorm"}),
+    "roberta": bert_like("Roberta", {"lm_head": f"{BESIDE} layer_norm"}),
     "vit": Model(
         "ViTForImageClassification",
         "ViTConfig",

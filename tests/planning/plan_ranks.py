@@ -1,30 +1,23 @@
 """One of two ranks: what they agree on before one plans for both, and steps under that plan.
 
-Run by test_plan_ranks.py as `plan_ranks.py STORE RANK`.
+Run by test_plan_ranks.py.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from plan_models import tokens, transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from plan_models import tokens, transformer
-from support import as_rank
 
 from fusedckpt import plan
 from fusedckpt.memory import nbytes_of, peak_bytes
@@ -220,7 +213,3 @@ def main(rank: int) -> None:
     check_one_measures(rank)
     check_micro_batches_of_ddp(rank)
     check_sharded(rank)
-
-
-if __name__ == "__main__":
-    as_rank(main)

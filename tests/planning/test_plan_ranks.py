@@ -1,7 +1,5 @@
 """Plans that several ranks make together."""
 
-from pathlib import Path
-
 import pytest
 from support import run_ranks
 
@@ -11,4 +9,6 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="no torch
 
 def test_on_two_ranks(tmp_path):
     """See plan_ranks.py."""
-    run_ranks(Path(__file__).parent / "plan_ranks.py", tmp_path / "store")
+    import plan_ranks
+
+    run_ranks(plan_ranks.main, tmp_path)

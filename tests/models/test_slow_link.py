@@ -1,7 +1,7 @@
-"""One of two ranks: a GPipe stage recomputes while its gradient is on a slow link.
+"""A GPipe stage recomputes while its gradient is on a slow link.
 
-Run by test_pipelines.py as `prefetch_ranks.py STORE RANK`. With a third argument, the width of
-layers, these compute and do not sleep; a fourth is the seconds that a transfer takes.
+`PYTHONPATH=.:tests python tests/models/test_slow_link.py 512 0.03` prints the times of layers of
+that width, which compute and do not sleep, and of transfers that take so many seconds.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import re
 import statistics
 import sys
+import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support import as_rank  # after the path is set
 
 import fusedckpt
 
@@ -63,7 +62,7 @@ class Stage(PipelineStage):
     Where `ahead`, it recomputes meanwhile what its backward needs first.
     """
 
-    ahead, link = False, float(sys.argv[4]) if len(sys.argv) > 4 else LINK
+    ahead, link = False, LINK
 
     def _post(self, ops: list[dist.P2POp], event: str) -> None:
         works = [op.op(op.tensor, op.peer, op.group) for op in ops]
@@ -148,8 +147,8 @@ def check_events(rank: int, ahead: bool, events: list[str]) -> None:
     assert events == [event for part in forward + backward for event in part], events
 
 
-def main(rank: int) -> None:
-    width = int(sys.argv[3]) if len(sys.argv) > 3 else D
+def main(rank: int, width: int = D, link: float = LINK) -> None:
+    Stage.link = link
     step = made(width, rank)
     # the first looks at shapes
     step(False)
@@ -171,5 +170,11 @@ def main(rank: int) -> None:
     print(f"rank {rank}: {times}, ratio {statistics.median(ratios):.3f}", flush=True)
 
 
+def test_recomputing_while_a_gradient_is_on_its_way(tmp_path):
+    run_ranks(main, tmp_path)
+
+
 if __name__ == "__main__":
-    as_rank(main)
+    with tempfile.TemporaryDirectory() as folder:
+        timed = partial(main, width=int(sys.argv[1]), link=float(sys.argv[2]))
+        print(*run_ranks(timed, Path(folder)))
