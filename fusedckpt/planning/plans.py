@@ -38,12 +38,13 @@ class Plan(PlanRecord):
 
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
     latter is None where no step was run under the plan. Times are in ms per step. `extra_ms` is
-    what the plan adds to keeping everything: the median difference in `rounds` pairs of steps, what
-    units take on their own counting as one more; 0 rounds where a step that keeps everything may
-    not fit, so that only the latter is known. `lower_bound_ms` is what no plan within the budget is
-    below. `left_out` says why modules that might have been units are none, `structure` what the
-    model and its units are. `gradient_bytes` is of the gradients that are there when the planned
-    step begins, `held` what of the measured step lived outside saved tensors, as in a report.
+    what the plan adds to keeping everything: the median difference in `rounds` pairs of steps. Of
+    a single pair it is the mean of that and of what units take on their own, which alone is known
+    with 0 rounds, where a step that keeps everything may not fit. `error_ms` is the standard error
+    of what was measured, `lower_bound_ms` what no plan within the budget is below. `left_out` says
+    why modules that might have been units are none, `structure` what the model and its units are.
+    `gradient_bytes` is of the gradients that are there when the planned step begins, `held` what of
+    the measured step lived outside saved tensors, as in a report.
     """
 
     _applied: list[weakref.ref[nn.Module]] = field(
