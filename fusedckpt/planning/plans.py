@@ -109,23 +109,19 @@ class Plan(PlanRecord):
             if level == PRODUCTS:
                 yield names[0], roles.keep_products
             elif level in LEVELS:
-                yield names[0], in_chunks(roles.SaveAt(level), *self._chunks(item))
+                yield names[0], in_chunks(roles.save_at(level), *self._chunks(item))
             yield from ((f"{names[0]}.{part}", roles.again()) for part in parts)
 
     def _chunks(self, item: Item) -> list[int]:
         """Return into how many chunks each unit of an item is cut."""
-        levels = item.levels if isinstance(item, Segment) else [item.level]
-        units = self.chain.units[item.start : item.stop]
-        return [unit.level(name).chunks for unit, name in zip(units, levels, strict=True)]
+        return [level.chunks for _, level in self.chain.levels_of(item)]
 
     def cut(self, functions: Sequence[Any]) -> list[Any]:
         """Return the functions of an nn.Sequential, those in chunks that the plan cuts."""
         found = list(functions)
-        for item in self.items:
-            units = self.chain.units[item.start : item.stop]
-            for unit, chunks in zip(units, self._chunks(item), strict=True):
-                if chunks > 1:
-                    found[int(unit.name)] = Chunked(found[int(unit.name)], chunks)
+        for unit, level in (pair for item in self.items for pair in self.chain.levels_of(item)):
+            if level.chunks > 1:
+                found[int(unit.name)] = Chunked(found[int(unit.name)], level.chunks)
         return found
 
     def spans(self, count: int) -> list[tuple[int, int, AbstractContextManager[None] | None]]:

@@ -182,7 +182,7 @@ def measured(
     """
     call = Call(module, args, kwargs)
     names = LEVELS if has_levels(module) else (PLAIN,)
-    runs: dict[str, Run] = {level: partial(roles.SaveAt(level), forward) for level in names}
+    runs: dict[str, Run] = {level: partial(roles.save_at(level), forward) for level in names}
     levels = _distinct(_taken(call, runs, args, kwargs))
     plain = sorted(levels, key=lambda name: -_all(levels[name]))
     most, least = plain[0], plain[-1]
@@ -300,7 +300,7 @@ def _with_parts(
         with suppress(NoGraph):
             for forward, *given in seen if len(seen) == 1 else ():
                 part = Call(modules[name], *given)
-                ways = {PLAIN: partial(roles.SaveAt(PLAIN), forward)}
+                ways = {PLAIN: partial(roles.save_at(PLAIN), forward)}
                 saves = part.bytes(ways[PLAIN]).made
                 ways[_AGAIN] = partial(roles.again(), forward)
                 ms = _more(_timed((kind, name), part, ways), _AGAIN, PLAIN)
