@@ -24,7 +24,6 @@ __all__ = [
     "Times",
     "kind_of",
     "once",
-    "repeated",
     "seconds",
     "step_kind",
 ]
@@ -157,12 +156,13 @@ class Call:
 
     def times(self, runs: Mapping[str, Run]) -> dict[str, Times]:
         """Return the least that each way to run takes."""
-
-        # in turns, so that what slows the machine down slows all of them
-        def turn() -> list[Times]:
-            return [self._timed(run) for run in runs.values()]
-
-        rounds = repeated(turn, _SECONDS * len(runs), _ROUNDS)
+        start, spent, rounds = time.perf_counter(), 0.0, list[list[Times]]()
+        # twice, as a first time is slower than others
+        while len(rounds) < 2 or (spent < _SECONDS * len(runs) and len(rounds) < _ROUNDS):
+            # in turns, so that what slows the machine down slows all of them
+            rounds.append([self._timed(run) for run in runs.values()])
+            if (spent := time.perf_counter() - start) > _LONG:
+                break
         least = [Times(*map(min, zip(*times, strict=True))) for times in zip(*rounds, strict=True)]
         return dict(zip(runs, least, strict=True))
 
@@ -204,16 +204,6 @@ def seconds(device: torch.device) -> float:
     # of one thread what it ran itself, whatever else the machine does
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time() if alone else time.perf_counter()
-
-
-def repeated(measure: Callable[[], T], enough: float, most: int) -> list[T]:
-    """Measure twice, as a first time is slower than others, and on until `enough` seconds."""
-    start, found = time.perf_counter(), [measure()]
-    while (spent := time.perf_counter() - start) < _LONG and len(found) < most:
-        if len(found) > 1 and spent > enough:
-            break
-        found.append(measure())
-    return found
 
 
 def _size(x: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from fusedckpt.layers.blocks import MLP, GatedMLP
 from fusedckpt.layers.sequential import Sequential, runs
 from fusedckpt.planning.calls import Bytes, Call, Run
 from fusedckpt.planning.plan_record import IN, level_and_parts
-from fusedckpt.planning.roles import Role, SaveAt, again
+from fusedckpt.planning.roles import Role, again, save_at
 
 __all__ = ["chunks_in", "has_mlps", "in_chunks", "in_less", "kept_in"]
 
@@ -46,7 +46,7 @@ def in_less(
 
 def kept_in(name: str, forward: Callable[..., Any]) -> Run:
     """Return how a unit runs that is kept at such a level."""
-    return partial(in_chunks(SaveAt(level_and_parts(name)[0]), chunks_in(name)), forward)
+    return partial(in_chunks(save_at(level_and_parts(name)[0]), chunks_in(name)), forward)
 
 
 def _again_in(name: str, forward: Callable[..., Any]) -> Run:
@@ -72,17 +72,10 @@ def chunks_in(name: str) -> int:
     return int(count) if count else 1
 
 
-class InChunks(NamedTuple):
-    """Another role, with MLPs inside cut into chunks, in recomputes too."""
-
-    role: Role
-    chunks: int
-
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run in that role."""
-        return self.role(Chunked(forward, self.chunks), args, kwargs)
-
-
 def in_chunks(role: Role, chunks: int) -> Role:
-    """Return a role with MLPs cut into chunks, the role itself for one."""
-    return role if chunks == 1 else InChunks(role, chunks)
+    """Return a role with MLPs cut into chunks, in recomputes too; the role itself for one."""
+    return role if chunks == 1 else partial(_cut, role, chunks)
+
+
+def _cut(role: Role, chunks: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return role(Chunked(forward, chunks), args, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isclose
+from math import inf, isclose
 from typing import Any, TypeVar
 
 from fusedckpt.autograd.levels import LEVELS
@@ -37,6 +37,7 @@ class PlanRecord:
     gradient_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict, hash=False)
     rounds: int = 0
+    error_ms: float = 0.0
 
 
 Kind = TypeVar("Kind", bound=PlanRecord)
@@ -90,6 +91,7 @@ def _check(plan: PlanRecord) -> None:
         "a lower bound, not above the extra time": (
             0 <= plan.lower_bound_ms <= plan.extra_ms * (1 + 1e-9)
         ),
+        "an error in ms": 0 <= plan.error_ms < inf,
     }
     if wrong := [what for what, holds in expected.items() if not holds]:
         raise ValueError(f"expected {wrong[0]}")

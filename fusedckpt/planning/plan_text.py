@@ -69,10 +69,6 @@ def _cells(plan: PlanRecord, item: Item) -> Row:
 def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
     """Return one line for each figure of the whole."""
     chain, measured = plan.chain, plan.measured_bytes
-    share = f", {plan.extra_ms / chain.forward:.1%} of the forward" if chain.forward else ""
-    said = ", predicted" if plan.extra_ms else ""
-    if plan.rounds:
-        said = f", measured in {plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"
     least = least_outcome(chain)
     finer = may_go_lower(chain, least)
     begins = "without gradients; with accumulate=True it holds for steps that add to them"
@@ -88,7 +84,7 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if measured is None else enough(measured),
         "held": held_by(held),
-        "extra time": f"{plan.extra_ms:.2f} ms{share}{said}",
+        "extra time": _extra(plan),
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
     }
     if between:
@@ -106,3 +102,17 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
         )
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]
+
+
+def _extra(plan: PlanRecord) -> str:
+    """Say what the plan costs in ms, and how that is known."""
+    ms, error, forward = plan.extra_ms, plan.error_ms, plan.chain.forward
+    is_resolved = ms >= 2 * error
+    most = ms if is_resolved else ms + 2 * error
+    told = f"{most:.2f} ms" + (f", {most / forward:.1%} of the forward" if forward else "")
+    if not plan.rounds:
+        return told + (", predicted" if ms else "")
+    pairs = f"{plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"
+    if is_resolved:
+        return f"{told}, measured in {pairs}, give or take {error:.2f} ms"
+    return f"less than {told}: {pairs} cannot tell how much"

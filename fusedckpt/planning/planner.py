@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.calls import once, seconds, step_kind
 from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
@@ -27,7 +26,7 @@ from fusedckpt.planning.unit_costs import Ways
 from fusedckpt.planning.units import Cut, check_model, cuts_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss
-from fusedckpt.reporting.trial import aliased, tensors_of, trial
+from fusedckpt.reporting.trial import tensors_of, trial
 
 __all__ = ["plan"]
 
@@ -175,17 +174,16 @@ def _planned(
         held = [*step.parameters(), *step.gradients.values(), *step.state()]
         rest = step.resident(held) if is_rest else 0
         limit = None if limit is None else limit + rest
-        forward_ms, last = _forward(step)
-        step = step._replace(last=last)
         ways = Ways(policy == "speed", policy in ("budget", "memory"))
         surveys = _surveys(step, cuts, ways, progress)
+        step = step._replace(last=surveys[0].last)
         chains = [chain_of(step, one.units(), stepping) for one in surveys]
         # of one cut there is nothing to choose
         best = min(range(len(chains)), key=lambda i: len(chains) > 1 and _cost(chains[i], limit))
         title = policy if isinstance(policy, str) else f"again: {', '.join(cuts[0].names)}"
         trials, survey = Trials(step, chains[best], title, limit), surveys[best]
         found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
-        found = trials.timed(found, forward_ms)
+        found = trials.timed(found, surveys[0].forward_ms)
     gradients = nbytes_of(step.gradients.values())
     return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
 
@@ -228,16 +226,3 @@ def _stepping(step: Step) -> int:
     if not optimizer.state:
         optimizer.step()
     return peak_bytes(optimizer.step, step.parameters()[0].device) if step.is_last else 0
-
-
-def _forward(step: Step) -> tuple[float, int]:
-    """Return the ms that the model's forward takes, and the bytes of what it returns."""
-    held = [*step.parameters(), *step.model.buffers(), *step.inputs()]
-    args, kwargs = aliased((step.args, step.kwargs))
-    start = seconds(held[0].device)
-    # so that no more is kept than units may keep
-    with torch.no_grad():
-        output = step.model(*args, **kwargs)
-    ms = 1e3 * (seconds(held[0].device) - start)
-    last = nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
-    return once((step_kind(step), "forward"), lambda: ms), last

@@ -38,12 +38,13 @@ class Plan(PlanRecord):
 
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
     latter is None where no step was run under the plan. Times are in ms per step. `extra_ms` is
-    what the plan adds to keeping everything: the median difference in `rounds` pairs of steps, what
-    units take on their own counting as one more; 0 rounds where a step that keeps everything may
-    not fit, so that only the latter is known. `lower_bound_ms` is what no plan within the budget is
-    below. `left_out` says why modules that might have been units are none, `structure` what the
-    model and its units are. `gradient_bytes` is of the gradients that are there when the planned
-    step begins, `held` what of the measured step lived outside saved tensors, as in a report.
+    what the plan adds to keeping everything: the median difference in `rounds` pairs of steps. Of
+    a single pair it is the mean of that and of what units take on their own, which alone is known
+    with 0 rounds, where a step that keeps everything may not fit. `error_ms` is the standard error
+    of what was measured, `lower_bound_ms` what no plan within the budget is below. `left_out` says
+    why modules that might have been units are none, `structure` what the model and its units are.
+    `gradient_bytes` is of the gradients that are there when the planned step begins, `held` what of
+    the measured step lived outside saved tensors, as in a report.
     """
 
     _applied: list[weakref.ref[nn.Module]] = field(
@@ -108,23 +109,19 @@ class Plan(PlanRecord):
             if level == PRODUCTS:
                 yield names[0], roles.keep_products
             elif level in LEVELS:
-                yield names[0], in_chunks(roles.SaveAt(level), *self._chunks(item))
+                yield names[0], in_chunks(roles.save_at(level), *self._chunks(item))
             yield from ((f"{names[0]}.{part}", roles.again()) for part in parts)
 
     def _chunks(self, item: Item) -> list[int]:
         """Return into how many chunks each unit of an item is cut."""
-        levels = item.levels if isinstance(item, Segment) else [item.level]
-        units = self.chain.units[item.start : item.stop]
-        return [unit.level(name).chunks for unit, name in zip(units, levels, strict=True)]
+        return [level.chunks for _, level in self.chain.levels_of(item)]
 
     def cut(self, functions: Sequence[Any]) -> list[Any]:
         """Return the functions of an nn.Sequential, those in chunks that the plan cuts."""
         found = list(functions)
-        for item in self.items:
-            units = self.chain.units[item.start : item.stop]
-            for unit, chunks in zip(units, self._chunks(item), strict=True):
-                if chunks > 1:
-                    found[int(unit.name)] = Chunked(found[int(unit.name)], chunks)
+        for unit, level in (pair for item in self.items for pair in self.chain.levels_of(item)):
+            if level.chunks > 1:
+                found[int(unit.name)] = Chunked(found[int(unit.name)], level.chunks)
         return found
 
     def spans(self, count: int) -> list[tuple[int, int, AbstractContextManager[None] | None]]:

@@ -15,9 +15,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -133,17 +133,14 @@ class _Gathering:
                 module.reshard()
 
 
-class SaveAt(NamedTuple):
-    """Keep what autograd keeps, fused layers inside at `level`; "plain" leaves them as they are."""
+def save_at(level: str) -> Role:
+    """Return the role that keeps what autograd keeps, fused layers inside at `level`, if one."""
+    return functools.partial(_save_at, level)
 
-    level: str
 
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run it under `saving`."""
-        if self.level not in LEVELS:
-            return forward(*args, **kwargs)
-        with saving(self.level):
-            return forward(*args, **kwargs)
+def _save_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with saving(level) if level in LEVELS else nullcontext():
+        return forward(*args, **kwargs)
 
 
 def keep_products(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -69,7 +69,6 @@ class Search:
         # with a segment that stops there and is run again, the gradient of its output is live
         self.beside = self.left + [0, *(unit.output for unit in chain.units)]
         self.thinned = False
-        self.chunks = sorted({level.chunks for unit in chain.units for level in unit.levels})
         self.starts, self.cuts = self._made()
 
     def _made(self, optimistic: bool = False) -> tuple[list[_Starts], list[_Cut]]:

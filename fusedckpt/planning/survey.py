@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from fusedckpt.autograd.phases import current
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning import roles
-from fusedckpt.planning.calls import NoGraph, kind_of
+from fusedckpt.planning.calls import NoGraph, kind_of, once, seconds, step_kind
 from fusedckpt.planning.unit_costs import Costs, Ways, measured
 from fusedckpt.planning.units import Cut
 from fusedckpt.reporting.step import Step
-from fusedckpt.reporting.trial import aliased, tensors_of
+from fusedckpt.reporting.trial import tensors_of
 
 __all__ = ["Kinds", "Survey", "dropping", "ticking"]
 
@@ -109,6 +109,7 @@ class Survey:
     """What the units of a cut cost.
 
     kinds: what is known. tick: called for every unit. ways: see `measured`.
+    forward_ms, last: ms that the forward took beside measuring, and bytes that the model returned.
     """
 
     def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], ways: Ways):
@@ -122,13 +123,19 @@ class Survey:
         self._counts: Counter[int] = Counter()
         # by unit the dataclass that it returns, where that hides tensors
         self._hidden: dict[str, str] = {}
+        self.forward_ms, self.last, self._device = 0.0, 0, torch.device("cpu")
 
     def run(self, step: Step) -> None:
         """Run the model's forward."""
         self._modules = [step.model.get_submodule(name) for name in self._cut.names]
+        step, held = step.fresh()
+        self._device = held[0].device
+        start = seconds(self._device)
         with dropping(self, self._modules):
-            args, kwargs = aliased((step.args, step.kwargs))
-            step.model(*args, **kwargs)
+            output = step.model(*step.args, **step.kwargs)
+        ms = self.forward_ms + 1e3 * (seconds(self._device) - start)
+        self.forward_ms = once((step_kind(step), "forward"), lambda: ms)
+        self.last = nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
 
     def enter(self, i: int, call: tuple[Any, Any, Any], given: list[Tensor]) -> list[Tensor]:
         """Measure a call, once of a kind."""
@@ -148,10 +155,12 @@ class Survey:
             kind = kind_of(module, args, kwargs)
             if (kind, parts) not in self._kinds:
                 self._kinds[kind, parts] = None
+                start = seconds(self._device)
                 with suppress(NoGraph):
                     self._kinds[kind, parts] = measured(
                         module, forward, args, kwargs, kind, parts, self._ways
                     )
+                self.forward_ms -= 1e3 * (seconds(self._device) - start)
             self._costs[name] = self._kinds[kind, parts]
         self._tick()
         return list(tensors_of([args, kwargs]))

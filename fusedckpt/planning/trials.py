@@ -6,8 +6,9 @@ steps under it and steps that keep everything, in turns: whatever adds up in a s
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from statistics import median
+from statistics import median, quantiles
 from typing import NamedTuple
 
 from fusedckpt.planning.budget import Policy, spare_bytes
@@ -27,8 +28,8 @@ __all__ = ["Trials"]
 _TRIES = 4
 # how far off the model of memory may be
 _DOUBT = 1.1
-# pairs of steps go on as long as one more ends within so many seconds, and so many at most
-_SECONDS, _PAIRS = 0.15, 15
+# pairs of steps, as many as end within so many seconds: a few are no better than one, many enough
+_SECONDS, _FEW, _PAIRS = 0.4, 3, 15
 # what a plan costs is at least so much of what units take on their own: less is noise
 _LEAST = 0.5
 
@@ -119,29 +120,27 @@ class Trials(NamedTuple):
 
         forward: ms that the model's forward took.
         """
-        everything, extra, rounds = self._rule("none"), found.extra_ms, 0
+        everything, pairs = self._rule("none"), list[tuple[Times, Times]]()
         device = self.step.parameters()[0].device
-        if extra and everything.peak - self.chain.base <= spare_bytes(device):
-            forward, extra, rounds = once(
-                (step_kind(self.step), found.items),
-                lambda: self._paired(self._plan(everything), found),
-            )
+        if found.extra_ms and everything.peak - self.chain.base <= spare_bytes(device):
+            plain = self._plan(everything)
+            pairs = once((step_kind(self.step), found.items), lambda: self._pairs(plain, found))
+            forward = median(theirs.forward for theirs, _ in pairs)
+        adds = [mine.both - theirs.both for theirs, mine in pairs]
+        if len(pairs) < _FEW:
+            # one pair is noise, units on their own miss what adds up in a step
+            adds.append(found.extra_ms)
+        low, extra, high = quantiles(adds, n=4) if pairs else 3 * adds
         ratio = max(_LEAST, extra / found.extra_ms) if found.extra_ms else 1.0
-        return replace(_scaled(found, ratio, forward), rounds=rounds)
+        error = (high - low) / math.sqrt(len(adds))
+        return replace(_scaled(found, ratio, forward), rounds=len(pairs), error_ms=error)
 
-    def _paired(self, plain: Plan, found: Plan) -> tuple[float, float, int]:
-        """Return the ms of a plain forward, those that the plan adds, and how many rounds said so.
-
-        In turns, so that what slows the machine down slows both.
-        """
-        rounds: list[tuple[Times, Times]] = []
-        spent = 0.0
-        while len(rounds) < _PAIRS and spent * (len(rounds) + 1) <= 1e3 * _SECONDS * len(rounds):
-            rounds.append((self._ms(plain), self._ms(found)))
-            spent = sum(times.both for pair in rounds for times in pair)
-        # one round of large steps is noise: what units take on their own counts as one more
-        extra = median([found.extra_ms, *(mine.both - theirs.both for theirs, mine in rounds)])
-        return median(theirs.forward for theirs, _ in rounds), extra, len(rounds)
+    def _pairs(self, plain: Plan, found: Plan) -> list[tuple[Times, Times]]:
+        """Return what steps of two plans take, in turns: what slows one down slows both."""
+        pairs = [(self._ms(plain), self._ms(found))]
+        count = int(1e3 * _SECONDS / sum(times.both for times in pairs[0]))
+        more = min(count, _PAIRS) - 1 if count >= _FEW else 0
+        return pairs + [(self._ms(plain), self._ms(found)) for _ in range(more)]
 
     def _ms(self, plan: Plan) -> Times:
         """Return what a step takes under a plan, without the optimizer's."""

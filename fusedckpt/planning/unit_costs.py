@@ -181,7 +181,7 @@ def measured(
     """
     call = Call(module, args, kwargs)
     levels = _distinct(_taken(call, forward, args, kwargs))
-    runs: dict[str, Run] = {level: partial(roles.SaveAt(level), forward) for level in levels}
+    runs: dict[str, Run] = {level: partial(roles.save_at(level), forward) for level in levels}
     plain = sorted(levels, key=lambda name: -_all(levels[name]))
     most, least = plain[0], plain[-1]
     if besides.selective and not call.writes:
@@ -213,7 +213,7 @@ def _taken(call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> d
     """Return what a call holds at each level; refuse one that changes what it is given."""
     before, taken = _states(args, kwargs), dict[str, Bytes]()
     for name in LEVELS:
-        taken[name] = call.bytes(partial(roles.SaveAt(name), forward))
+        taken[name] = call.bytes(partial(roles.save_at(name), forward))
         # before the next call, which would find another argument
         _check_repeats(before, _states(args, kwargs))
         if not call.is_fused:
@@ -301,7 +301,7 @@ def _with_parts(
         with suppress(NoGraph):
             for forward, *given in seen if len(seen) == 1 else ():
                 part = Call(modules[name], *given)
-                ways = {PLAIN: partial(roles.SaveAt(PLAIN), forward)}
+                ways = {PLAIN: partial(roles.save_at(PLAIN), forward)}
                 saves = part.bytes(ways[PLAIN]).made
                 ways[_AGAIN] = partial(roles.again(), forward)
                 ms = _more(_timed((kind, name), part, ways), _AGAIN, PLAIN)

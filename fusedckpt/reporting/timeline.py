@@ -216,12 +216,9 @@ class _Reader:
         sums = accumulate(grown[index] for index in range(len(self.moments)))
         return [m._replace(gradient_bytes=n) for m, n in zip(self.moments, sums, strict=True)]
 
-    def begin(self, thread: int) -> None:
-        """Note the thread that runs the step."""
-        self._thread = thread
-
-    def phase(self, name: str) -> None:
-        """Enter forward, backward or optimizer, or leave the last one."""
+    def phase(self, marked: tuple[str, int]) -> None:
+        """Enter forward, backward or optimizer, or leave the last one; note who runs the step."""
+        name, self._thread = marked
         self.phase_name = name if name != "end" else ""
         self._last = {"forward": ROOT, "optimizer": OPTIMIZER}.get(name, LOSS)
         if name == "backward":
@@ -267,9 +264,7 @@ def _items(events: Iterable[Any], device: torch.device) -> Iterator[_Item]:
                 yield _Item(start, "memory", fields)
         elif event.name.startswith(_MARK):
             kind, name = event.name.removeprefix(_MARK).split(":", 1)
-            if (kind, name) == ("phase", "forward"):
-                yield _Item(start, "begin", thread)
-            yield _Item(start, kind, name)
+            yield _Item(start, kind, (name, thread) if kind == "phase" else name)
         elif event.name.startswith(_NODE):
             yield _Item(start, "node", (thread, number))
             yield from _items(event.children, device)
