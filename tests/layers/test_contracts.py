@@ -170,7 +170,7 @@ def test_double_backward_of_every_mask(case, mask):
 def test_double_backward_runs_the_twin(case, monkeypatch):
     kind = case.name.split("-")[0]
     blocks = layers.mlp_function
-    modules = {"linear_act": layers.linear, "mlp": blocks, "gated_mlp": blocks}
+    modules = {"linear_act": layers.linear_function, "mlp": blocks, "gated_mlp": blocks}
     modules["norm_linear"] = layers.norm_linear
     module = modules.get(kind, layers.norm_function)
     calls = []
