@@ -503,6 +503,8 @@ def test_weights_that_autocast_has_cast_are_counted():
         # the casts live until it ends
         model(x)
         found = planned(model, x, policy="all")
+    # what a segment casts in backward goes with its recompute
+    assert_predicted(found)
     found.apply(model)
 
     def loop():
