@@ -6,9 +6,7 @@ from little_llama import LAYERS, Texts, build
 from support import DEVICE
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.integrations.first_batch import at_first_batch
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the Accelerator is told to use a CPU")
@@ -43,8 +41,7 @@ def train(is_ours, seen, **options):
 
 def test_a_loop():
     seen = []
-    with forced_path("aten" if IS_INTERPRETED else None):
-        ours, theirs = train(True, seen), train(False, [])
+    ours, theirs = train(True, seen), train(False, [])
     assert [type(one) for one in seen] == [fusedckpt.Plan, fusedckpt.MemoryReport]
     assert seen[1].input_bytes == 2 * 2 * 8 * 8
     for a, b in zip(ours, theirs, strict=True):

@@ -6,19 +6,11 @@ from little_llama import ARGUMENTS, VOCAB, build, history, trainer
 from support import DEVICE
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.integrations.transformers import FuseCallback
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the Trainer is told to use a CPU")
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 def config(dropout=0.0):

@@ -8,20 +8,12 @@ from little_llama import LAYERS, VOCAB, build, history, trainer, transformers
 from support import DEVICE, flops
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.checkpointing import segment
 from fusedckpt.integrations.transformers import FuseCallback, use_checkpoint
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the Trainer is told to use a CPU")
 PLAN = {"policy": "all", "progress": False}
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 @pytest.fixture

@@ -9,18 +9,9 @@ from transformers_cases import MODELS
 
 from fusedckpt import fuse, unfuse
 from fusedckpt.autograd.accuracy import Errors, allowed
-from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
 
 BATCHES = 2
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    """The interpreter is slow, and proven elsewhere."""
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 @pytest.fixture(params=MODELS, scope="module")

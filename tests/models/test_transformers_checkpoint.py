@@ -9,8 +9,6 @@ from torch import nn
 from transformers_cases import MODELS
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 # each with its blocks, and the weight of the last GEMM where that ends a block's fused MLP
 BLOCKS = {
@@ -19,12 +17,6 @@ BLOCKS = {
     "gpt2": ("transformer.h", "mlp.c_proj.weight"),
     "bert": ("bert.encoder.layer", None),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 @pytest.fixture(params=BLOCKS)

@@ -9,15 +9,7 @@ from torch import nn
 from transformers_cases import MODELS, tokens, transformers
 
 from fusedckpt import fuse, reference
-from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 class Seeded(nn.Dropout):

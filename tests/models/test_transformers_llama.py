@@ -8,17 +8,9 @@ from support import DEVICE
 from transformers_cases import VOCAB, transformers
 
 from fusedckpt import fuse
-from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
 
 D, F, LAYERS, TOKENS = 64, 172, 2, 32
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 @pytest.fixture

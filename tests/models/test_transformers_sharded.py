@@ -8,18 +8,10 @@ from support import DEVICE
 from transformers_cases import MODELS
 
 from fusedckpt import fuse, unfuse
-from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.layers import norm_sharing
 
 distributed = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="no torch.distributed")
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 @pytest.fixture

@@ -13,15 +13,7 @@ from transformers_cases import MODELS, tokens
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.memory import saved_tensors
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 def pair(name="llama", **options):
