@@ -144,7 +144,9 @@ class Call:
 
         live = live_by_phase(step, self.device)
         self._clear()
-        self.writes |= any(x._version != was for x, was in zip(given, versions, strict=True))
+        # into a tensor, or a container
+        self.writes |= [x._version for x in given] != versions
+        self.writes |= [*map(id, tensors_of((args, kwargs)))] != [*map(id, given)]
         # what lives between the two
         made = live["backward"][0]
         forward, backward = max(live["forward"]) - made, max(live["backward"]) - made

@@ -217,6 +217,11 @@ def check_step(name: str, model: Any, loss: Any, optimizer: Any, inputs: Any) ->
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
     if any(tensor.is_inference() for tensor in tensors):
         raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError(f"{name}: expected tensors with data, some are on the meta device")
+    groups = [] if optimizer is None else optimizer.param_groups
+    if groups and not {id(x) for group in groups for x in group["params"]} & {*map(id, tensors)}:
+        raise ValueError(f"{name}: the optimizer has no parameter of the {type(model).__name__}")
     if not any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
             f"{name}: expected a parameter or an input that requires grad, none of the "

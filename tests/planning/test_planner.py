@@ -294,6 +294,10 @@ WRONG = {
     "both": ({"policy": ["blocks.0"], "units": ["blocks.1"]}, ValueError),
     "loss": ({"policy": "all", "loss": 3}, TypeError),
     "optimizer": ({"policy": "all", "optimizer": 3}, TypeError),
+    "another's optimizer": (
+        {"policy": "all", "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+        ValueError,
+    ),
     "group": ({"policy": "all", "group": "dp"}, TypeError),
     "no unit": ({"budget": "0.8"}, ValueError),
 }
@@ -332,6 +336,8 @@ def test_models_that_cannot_be_planned():
         planned(model, x, policy="recursive")
     with pytest.raises(TypeError, match=r"^plan: "):
         planned(lambda: None, x, policy="all")
+    with pytest.raises(ValueError, match=r"^plan: .* with data"):
+        planned(copy.deepcopy(model).to("meta"), x, policy="all")
     found = planned(model, x, policy="all")
     found.apply(model)
     with pytest.raises(ValueError, match=r"^plan: a plan is applied"):
@@ -409,6 +415,34 @@ def test_what_is_no_unit_is_said():
     assert "not planned     units.1: is called 2 times" in str(found)
     with pytest.raises(ValueError, match=r"runs exactly once.*units.1 is called 2 times"):
         planned(model, torch.randn(8, 16), policy="all", units=["units.1"])
+
+
+class Noting(nn.Linear):
+    def forward(self, x, notes):
+        notes[self] = y = super().forward(x).relu()
+        return y
+
+
+class Notes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList(Noting(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        notes = {}
+        for unit in self.units:
+            x = unit(x, notes)
+        return x + sum(notes.values())
+
+
+@pytest.mark.parametrize("policy", ["all", "memory"])
+def test_units_that_write_into_a_dict_stay(policy):
+    model, x = Notes(), torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    found = planned(model, x, policy=policy)
+    assert all(unit.fixed for unit in found.chain.units[1:-1] if not unit.code)
+    found.apply(model)
+    assert_equal(step(model, x), step(plain, x))
 
 
 def test_units_that_write_into_their_input_stay():
