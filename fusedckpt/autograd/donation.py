@@ -43,12 +43,13 @@ def run(
     # torch 2.11's compiler takes no bool for an index
     op = ops[1] if spends else ops[0]
     found = op.overload(*args) if settled is None else op.direct(*args, settled)
-    # after the last read, and for whoever got them through hooks, where autograd does not look
-    if any(t._version != spends for t in owned):
-        raise RuntimeError(
-            "fusedckpt: another backward wrote over what this layer kept: to run backward through "
-            "a layer more than once, pass retain_graph=True to each but the last"
-        )
+    for extra in owned:
+        # after the last read, and for whoever got it through hooks, where autograd does not look
+        if extra._version != spends:
+            raise RuntimeError(
+                "fusedckpt: another backward wrote over what this layer kept: to run backward "
+                "through a layer more than once, pass retain_graph=True to each but the last"
+            )
     return found
 
 

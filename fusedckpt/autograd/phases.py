@@ -153,9 +153,12 @@ def current() -> Phase | None:
 
 def of_layer() -> Phase | None:
     """Return the phase of a layer, None where what it saves goes through no hooks but counting."""
-    phase, hooks = current(), top_hooks()
+    phase = current()
+    if phase is not None:
+        return phase
+    hooks = top_hooks()
     is_hooked = _top_hooks is None or (hooks is not None and not only_count(hooks))
-    return _HOOKED if phase is None and is_hooked else phase
+    return _HOOKED if is_hooked else None
 
 
 def only_count(hooks: Hooks) -> bool:

@@ -136,9 +136,10 @@ class Surroundings:
             finally:
                 for (_, write), state in zip(self._generators, present, strict=True):
                     write(state)
-                if any(is_enabled for _, is_enabled, _ in self._settings[2:]):
+                for _, is_enabled, _ in self._settings[2:]:
                     # else casts of weights live on, where autocast is still on in backward
-                    torch.clear_autocast_cache()
+                    if is_enabled:
+                        torch.clear_autocast_cache()
 
     def _enter_changed(self, now: list[Any], stack: ExitStack) -> None:
         """Bring back the settings that are others now."""

@@ -112,6 +112,8 @@ def test_signals_end_both_processes(tmp_path, monkeypatch, number):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # which a shell's background ignores
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     while process.stdout.readline() != "at work\n":
