@@ -1,4 +1,4 @@
-"""Drop-in PyTorch layers that keep only their inputs for backward and recompute the rest."""
+"""Drop-in PyTorch layers that save only their inputs for backward and recompute the rest."""
 
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths

@@ -1,8 +1,8 @@
-"""What autograd keeps alive and how high memory climbs, counted exactly.
+"""Bytes that autograd saves, and peaks of memory, counted exactly.
 
-Saved bytes come from `saved_tensors_hooks`, so every autograd node is seen, PyTorch's and ours.
-Peaks come from the allocator on CUDA and from the profiler's memory events on a CPU: a dispatch
-mode would be blind to what is allocated inside an op.
+Saved bytes come from `saved_tensors_hooks`, which see every autograd node. Peaks come from the
+allocator on CUDA and from the profiler's memory events on a CPU; a dispatch mode would not see
+allocations inside an op.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """One storage kept for backward: `dtype` and `shape` of the first tensor that was saved of it.
+    """One storage saved for backward: `dtype` and `shape` are of the first tensor saved from it.
 
-    `owner` is who kept it first, `sharers` are the others that kept it too, in order.
+    `owner` saved it first; `sharers` saved it too, in order.
     """
 
     nbytes: int
@@ -49,7 +49,7 @@ class SavedStorage:
 
 
 class SavedTensors:
-    """The distinct storages that autograd kept while `saved_tensors` was open."""
+    """The distinct storages that autograd saved inside `saved_tensors`."""
 
     # fused layers may write over what goes through these hooks
     only_counts = True
@@ -67,25 +67,25 @@ class SavedTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kept storages, each counted once."""
+        """Bytes of all saved storages, each counted once."""
         return sum(nbytes for nbytes, _, _ in self._kept.values())
 
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._kept
 
     def holds(self, storage: StorageWeakRef) -> bool:
-        """Whether a storage, referred to since it was alive, is among the kept ones."""
+        """Whether a storage is among the saved ones."""
         return storage.cdata in self._kept
 
     @property
     def storages(self) -> tuple[SavedStorage, ...]:
-        """What was kept, in the order in which it was."""
+        """The saved storages, in order."""
         keepers = ((kept, *self._keepers[key]) for key, kept in self._kept.items())
         return tuple(SavedStorage(*kept, owner, tuple(rest)) for kept, owner, *rest in keepers)
 
     @property
     def addresses(self) -> set[int]:
-        """Where in memory what was kept lies, of what is still alive."""
+        """Addresses of the saved storages that are still alive."""
         return {address for storage, address in self._references if not storage.expired()}
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _sharded(tensor: Tensor) -> Tensor:
 
 
 def strided(tensor: Tensor) -> list[Tensor]:
-    """Return the tensor, or what a sparse one or a DTensor consists of on this rank."""
+    """Return the dense tensors of a tensor: of a sparse one its parts, of a DTensor this rank's."""
     local = getattr(tensor, "_local_tensor", None)
     if local is not None:
         return strided(local)
@@ -139,7 +139,7 @@ def strided(tensor: Tensor) -> list[Tensor]:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of `tensors`, one that several share as often."""
+    """Return the storage of each of `tensors`; shared ones occur several times."""
     return [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
 
 
@@ -149,7 +149,7 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Return where in memory the storages of `tensors` lie."""
+    """Return the addresses of the storages of `tensors`."""
     return {_address(storage) for storage in storages_of(tensors)}
 
 
@@ -165,12 +165,13 @@ def _address(storage: torch.UntypedStorage) -> int:
 def saved_tensors(
     exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str
 ) -> Iterator[SavedTensors]:
-    """Count what the forward passes run inside keep for their backward.
+    """Count the bytes that forward passes inside save for backward.
 
     Parameters and other leaves that require grad are not counted, nor are the storages of
     `exclude` (inputs and buffers that the caller holds anyway). A view counts its whole storage,
-    once. Place it outermost: hooks pushed inside, such as those of `torch.utils.checkpoint`, see
-    their tensors first. `owner` names who runs at the moment, for `storages`.
+    once. Make it the outermost context: hooks pushed inside, such as those of
+    `torch.utils.checkpoint`, see tensors first. `owner` returns the name of the running module, for
+    `storages`.
 
         with saved_tensors(exclude=[tokens]) as saved:
             loss = model(tokens)
@@ -182,11 +183,11 @@ def saved_tensors(
 
 
 def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Run `fn` once and return how many bytes memory rose above its starting point.
+    """Run `fn` once and return its peak memory, in bytes above the start.
 
-    Includes what `fn` returns and leaves behind, such as `.grad`. Counts the bytes that were asked
-    for: on CUDA the allocator's own peak, which this resets, on a CPU the allocations and frees
-    that the profiler records. On a CPU, what `fn` frees of what was there before is not subtracted.
+    Includes what `fn` returns and leaves allocated, such as `.grad`. Counts requested bytes: on
+    CUDA by the allocator's peak, which this resets; on a CPU by the profiler's allocations and
+    frees, without the frees of memory from before.
     """
     if torch.device(device).type == "cuda":
         return _peak_on_cuda(fn, device)
@@ -209,9 +210,9 @@ def _peak_on_cuda(fn: Callable[[], Any], device: torch.device | str) -> int:
 
 
 def open_workspaces(device: torch.device | str) -> None:
-    """Have the device's libraries allocate what they keep for good, so that nobody is charged.
+    """Have the device's libraries allocate their workspaces, so that they are not counted later.
 
-    cuBLAS takes 32 MiB in the first product of each thread, and backward has a thread of its own.
+    cuBLAS allocates 32 MiB in the first GEMM of each thread, and backward has a thread of its own.
     """
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(16, 16, device=device, requires_grad=True)
@@ -219,7 +220,7 @@ def open_workspaces(device: torch.device | str) -> None:
 
 
 def profiled(fn: Callable[[], Any], device: torch.device | str = "cpu") -> list[Any]:
-    """Run `fn` once, and return the profiler's tree of its events, allocations among them."""
+    """Run `fn` once, and return the profiler's tree of events, with allocations."""
     if torch.device(device).type == "cuda":
         open_workspaces(device)
     with (
@@ -255,7 +256,7 @@ def _memory_events(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def live_bytes(records: Iterable[Any]) -> Iterator[int]:
-    """Yield, after each allocation or free, how many bytes live that were allocated by these."""
+    """Yield the live bytes allocated by these records, after each allocation or free."""
     live = 0
     ours: set[int] = set()
     for record in records:

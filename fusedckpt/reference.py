@@ -1,4 +1,4 @@
-"""The eager twin of every function: plain torch code that ours must match, value and gradient.
+"""The eager reference of every function: plain torch code whose values and gradients ours match.
 
 They run under torch.func transforms, in forward-mode AD, inside double backward, and everywhere
 when FUSEDCKPT_DISABLE=1. They need torch only (and the activations' table of names).
@@ -38,10 +38,10 @@ def _sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
 
 
 def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
-    """Return F.dropout(x, p), drawn by an int64 seed of one element, None to draw it as torch does.
+    """Return F.dropout(x, p) for an int64 seed of one element; without a seed torch draws.
 
-    An element of x [..., N] stays if bits of Philox4x64-10 of the seed, counted by its place, as an
-    integer are at least p: see `kernels/dropout.py`.
+    An element is kept if the bits of Philox4x64-10 at its index are at least p: see
+    `kernels/dropout.py`.
     """
     if not p or seed is None:
         return F.dropout(x, p) if p else x
@@ -68,7 +68,9 @@ class _Linears:
         # what nobody adapted stays torch's to dispatch
         if type(weight) in (Tensor, torch.nn.Parameter):
             return F.linear(x, weight, bias)
-        return linear_of(x, parts_of("reference", "weight", weight, bias, self.count), self.seeds)
+        return linear_of(
+            x, parts_of("reference", "weight", weight, bias, seeds=self.count), self.seeds
+        )
 
 
 def linear_of(x: Tensor, parts: Parts, seeds: Tensor | None) -> Tensor:
@@ -109,7 +111,7 @@ def rms_norm(
     offset: float = 0.0,
     cast: str = "torch",
 ) -> Tensor:
-    """Return F.rms_norm as torch, Llama or Gemma write it.
+    """Return F.rms_norm with the rounding of torch, Llama or Gemma.
 
     They differ in where half precision is rounded: torch and Gemma round once, at the end; Llama
     rounds the normalised x before the weight, and its result has the promoted dtype.
@@ -137,7 +139,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Return F.layer_norm."""
-    return F.layer_norm(x, _sizes(normalized_shape), weight, bias, eps)
+    return F.layer_norm(x, _sizes(normalized_shape), weight, bias, eps=eps)
 
 
 def add_rms_norm(
@@ -165,7 +167,7 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return layer_norm(x + residual) and x + residual."""
     total = x + residual
-    return layer_norm(total, normalized_shape, weight, bias, eps), total
+    return layer_norm(total, normalized_shape, weight, bias, eps=eps), total
 
 
 def apply_norm(x: Tensor, norm: NormSpec | None) -> Tensor:
@@ -174,7 +176,7 @@ def apply_norm(x: Tensor, norm: NormSpec | None) -> Tensor:
         return x
     if norm.kind == "layer":
         eps = 1e-5 if norm.eps is None else norm.eps
-        return layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps)
+        return layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps=eps)
     return rms_norm(x, x.shape[-1:], norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)
 
 
@@ -209,7 +211,9 @@ def mlp(
     """Return F.linear(act(F.linear(norm(x), fc1)), fc2), added to x if residual."""
     linear = _Linears(x, [fc1_weight, fc2_weight], seeds, dropout, output_dropout)
     h = hidden([linear(apply_norm(x, norm), fc1_weight, fc1_bias)], activation)
-    return _last(linear, x, h, (fc2_weight, fc2_bias), (dropout, output_dropout), residual)
+    return _last(
+        linear, x, h, (fc2_weight, fc2_bias), dropouts=(dropout, output_dropout), residual=residual
+    )
 
 
 def gated_mlp(
@@ -236,7 +240,14 @@ def gated_mlp(
     else:
         gate, up = linear(n, gate_weight, gate_bias), linear(n, up_weight, up_bias)
     h = hidden([gate, up], activation)
-    return _last(linear, x, h, (down_weight, down_bias), (dropout, output_dropout), residual)
+    return _last(
+        linear,
+        x,
+        h,
+        (down_weight, down_bias),
+        dropouts=(dropout, output_dropout),
+        residual=residual,
+    )
 
 
 def _last(

@@ -1,4 +1,4 @@
-"""Every activation, one row each: its Triton value and derivative, its ATen twin, its names.
+"""Every activation, one row each: its Triton value and derivative, its ATen form, its names.
 
 To add one, write `<name>` and `<name>_grad` below and add a row to ACTIVATIONS; everything else
 (functions, modules, fusing, tests) reads the table.
@@ -192,7 +192,7 @@ def mish_grad(z, dh, EXACT: tl.constexpr):
     return z * t, dh * (t + z * sigmoid(z, EXACT) * (1.0 - t * t))
 
 
-# ATen twins where one call does not do
+# ATen forms where one call does not do
 
 
 def _write_relu2_grad(dh: Tensor, z: Tensor, out: Tensor) -> Tensor:

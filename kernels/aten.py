@@ -70,7 +70,7 @@ def norm_grad(
     # below float32 torch's sums over rows are of half precision too: 4 % off after 3000 in bfloat16
     fits = dy.dtype == x.dtype and x.dtype in WIDE and sums_dtype in (None, x.dtype)
     if fits and (weight is not None or not needs[1]) and has_native(x, (weight,)):
-        return native_grad(dy, dtotal, x, weight, rule, needs)
+        return native_grad(dy, dtotal, x, weight, rule=rule, needs=needs)
     wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None

@@ -52,7 +52,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> T
     x, scale = x.contiguous(), 1 / (1 - p) if p < 1 else 0.0
     y = torch.empty_like(x)
     if kernel == "aten":
-        on_aten(x, y, p, int(seed), first_row * x.shape[1], scale)
+        on_aten(x, y, p, int(seed), first=first_row * x.shape[1], scale=scale)
         return y
     first = first_row * x.shape[1]
     groups = (first + x.numel() + WORDS - 1) // WORDS - first // WORDS

@@ -239,7 +239,14 @@ def gemm(
 def launch_tile(x: Tensor, w: Tensor, hybrid: bool = False) -> Tile:
     """Return the tile with which `gemm` covers x @ w.T."""
     precision = matmul_precision()
-    return tile_for(arch(), x.element_size(), x.shape[1], hybrid, fits_descriptors(x, w), precision)
+    return tile_for(
+        arch(),
+        x.element_size(),
+        x.shape[1],
+        hybrid,
+        descriptors=fits_descriptors(x, w),
+        precision=precision,
+    )
 
 
 def is_transposed(w: Tensor) -> bool:

@@ -34,12 +34,12 @@ def linear_act(
     if kernel == "fused":
         h = x.new_empty(x.shape[0], w.shape[0])
         z = torch.empty_like(h) if keep_z else None
-        gemm(x, w, StoreAct(h, b, z), ACT, ACTIVATIONS[activation].value)
+        gemm(x, w, StoreAct(h, b, z), ACT, activation=ACTIVATIONS[activation].value)
         return h, z
     z = linear(x, w, b)
     if activation == "identity":
         return z, None
-    h = hidden(z, None, torch.empty_like(z) if keep_z else z, activation, kernel)
+    h = hidden(z, None, torch.empty_like(z) if keep_z else z, activation, kernel=kernel)
     return h, z if keep_z else None
 
 
@@ -67,10 +67,10 @@ def linear_act_dz(
         assert x is not None
         assert w is not None
         if kernel == "fused":
-            return fused_dz(dy, x, w, b, activation, needs_db)
+            return fused_dz(dy, x, w, b, activation=activation, needs_db=needs_db)
         z = dz = linear(x, w, b)
-    grads = HiddenGrad(z, None, None, dz, None)
-    return dz, hidden_grad(dy, grads, activation, (needs_db, False), kernel)[0]
+    grads = HiddenGrad(z, None, None, dz, dup=None)
+    return dz, hidden_grad(dy, grads, activation, (needs_db, False), kernel=kernel)[0]
 
 
 def fused_dz(
@@ -81,8 +81,8 @@ def fused_dz(
     if needs_db:
         tiles = triton.cdiv(dy.shape[0], launch_tile(x, w).block_m)
         db = dy.new_empty(tiles, dy.shape[1], dtype=torch.float32)
-    operands = StoreActGrad(dz, dy, dy.stride(0), b, db)
-    gemm(x, w, operands, ACT_GRAD, ACTIVATIONS[activation].value_and_grad)
+    operands = StoreActGrad(dz, dy, dy.stride(0), b, db=db)
+    gemm(x, w, operands, ACT_GRAD, activation=ACTIVATIONS[activation].value_and_grad)
     return dz, sum_partials(db, None)[0]
 
 
@@ -131,7 +131,7 @@ def hybrid_grad(
     tile = launch_tile(dy, down.t(), hybrid=True)
     grads = grads.launched(needs_db, triton.cdiv(dy.shape[0], tile.block_m))
     value_and_grad = ACTIVATIONS[activation].value_and_grad
-    gemm(dy, down.t(), grads, HIDDEN_GRAD, value_and_grad, hybrid=True)
+    gemm(dy, down.t(), grads, HIDDEN_GRAD, activation=value_and_grad, hybrid=True)
     return sum_partials(grads.db, grads.db_up)
 
 

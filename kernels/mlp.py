@@ -157,7 +157,7 @@ def forward(
         del n
         # over what is not saved
         h = over(free, like=g)
-        hidden(g, u, h, block.activation, block.kernel)
+        hidden(g, u, h, block.activation, kernel=block.kernel)
         del g, u, free
         linear(h, w.down, w.down_bias, y[rows])
         # before the next chunk asks for as much
@@ -172,7 +172,7 @@ def normalised(x: Tensor, w: Weights, block: Block) -> Tensor:
     if block.rule is None:
         return x
     kernels = aten if block.kernel == "aten" else norm_kernels
-    return kernels.norm(x, None, w.norm, w.norm_bias, block.rule, w.gate.dtype)[0]
+    return kernels.norm(x, None, w.norm, w.norm_bias, rule=block.rule, out_dtype=w.gate.dtype)[0]
 
 
 class Backward:
@@ -212,20 +212,20 @@ class Backward:
         gate, up = w.halves(z)
         if not needs.dz:
             h = over(free_z if up is None else None, like=gate)
-            self.add_product("down", dy, hidden(gate, up, h, act, kernel))
+            self.add_product("down", dy, hidden(gate, up, h, act, kernel=kernel))
             return None
         dh = None if kernel == "hybrid" else torch.mm(dy, w.down)
         if up is None:
             h = over(z if made else dh, like=z) if needs.down else None
             dz = over(None if h is dh else dh, None if h is z else free_z, like=z)
             wanted = needs.gate_bias, False
-            db, _ = self._hidden_grad(dy, dh, HiddenGrad(z, None, h, dz, None), wanted)
+            db, _ = self._hidden_grad(dy, dh, HiddenGrad(z, None, h, dz, dup=None), wanted)
         else:
             # twice as wide as dh
             h, dz = over(dh, like=gate) if needs.down else None, over(free_z, like=z)
             dgate, dup = dz.chunk(2, 1)
             wanted = needs.gate_bias, needs.gate_bias
-            dbs = self._hidden_grad(dy, dh, HiddenGrad(gate, up, h, dgate, dup), wanted)
+            dbs = self._hidden_grad(dy, dh, HiddenGrad(gate, up, h, dgate, dup=dup), wanted)
             db = torch.cat(dbs) if needs.gate_bias else None  # type: ignore[arg-type]  # both are there
         del z, gate, up, free_z, dh
         self.add(gate_bias=db)
@@ -250,7 +250,9 @@ class Backward:
         free_z = z if made_z or self.donates else None
         free_u = u if made_u or self.donates else None
         if not needs.dz:
-            self.add_product("down", dy, hidden(z, u, over(free_u, free_z, like=z), act, kernel))
+            self.add_product(
+                "down", dy, hidden(z, u, over(free_u, free_z, like=z), act, kernel=kernel)
+            )
             return None
         dh = None if kernel == "hybrid" else torch.mm(dy, w.down)
         h = None
@@ -260,7 +262,7 @@ class Backward:
         spare_u = None if h is u or du is u else free_u
         dz = over(None if h is z else free_z, spare_u, like=z)
         wanted = needs.gate_bias, needs.up_bias
-        db, db_up = self._hidden_grad(dy, dh, HiddenGrad(z, u, h, dz, du), wanted)
+        db, db_up = self._hidden_grad(dy, dh, HiddenGrad(z, u, h, dz, dup=du), wanted)
         del z, u, free_z, free_u, spare_u, dh
         self.add(gate_bias=db, up_bias=db_up)
         if h is not None:
@@ -277,8 +279,8 @@ class Backward:
     ) -> tuple[Tensor | None, Tensor | None]:
         act = self.block.activation
         if dh is None:
-            return hybrid_grad(dy, self.w.down, grads, act, needs_db)
-        return hidden_grad(dh, grads, act, needs_db, self.block.kernel)
+            return hybrid_grad(dy, self.w.down, grads, act, needs_db=needs_db)
+        return hidden_grad(dh, grads, act, needs_db, kernel=self.block.kernel)
 
     def input(self, dn: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
         """Take dn through the norm, add the residual's gradient, and return dx."""
@@ -288,7 +290,7 @@ class Backward:
         assert x is not None
         kernels = aten if block.kernel == "aten" else norm_kernels
         dtotal = dy if block.residual else None
-        dx, dw, db = kernels.norm_grad(dn, dtotal, x, w.norm, block.rule, needs[:3])
+        dx, dw, db = kernels.norm_grad(dn, dtotal, x, w.norm, rule=block.rule, needs=needs[:3])
         self.add(norm=dw, norm_bias=db)
         return dx
 

@@ -107,7 +107,9 @@ def norm(
     if residual is not None:
         total = x.new_empty(m, n, dtype=torch.promote_types(x.dtype, residual.dtype))
     stride_rm = 0 if residual is None else residual.stride(0)
-    t = Norm(x, residual, weight, bias, y, total, x.stride(0), stride_rm)
+    t = Norm(
+        x, residual, weight, bias, y=y, total=total, stride_xm=x.stride(0), stride_rm=stride_rm
+    )
     args = t, m, n, rule.eps, rule.offset
     with torch.cuda.device_of(x):
         if n > MAX_BLOCK:

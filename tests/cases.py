@@ -1,4 +1,4 @@
-"""Every public function with its eager twin, once: the table that the contract tests run over."""
+"""Every public function with its eager reference: the table of the contract tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from support import DEVICE, Function
+from support import DEVICE, Function, as_tuple
 from torch import Tensor
 
 from fusedckpt import functional, reference
@@ -196,3 +196,9 @@ BLOCKS = [
     _gated_mlp("packed-preact-chunks", "rms", packed=True, save="preact", chunks=2),
 ]
 CASES = [*LINEARS, *NORMS, *BLOCKS]
+
+
+def loss_of(case, inputs):
+    """Return a loss of a case, whose first input is an activation."""
+    outputs = as_tuple(case.fused(inputs[0] * 1, *inputs[1:]))
+    return sum(y.sin().sum() for y in outputs)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedckpt
+from fusedckpt import plan
 from fusedckpt.autograd.accuracy import Errors
 from fusedckpt.functional import gated_mlp
 from fusedckpt.planning.chain import Segment
@@ -130,3 +131,33 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return gated_mlp(x, self.first, None, self.last, residual=True).tanh()
+
+
+def planned(model, *args, **options):
+    return plan(model, *args, progress=False, **options)
+
+
+def units_of(found):
+    return [unit.name for unit in found.chain.units if not unit.code]
+
+
+def step(model, *args, seed=1, **kwargs):
+    """Return the loss and every gradient of one step."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    output = model(*args, **kwargs)
+    output = getattr(output, "loss", output)
+    loss = output.square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_equal(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_predicted(found):
+    # never too low, and within what the issue asks for
+    assert found.measured_bytes <= found.predicted_bytes <= 1.03 * found.measured_bytes

@@ -26,12 +26,13 @@ from fusedckpt import functional
 from torch import nn
 
 torch.set_num_threads(1)
+torch.manual_seed(0)
 eager = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6), nn.RMSNorm(6))
 fused = copy.deepcopy(eager)
 assert len(fusedckpt.fuse(fused).swapped) == 3
 x = torch.randn(5, 6, requires_grad=True)
 found, expected = (
-    [y := model(x), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+    [y := model(x), *torch.autograd.grad(y.exp().sum(), [x, *model.parameters()])]
     for model in (fused, eager)
 )
 paths = set(fusedckpt.paths("cpu", torch.float32).values())

@@ -76,12 +76,12 @@ def define(
     return Op(overload, implementation)
 
 
-def define_spending(
+def define_donating(
     schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], flops: Any
 ) -> tuple[Op, Op]:
     """Define an op, and one that writes over the arguments whose type ends in {} in `schema`.
 
-    The second is called <name>_spending and calls `implementation` with `spends=True`. Neither
+    The second is called <name>_donating and calls `implementation` with `donates=True`. Neither
     counts the arguments' versions up: `donation.run` does, before it calls the second.
     """
     name = schema[: schema.index("(")]
@@ -90,8 +90,8 @@ def define_spending(
     return (
         define(schema.replace("{}", ""), implementation, fake, flops),
         define(
-            written.replace(name, f"{name}_spending", 1),
-            partial(implementation, spends=True),
+            written.replace(name, f"{name}_donating", 1),
+            partial(implementation, donates=True),
             fake,
             flops,
         ),

@@ -1,13 +1,13 @@
-"""Which path a call takes: eager twin, Triton (compiled or interpreted), or ATen; settled once.
+"""The path of a call: eager reference, Triton (compiled or interpreted) or ATen.
 
-What a call comes down to is a function of its options, of the shapes, dtypes and devices of its
-tensors and of what it finds around it. `settled` remembers it by exactly these, so that a call like
-an earlier one checks and chooses nothing anew.
+A call is decided by its options, the shapes, dtypes and devices of its tensors, and the state
+around it (grad mode, autocast, ...). `settled` caches decisions by exactly these, so that equal
+calls are checked only once.
 
 Triton runs float32, bfloat16 and float16 tensors on a GPU, and on a CPU when Triton's interpreter
 is on; everything else runs on ATen, with the same saved tensors. FUSEDCKPT_DISABLE=1, read once at
-import, runs every eager twin instead. So does whatever writes a program down, such as
-`torch.export`: it then consists of torch's own ops, which anyone can load, differentiate and lower.
+import, runs every eager reference instead. So do programs that are recorded, as by `torch.export`:
+they consist of torch's own ops.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fusedckpt.kernels.tuned import VARIANTS, tuned
 
 logger = logging.getLogger("fusedckpt")
 
-# read once: the plan of every layer that has it, where a call names none
+# read once: the variant of every layer that has it, unless a call names one
 _PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
 if _PREFERRED not in (None, *VARIANTS):
     raise ValueError(f"FUSEDCKPT_KERNEL must be one of {', '.join(VARIANTS)}, got {_PREFERRED!r}")
@@ -80,12 +80,12 @@ class Meta(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What a call goes by besides its options and tensors.
+    """What a call depends on besides its options and tensors.
 
-    grad: whether grad mode is on; autocast: the dtype that autocast casts to on the device of the
-    first tensor, None where it is off; level: that of `saving`; chunks: those of `chunking`, for
-    modules; twin: whether only the eager twin may run; direct: whether nothing traces or watches
-    ops, so that they need not be seen; choices: what plans are chosen by.
+    grad: whether grad mode is on; autocast: autocast's dtype for the first tensor's device, None
+    where it is off; level: that of `saving`; chunks: that of `chunking`, for modules; twin: whether
+    only the eager reference may run; direct: whether nothing traces or watches ops, so that kernels
+    may be called without them; choices: what variants are chosen by.
     """
 
     grad: bool
@@ -101,7 +101,7 @@ class Around(NamedTuple):
         return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
 
 
-def plan_for(
+def variant_for(
     op: str,
     x: Tensor | Meta,
     dtype: torch.dtype,
@@ -109,7 +109,7 @@ def plan_for(
     kernel: str | None,
     fused: str,
 ) -> str:
-    """Return the plan of a layer on tensors like x: "aten", "split", or `fused`.
+    """Return the variant of a layer on tensors like x: "aten", "split", or `fused`.
 
     `sizes` are the GEMM's m, n and k; `kernel` is what the call asked for. Next come the
     environment's preference, what `bench tune` measured on this machine where that may still pay,
@@ -212,7 +212,7 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
         Function name -> "eager" (FUSEDCKPT_DISABLE is set), "triton", "interpreter" or "aten".
 
     Raises:
-        TypeError, ValueError: no device, or no dtype that the functions take.
+        TypeError, ValueError: `device` is not a device, or the functions do not take `dtype`.
     """
     arguments.device("paths", device)
     arguments.dtype("paths", dtype)
@@ -228,12 +228,12 @@ _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled"
 
 
 def settled(options: Any, *tensors: Any) -> tuple[Any, Phase | None]:
-    """Return what a call comes down to, None where its eager twin is to run, and its phase.
+    """Return the decision for a call, None where its eager reference must run, and its phase.
 
-    `options` is a record, of a class for each kind of call: `name`, for errors; `names` of the
-    tensors, those that may be None ending in "?"; `is_module`, as modules run as eager does on
-    tensors that ours cannot take; `chosen(level of saving)`, which refuses options that there are
-    not; and `settle(around, *metas)`, which checks all else and returns what is remembered.
+    `options` is a record, of one class per kind of call, with `name`, for errors; `names` of the
+    tensors, those that may be None ending in "?"; `is_module`, as modules run in eager on tensors
+    that functions refuse; `chosen(level of saving)`, which checks the options; and `settle(around,
+    *metas)`, which checks the tensors and returns the decision.
     """
     if is_recorded(tensors[0]):
         return None, None
@@ -269,7 +269,7 @@ def settled(options: Any, *tensors: Any) -> tuple[Any, Phase | None]:
     try:
         return _remembered(around, tuple(metas), type(options), *options), phase
     except TypeError:
-        # what cannot be hashed is no option, which is told by name
+        # an option that cannot be hashed is invalid: settling it anew raises
         pass
     return _settled_anew(options, tensors), phase
 
@@ -280,7 +280,7 @@ def _remembered(found: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *opti
     x, *others = [None if meta is None else Meta(*meta) for meta in metas]
     around = Around(*found)
     if x is not None and x.device.type == "meta":
-        # whose ops are looked at alone
+        # only its ops matter
         around = around._replace(direct=False)
     return kind(*options).settle(around, x, *others)
 
@@ -295,7 +295,9 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
         autocast,
         levels.override.level,
         levels.override.chunks,
-        DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0,
+        twin=DISABLED
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0,
         direct=False,
         choices=(),
     )
@@ -304,7 +306,7 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
 
 
 def _takes(options: Any, tensors: tuple[Any, ...]) -> bool:
-    """Whether ours can take a call's tensors; a function refuses by name what no twin takes."""
+    """Whether the kernels take a call's tensors; raise for those that eager refuses too."""
     name, plain = options.name, True
     if (options.is_module and not are_plain(*tensors)) or any(is_adapted(t) for t in tensors):
         return False
@@ -321,9 +323,9 @@ _PARTED = ("DTensor", "NestedTensor")
 
 
 def takes(name: str, key: str, value: Any) -> bool:
-    """Whether ours can take a tensor; refuse what no twin takes either.
+    """Whether the kernels take a tensor; raise for one that eager refuses too.
 
-    Nothing but ops of its own is asked about a tensor of a class that has such.
+    The attributes of other tensor subclasses are not read.
     """
     if not isinstance(value, Tensor):
         arguments.wrong_type(name, key, "a tensor", value)
@@ -332,7 +334,7 @@ def takes(name: str, key: str, value: Any) -> bool:
         if kind in _PARTED:
             raise TypeError(
                 f"{name}: {key} must be a dense tensor, got a {kind}: pass its local tensor, or "
-                "call a module, which then runs as eager does"
+                "call the module, which then runs in eager"
             )
         return False
     if value.layout != torch.strided or value.is_nested:

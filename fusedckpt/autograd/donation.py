@@ -1,8 +1,7 @@
-"""Backward writes over GEMM outputs that its layer saved, where it is their last reader.
+"""Backward overwrites GEMM outputs that its layer saved, if it is their last reader.
 
-As with torch.compile's donated buffers, that is not where the graph is retained, where hooks may
-have handed out tensors that are someone else's too, or where a batch of gradients is computed in
-one backward.
+As with torch.compile's donated buffers, not if the graph is retained, if saved-tensor hooks may
+have returned shared tensors, or if gradients are batched.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ def run(
     args: Sequence[Any],
     settled: Any,
 ) -> Any:
-    """Call the first op on `args`, or the second, which writes over the extras among them.
+    """Call the first op on `args`, or the second, which overwrites the extras among them.
 
-    Who reads those all the same, as a backward that is repeated after it failed does, or one in
-    another thread, gets an error: their version tells. `settled`: what the implementation takes
-    besides, None where something traces or watches the op.
+    A later reader, such as a backward repeated after a failure or in another thread, raises by
+    their version. `settled`: a further argument of the implementation, None if the op is traced or
+    watched.
     """
     is_ours = ctx.owns_extras and not torch.compiler.is_compiling()
     owned = [t for t in extras if t is not None] if is_ours else []
-    spends = len(owned) > 0 and _is_last_read(args[0])
-    if spends:
+    donates = len(owned) > 0 and _is_last_read(args[0])
+    if donates:
         # before a byte is written: autograd then refuses to hand them out again
         torch.autograd.graph.increment_version(owned)
     # torch 2.11's compiler takes no bool for an index
-    op = ops[1] if spends else ops[0]
+    op = ops[1] if donates else ops[0]
     found = op.overload(*args) if settled is None else op.direct(*args, settled)
     for extra in owned:
         # after the last read, and for whoever got it through hooks, where autograd does not look
-        if extra._version != spends:
+        if extra._version != donates:
             raise RuntimeError(
-                "fusedckpt: another backward wrote over what this layer kept: to run backward "
+                "fusedckpt: an earlier backward overwrote what this layer saved: to run backward "
                 "through a layer more than once, pass retain_graph=True to each but the last"
             )
     return found

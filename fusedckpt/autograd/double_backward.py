@@ -1,4 +1,4 @@
-"""Gradients of gradients: run the differentiable eager twin inside backward."""
+"""Gradients of gradients: run the differentiable eager reference inside backward."""
 
 from __future__ import annotations
 

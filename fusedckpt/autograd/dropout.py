@@ -35,4 +35,4 @@ def dropout(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Ten
         return torch.nn.functional.dropout(x, p)
     rows = as_matrix(x)
     kernel = "aten" if x.numel() == 0 else dispatch.path_of(x.device, x.dtype)
-    return kernels.dropout(rows, p, seed, first_row, kernel).view(x.shape)
+    return kernels.dropout(rows, p, seed, first_row, kernel=kernel).view(x.shape)

@@ -1,7 +1,7 @@
-"""Why a module ran as its class would without us: noted where it happens, told by reports.
+"""Why a swapped module ran the forward of its own class: noted per call, for reports.
 
-A call that is computed by ours notes nothing. A note is a constant that is written and never read
-in a call, so that torch.compile has nothing to guard; words are made of it where it is read.
+Fused calls note nothing. A note is a constant that a call writes and never reads, so that
+torch.compile needs no guard; reports turn it into words.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
 
-# where a module keeps the note of its last such call that wanted gradients
+# attribute of a module with the note of its last such call with gradients
 NOTE = "_fusedckpt_fallback"
 
-# what was in the way, and which child, attribute, class or dtype that is about
+# the reason, and the child, attribute, class or dtype it is about
 Fallback = tuple[str, Any]
 
 
 def note(module: nn.Module, fallback: Fallback) -> None:
-    """Remember why a call was not computed by ours; without gradients that costs no memory."""
+    """Note why a call did not run fused; calls without gradients save nothing and are not noted."""
     if torch.is_grad_enabled() and not dispatch.is_recorded(None):
         module.__dict__[NOTE] = fallback
 
@@ -32,7 +32,7 @@ def taken(module: nn.Module) -> Fallback | None:
 
 
 def unplain(x: Any, **weights: Any) -> Fallback:
-    """Say which of a call's tensors, not all of them plain, only ops of its own class can take."""
+    """Return which of a call's tensors is a subclass that only its own ops support."""
     for name, weight in weights.items():
         if not dispatch.are_plain(weight):
             return "weight", name

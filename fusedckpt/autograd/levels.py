@@ -27,19 +27,19 @@ override = _Override()
 
 @contextmanager
 def saving(level: str) -> Iterator[None]:
-    """Override what every fused layer called inside keeps for backward.
+    """Override what every fused layer called inside saves for backward.
 
     Args:
         level: "inputs" (only the inputs; activations and GEMMs are recomputed), "gate" (gated MLP:
             the gate's GEMM output too; other layers take it as "inputs"), or "preact" (GEMM outputs
             too; only elementwise work is recomputed).
 
-    A level given to the call itself wins over this one, and this one over a module's own. It acts
-    on forward passes only: backward uses what was kept. Applies to the current thread.
+    A level passed to a call wins over this one, and this one over a module's own. It affects
+    forward passes of the current thread only: backward uses what was saved.
 
     Raises:
-        ValueError: `level` is none of these.
-        TypeError: `level` is no string.
+        ValueError: `level` is another string.
+        TypeError: `level` is not a string.
     """
     arguments.choice("saving", "level", level, LEVELS)
     before, override.level = override.level, level

@@ -18,10 +18,10 @@ class LoRA(NamedTuple):
 
         F.linear(x, weight, bias) + scale * F.linear(F.linear(F.dropout(x, dropout), A), B)
 
-    weight: [N, K], dense or quantised, frozen or not; or another LoRA, whose adapter is then added
-    too. A: [r, K]; B: [N, r]; scale: a number, peft's `scaling`; dropout: the probability at which
-    the adapter's input is dropped, 0 where the model does not train. A and B may be of another
-    dtype than weight: x is cast to it, and the sum back, as peft does.
+    weight: [N, K], dense or quantised, frozen or not; or another LoRA, whose adapter is added too.
+    A: [r, K]; B: [N, r]; scale: a number, peft's `scaling`; dropout: the dropout probability of the
+    adapter's input, 0 in eval. A and B may have another dtype than weight: x is cast to it, and the
+    sum is cast back, as peft does.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685; over
     quantised weights Dettmers et al., "QLoRA", arXiv 2305.14314.

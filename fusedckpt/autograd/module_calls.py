@@ -1,12 +1,12 @@
-"""Module calls of one thread seen from outside, and buffers put back after those of a recompute.
+"""Observes module calls of one thread, and restores buffers after those of a recompute.
 
-A recompute calls modules a second time. What they write into their own buffers, as BatchNorm does,
-is put back right after each call: the forward's own update is the one that stays.
+A recompute calls modules a second time. Their updates of their own buffers, as in BatchNorm, are
+undone right after each call, so that only the forward's update remains.
 
-Calls are seen by standing in for `nn.Module._compiled_call_impl`, which every call reads: from the
-first recompute on, for good, as Python forgets what it knows of all modules' classes whenever
-nn.Module changes (20 us). Hooks would change what other code sees: Dynamo traces them, and fused
-layers step aside for them. Setting `nn.Module.__call__` takes 50 us, as all subclasses follow.
+It replaces `nn.Module._compiled_call_impl`, which every call reads, at the first recompute and for
+good, as changing nn.Module invalidates Python's type caches (20 us; 50 us for
+`nn.Module.__call__`). Hooks would be visible to other code: Dynamo traces them, and fused layers
+fall back for them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def observed(observer: Observer | None) -> Iterator[None]:
 
 
 class PutsBackBuffers:
-    """Undoes what the calls of modules do to their buffers, each after its end."""
+    """Restores the buffers of modules after each of their calls."""
 
     def sees(self, module: nn.Module) -> bool:
         """Those of modules with buffers, and of what runs other modules unseen."""
@@ -153,9 +153,9 @@ def recomputed(fn: Any, observer: PutsBackBuffers) -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether the code that asks runs in the recompute of a checkpoint, ours or torch's.
+    """Whether a checkpoint, ours or torch's, is recomputing at the moment.
 
-    For forward hooks and counters that are to act once per step.
+    For forward hooks and counters that should act once per step.
     """
     if _local.recomputes:
         return True
@@ -187,7 +187,7 @@ def _put_back(copied: Iterable[tuple[dict[str, Any], str, Any, Tensor | None]]) 
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """Hide from selective checkpointing, which counts the operations of forward and recompute."""
+    """Hide ops from selective checkpointing, which counts those of forward and recompute."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 

@@ -14,7 +14,7 @@ __all__ = ["NormSpec"]
 
 
 class NormSpec(NamedTuple):
-    """A norm over the last dimension of what a block reads.
+    """The norm of a block, over the last dimension of its input.
 
     kind: "rms" or "layer"; weight, bias: [D] or None (bias: layer only); eps: None means the
     default of F.rms_norm, or 1e-5 for layer; offset, cast: as in `functional.rms_norm`.

@@ -30,9 +30,9 @@ Dequantise = Callable[[Any], Tensor]
 class QuantisedWeight(NamedTuple):
     """A frozen weight [N, K] that is dense only while a GEMM reads it.
 
-    shape, dtype, device: as the dense weight would have them; dense: called with a slice of the
-    rows, or None for all, returns these as a dense tensor, of any floating dtype; is_sliceable:
-    whether it can be called with a slice.
+    shape, dtype, device: those of the dense weight; dense: called with a slice of rows, or None for
+    all, returns them as a dense tensor of any floating dtype; is_sliceable: whether it accepts a
+    slice.
     """
 
     shape: torch.Size
@@ -42,9 +42,9 @@ class QuantisedWeight(NamedTuple):
     is_sliceable: bool = False
 
     def pieces(self, dtype: torch.dtype) -> Iterator[slice | None]:
-        """Cut the rows into dense pieces of PIECE_BYTES, or the most there may be, if they can be.
+        """Cut the rows into slices of about PIECE_BYTES when dense, if they can be cut.
 
-        None stands for all.
+        None means all rows.
         """
         n, k = self.shape
         step = max(1, PIECE_BYTES // max(1, k * dtype.itemsize), -(-n // MOST_PIECES))
@@ -72,19 +72,19 @@ _registered: dict[type, tuple[Dequantise, bool]] = {}
 def register_quantised(
     kind: type[Tensor], dequantise: Dequantise, *, is_sliceable: bool = False
 ) -> None:
-    """Let fused layers take weights of a tensor class, dequantised where they are used.
+    """Let fused layers take weights of a tensor class, and dequantise them where they are used.
 
     Args:
         kind: the class, whose shape, dtype and device are those of the dense weight.
         dequantise: called with a weight, returns it as a dense tensor.
-        is_sliceable: whether `weight[start:stop]` is a weight of the class too, some of the rows;
-            then large weights are dequantised piece by piece.
+        is_sliceable: whether `weight[start:stop]` is a weight of the class with those rows; then
+            large weights are dequantised in pieces.
 
     F.linear of such a weight must equal F.linear of the dense one. torchao's weight-only classes of
     8 bits, NF4, and bitsandbytes' 4-bit and 8-bit parameters need no registration.
 
     Raises:
-        TypeError: `kind` is no subclass of Tensor, or `dequantise` cannot be called.
+        TypeError: `kind` is not a subclass of Tensor, or `dequantise` is not callable.
     """
     if not (isinstance(kind, type) and issubclass(kind, Tensor)):
         arguments.wrong_type("register_quantised", "kind", "a subclass of Tensor", kind)
@@ -117,7 +117,9 @@ def quantised(weight: Any) -> QuantisedWeight | None:
 
     flatten: Any = getattr(weight, "__tensor_flatten__", lambda: ((), None))
     checked = _unless_changed(dense, weight, *(getattr(weight, part) for part in flatten()[0]))
-    return QuantisedWeight(weight.shape, weight.dtype, weight.device, checked, is_sliceable)
+    return QuantisedWeight(
+        weight.shape, weight.dtype, weight.device, checked, is_sliceable=is_sliceable
+    )
 
 
 # torchao's classes whose linear is that of what a method of theirs makes of them, unless `why_left`

@@ -28,7 +28,7 @@ class SavedTensor:
             self._output = _Keep.apply(self._anchor, tensor)
 
     def unpack(self) -> Tensor:
-        """Return the tensor; raise where it was written in place since."""
+        """Return the tensor; raise if it was modified in place since."""
         return self._output.grad_fn.saved_tensors[0]
 
 

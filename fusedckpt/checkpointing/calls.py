@@ -205,7 +205,15 @@ class Call:
     # at which fused layers compute in the recompute
     level = "preact"
 
-    def __init__(self, fn: Any, args: Any, kwargs: Any, options: Options, hold: Any = Argument):
+    def __init__(
+        self,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        options: Options,
+        hold: Any = Argument,
+        surroundings: Surroundings | None = None,
+    ):
         self.fn, self._names = fn, tuple(kwargs)
         self.held: list[Any] = []
         objects, inner = [], []
@@ -221,7 +229,7 @@ class Call:
                 inner += [x for x in inside if isinstance(x, Tensor)]
         # what containers keep, which are no Arguments
         self.inner = Versioned(*inner) if inner else None
-        self.surroundings = Surroundings(objects, *options[:2])
+        self.surroundings = surroundings or Surroundings(objects, *options[:2])
 
     def again(self, made: dict[Any, Any]) -> Any:
         """Call `fn` again; in `made` the calls of one recompute leave what they like for others."""

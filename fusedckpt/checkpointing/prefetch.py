@@ -21,35 +21,34 @@ __all__ = ["prefetch_recompute"]
 
 
 def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
-    """Recompute now what the backward of `outputs` will need first; that takes it from there.
+    """Recompute now the segments that the backward of `outputs` needs first.
 
         y = stage(x)                  # of checkpointed segments
         send(y)
         prefetch_recompute(y)         # while the gradient is on its way
         y.backward(receive())
 
-    For a stage of a pipeline, which else waits with nothing to do. What the last segment brings
-    back is held from here until the backward that takes it ends, or the graph dies; that backward
-    does not recompute it. Gradients are the same, bit for bit, and so are all recomputes together:
-    random numbers, autocast, buffers, and what raises where an argument or a parameter was written
-    in place, up to that backward, are those of any recompute. A fused layer that ends a segment
-    makes its GEMM outputs in its own backward, as ever.
+    For a stage of a pipeline that waits for its gradient. The recomputed tensors are held until the
+    backward that uses them ends, or the graph is freed; that backward does not recompute them.
+    Gradients are the same, bit for bit. RNG state, autocast, buffers and the checks for arguments
+    and parameters modified in place are those of any recompute. A fused layer that ends a segment
+    still recomputes its GEMM outputs in its own backward.
 
-    Does nothing where no segment is found: for tensors without a graph, for outputs of a compiled
-    function, under torch.compile, and inside a recompute. Checkpoints within a checkpoint are not
-    looked for. On a GPU, call it on the stream of the forward; of a module that `fully_shard`
-    shards, gather the parameters before, by its `unshard()`.
+    Does nothing where no segment is found: for tensors without a graph, outputs of a compiled
+    function, under torch.compile, and inside a recompute. Nested checkpoints are not prefetched. On
+    a GPU, call it on the stream of the forward. For a module sharded by `fully_shard`, call
+    `unshard()` first.
 
     Args:
-        outputs: a tensor that checkpoints of this library led to, or any nesting of tensors.
-        segments: how many to recompute, in the order in which the backward needs them. All are held
-            at once.
+        outputs: a tensor computed through this library's checkpoints, or any nesting of tensors.
+        segments: how many to recompute, in the order in which backward needs them. All are held at
+            once.
 
     Returns:
-        How many are recomputed now, those of an earlier call that are still held among them.
+        How many are held now, including those of earlier calls.
 
     Raises:
-        TypeError: `segments` is no int.
+        TypeError: `segments` is not an int.
         ValueError: it is below 1.
         What the recompute raises.
 

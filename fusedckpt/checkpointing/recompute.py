@@ -103,8 +103,9 @@ class Recompute(Phase):
                 # what the recompute itself wrote is accepted
                 if (owner := leaf()) is not None:
                     packed.version = owner._version
-            # this lives until the end of the backward, the segment's arguments do not
+            # this lives until the end of the backward, arguments and what ran inside do not
             del self._segment, self._leaves
+            self.running = Phase.running
         self._check(segment, run)
 
     def _run_calls(self, run: Run | None) -> None:

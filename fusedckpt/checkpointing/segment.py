@@ -203,47 +203,49 @@ def checkpoint(
     preserve_python_rng: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return function(*args, **kwargs), keeping its arguments and running it again in backward.
+    """Return function(*args, **kwargs), saving its arguments and running it again in backward.
 
-    What runs under torch.utils.checkpoint.checkpoint(..., use_reentrant=False) runs under this with
-    the same result, and arguments of that name mean the same. What differs:
+    A drop-in for torch.utils.checkpoint.checkpoint(..., use_reentrant=False), with its results and
+    the same arguments. What differs:
 
-    - Fused layers, whatever their level, keep nothing in the forward, and in the recompute all that
-      spares their backward a GEMM; a recompute that ends in one ends before it computes anything.
-    - A recompute runs only where backward needs a tensor that it brings back, and all that it made
-      is dropped at the end of that backward. Saved tensors may be read twice.
-    - Random number generators are restored on every device of the tensors in args and kwargs, and
-      any torch.Generator there.
-    - Buffers of a module that is called in the recompute are put back after its call, so that
-      BatchNorm updates once.
-    - A tensor argument, or a parameter that autograd saved, that was written in place between
-      forward and backward raises, as it does without a checkpoint.
+    - Fused layers at any level save nothing in the forward, and their GEMM outputs in the
+      recompute, so that backward recomputes no GEMM. A fused layer that ends the segment is not
+      recomputed.
+    - A recompute runs only if backward needs a recomputed tensor, and its tensors are freed at the
+      end of that backward. Saved tensors may be read twice.
+    - The RNG state is restored on every device of the tensors in args and kwargs, and of any
+      torch.Generator among them.
+    - Buffers of modules are restored after their call in the recompute, so that BatchNorm updates
+      once.
+    - Backward raises if a tensor argument, or a parameter that autograd saved, was modified in
+      place since the forward, as it does without a checkpoint.
 
     Args:
         function: a function or module that computes the same each time it is called.
-        args, kwargs: its arguments, the same objects each time. What else it reaches is neither
-            looked at nor brought back.
+        args, kwargs: its arguments, the same objects each time. Other state that it reads is
+            neither checked nor restored.
         use_reentrant: False or None; True is torch's other implementation.
         context_fn: returns two context managers, for the forward and for the recompute, such as
             torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
         determinism_check: "default" compares shape, dtype and device of recomputed tensors with the
-            forward's, "none" nothing.
+            forward's; "none" compares nothing.
         debug: keep a copy of what every module in `function` returns, run the recompute to its end,
-            and raise where it differs in any bit, naming the first module that does, with the
-            operations of both runs.
+            and raise if any bit differs, with the name of the first such module and the operations
+            of both runs.
         early_stop: end the recompute with the last tensor that backward needs.
         preserve_rng_state: give the recompute the random numbers of the forward.
         preserve_python_rng: and those of `random` and `numpy.random`.
 
-    torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. This is
-    torch's own operator under torch.compile, a plain call under no_grad, torch.func and forward AD.
+    torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. Under
+    torch.compile this is torch's own checkpoint; under no_grad, torch.func and forward-mode AD a
+    plain call.
 
     Raises:
         ValueError: use_reentrant is True, determinism_check is unknown, or debug comes with a
             context_fn.
-        TypeError: `function` cannot be called.
-        torch.utils.checkpoint.CheckpointError: in backward: `function` did something else.
-        RuntimeError: in backward: an argument or a parameter was written in place.
+        TypeError: `function` is not callable.
+        torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward.
+        RuntimeError: in backward: an argument or a parameter was modified in place.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """

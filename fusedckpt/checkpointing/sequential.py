@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fusedckpt.checkpointing import starts
 from fusedckpt.checkpointing.segment import OPTIONS, checkpoint
@@ -21,28 +26,27 @@ def checkpoint_sequential(
 ) -> Any:
     """Return the functions applied one after the other to `input`, checkpointed in segments.
 
-    Unlike torch.utils.checkpoint's, every segment is checkpointed, the last one too, and lengths
-    differ by one at most.
+    Unlike in torch.utils.checkpoint's, the last segment is checkpointed too, and lengths differ by
+    one at most.
 
     Args:
-        functions: an nn.Sequential or callables; each is called with what the one before returned.
-        segments: how many; or the indices of the functions that start one, but for the first; or
-            "sqrt", "recursive"; or the Plan of an nn.Sequential of these functions.
-        input: of the first function: a tensor, or any nesting of tensors.
+        functions: an nn.Sequential or callables; each gets the result of the one before.
+        segments: their number; or the indices of the functions that start one, without 0; or "sqrt"
+            or "recursive"; or the Plan of an nn.Sequential of these functions.
+        input: the input of the first function: a tensor, or any nesting of tensors.
         use_reentrant, options: those of `checkpoint`.
 
-    "sqrt" makes what is handed on between segments and what the largest of them keeps in its
-    backward the fewest bytes together: about sqrt(n) segments of n functions that are alike.
-    "recursive" checkpoints the first half, the first half of the rest and so on, and the same
-    within each: it keeps log2(n) inputs and runs a function log2(n) / 2 times more. Neither starts
-    at a function that writes its input in place. The first call for the same functions in the same
-    training modes runs them once more to measure this, one by one, with their hooks; random states,
-    and modules that have buffers, are then as before.
+    "sqrt" minimises the bytes of all segments' inputs and of the tensors saved by the largest
+    segment in its backward: about sqrt(n) segments of n equal functions. "recursive" checkpoints
+    the first half, the first half of the rest and so on, and the same within each: it saves log2(n)
+    inputs and runs a function log2(n) / 2 times more. No segment starts at a function that modifies
+    its input in place. The first call for the same functions and training modes runs each of them
+    once more, with its hooks, to measure this; RNG states and buffers are restored.
 
     Raises:
-        ValueError: segments are none of these, an option is none of `checkpoint`'s, or
-            `use_reentrant` is True.
-        TypeError: one of the functions cannot be called.
+        ValueError: `segments` is invalid, `checkpoint` has no such option, or `use_reentrant` is
+            True.
+        TypeError: one of the functions is not callable.
     """
     functions = list(functions)
     if others := [function for function in functions if not callable(function)]:
@@ -52,19 +56,52 @@ def checkpoint_sequential(
     if unknown := {*options} - OPTIONS:
         names = ", ".join(sorted(unknown))
         raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")
-    spans = _spans(functions, segments, input)
-    # a plan's MLPs are cut into chunks
-    parts: list[Any] = getattr(segments, "cut", list)(functions)
-    if isinstance(segments, str) and segments == "recursive":
-        # with nothing after it the last one is checkpointed, too
-        return _halves([*(parts[a:b] for a, b, _ in spans), []], input, options)
-    for start, stop, context in spans:
-        if context is None:
-            input = checkpoint(_chain, parts[start:stop], input, **options)
+    parts, spans = _spans(functions, segments, input)
+    return _run(parts, spans, options, input)
+
+
+# functions from start to stop, counted within the span around, as a segment: None, or a list of
+# spans where segments are nested in it; or the context in which they run, as no segment
+Span: TypeAlias = tuple[int, int, Any]
+
+
+def halves(count: int, is_inside: bool = False) -> list[Span]:
+    """Return as segments the first half, the first half of the rest and so on, halved likewise.
+
+    Inside a segment the last one runs as it is: its backward comes next. At the top it is a segment
+    of its own: code that keeps something, too, comes next.
+    """
+    spans: list[Span] = []
+    start = 0
+    while (half := (count - start + (not is_inside)) // 2) > 0:
+        spans.append((start, start + half, halves(half, True) if half > 1 else None))
+        start += half
+    return [*spans, (start, count, nullcontext())] if is_inside else spans
+
+
+def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], input: Any) -> Any:
+    for start, stop, within in spans:
+        if within is None or isinstance(within, list):
+            # a segment around drops tensors that are arguments, not those in containers
+            is_tensor = isinstance(input, Tensor)
+            leaves, spec = ([input], None) if is_tensor else pytree.tree_flatten(input)
+            run = _run_again, parts[start:stop], within, options, spec
+            input = checkpoint(*run, *leaves, **options)
         else:
-            with context:
+            with within:
                 input = _chain(parts[start:stop], input)
     return input
+
+
+def _run_again(
+    parts: Sequence[Any],
+    spans: Sequence[Span] | None,
+    options: dict[str, Any],
+    spec: pytree.TreeSpec | None,
+    *leaves: Any,
+) -> Any:
+    input = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+    return _chain(parts, input) if spans is None else _run(parts, spans, options, input)
 
 
 def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
@@ -73,22 +110,19 @@ def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
     return input
 
 
-def _halves(parts: list[list[Any]], input: Any, options: dict[str, Any]) -> Any:
-    while len(parts) > 1:
-        half = len(parts) // 2
-        input = checkpoint(_halves, parts[:half], input, options, **options)
-        parts = parts[half:]
-    return _chain(parts[0], input)
-
-
-def _spans(functions: list[Any], segments: Any, input: Any) -> list[tuple[int, int, Any]]:
-    """Return stretches of functions as (start, stop, context), context None for a segment."""
+def _spans(functions: list[Any], segments: Any, input: Any) -> tuple[list[Any], list[Span]]:
+    """Return what is called one after the other, and the spans of that."""
     count = len(functions)
     if hasattr(segments, "spans"):
-        return segments.spans(count)
+        # MLPs are cut into chunks
+        return segments.cut(functions), segments.spans(count)
     rule = starts.RULES.get(segments) if isinstance(segments, str) else None
     if rule is None:
         first = starts.given_starts(segments, count)
     else:
         first = starts.measured_starts(rule, functions, input)
-    return [(a, b, None) for a, b in pairwise([*first, count])]
+    stretches = list(pairwise([*first, count]))
+    if rule is starts.possible_starts:
+        parts = [partial(_chain, functions[a:b]) for a, b in stretches]
+        return parts, halves(len(parts))
+    return functions, [(a, b, None) for a, b in stretches]

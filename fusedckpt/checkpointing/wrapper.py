@@ -1,4 +1,4 @@
-"""A module that checkpoints the forward of another, which it holds and leaves as it is."""
+"""A module that checkpoints the forward of another module, which it wraps unchanged."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ _NAME = "_checkpoint_wrapped_module"
 
 
 class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
-    """A module whose forward is that of the given one, checkpointed.
+    """A module that checkpoints the forward of the module it wraps.
 
         model.block = Checkpoint(model.block)
 
-    The given module is not changed, and is `block._checkpoint_wrapped_module`, as in torch's
+    The wrapped module is unchanged, and is `block._checkpoint_wrapped_module`, as in torch's
     `checkpoint_wrapper`, whose base class this has. Names in state_dict, named_parameters,
-    named_buffers and named_modules are those without the wrapper; attributes, length, items and
-    iteration are the module's; so is what is set, where the module has the attribute.
+    named_buffers and named_modules are those without the wrapper. Attributes, length, items and
+    iteration are the module's; setting an attribute that the module has sets the module's.
 
-    isinstance(block, Block) is False, as type(block) is Checkpoint; named_children, and tools that
-    take parameters out of a module, such as pruning, need the module itself. Hooks of the wrapper
-    run outside of the checkpoint, once per step; those of the module and its children run in the
-    recompute too, see `is_recomputing`.
+    isinstance(block, Block) is False, as type(block) is Checkpoint. named_children, and tools that
+    replace parameters of a module, such as pruning, need the wrapped module itself. Hooks of the
+    wrapper run outside of the checkpoint, once per step; those of the module and its children run
+    in the recompute too, see `is_recomputing`.
 
     Args:
-        module: any module. Of a Checkpoint it takes the module, not its options and hooks.
-        options: those of `checkpoint`. Where the module's forward has arguments of the same names,
-            calls pass theirs to it.
+        module: any module. Of another Checkpoint only the wrapped module is taken, without its
+            options and hooks.
+        options: those of `checkpoint`. Keyword arguments of a call go to the module's forward, also
+            those with the name of an option.
 
     Raises:
-        TypeError: `module` is no nn.Module, or an option is none of `checkpoint`'s.
-        ImportError: this torch was built without torch.distributed, where the base class is.
+        TypeError: `module` is not an nn.Module, or `checkpoint` has no such option.
+        ImportError: this torch was built without torch.distributed, which has the base class.
     """
 
     def __init__(self, module: nn.Module, **options: Any):
         if ActivationWrapper is nn.Module:
-            raise ImportError("Checkpoint: needs a torch with torch.distributed; `checkpoint` not")
+            raise ImportError("Checkpoint: needs torch.distributed, which this torch lacks")
         if not isinstance(module, nn.Module):
             raise TypeError(f"Checkpoint: expected an nn.Module, got {type(module).__name__}")
         if unknown := {*options} - OPTIONS:
@@ -58,7 +59,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
         self.training, self._checkpoint_options = module.training, options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns, keeping its arguments alone."""
+        """Return what the module returns, saving only its arguments."""
         module, options = self._checkpoint_wrapped_module, self._checkpoint_options
         taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & {*kwargs}}
         return checkpoint(partial(module, **taken) if taken else module, *args, **options, **kwargs)
@@ -66,7 +67,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module], None, None]:
-        """Yield as nn.Module does, with the names that the modules have without the wrapper."""
+        """Yield what nn.Module yields, under the names without the wrapper."""
         for name, module in nn.Module.named_modules(self, memo, prefix, remove_duplicate):
             yield ".".join(part for part in name.split(".") if part != _NAME), module
 

@@ -116,7 +116,7 @@ def adapted(layer: nn.Module, weight: Any) -> Any:
     for name in () if lora.disable_adapters or lora.merged else _active(lora):
         a, b, dropout = (getattr(lora, part)[name] for part in _PARTS)
         rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        weight = LoRA(weight, a.weight, b.weight, float(lora.scaling[name]), rate)
+        weight = LoRA(weight, a.weight, b.weight, float(lora.scaling[name]), dropout=rate)
     return weight
 
 
@@ -145,7 +145,7 @@ def _odd(lora: Any, name: str) -> str | None:
         return "an adapter with a bias or with weights of another class"
     scale = lora.scaling[name]
     if not (isinstance(scale, Real) and math.isfinite(scale)):
-        return "an adapter whose scale is no finite number"
+        return "an adapter whose scale is not a finite number"
     return None if type(dropout) in (nn.Dropout, nn.Identity) else f"a {type(dropout).__name__}"
 
 

@@ -1,8 +1,7 @@
-"""The forwards that swapped modules get, and what they remember of the match.
+"""The forwards of swapped modules, and their record of the match.
 
-Such a module gets a subclass of its own class with our forward before the old one: isinstance
-checks, attributes and methods go on working, and whatever a call does that was not proven equal
-runs the old forward.
+A swapped module gets a subclass of its class that overrides forward: isinstance checks, attributes
+and methods keep working, and calls that were not proven equal run the old forward.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from fusedckpt.layers.norm import layer_norm, rms_norm
 class Swap:
     """One change of class, not yet made.
 
-    kind: "norm", "mlp" or "linear", as `fuse` switches them; change: what the report says of it;
-    features: the trailing shape of what the module reads; is_sized: whether the module computes the
-    same with smaller parameters, so that it is verified with such; parts: what the swapped module
-    remembers for reports, by the name below it.
+    kind: "norm", "mlp" or "linear", as in `fuse`'s arguments; change: its text in the report;
+    features: the trailing shape of the module's input; is_sized: whether the module computes the
+    same with smaller parameters, so that smaller ones are verified; parts: for reports, by the name
+    below the module.
     """
 
     kind: str
@@ -57,10 +56,10 @@ class Swap:
 class NormMatch(NamedTuple):
     """What a norm of some class computes: see `functional.rms_norm` and `layer_norm`.
 
-    weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: the
-    pairs of x's and the weight's dtype for which that was seen to hold, x's twice where there is no
-    weight; kind: "rms" or "layer"; bias: an attribute's name; casts_back: whether the result has
-    x's dtype whatever autocast does; held: what must still hold.
+    weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: pairs
+    of x's and the weight's dtype for which it was verified, x's twice without a weight; kind: "rms"
+    or "layer"; bias: an attribute's name; casts_back: whether the result has x's dtype even under
+    autocast; held: state that must not change.
     """
 
     weight: str | None
@@ -79,9 +78,9 @@ _FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__
 
 
 class Swapped(nn.Module):
-    """Forward of a swapped module: ours where it computes the same, else that of its class.
+    """Forward of a swapped module: fused if proven equal for this call, else that of its class.
 
-    Here alone it is decided; why ours does not run is noted for `FuseReport` and `report`.
+    Decided only here; why a call did not run fused is noted for `FuseReport` and `report`.
     """
 
     _fusedckpt_argument: str | None
@@ -96,7 +95,7 @@ class Swapped(nn.Module):
             cls._fusedckpt_argument = _first_argument(original)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute as ours does, or as the original class does."""
+        """Run the fused forward, or that of the original class."""
         x = args[0] if len(args) == 1 and not kwargs else self._by_keyword(args, kwargs)
         if not dispatch.is_recorded(x):
             y = self._fused(x) if isinstance(x, Tensor) else ("arguments", "")
@@ -106,18 +105,18 @@ class Swapped(nn.Module):
         return super().forward(*args, **kwargs)
 
     def _by_keyword(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the input where it alone is given, by its name; None for any other call."""
+        """Return the input if it is the only argument, passed by name; None for any other call."""
         alone = not args and len(kwargs) == 1
         name = self._fusedckpt_argument
         return kwargs.get(name) if alone and name is not None else None
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
-        """Return the result, or what is in the way of computing it so."""
+        """Return the result, or why this call cannot run fused."""
         raise NotImplementedError
 
 
 def _first_argument(original: type[nn.Module]) -> str | None:
-    """Return the name by which a forward's first argument can be given, None if it has none."""
+    """Return the name of a forward's first argument, None if it cannot be passed by name."""
     try:
         _, first, *_ = inspect.signature(original.forward).parameters.values()
     except (TypeError, ValueError):
@@ -126,7 +125,7 @@ def _first_argument(original: type[nn.Module]) -> str | None:
 
 
 class FusedNorm(Swapped):
-    """Forward of a norm of any class, keeping x alone where its rule is known to hold."""
+    """Forward of a norm of any class; saves only x for the verified dtypes."""
 
     _fusedckpt_match: NormMatch
 
@@ -160,7 +159,7 @@ class FusedNorm(Swapped):
         shape = x.shape[-1:] if weight is None else weight.shape
         eps = getattr(self, match.eps) if isinstance(match.eps, str) else match.eps
         if match.kind == "layer":
-            y = layer_norm(x, shape, weight, bias, eps)
+            y = layer_norm(x, shape, weight, bias, eps=eps)
         else:
             y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
         if match.casts_back and y.dtype != x.dtype:
@@ -175,7 +174,7 @@ class FusedNorm(Swapped):
 
 
 class FusedMLP(Swapped):
-    """Forward of an MLP of any class, keeping what its save level names."""
+    """Forward of an MLP of any class; saves what its level says."""
 
     _fusedckpt_match: MLPMatch
     save: str
@@ -234,7 +233,9 @@ def _gated_mlp(x: Tensor, options: _Options, block: Block, first: Linear, *rest:
         up, gate = gate.chunk(2)
         up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
     given: Any = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias, **drops}
-    return gated_mlp(x, gate, up, down, block.activation, **given, save=level, chunks=chunks)
+    return gated_mlp(
+        x, gate, up, down, activation=block.activation, **given, save=level, chunks=chunks
+    )
 
 
 def _linear_act(x: Tensor, options: _Options, block: Block, linear: Linear) -> Tensor:
@@ -250,11 +251,11 @@ _COMPUTE: dict[str, Callable[..., Tensor]] = {
 
 
 def of_chunks(chunks: int | None) -> list[str]:
-    """Return what reports say of the chunks of an MLP, nothing where they are its own choice."""
+    """Return what reports say about the chunks of an MLP; nothing if they are not set."""
     return [] if chunks is None else [f"{chunks} chunk{'s' * (chunks > 1)}"]
 
 
 def within(level: str, known: tuple[str, ...]) -> str:
-    """Return a level, "inputs" for one that a layer without a gate does not have."""
+    """Return a level, "inputs" for one that the layer does not have."""
     levels.check("fuse", level, levels.LEVELS)
     return level if level in known else "inputs"

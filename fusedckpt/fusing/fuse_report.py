@@ -25,14 +25,13 @@ _KINDS = ("norm", "mlp", "linear")
 class FuseReport:
     """What `fuse` did.
 
-    swapped: a module's name -> its change; already: the same of what was fused before; left: a name
-    -> the reason why it stays; kinds: the name of any of these -> "norm", "mlp" or "linear";
-    classes: the name of one that stays -> its class's; saved: the name of a fused module -> the
-    bytes that one token of training kept before and keeps now, its input among them, measured on
-    meta tensors at the module's own widths and dtype; not there for a module that cannot run on
-    those.
+    Each is a dict by module name. swapped: what it became; already: the same for modules fused
+    before; left: why it was not swapped; kinds: "norm", "mlp" or "linear"; classes: of modules
+    left, the class; saved: of fused modules, the bytes per token saved for backward before and now,
+    the input included, measured on meta tensors at the module's widths and dtype (missing where it
+    cannot run on them).
 
-    `fallbacks` tells which of them did not run fused since.
+    `fallbacks` tells which of them have not run fused since.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -45,10 +44,10 @@ class FuseReport:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Fused modules that ran as their class would, and why: the name -> the last reason.
+        """Fused modules that ran the forward of their own class: name -> the last reason.
 
-        Of calls with gradients since `fuse`, as without them nothing is kept; of a Sequential's
-        blocks, as they are now. Empty once the model is gone.
+        Counts calls with gradients since `fuse`; for blocks of a Sequential, their state now. Empty
+        once the model is gone.
         """
         model = self._model[0]() if self._model else None
         if model is None:
@@ -62,7 +61,7 @@ class FuseReport:
         return {name: reason for name, reason in now.items() if reason is not None}
 
     def watch(self, model: nn.Module) -> None:
-        """Remember whose modules these are, without holding them, and forget what they ran as."""
+        """Keep a weak reference to the model, and forget what ran in it before."""
         self._model[:] = [weakref.ref(model)]
         forget(model)
 
@@ -86,14 +85,14 @@ class FuseReport:
             self.saved[name] = part.saved
 
     def leave(self, name: str, kind: str, reason: str, what: str) -> None:
-        """Add a module that stays, and say why; `what` is its class."""
+        """Add a module that is not swapped, and why; `what` is its class."""
         self.left[name], self.kinds[name], self.classes[name] = reason, kind, what
 
     def __str__(self) -> str:
         before = f", {len(self.already)} fused before" if self.already else ""
         lines = [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
         if self.kinds:
-            lines.append("  kind    matched  swapped  left  bytes kept per token")
+            lines.append("  kind    matched  swapped  left  saved bytes per token")
             lines += [self._row(kind) for kind in _KINDS if kind in self.kinds.values()]
         for changes, when in ((self.swapped, ""), (self.already, " (before)")):
             by_kind = sorted(changes, key=lambda name: _KINDS.index(self.kinds[name]))
@@ -157,7 +156,9 @@ def reason_now(module: nn.Module, inner: str) -> str | None:
     # which blocks there are it finds anew in every call
     if inner in blocks_of(module, module.save):
         return None
-    return dict(left.apart(module)).get(inner, f"{inner} forms no block with what follows it now")
+    return dict(left.apart(module)).get(
+        inner, f"{inner} no longer forms a block with the layers after it"
+    )
 
 
 def forget(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""What of a module its forward depends on, beside parameters and input, and whether it still holds.
+"""State that a module's forward depends on, besides parameters and input, and checks that it still
+holds.
 
-A forward is proven for the state that it read: classes, numbers, flags and callables, its own and
-those of the modules below it. What was read is remembered by name, and compared in every call.
+A forward is proven equal for the state that it read: classes, numbers, flags and callables of the
+module and its children. That state is stored by name, and compared in every call.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _SIMPLE = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
-# the value of an attribute that is not there
+# the value of a missing attribute
 MISSING = "no value"
 
-# where a swapped module remembers what it was, as an `Original`
+# the attribute of a swapped module that has its `Original`
 MARK = "_fusedckpt_original"
 
 
 class Part(NamedTuple):
-    """What reports say of a swapped module, or of one block of a swapped Sequential.
+    """What reports say about a swapped module, or a block of a swapped Sequential.
 
-    saved: the bytes that one token of training kept before and keeps now, None if unknown.
+    saved: bytes saved per token before and now, None if unknown.
     """
 
     kind: str
@@ -89,7 +90,7 @@ class Held(NamedTuple):
 
 
 def is_simple(value: Any) -> bool:
-    """Whether a value is one that cannot change, and that is compared by what it is worth."""
+    """Whether a value is immutable, and compared by value."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_simple, value))
     return isinstance(value, _SIMPLE)
@@ -103,7 +104,7 @@ def is_function(value: Any) -> bool:
 
 
 def child_at(module: nn.Module, path: Path) -> nn.Module | None:
-    """Return the module that a path of names leads to, below adapters; None where there is none."""
+    """Return the module at a path of names, below adapters; None if there is none."""
     found: nn.Module | None = module
     for name in path:
         if found is None:
@@ -117,10 +118,10 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
 def broken(
     module: nn.Module, held: tuple[Held, ...], watched: Collection[Path] = ()
 ) -> tuple[str, str] | None:
-    """Return what no longer holds of a module, None if all does.
+    """Return what has changed in a module, None if nothing has.
 
-    "child", "hook" or "changed", and the name of what was replaced, is watched or has changed; the
-    children at the paths `watched` may be.
+    "child", "hook" or "changed", and the name of the child that was replaced or has hooks, or of
+    the changed attribute; children at the paths `watched` may have hooks.
     """
     for path, kind, children, reads in held:
         part = child_at(module, path)

@@ -51,7 +51,7 @@ def block_of(recording: Recording) -> Block | str:
         return f"after its last linear it computes {_ops(y)}"
     if rows.kind == "product":
         return "it has no activation between its linears"
-    return "its linears do not follow each other as those of an MLP do"
+    return "its linears are not called one after the other, as in an MLP"
 
 
 def _reads_x(node: Node) -> bool:
@@ -68,7 +68,7 @@ def _with_activation(h: Node, z: Node, last: list[Node]) -> Block | str:
 
 def _gated(h: Node, found: list[Node], products: list[Node], last: list[Node]) -> Block | str:
     if not last:
-        return "it ends with its gate: no linear comes after"
+        return "no linear follows its gate"
     for gate, up in (found, found[::-1]):
         name = _looked_up(h, gate, up)
         if name in (None, "identity"):
@@ -80,7 +80,7 @@ def _gated(h: Node, found: list[Node], products: list[Node], last: list[Node]) -
         if products[0] is products[1] and halves == [(0, half), (half, 2 * half)]:
             first = "gate" if gate.span == halves[0] else "up"
             return Block("gated_mlp", (_weight(products[0]), _weight(last[0])), name, first)
-        return "its gate and up are no halves of one weight, one after the other"
+        return "its gate and up are not consecutive halves of one weight"
     return f"{_ops(h)} {NONE}"
 
 
@@ -131,7 +131,7 @@ def _strange(y: Node) -> str | None:
             return "its forward reads a tensor that is neither its input nor a parameter"
         return f"its forward computes {', '.join(dict.fromkeys(map(_described, sources)))}"
     if any(node.kind != "product" and any(one.kind == "x" for one in node.of) for node in seen):
-        return "its forward uses its input beside its linears"
+        return "its forward uses its input outside its linears"
     return None
 
 

@@ -68,7 +68,7 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return found or _of_norm(module)
     beside = ", ".join(_beside(module))
     if beside:
-        return f"its linears and activation stand beside {beside}: no module computes them alone"
+        return f"its linears and activation are called together with {beside}, not alone"
     if found is not None:
         return (_of_activation(module) if found.endswith(NONE) else None) or found
     if any(module.get_parameter(name).dim() == 3 for name in _own(module)):
@@ -77,7 +77,7 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return "its forward takes more than one tensor"
     # too many, of any kind, or empty ones
     parts = [*linears, *(name for name, one in module._parameters.items() if one is not None)]
-    return f"its layers and parameters are not those of an MLP: {', '.join(parts)}"
+    return f"its layers and parameters do not form an MLP: {', '.join(parts)}"
 
 
 def _of_linears(linears: dict[str, nn.Module]) -> str | None:
@@ -91,7 +91,7 @@ def _of_linears(linears: dict[str, nn.Module]) -> str | None:
 def _of_norm(module: nn.Module) -> str:
     if isinstance(module, (_NormBase, nn.GroupNorm)):
         return "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
-    return f"{type(module).__name__} computes no norm of a known rule"
+    return f"{type(module).__name__} computes no known norm"
 
 
 def _of_activation(module: nn.Module) -> str | None:
@@ -115,7 +115,7 @@ def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
         if _is_activation(follower) or isinstance(follower, _MODULES):
             reason = reasons.of_linear(name, linear) or reasons.of_hooks(act, follower)
             if reason is None and between > index + 1:
-                reason = f"a dropout stands between it and {act}"
+                reason = f"there is a dropout between it and {act}"
             yield name, reason or f"{follower} {NONE}"
 
 

@@ -1,8 +1,8 @@
-"""Which module is an MLP, gated MLP or linear with its activation, and what it computes exactly.
+"""Recognise MLPs, gated MLPs and linears with an activation.
 
-Any module with one to four matrices may be one. Its forward is recorded, in several shapes and
-dtypes, in training and not; the recording says which linears there are, what stands between them
-and what else is read. No class and no attribute is known by its name.
+Any module with one to four matrices may be one. Its forward is recorded in several shapes and
+dtypes, in training and eval; the recordings show its linears, the ops between them and the state it
+reads. No names of classes or attributes are used.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str:
         "linear_act", (Weight(("base_layer", "weight"), bias, is_transposed),), "identity"
     )
     held = (Held(("base_layer",), type(base), 0, ()),)
-    return _swap(module, MLPMatch(block, held, (), None, _DTYPES), save, chunks)
+    return _swap(module, MLPMatch(block, held, (), None, dtypes=_DTYPES), save, chunks)
 
 
 def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> Swap:
@@ -79,13 +79,13 @@ def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> 
         f"{name} -> {block.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
         {"_fusedckpt_match": match, "save": save, "chunks": chunks},
-        (shape[0] if first.transposed else shape[1],),
+        features=(shape[0] if first.transposed else shape[1],),
         is_sized=True,
     )
 
 
 def _may_be(module: nn.Module) -> bool:
-    """Whether a module has as many parameters as a block, few layers, and reads one input."""
+    """Whether a module has a block's number of parameters, few layers, and one input."""
     layers = [*module.modules()]
     slots = [p for layer in layers[:_MODULES] for p in layer._parameters.values() if p is not None]
     if len(layers) > _MODULES or any(is_lazy(p) or 0 in p.shape for p in slots):
@@ -97,7 +97,7 @@ def _may_be(module: nn.Module) -> bool:
 
 
 def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether a child has all parameters and is a block itself: then it is the one to swap."""
+    """Whether a child has all parameters and is itself a block, to be swapped instead."""
     own = {id(p) for p in parent.parameters()}
     if own != {id(p) for p in child.parameters()} or not _may_be(child):
         return False
@@ -105,7 +105,7 @@ def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def _match(module: nn.Module) -> MLPMatch | str | None:
-    """Record a module; return its block and all that this depends on, or why it is none.
+    """Record a module; return its block and the state it depends on, or why it is not a block.
 
     None for one that does not look like a block either.
     """
@@ -160,13 +160,14 @@ def _with_dropouts(
                 dropped |= dict.fromkeys(places, path)
     inside = tuple(rate for rate in rates if rate[0] not in dropped.values())
     last, hidden = dropped.get("last"), dropped.get("hidden")
-    return MLPMatch(block, held_by(logs, rates), inside, last, dtypes, hidden)
+    return MLPMatch(block, held_by(logs, rates), inside, last, dtypes=dtypes, hidden=hidden)
 
 
 def _dropped_by(module: nn.Module, shape: tuple[int, ...], path: Path, block: Block) -> list[str]:
-    """Return what of a block a dropout drops, "hidden" for what its last linear reads, "last".
+    """Return what a dropout of a block applies to: "hidden", the last linear's input, or "last",
+    the result.
 
-    If it drops everything, these are times zeros; none if without them it is another block.
+    If it drops everything, that is multiplied by zeros. None if the block is then another one.
     """
     found = record(module, shape, training=True, dropping=path)
     y, places = found.y, []

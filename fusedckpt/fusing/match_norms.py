@@ -49,7 +49,7 @@ def norm_swap(module: nn.Module) -> Swap | str | None:
             return _of_torch(module, original, ours, attributes)
     swap = _of_any_class(module, kind)
     if swap is None and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
-        return f"{kind} is a subclass of torch's with a forward of its own"
+        return f"{kind} is a subclass of torch's with its own forward"
     return swap
 
 
@@ -58,11 +58,11 @@ def _of_torch(
 ) -> Swap | str:
     kind = type(module)
     if parametrize.is_parametrized(module):
-        return f"{kind.__name__}: a parametrization makes its weights"
+        return f"{kind.__name__}: its weights are parametrized"
     is_plain = kind is original
     change = f"{'nn.' if is_plain else ''}{kind.__name__} -> {ours.__name__}"
     to = ours if is_plain else subclass(ours, kind)
-    return Swap("norm", change, to, attributes, tuple(module.normalized_shape))
+    return Swap("norm", change, to, attributes, features=tuple(module.normalized_shape))
 
 
 def _of_any_class(module: nn.Module, kind: str) -> Swap | str | None:
@@ -82,23 +82,23 @@ def _of_any_class(module: nn.Module, kind: str) -> Swap | str | None:
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
     if stop is not None:
         return f"{kind}: {stop}" if eps is not None else None
-    candidates = _candidates(module, recordings, [*given], eps, width)
+    candidates = _candidates(module, recordings, [*given], eps, width=width)
     if candidates is None:
         return None
     match = _proven(_Draws(module, [*given], width), candidates)
     own = weights[0].dtype if weights else torch.float32
     if match is None:
         # without weights it need not be a norm at all
-        return f"{kind} is no RMSNorm of a known rule" if weights and eps is not None else None
+        return f"{kind} is not a known form of RMSNorm" if weights and eps is not None else None
     if (own, own) not in match.dtypes:
-        return f"{kind} is an RMSNorm of a known rule, but computes {own} otherwise"
+        return f"{kind} is a known form of RMSNorm, but not in {own}"
     # an epsilon is read in every call
     held = held_by([r.log for r in recordings], [((), str(match.eps))])
     rule = f"{match.cast} cast" + (f", offset {match.offset:g}" if match.offset else "")
     change = f"rms_norm ({rule})" if match.kind == "rms" else "layer_norm"
     attributes = {"_fusedckpt_match": match._replace(held=held)}
     to = subclass(FusedNorm, type(module))
-    return Swap("norm", f"{kind} -> {change}", to, attributes, (width,))
+    return Swap("norm", f"{kind} -> {change}", to, attributes, features=(width,))
 
 
 def _candidates(
@@ -115,7 +115,9 @@ def _candidates(
     calls_torch = code is not None and "rms_norm" in code.co_names
     rules = ((0.0, "torch"), *_RULES) if calls_torch else _RULES
     # without an epsilon the root is clamped, as F.normalize does
-    found = [NormMatch(name, eps or _LEAST**2 / width, offset, cast, ()) for offset, cast in rules]
+    found = [
+        NormMatch(name, eps or _LEAST**2 / width, offset, cast, dtypes=()) for offset, cast in rules
+    ]
     return [match for match in found if name is not None or not match.offset]
 
 
@@ -129,7 +131,7 @@ def _layer_norm(recording: Recording, width: int) -> NormMatch | None:
     if x.kind != "x" or list(shape) != [width] or not is_own:
         return None
     names = [None if one is None else one.path[0] for one in (weight, bias)]
-    return NormMatch(names[0], eps, 0.0, "torch", (), "layer", names[1])
+    return NormMatch(names[0], eps, 0.0, "torch", dtypes=(), kind="layer", bias=names[1])
 
 
 def _proven(draws: _Draws, candidates: list[NormMatch]) -> NormMatch | None:
@@ -185,7 +187,7 @@ class _Draws:
             try:
                 if match.kind == "rms":
                     return reference.rms_norm(x, shape, weight, eps, **options)
-                return reference.layer_norm(x, shape, weight, bias, eps)
+                return reference.layer_norm(x, shape, weight, bias, eps=eps)
             except RuntimeError:
                 return None
 

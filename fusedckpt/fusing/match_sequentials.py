@@ -30,6 +30,6 @@ def blocks_of(
         change = f"{' + '.join(parts)} -> {run.kind}"
         change += f" ({of_chunks(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
         features = (inside[place].in_features,)
-        swap = Swap(kind, change, Sequential, {"save": save, "chunks": chunks}, features)
+        swap = Swap(kind, change, Sequential, {"save": save, "chunks": chunks}, features=features)
         found[names[run.start + place]] = inside, swap
     return found

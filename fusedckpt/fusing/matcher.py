@@ -1,4 +1,4 @@
-"""What a module is swapped for: looked for and checked once for all modules that are alike."""
+"""Finds and verifies swaps, once for all equal modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Matcher:
-    """What modules are swapped for in one call of `fuse`."""
+    """The swaps of one call of `fuse`."""
 
     def __init__(self, save: str, chunks: int | None, verify: bool):
         self.save, self.chunks, self.verify = save, chunks, verify
@@ -51,7 +51,7 @@ class Matcher:
         return self._once((kind, adapters.described(module)), bare, find)
 
     def checked(self, module: nn.Module, swap: Swap) -> Swap | str:
-        """Return a swap with what a token of training keeps, or how it would change results."""
+        """Return a swap with the bytes saved per token, or how it would change results."""
         found = self._once(repr(swap), module, lambda: self._check(module, swap))
         assert found is not None
         return found
@@ -79,7 +79,7 @@ class Matcher:
 
 
 def _state(module: nn.Module) -> Hashable:
-    """Return all that a module is, values of tensors apart; objects that may change by identity."""
+    """Return a module's state without tensor values; mutable objects by identity."""
     tensors: dict[int, int] = {}
 
     def described(tensor: Any) -> Hashable:
@@ -115,7 +115,7 @@ def _of_adapters(module: nn.Module) -> str | None:
 
 
 def unfit(module: nn.Module, attributes: dict[str, Any], layers: list[Any]) -> str | None:
-    """Return why ours cannot stand for this module, None if it can."""
+    """Return why this module cannot be swapped, None if it can."""
     kind = type(module).__name__
     if "forward" in module.__dict__:
         return f"the forward of the {kind} was replaced"

@@ -1,4 +1,5 @@
-"""What a swapped MLP multiplies by in a call: its linears as they are now, or why ours cannot."""
+"""The weights of a swapped MLP in a call: its linears as they are now, or why it cannot run
+fused."""
 
 from __future__ import annotations
 
@@ -21,12 +22,11 @@ Linear = tuple[Any, Tensor | None]
 
 
 class MLPMatch(NamedTuple):
-    """What an MLP, gated MLP or linear with its activation of some class computes, and from what.
+    """How an MLP, gated MLP or linear with its activation computes, and from which parameters.
 
-    held: what must still hold; rates: paths and names of numbers that drop something inside while
-    training, as ours does not; last: the path of a child that drops from the result; dtypes: of the
-    weights, for which all that was seen to hold; hidden: the path of a child that drops from what
-    the last linear reads.
+    held: state that must not change; rates: paths and names of dropout rates that must be 0 in
+    training; last: the path of the dropout of the result; dtypes: of the weights, for which the
+    match was verified; hidden: the path of the dropout of the last linear's input.
     """
 
     block: Block
@@ -39,9 +39,9 @@ class MLPMatch(NamedTuple):
 
 
 def drops_of(module: nn.Module, match: MLPMatch) -> dict[str, Any]:
-    """Return the dropouts that a call of ours computes itself, from seeds.
+    """Return the dropouts that a fused call computes itself, from seeds.
 
-    None where the result alone is dropped: the child does that, and draws what it did before.
+    None if only the result has a dropout: then the child runs, and draws as before.
     """
     hidden, last = _rate(module, match.hidden), _rate(module, match.last)
     return {"dropout": hidden, "output_dropout": last} if hidden else {}
@@ -55,7 +55,7 @@ def _rate(module: nn.Module, path: Path | None) -> float:
 def tensors_of(
     module: nn.Module, match: MLPMatch, x: Tensor, layout: Layout | None
 ) -> list[Linear] | Fallback:
-    """Return the tensors of a block's linears, or what makes the call another than was matched."""
+    """Return the tensors of a block's linears, or why the call is not the matched one."""
     rates = match.rates
     if match.hidden is not None and (layout is not None or not module.training):
         # on shards a result is dropped after it is summed; and a module that is not in training may
@@ -74,7 +74,7 @@ def tensors_of(
     if layout is not None:
         given = parallel.shards_of(given, layout)
     for linear, (weight, bias) in zip(match.block.linears, given, strict=True):
-        obstacle = _obstacle(module, match, linear, (weight, bias), x)
+        obstacle = _obstacle(module, match, linear, (weight, bias), x=x)
         if obstacle is not None:
             return obstacle
         weight = weight.t() if linear.transposed else weight
@@ -83,10 +83,10 @@ def tensors_of(
 
 
 def layout_of(module: nn.Module, block: Block) -> Layout | None:
-    """Return how tensor parallel linears share out a block, None where they do not."""
+    """Return how tensor parallel linears shard a block, None if they do not."""
     if block.kind == "linear_act" or block.packed or any(one.transposed for one in block.linears):
         return None
-    # adapters are not spread
+    # adapters are not sharded
     if any(adapters.is_lora(_outermost(module, one)) for one in block.linears):
         return None
     return styles.layout_of(*(child_at(module, one.weight[:-1]) for one in block.linears))
@@ -95,7 +95,7 @@ def layout_of(module: nn.Module, block: Block) -> Layout | None:
 def _obstacle(
     module: nn.Module, match: MLPMatch, linear: Weight, given: tuple[Any, Any], x: Tensor
 ) -> Fallback | None:
-    """Return why ours cannot compute a linear of a block as it is now, None if it can."""
+    """Return why a linear of a block cannot run fused as it is now, None if it can."""
     for tensor, path in zip(given, linear[:2], strict=True):
         is_taken = dispatch.are_plain(tensor) or quantised(tensor) is not None
         # gone as a parametrization or sharding leaves it, or of another class

@@ -17,21 +17,23 @@ from fusedckpt.fusing import adapters
 from fusedckpt.layers import styles, validate
 
 _CALLS = {
-    "arguments": "called with other arguments than one tensor",
-    "child": "{} is another module than when it was fused",
+    "arguments": "called with arguments other than one tensor",
+    "child": "{} was replaced by another module since it was fused",
     "adapter": "{}: only peft's plain LoRA is fused",
     "packed": "{} packs up before gate, and is adapted or quantised",
-    "hook": "{}: a hook watches it, or its forward was replaced",
-    "weight": "{} is of a class with ops of its own",
-    "changed": "{} is not what it was when it was fused",
-    "dropout": "{} drops inside while training",
-    "input": "its input is a {}, which only its own class takes",
-    "layout": "its input or its output is not laid out over ranks by whole rows",
-    "dtype": "its input is {}, in which it was not proven equal or which its weights are not",
+    "hook": "{}: it has a hook, or its forward was replaced",
+    "weight": "{} is a tensor subclass with its own ops",
+    "changed": "{} has changed since it was fused",
+    "dropout": "{} applies dropout inside the block in training",
+    "input": "its input is a {}, which only its own forward takes",
+    "layout": "its input or output is not sharded by whole rows",
+    "dtype": "its input is {}, a dtype that was not proven equal, or not that of its weights",
 }
 
 # which others are fused
-_SHARDED = "only norms on whole rows and MLPs split by columns, then by rows, are fused, in eager"
+_SHARDED = (
+    "only norms on whole rows, and MLPs split by columns, then by rows, run fused, and not compiled"
+)
 
 
 def of_call(module: nn.Module, fallback: Fallback) -> str:
@@ -63,14 +65,14 @@ def of_class(name: str, child: nn.Module) -> str | None:
     if not isinstance(child, nn.Linear) and not is_transposed(child):
         return None
     if "parametrizations" in child._modules:
-        return f"{name}: a parametrization makes its weights"
+        return f"{name}: its weights are parametrized"
     for key, weight in child._parameters.items():
         reason = None if weight is None else of_weight(f"{name}.{key}", weight)
         if reason is not None:
             return reason
     is_own = kind.forward is not nn.Linear.forward and not adapters.is_dequantising(child)
     if isinstance(child, nn.Linear) and is_own:
-        return f"{name} is a {_name(kind)}, a linear with a forward of its own"
+        return f"{name} is a {_name(kind)}, a linear with its own forward"
     return None
 
 
@@ -93,7 +95,7 @@ def of_weight(name: str, weight: Any) -> str | None:
         return f"{name} is a DTensor: {_SHARDED}"
     if dispatch.is_plain(type(weight)):
         return f"{name} must be a dense tensor, got layout {weight.layout}"
-    return f"{name} is a {_name(type(weight))}: quantised weights and the like are not fused"
+    return f"{name} is a {_name(type(weight))}: such tensor subclasses are not fused"
 
 
 def of_layer(module: nn.Module) -> str | None:
@@ -109,7 +111,11 @@ def of_layer(module: nn.Module) -> str | None:
         takes = validate.dense(type(module).__name__, given)
     except (TypeError, ValueError) as error:
         return str(error)
-    return None if takes else f"{type(module).__name__}: only eager takes a parameter's class"
+    return (
+        None
+        if takes
+        else f"{type(module).__name__}: only eager takes tensors of its parameters' class"
+    )
 
 
 def of_storage(module: nn.Module) -> str | None:
@@ -127,11 +133,11 @@ def of_storage(module: nn.Module) -> str | None:
         return "its parameters are sharded by FSDP: fuse before sharding"
     given = [p for layer in layers for p in layer._parameters.values() if p is not None]
     if any(nn.parameter.is_lazy(parameter) for parameter in given):
-        return "its parameters have no shape yet: call the model once before"
+        return "its parameters are not initialised: call the model once before"
     if any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in given):
         return "its parameters are sharded by DeepSpeed: fuse before sharding"
     if any(_is_freed(parameter) for parameter in given):
-        return "the memory of its parameters is freed"
+        return "the storage of its parameters was freed"
     return None
 
 

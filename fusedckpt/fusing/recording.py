@@ -1,8 +1,7 @@
-"""Run a module's forward once on tensors without values, and write down what it computes.
+"""Run a module's forward once on meta tensors, and record what it computes.
 
-Ops are recorded as they reach ATen, whatever the Python code is: a graph of matrix products with
-parameters, parts of rows, ops on single elements, and others. Nothing is known by a name but the
-matrix products.
+Ops are recorded when they reach ATen, whatever the Python code: a graph of matmuls with parameters,
+slices of rows, elementwise ops, and others. Only matmuls are recognised by name.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero"
 _ROWS = ("x", "product", "part", "point")
 _COPIES = ("_unsafe_view", "clone")
 _AUTOCASTING = ("cpu", "cuda")
-# a node's op for a tensor that the forward did not make
+# the op of a tensor that the forward did not create
 _FOREIGN = "a tensor of its own"
 
 
 @dataclass(eq=False)
 class Node:
-    """What a tensor of the recorded forward is; `of` has the nodes it was made from.
+    """A tensor of the recorded forward; `of` has its inputs.
 
     kind: "x"; "weight", a parameter at `path`; "product", of rows and a weight, with the bias
-    added; "part", columns `span` of what it was made from; "point", an op on single elements;
-    "number"; "other", any op, or what else a tensor is in words.
+    added; "part", columns `span` of its input; "point", an elementwise op; "number"; "other", any
+    other op, or a tensor described in words.
     """
 
     kind: str
@@ -62,7 +61,7 @@ class Node:
 
 @dataclass
 class Recording:
-    """One run of a forward: its result's node, what it read, or why it says nothing."""
+    """One run of a forward: its result's node and what it read, or why it stopped."""
 
     y: Node | None
     log: Log
@@ -84,15 +83,15 @@ def record(
 ) -> Recording:
     """Record what a module's forward does to an input of this shape, in some dtype or its own.
 
-    training: with gradients, too; dropping: the nn.Dropout in it that drops everything, all others
-    drop nothing; autocast: whether it is enabled, which tensors without values do not follow;
-    strided: whether the input's first two dimensions are transposed in memory.
+    training: with gradients, too; dropping: the nn.Dropout that drops everything, while all others
+    drop nothing; autocast: whether it is enabled, which meta tensors ignore; strided: whether the
+    input's first two dimensions are transposed in memory.
     """
     log = Log()
     own = next((p.dtype for p in module.parameters()), torch.float32)
     try:
         with _python_random(log), undisturbed("meta"):
-            clone = spied(module, log, dtype, training, dropping)
+            clone = spied(module, log, dtype, training, dropping=dropping)
             x = torch.empty(shape, dtype=dtype or own, device="meta")
             x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
             x.requires_grad_(training)
@@ -103,7 +102,7 @@ def record(
                 _Recorder(log, x) as recorder,
             ):
                 y = type(module).forward(clone, x)
-    except Exception as error:  # arbitrary code of others, on tensors without values
+    except Exception as error:  # arbitrary user code, on meta tensors
         return Recording(None, log, log.stop or f"its forward raised a {type(error).__name__}")
     for name, before, after in log.containers:
         if before != after:
@@ -112,12 +111,14 @@ def record(
         log.stopped(f"its forward returns a {type(y).__name__}")
     if log.stop is not None:
         return Recording(None, log, log.stop)
-    return Recording(recorder.node(y), log, None, (shape, tuple(y.shape)), (x.dtype, y.dtype))
+    return Recording(
+        recorder.node(y), log, None, (shape, tuple(y.shape)), dtypes=(x.dtype, y.dtype)
+    )
 
 
 @contextmanager
 def _python_random(log: Log) -> Iterator[None]:
-    """Put back the random states of Python and numpy, and stop the log if they were drawn from."""
+    """Restore the random states of Python and numpy, and stop the log if numbers were drawn."""
     state: Any = random.getstate()
     theirs: Any = np.random.get_state()
     try:
@@ -144,7 +145,7 @@ def _autocasting(enabled: bool) -> Iterator[None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Stops a forward that computes in other modes than it was called in, as own gradients do."""
+    """Stops a forward that changes grad or autocast mode, as autograd.Functions do."""
 
     def __init__(self, log: Log):
         super().__init__()
@@ -155,9 +156,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._modes() != self.modes:
-            raise self.log.stopped("its forward has gradients of its own, or switches autocast")
+            raise self.log.stopped("its forward uses an autograd.Function, or switches autocast")
         if getattr(func, "__name__", "") in ("register_hook", "retain_grad"):
-            raise self.log.stopped("its forward hooks tensors")
+            raise self.log.stopped("its forward registers hooks on tensors")
         return func(*args, **(kwargs or {}))
 
 
@@ -187,7 +188,7 @@ class _Recorder(TorchDispatchMode):
             self.nodes[id(parameter)] = parameter, Node("weight", path=path)
 
     def node(self, tensor: Tensor) -> Node:
-        """Return what a tensor is: one that the forward did not make is nothing known."""
+        """Return a tensor's node; a tensor that the forward did not create is of unknown kind."""
         found = self.nodes.get(id(tensor))
         return Node("other", op=_FOREIGN) if found is None else found[1]
 
@@ -200,9 +201,9 @@ class _Recorder(TorchDispatchMode):
         written = _written(func, args, kwargs)
         for node in map(self.node, written):
             if node.kind in ("x", "weight") or node.op == _FOREIGN:
-                raise self.log.stopped("its forward writes to a tensor that it did not make")
+                raise self.log.stopped("its forward writes to a tensor that it did not create")
         given = _tensors((args, kwargs))
-        call = _Call(func, args, kwargs, given, tuple(map(self.node, given)))
+        call = _Call(func, args, kwargs, given, of=tuple(map(self.node, given)))
         out = func(*args, **kwargs)
         if written:
             self._overwrite(call, written[0])
@@ -212,7 +213,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _overwrite(self, call: _Call, target: Tensor) -> None:
-        """Give all names of a tensor written in place its new node."""
+        """Give a tensor modified in place, and its aliases, the new node."""
         before = self.node(target)
         node = self._point(call, target) or Node("other", call.of, call.func)
         storage = target.untyped_storage()._cdata
@@ -225,7 +226,9 @@ class _Recorder(TorchDispatchMode):
     def _made(self, call: _Call, made: Tensor) -> Node:
         if not call.given:
             is_number = made.dim() == 0
-            return Node("number" if is_number else "other", (), call.func, call.args, call.kwargs)
+            return Node(
+                "number" if is_number else "other", (), call.func, call.args, kwargs=call.kwargs
+            )
         found = None
         if len(call.given) == 1 and call.name != "detach":
             found = self._viewed(call, made)
@@ -236,7 +239,7 @@ class _Recorder(TorchDispatchMode):
         return found or self._point(call, made) or self._as(call, "other")
 
     def _viewed(self, call: _Call, made: Tensor) -> Node | None:
-        """Return what a tensor is whose elements are some of another, in the same rows."""
+        """Return the node of a view with some columns of another tensor."""
         (a,), (node,) = call.given, call.of
         if call.name == "_to_copy":
             floats = a.is_floating_point() and made.is_floating_point() and a.dim() > 0
@@ -258,7 +261,7 @@ class _Recorder(TorchDispatchMode):
         return Node("part", (node,), span=(start, start + made.shape[-1]))
 
     def _point(self, call: _Call, made: Tensor) -> Node | None:
-        """Return the node of an op on single elements of tensors of one shape."""
+        """Return the node of an elementwise op on tensors of one shape."""
         if torch.Tag.pointwise not in call.func.tags or {one.kind for one in call.of} == {"number"}:
             return None
         fits = (
@@ -268,11 +271,11 @@ class _Recorder(TorchDispatchMode):
         return self._as(call, "point") if all(fits) else None
 
     def _as(self, call: _Call, kind: str) -> Node:
-        """Return the node of a call, nodes in the places of tensors."""
+        """Return the node of a call, with nodes in place of tensors."""
         args, kwargs = tree_map(
             lambda v: self.node(v) if isinstance(v, Tensor) else v, (call.args, call.kwargs)
         )
-        return Node(kind, call.of, call.func, args, kwargs)
+        return Node(kind, call.of, call.func, args, kwargs=kwargs)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -280,7 +283,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors among an op's arguments that it writes to."""
+    """Return the arguments that an op modifies."""
     arguments = func._schema.arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -288,7 +291,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _turned(node: Node, a: Tensor, made: Tensor) -> Node | None:
-    """Return what a view of a whole parameter is: the same, or transposed."""
+    """Return the node of a view of a whole parameter: the same, or transposed."""
     if made.shape == a.shape and made.stride() == a.stride():
         return node
     turned = made.shape == a.shape[::-1] and made.stride() == a.stride()[::-1]
@@ -311,7 +314,7 @@ def _product(call: _Call) -> Node | None:
 
 
 def _biased(a: Node, b: Node) -> Node | None:
-    """Return a product with a bias where one is a product without, the other a parameter."""
+    """Return a product with a bias, of a product without one and a parameter."""
     if a.kind == "weight":
         a, b = b, a
     if a.kind != "product" or b.kind != "weight" or len(a.of) == 3:

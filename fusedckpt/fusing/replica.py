@@ -1,7 +1,7 @@
-"""Copies of modules over other parameters, and how to run them without touching anything else.
+"""Copies of modules with other parameters, and running them without side effects.
 
-A copy is made of new module objects with the same classes and attributes. Nothing of the user's is
-written, hooked or drawn from.
+A copy consists of new module objects with the same classes and attributes. The user's modules are
+not modified, and no random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def replica(
     enter: Callable[[nn.Module, Path], tuple[type, dict[str, Any]]] | None = None,
     path: Path = (),
 ) -> Any:
-    """Return a copy of a module tree over other parameters; buffers are shared, hooks left out.
+    """Return a copy of a module tree with other parameters, shared buffers and no hooks.
 
-    parameter: gives the copy's for one of the module's and its path; rate: by which the parts at
-    a path drop, their own if None; sizes: what stands for numbers that are sizes; enter: gives the
-    class of the copy of a module, and attributes of it.
+    parameter: maps a parameter and its path to the copy's; rate: maps a path to the dropout rate of
+    its module, None keeps rates; sizes: replacements for numbers that are sizes; enter: returns the
+    class of a module's copy, and attributes for it.
     """
     kind, own = (type(module), {}) if enter is None else enter(module, path)
     clone = object.__new__(kind)
@@ -64,13 +64,13 @@ def replica(
         name: None if child is None else replica(child, parameter, **options, path=(*path, name))
         for name, child in module._modules.items()
     }
-    # past a class that tells what is set
+    # bypasses a class that records what is set
     object.__getattribute__(clone, "__dict__").update(given, training=training, **made, **own)
     return clone
 
 
 def rates_of(module: nn.Module) -> list[str]:
-    """Return the attributes that are numbers by which a forward drops while training."""
+    """Return the attributes that are dropout rates in training."""
     if type(module) is nn.Dropout:
         return ["p"]
     own = vars(module).items()
@@ -78,7 +78,7 @@ def rates_of(module: nn.Module) -> list[str]:
 
 
 class Draw:
-    """Random float64 values for a module's parameters and its input, always the same for a seed.
+    """Random float64 values for a module's parameters and input, determined by a seed.
 
     Matrices are scaled so that products are of order one. `values` are by the parameters' ids.
     """
@@ -104,13 +104,13 @@ class Draw:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
 
     def like(self, y: Tensor) -> Tensor:
-        """Draw what has the shape of y."""
+        """Draw a tensor of y's shape."""
         return self._randn(tuple(y.shape))
 
 
 @contextmanager
 def undisturbed(device: torch.device | str) -> Iterator[None]:
-    """Keep the random state, and run as plain training code does, whatever the caller is inside."""
+    """Restore the RNG state, and run outside of the caller's modes, as plain training code does."""
     kind = torch.device(device).type
     with (
         warnings.catch_warnings(),

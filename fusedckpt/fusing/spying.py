@@ -1,8 +1,8 @@
-"""Copies of modules that tell which attributes their forward reads and writes.
+"""Copies of modules that record which attributes their forward reads and writes.
 
-A copy is of a subclass of the module's class, over parameters without values. What it reads is
-the module's own where that cannot change, a copy where it can; what cannot be copied is not handed
-out: the forward is stopped, and the attribute is named.
+A copy is of a subclass of the module's class, with meta parameters. Immutable attributes are the
+module's own, mutable ones are copied. At one that cannot be copied the forward is stopped, and the
+attribute is named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class Stopped(Exception):
-    """A forward did what no proof covers; the message says what."""
+    """A forward did something that a recording cannot cover; the message says what."""
 
 
 class Log:
@@ -49,7 +49,7 @@ class Log:
 
 
 def held_by(logs: Sequence[Log], leave: Collection[tuple[Path, str]] = ()) -> tuple[Held, ...]:
-    """Return what must hold of every module that runs of one tree read, but for some attributes."""
+    """Return the state that runs of one module tree have read, without some attributes."""
     found = []
     for path, (kind, children) in logs[0].kinds.items():
         reads = {names: value for log in logs for names, value in log.reads.get(path, {}).items()}
@@ -59,7 +59,7 @@ def held_by(logs: Sequence[Log], leave: Collection[tuple[Path, str]] = ()) -> tu
 
 
 class _Spy:
-    """Comes before a class, and tells what its methods read and write of an object."""
+    """Base class that records which attributes of an object its methods read and write."""
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -75,7 +75,7 @@ class _Spy:
         return _handed_out(log, path, (*before, name), found)
 
     def __getattr__(self, name: str) -> Any:
-        # where a module has its parameters, and what comes of no attribute
+        # where a module has its parameters, and the hook for missing attributes
         below = getattr(super(), "__getattr__", None)
         try:
             if below is None:
@@ -85,7 +85,7 @@ class _Spy:
             _note(self, name, MISSING)
             raise
         if found is None:
-            # a bias that is not there may come
+            # a bias that is None may be set later
             _note(self, name, None)
         return found
 
@@ -143,7 +143,7 @@ def _spying(spy: type, kind: type) -> type:
 def spied(
     module: nn.Module, log: Log, dtype: torch.dtype | None, training: bool, dropping: Path | None
 ) -> Any:
-    """Return a copy of a module tree over meta tensors; every place in it has a copy of its own.
+    """Return a copy of a module tree over meta tensors; shared modules are copied once per place.
 
     dtype: of all floating parameters and buffers, their own if None. While training, dropouts and
     rates are 0, but for the dropout at `dropping`, whose rate is 1.
@@ -164,7 +164,7 @@ def spied(
         if path and watched is not None and style_of(part) is None:
             raise log.stopped(watched)
         if path and type(part).__call__ is not nn.Module.__call__:
-            raise log.stopped(f"{name}: a {type(part).__name__} is called in its own way")
+            raise log.stopped(f"{name}: a {type(part).__name__} has its own __call__")
         log.kinds[path] = type(part), len(part._modules)
         buffers = {n: None if b is None else meta(b) for n, b in part._buffers.items()}
         return _spying(_SpyModule, type(part)), {_LOG: (log, path, ()), "_buffers": buffers}

@@ -40,49 +40,51 @@ def fuse(
     linear: bool = True,
     verify: bool = True,
 ) -> FuseReport:
-    """Replace in place the layers of `model` that save more for the backward pass than they need.
+    """Replace layers of `model` in place by fused ones, which save less for the backward pass.
 
     They are found by what they compute, not by their classes:
 
     - norms: nn.RMSNorm, nn.LayerNorm, subclasses that inherit their forward, and RMSNorms of any
-      class that rounds as torch, Llama or Gemma do;
+      class that round as torch, Llama or Gemma do, with their epsilon, if any, in an attribute;
     - MLPs and gated MLPs of any class: two or three linears (gate and up may be packed, weights may
       lie as [in, out]), an activation of `functional.linear_act`, dropouts;
     - a linear with its activation, of any class;
     - an nn.Sequential with [norm,] linear, activation, linear, or part of that.
 
-    A swapped module gets a subclass of its class, or fusedckpt's where it was one of torch's. A
-    call that was not proven equal (dropout inside, another dtype, a child replaced or hooked since)
-    runs the original forward. Parameter objects, hooks, module names and the state_dict are
-    unchanged; `unfuse` restores the classes. A module that is fused already is unchanged.
+    A module gets a subclass of its class, or our class where it was one of torch's. A call that was
+    not proven equal (another dtype, a child replaced or hooked since) runs the original forward.
+    Parameter objects, hooks, module names and the state_dict are unchanged; `unfuse` restores the
+    classes. A module that is fused already is unchanged.
 
     Args:
-        model: any module; itself a norm, an MLP or a Sequential, too.
-        save: what blocks with an activation save, "inputs", "gate" or "preact", see `functional`;
-            without a gate "gate" means "inputs".
-        chunks: into how many chunks MLPs cut their tokens, see `functional.mlp`; None leaves that
-            to each call's shapes.
-        only, skip: names of modules, or patterns of fnmatch; a list of them, or one.
+        model: any module, which may itself be a norm, an MLP or a Sequential.
+        save: what blocks with an activation save, "inputs", "gate" or "preact", see `functional`.
+            In blocks without a gate "gate" means "inputs".
+        chunks: into how many chunks MLPs cut their tokens, see `functional.mlp`. With None every
+            call chooses by its shapes.
+        only, skip: one name of a module or pattern of fnmatch, or a list of them.
         norm, mlp, linear: whether norms, MLPs, and linears with a norm or activation are swapped.
-        verify: compare every module's output and gradients, before it is swapped, with its own on
-            random numbers: the error against float64 may be twice its own plus 8 epsilons. A module
-            that differs is left and named. Forwards of unknown classes are recorded on meta tensors
-            in any case. Nothing of the model is run with its own weights; gradients, buffers and
-            RNG state do not change.
+        verify: before a swap, compare outputs and gradients of the fused module with the
+            original's, on random inputs and weights: the error against float64 may be twice the
+            original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
+            classes are recorded on meta tensors in any case. The model itself is not run;
+            gradients, buffers and RNG state do not change.
 
     Returns:
-        What was swapped, what was fused before, what was left and why, and the bytes that one token
-        of training saves. Printed after a step it also says what did not run fused, and why.
+        What was swapped, what was fused before, what was left and why, and the bytes saved per
+        token. Printed after a step it also says what did not run fused, and why.
 
     Raises:
-        TypeError: `model` is no nn.Module, names or `save` are no strings, or `chunks` is no int.
-        ValueError: `save` is no level, `chunks` is below 1, or a pattern of `only` matches nothing.
-        An error leaves the model as it was.
+        TypeError: `model` is not an nn.Module, names or `save` are not strings, or `chunks` not an
+            int.
+        ValueError: `save` is not a level, `chunks` is below 1, or a pattern of `only` matches
+            nothing.
+        After an error the model is unchanged.
     """
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
     validate.block("fuse", False, chunks)
-    wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear)
+    wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear=linear)
     report = FuseReport()
     modules = dict(model.named_modules())
     # all are found before anything is touched
@@ -92,7 +94,7 @@ def fuse(
     for name, module in modules.items():
         if module in inside:
             continue
-        swap = _swap_of(name, module, wanted, matcher, report)
+        swap = _swap_of(name, module, wanted, matcher, report=report)
         if swap is not None:
             swaps.append((module, swap))
         if _computes_children(module, vars(module) if swap is None else swap.attributes):
@@ -121,11 +123,11 @@ def _swap_of(
             report.leave(name, "mlp", str(reason), module.original_name)
         return None
     if adapters.is_lora(module):
-        return _lora(name, module, wanted, matcher, report)
+        return _lora(name, module, wanted, matcher, report=report)
     kinds = ["norm", "mlp"]
     if isinstance(module, nn.Sequential):
         if not ((wanted.mlp or wanted.linear) and matcher.is_one_block(module)):
-            return _sequential(name, module, wanted, matcher, report)
+            return _sequential(name, module, wanted, matcher, report=report)
         kinds = ["mlp"]
     found: dict[str, str] = {}
     for kind in kinds:
@@ -201,22 +203,23 @@ def _sequential(
     for name, part in parts.items():
         report.swap(join(prefix, name), part)
     to = Sequential if kind is nn.Sequential else subclass(Sequential, kind)
-    return Swap("mlp", "", to, attributes, (), parts=parts)
+    return Swap("mlp", "", to, attributes, features=(), parts=parts)
 
 
 def _own_forward(kind: type[nn.Sequential]) -> str | None:
     if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
         return None
-    return f"{kind.__name__} is a subclass of nn.Sequential with a forward of its own"
+    return f"{kind.__name__} is a subclass of nn.Sequential with its own forward"
 
 
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo `fuse`: restore every original class, and return the model.
 
-    Works after training, deepcopy, pickling and loading. Layers built as fusedckpt's are unchanged.
+    Works after training, deepcopy, pickling and loading. Layers that were constructed as
+    fusedckpt's stay.
 
     Raises:
-        TypeError: `model` is no nn.Module.
+        TypeError: `model` is not an nn.Module.
         ValueError: a fused module has changed its class since, by parametrization or sharding.
             Nothing is changed then.
     """

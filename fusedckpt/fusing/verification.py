@@ -1,4 +1,4 @@
-"""A swapped module beside what it was, on random numbers: is it the same, and what does it save."""
+"""Compare a swapped module with the original on random numbers, and measure what both save."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SCALES = (1.0, 10.0, 100.0, 1000.0)
 
 
 def difference(module: nn.Module, swap: Swap) -> str | None:
-    """Return how swapping would change outputs or gradients, None if it does not.
+    """Return how a swap changes outputs or gradients, None if it does not.
 
-    In the module's own dtype, in eval and in training, at inputs of several scales, over draws of
-    256 elements or 16 draws, by the error rule of `autograd.accuracy`; at a scale other than 1 the
-    floor is 64 epsilons of max(scale, rms(truth)).
+    Compared in the module's dtype, in eval and training mode, on inputs of several scales, over 256
+    elements or 16 draws, by the error rule of `autograd.accuracy`; at scales other than 1 the floor
+    is 64 epsilons of max(scale, rms(truth)).
     """
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device
@@ -38,14 +38,14 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
         for scale, training in product(SCALES, (False, True)):
             found: list[Errors] = []
             for seed in range(draws if scale == 1 else min(draws, 4)):
-                run = _Run(module, swap, sizes, training, scale, seed)
+                run = _Run(module, swap, sizes, training, scale=scale, seed=seed)
                 eager = []
                 for dtype in (torch.float64, first.dtype):
                     try:
                         eager.append(run.results(dtype, device))
-                    except Exception:  # arbitrary code of others, in a dtype that it may not take
+                    except Exception:  # arbitrary user code, in a dtype that it may not support
                         name = str(dtype).removeprefix("torch.")
-                        return f"it does not run in {name}, in which it would be checked"
+                        return f"it does not run in {name}, the dtype of the check"
                 ours = run.results(first.dtype, device, unheld)
                 found = found or [Errors(first.dtype) for _ in ours]
                 for errors, mine, truth, theirs in zip(found, ours, *eager, strict=True):
@@ -57,9 +57,9 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
 
 
 def small_sizes(module: nn.Module) -> dict[int, int]:
-    """Return small sizes for those of a module's parameters: what it computes needs no large ones.
+    """Return small sizes in place of the parameters' sizes, which are enough for a comparison.
 
-    What is twice another stays so.
+    A size that is twice another stays so.
     """
     found: dict[int, int] = {}
     for size in sorted({n for parameter in module.parameters() for n in parameter.shape}):
@@ -69,7 +69,7 @@ def small_sizes(module: nn.Module) -> dict[int, int]:
 
 
 def _unheld(swap: Swap) -> Swap:
-    """Return the swap of a replica, of which nothing has changed but what are sizes."""
+    """Return the swap of a replica, for which only sizes have changed."""
     match = swap.attributes.get("_fusedckpt_match")
     unheld = {} if match is None else {"_fusedckpt_match": match._replace(held=())}
     return replace(swap, attributes={**swap.attributes, **unheld})
@@ -90,7 +90,7 @@ def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> str | Non
 
 
 class _Run:
-    """One draw, on which a module and what it would be swapped for are run."""
+    """One random draw, on which a module and its swap are run."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Run:
         """Return the output and the gradients of x and of every parameter; ours for a swap."""
 
         def leaf(value: Tensor) -> Tensor:
-            # rounded to the module's dtype first: that is no error of either
+            # rounded to the module's dtype first, as inputs are exact for both
             return value.to(device, self.own).to(dtype).detach().requires_grad_(True)
 
         leaves = {key: leaf(value) for key, value in self.draw.values.items()}
@@ -136,13 +136,13 @@ def results(module: Any, wanted: list[Tensor], dout: Any) -> list[Tensor]:
 
 
 def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None:
-    """Return the bytes that one token of training keeps, before and after; None if it cannot run.
+    """Return the bytes saved per token before and after a swap; None if the module cannot run.
 
-    Measured at the module's own shapes, dtype and dropout on meta tensors, which takes neither
-    memory nor time; the module's input counts as an activation.
+    Measured on meta tensors with the module's shapes, dtype and dropout; the module's input counts
+    as an activation.
     """
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
-    # so many that a call's seeds of dropouts are less than a byte of each
+    # so many that the seeds of a call are less than a byte per token
     tokens = 64
     found = []
     with undisturbed("meta"):

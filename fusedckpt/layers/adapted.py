@@ -88,12 +88,13 @@ class _Adapted(torch.autograd.Function):
             keeps, runs = phase.levels or (keeps, runs)
             rows = x.numel() // max(1, x.shape[-1])
             likes = [((rows, shape_of(linears[0])[0]), call.dtype)] * len(needs.first)
-        given = _read(call, needs, keeps if reads_hidden else "", x, seeds, norm, linears)
+        kept = keeps if reads_hidden else ""
+        given = _read(call, needs, kept, x, seeds=seeds, norm=norm, linears=linears)
         if phase is not None:
             phase.enter(given, likes)
         # where writes in place count no version up, see `donation`
         with below(BELOW):
-            block = Block(call, linears, norm, seeds, needs)
+            block = Block(call, linears, norm, seeds, needs=needs)
             ys, zs = block.forward(as_matrix(x), runs)
         extras = zs if reads_hidden else []
         if phase is None:
@@ -126,7 +127,7 @@ class _Adapted(torch.autograd.Function):
                 call = call._replace(norm=call.norm._replace(direct=direct))
             args = (like, call, ctx.structure, needs, given, extras, dys)
             with below(BELOW):
-                found = donation.run(ctx, _BACKWARD, extras, args, True)
+                found = donation.run(ctx, _BACKWARD, extras, args, settled=True)
         (x, norm_weight, norm_bias, *tensors) = [
             grad if grad is None or dtype is None else grad.to(dtype)
             for grad, dtype in zip(found, call.dtypes, strict=True)
@@ -179,7 +180,7 @@ def _backward(
     """Return the wanted gradients of x, the norm's two, and every tensor."""
     x, seeds, norm_weight, norm_bias, *tensors = given
     linears = _parts(structure, tensors)
-    block = Block(call, linears, (norm_weight, norm_bias), seeds, needs)
+    block = Block(call, linears, (norm_weight, norm_bias), seeds, needs=needs)
     rows = [None if dy is None else as_matrix(dy) for dy in dys]
     zs = list(extras) or [None] * len(needs.first)
     dx = block.backward(rows, None if x is None else as_matrix(x), zs, donates)
@@ -192,14 +193,14 @@ def _backward(
     return found
 
 
-_SPENDING = partial(_backward, donates=True)
-_BACKWARD = Op(_backward, _backward), Op(_SPENDING, _SPENDING)
+_DONATING = partial(_backward, donates=True)
+_BACKWARD = Op(_backward, _backward), Op(_DONATING, _DONATING)
 
 
 def _twin_gradients(
     ctx: Any, given: Sequence[Tensor | None], dys: Sequence[Tensor | None], flags: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients by the eager twin, as a graph that can be differentiated again."""
+    """Return the gradients by the eager reference, as a graph that can be differentiated again."""
     call: AdaptedCall = ctx.call
     x, seeds, *tensors = given
     like = next(dy for dy in dys if dy is not None)
@@ -209,7 +210,7 @@ def _twin_gradients(
         needs = _needs(call, ctx.structure, flags)
         if needs.hidden and call.activation is not None:
             raise RuntimeError(
-                "fusedckpt: create_graph=True needs x, which save='preact' does not keep where the "
+                "fusedckpt: create_graph=True needs x, which save='preact' does not save where the "
                 "first weights are frozen: use save='inputs'"
             )
         # no gradient depends on it
@@ -234,7 +235,7 @@ def _twin(
     n, norm = x, call.norm
     if norm is not None:
         kind, eps, offset, casts = norm.rule
-        spec = NormSpec(kind, norm_weight, norm_bias, eps, offset, casts)
+        spec = NormSpec(kind, norm_weight, norm_bias, eps, offset=offset, cast=casts)
         n = reference.apply_norm(x, spec).to(call.dtype)
     pairs = zip(_parts(structure, tensors), call.adapter_dtypes, strict=True)
     given = [cast(parts, call.dtype, dtypes) for parts, dtypes in pairs]
@@ -264,7 +265,7 @@ def run(
     """Run the Function on x, a norm's weight and bias, and pairs of weight and bias.
 
     plain: the options of the call as it is without adapters; keys: the names of weights; dropouts:
-    those of the call itself. None where nothing is adapted, or where the eager twin is to run.
+    those of the call itself. None where nothing is adapted, or where the eager reference is to run.
     """
     if torch.compiler.is_compiling():
         return None
@@ -275,7 +276,7 @@ def run(
         return None
     seed = itertools.count(num_dropouts)
     pairs = zip(keys, linears, strict=True)
-    parts = [parts_of(plain.name, key, w, b, seed) for key, (w, b) in pairs]
+    parts = [parts_of(plain.name, key, w, b, seeds=seed) for key, (w, b) in pairs]
     if keys == ("gate_weight", "down_weight"):
         # views: autograd puts their gradients together again
         plain = plain._replace(linears=("gate", "up", "down"))

@@ -64,7 +64,7 @@ class Block:
         self.kernel = "aten" if call.on_aten else "split"
         self.sums = Sums(call.chunks)
         projections = [
-            Projection(i, parts, needs.linears[i], self._adapters(parts, dtypes), call.dtype)
+            Projection(i, parts, needs.linears[i], self._adapters(parts, dtypes), dtype=call.dtype)
             for i, (parts, dtypes) in enumerate(zip(linears, call.adapter_dtypes, strict=True))
         ]
         self.last = projections.pop() if call.has_last else None
@@ -74,7 +74,7 @@ class Block:
         found = []
         for pair, constants, dtype in zip(parts.adapters, parts.constants, dtypes, strict=True):
             a, b = (None if t is None else t.to(dtype) for t in pair)
-            found.append(Adapter(a, b, constants, self._seed(constants.seed), dtype))
+            found.append(Adapter(a, b, constants, self._seed(constants.seed), dtype=dtype))
         return tuple(found)
 
     def _seed(self, index: int | None) -> Tensor | None:
@@ -127,7 +127,7 @@ class Block:
 
     def _hidden(self, zs: Sequence[Tensor], h: Tensor) -> Tensor:
         up = zs[1] if len(zs) > 1 else None
-        return hidden(zs[0], up, h, str(self.call.activation), self.kernel)
+        return hidden(zs[0], up, h, str(self.call.activation), kernel=self.kernel)
 
     def backward(
         self, dys: Sequence[Tensor | None], x: Tensor | None, zs: Sequence[Any], donates: bool
@@ -138,7 +138,9 @@ class Block:
         for rows in chunks:
             parts = [None if dy is None else dy[rows] for dy in dys]
             kept_rows = [None if z is None else z[rows] for z in zs]
-            grad = self._chunk(parts, None if x is None else x[rows], kept_rows, rows, donates)
+            grad = self._chunk(
+                parts, None if x is None else x[rows], kept_rows, rows, donates=donates
+            )
             if grad is None or len(chunks) == 1:
                 dx = grad
                 continue
@@ -157,13 +159,15 @@ class Block:
         makes = has_hidden and needs.hidden and any(z is None for z in zs)
         reads_n = makes or any(linear.needs_x for linear in self.first)
         n = self.normalised(x) if reads_n else None
-        dzs = self._through_hidden(dys[0], n, zs, rows.start, donates) if has_hidden else dys
+        dzs = (
+            self._through_hidden(dys[0], n, zs, rows.start, donates=donates) if has_hidden else dys
+        )
         dn = None
         for linear, dz in zip(self.first, dzs, strict=True):
             if dz is None:
                 continue
             lows = linear.low_grads(dz, needs.dn)
-            linear.add_grads(dz, n, lows, rows.start, self.sums)
+            linear.add_grads(dz, n, lows, rows.start, sums=self.sums)
             if needs.dn:
                 dn = linear.input_grad(dz, lows, rows.start, dn)
         del n, dzs, zs
@@ -189,9 +193,9 @@ class Block:
             dy = self.dropped(dy, self.call.output_dropout, first_row)
             lows = last.low_grads(dy, self.needs.dz)
         if self.needs.hidden:
-            h, dzs = self._hidden_layer(dy, lows, n, zs, first_row, donates)
+            h, dzs = self._hidden_layer(dy, lows, n, zs, first_row=first_row, donates=donates)
         if last is not None:
-            last.add_grads(dy, h, lows, first_row, self.sums)
+            last.add_grads(dy, h, lows, first_row, sums=self.sums)
         return dzs
 
     def _hidden_layer(
@@ -211,10 +215,10 @@ class Block:
             if last is not None:
                 dh = self.dropped(last.input_grad(dy, lows, first_row), call.dropout, first_row)
                 free_dh = dh
-            grads = _buffers(zs, free, made, free_dh, last is not None and last.needs_x)
+            grads = _buffers(zs, free, made, free_dh, reads_h=last is not None and last.needs_x)
             del zs, free, free_dh
             # of biases, each linear makes its own
-            hidden_grad(dh, grads, str(call.activation), (False, False), self.kernel)
+            hidden_grad(dh, grads, str(call.activation), (False, False), kernel=self.kernel)
             del dh
             h, dzs = grads.h, [grads.dz, grads.dup][: len(made)]
         else:
@@ -230,9 +234,9 @@ def _buffers(
         (z,), (free_z,) = zs, free
         h = over(z if made[0] else dh, like=z) if reads_h else None
         dz = over(None if h is dh else dh, None if h is z else free_z, like=z)
-        return HiddenGrad(z, None, h, dz, None)
+        return HiddenGrad(z, None, h, dz, dup=None)
     (z, u), (free_z, free_u) = zs, free
     h = over(dh, like=z) if reads_h else None
     du = over(None if h is dh else dh, free_u, like=z)
     dz = over(free_z, None if du is u else free_u, like=z)
-    return HiddenGrad(z, u, h, dz, du)
+    return HiddenGrad(z, u, h, dz, dup=du)

@@ -93,7 +93,7 @@ class AdaptedOptions(NamedTuple):
         call = self.plain.adapted(around, x, (norm_weight, norm_bias), pairs)
         for key, parts, (weight, _) in zip(self.keys, linears, pairs, strict=True):
             for pair in parts.adapters:
-                _fit(self.name, key, weight.shape, pair, around)
+                _fit(self.name, key, weight.shape, pair, around=around)
         if call is None:
             return None
         adapters = [[around.compute_dtype(a.dtype) for a, _ in parts.adapters] for parts in linears]

@@ -62,7 +62,7 @@ def spec_of(norm: Any) -> NormSpec:
     if isinstance(norm, nn.LayerNorm):
         return NormSpec("layer", norm.weight, norm.bias, norm.eps)
     if isinstance(norm, RMSNorm):
-        return NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
+        return NormSpec("rms", norm.weight, None, norm.eps, offset=norm.offset, cast=norm.cast)
     return NormSpec("rms", norm.weight, None, norm.eps)
 
 
@@ -86,7 +86,7 @@ class _Block(nn.Module):
         dropouts: tuple[float, float],
     ):
         name = type(self).__name__
-        constructors.block(name, sizes, linear, norm, residual)
+        constructors.block(name, sizes, linear, norm, residual=residual)
         activation = validate.activation(name, activation)
         levels.check(name, save, self.levels)
         validate.block(name, residual, chunks)
@@ -175,7 +175,7 @@ class _Block(nn.Module):
 
 
 class MLP(_Block):
-    """Two linears with an activation between them, keeping only the input for backward.
+    """Two linears with an activation between them; only the input is saved for backward.
 
         y = fc2(act(fc1(norm(x)))), plus x if residual
 
@@ -185,7 +185,8 @@ class MLP(_Block):
         bias, device, dtype: of both linears, as nn.Linear has them.
         norm: a norm module over D, which becomes the child `norm`, or None.
         residual, save, chunks: see `functional.mlp`.
-        dropout, output_dropout: of the hidden layer and of the result, in training alone.
+        dropout, output_dropout: probabilities for the hidden layer and the result, in training
+            only.
 
     Children are `fc1`, `fc2` and, where given, `norm`.
     """
@@ -211,24 +212,35 @@ class MLP(_Block):
     ):
         sizes, linear = (in_features, hidden_features, out_features), (bias, device, dtype)
         dropouts = dropout, output_dropout
-        super().__init__(sizes, linear, activation, norm, residual, save, chunks, dropouts)
+        super().__init__(
+            sizes,
+            linear,
+            activation,
+            norm,
+            residual=residual,
+            save=save,
+            chunks=chunks,
+            dropouts=dropouts,
+        )
         out_features = in_features if out_features is None else out_features
-        self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.fc2 = nn.Linear(hidden_features, out_features, bias, device, dtype)
+        self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias, device, dtype=dtype)
 
     def _linears(self) -> tuple[Any, ...]:
         return self.fc1, self.fc2
 
     def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
         w1, b1, w2, b2 = tensors
-        return mlp(x, w1, b1, w2, b2, self.activation, save=save, chunks=self.chunks)
+        return mlp(
+            x, w1, b1, w2, fc2_bias=b2, activation=self.activation, save=save, chunks=self.chunks
+        )
 
     def _eager(self, x: Tensor) -> Tensor:
         return self.fc2(self._dropped(self._act(self.fc1(x))))
 
 
 class GatedMLP(_Block):
-    """SwiGLU, GEGLU or ReGLU block, keeping only the input for backward.
+    """SwiGLU, GEGLU or ReGLU block; only the input is saved for backward.
 
         y = down_proj(act(gate_proj(n)) * up_proj(n)), n = norm(x), plus x if residual
 
@@ -258,11 +270,20 @@ class GatedMLP(_Block):
     ):
         sizes, linear = (in_features, hidden_features, out_features), (bias, device, dtype)
         dropouts = dropout, output_dropout
-        super().__init__(sizes, linear, activation, norm, residual, save, chunks, dropouts)
+        super().__init__(
+            sizes,
+            linear,
+            activation,
+            norm,
+            residual=residual,
+            save=save,
+            chunks=chunks,
+            dropouts=dropouts,
+        )
         out_features = in_features if out_features is None else out_features
-        self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
+        self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype=dtype)
+        self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype=dtype)
+        self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype=dtype)
 
     def _linears(self) -> tuple[Any, ...]:
         return self.gate_proj, self.up_proj, self.down_proj
@@ -270,7 +291,7 @@ class GatedMLP(_Block):
     def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
         (gate, up, down), biases = tensors[::2], dict(zip(_BIASES, tensors[1::2], strict=True))
         return gated_mlp(
-            x, gate, up, down, self.activation, **biases, save=save, chunks=self.chunks
+            x, gate, up, down, activation=self.activation, **biases, save=save, chunks=self.chunks
         )
 
     def _eager(self, x: Tensor) -> Tensor:
@@ -278,7 +299,7 @@ class GatedMLP(_Block):
 
 
 class NormLinear(nn.Module):
-    """A norm feeding any number of linears, such as q, k and v, keeping only the norm's input.
+    """A norm and the linears that read it, such as q, k and v; only the norm's input is saved.
 
         n = norm(x); (linear(n) for linear in linears)
 
@@ -304,7 +325,7 @@ class NormLinear(nn.Module):
             weights, biases = [m.weight for m in linears], [m.bias for m in linears]
             (spec, kinds), tensors = split(spec_of(norm))
             options = NormLinearOptions(
-                "NormLinear", spec, kinds, len(linears), norm.normalized_shape, is_module=True
+                "NormLinear", spec, kinds, len(linears), over=norm.normalized_shape, is_module=True
             )
             ys = run_projections(options, input, *tensors, *weights, *biases)
             if ys is not None:

@@ -41,7 +41,7 @@ def norm_and_linears(name: str, norm: Any, linears: tuple[Any, ...]) -> None:
     """Refuse children of a NormLinear."""
     module(name, "norm", norm)
     if not linears:
-        raise ValueError(f"{name}: linears must be at least one, got none")
+        raise ValueError(f"{name}: linears must not be empty, got none")
     for i, linear in enumerate(linears):
         module(name, f"linears[{i}]", linear)
 

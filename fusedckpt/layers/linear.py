@@ -24,39 +24,39 @@ def linear_act(
     save: str | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Return act(F.linear(x, weight, bias)), keeping only x for backward.
+    """Return act(F.linear(x, weight, bias)), saving only x for backward.
 
     Args:
         x: [..., in_features], float32, bfloat16, float16 or float64.
-        weight: [out_features, in_features], of x's dtype; under autocast of any but float64. Or a
-            `LoRA` record, or a weight that dequantises, as in `mlp`.
+        weight: [out_features, in_features], of x's dtype; under autocast of any dtype but float64.
+            Or a `LoRA` record, or a quantised weight, as in `mlp`.
         bias: [out_features] or None.
         activation: identity (or None), relu, relu2, leaky_relu, gelu (erf), gelu_tanh, quick_gelu,
             silu, sigmoid, tanh, softplus, mish, or their names in torch and transformers.
-        save: "inputs" (the default) keeps x, in_features elements per token, and recomputes the
-            pre-activation in backward: one GEMM more. "preact" keeps the pre-activation too,
+        save: "inputs" (the default) saves x, in_features elements per token, and recomputes the
+            pre-activation in backward: one more GEMM. "preact" saves the pre-activation too,
             out_features elements per token, and recomputes no GEMM.
         kernel: "fused" (one Triton GEMM with the activation in its epilogue) or "split" (the
-            vendor's GEMM, then an elementwise kernel in place); by default split, or as measured.
+            vendor's GEMM, then an elementwise kernel in place); by default split, or what `bench
+            tune` measured.
 
     Returns:
         [..., out_features], in the dtype that F.linear would give.
 
     Raises:
-        ValueError: shapes, devices, activation, level or kernel do not fit, or no Triton runs here
-            and `kernel` is "fused".
-        TypeError: not dense floating-point tensors (a DTensor or a nested tensor is none), of
-            dtypes that F.linear refuses, or an argument of another type.
+        ValueError: invalid shapes, devices, activation, level or kernel, or kernel="fused" where
+            Triton cannot run.
+        TypeError: a tensor is not dense or not floating point (DTensors and nested tensors are not
+            dense), F.linear rejects the dtypes, or an argument has another type.
 
-    Tensors of other classes with ops of their own, and those of inference mode where gradients are
-    wanted, go through the eager equivalent.
+    Other tensor subclasses, and inference tensors where gradients are needed, run in eager.
     """
     options = LinearOptions("linear_act", activation, save, kernel=kernel)
     return run(options, x, weight, bias)
 
 
 class Linear(nn.Linear):
-    """nn.Linear followed by an activation, keeping only its input for backward.
+    """nn.Linear followed by an activation; only the input is saved for backward.
 
         y = act(F.linear(x, weight, bias))
 
@@ -77,7 +77,9 @@ class Linear(nn.Linear):
     ):
         activation = validate.activation("Linear", activation)
         levels.check("Linear", save, LEVELS)
-        sizes = constructors.linear("Linear", in_features, out_features, bias, device, dtype)
+        sizes = constructors.linear(
+            "Linear", in_features, out_features, bias, device=device, dtype=dtype
+        )
         super().__init__(*sizes, device, dtype)
         self.activation = activation
         self.save = save

@@ -1,4 +1,4 @@
-"""Linear with its activation as torch ops and as an autograd Function that keeps x alone."""
+"""Linear with its activation, as torch ops and as an autograd Function that saves only x."""
 
 from __future__ import annotations
 
@@ -26,26 +26,30 @@ LEVELS = ("inputs", "preact")
 
 
 class Call(NamedTuple):
-    """What a call comes down to.
+    """The decision for a call.
 
-    dtypes: of x in the GEMMs, weight and bias. Where nothing traces or watches ops, also plan, the
-    launcher, and product, what multiplies for the gradient of weight.
+    dtypes: of x in the GEMMs, weight and bias. Where ops are not traced or watched: variant, that
+    of the kernels, and product, the GEMM for the gradient of weight.
     """
 
     activation: str
     level: str
     kernel: str | None
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
-    plan: str | None = None
+    variant: str | None = None
     product: Product = torch.mm
 
 
-def plan_of(x: Tensor | Meta, activation: str, kernel: str | None, weight: tuple[int, ...]) -> str:
+def variant_of(
+    x: Tensor | Meta, activation: str, kernel: str | None, weight: tuple[int, ...]
+) -> str:
     """Return which launcher runs for tensors like x: fused, split or aten."""
     (n, k), rows = weight, math.prod(x.shape[:-1])
     # an identity has nothing to fuse
     kernel = "split" if activation == "identity" and kernel is None else kernel
-    return dispatch.plan_for("linear_act", x, x.dtype, (rows, n, k), kernel, "fused")
+    return dispatch.variant_for(
+        "linear_act", x, x.dtype, (rows, n, k), kernel=kernel, fused="fused"
+    )
 
 
 def _forward(
@@ -55,13 +59,13 @@ def _forward(
     activation: str,
     keep_z: bool,
     kernel: str | None,
-    plan: str | None = None,
+    variant: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return h, and the pre-activation z if it is kept."""
+    """Return h, and the pre-activation z if keep_z."""
     with below(BELOW):
         x2, w, b = as_matrix(x), as_weight(w, x.dtype), as_vector(b, x.dtype)
-        plan = plan or plan_of(x, activation, kernel, w.shape)
-        h, z = kernels.linear_act(x2, w, b, activation, keep_z, plan)
+        variant = variant or variant_of(x, activation, kernel, w.shape)
+        h, z = kernels.linear_act(x2, w, b, activation, keep_z=keep_z, kernel=variant)
         if x2 is x:
             return h, z
         shape = (*x.shape[:-1], w.shape[0])
@@ -98,16 +102,26 @@ def _backward(
     needs: list[bool],
     kernel: str | None,
     call: Call | None = None,
-    spends: bool = False,
+    donates: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return the wanted gradients of x, w and b; `spends`: z may be written over."""
-    plan, product = (None, torch.mm) if call is None else (call.plan, call.product)
+    """Return the wanted gradients of x, w and b; `donates`: z may be overwritten."""
+    variant, product = (None, torch.mm) if call is None else (call.variant, call.product)
     with below(BELOW):
         x2, z = None if x is None else as_matrix(x), None if z is None else as_dense(z)
         w, b = None if w is None else as_weight(w, dy.dtype), as_vector(b, dy.dtype)
-        plan = plan or plan_of(dy, activation, kernel, (1, 1) if w is None else w.shape)
-        args, rows = (activation, needs[2], plan, spends), as_matrix(dy)
-        (dz, db), dx, dw = kernels.linear_act_dz(rows, x2, w, b, z, *args), None, None
+        variant = variant or variant_of(dy, activation, kernel, (1, 1) if w is None else w.shape)
+        rows, dx, dw = as_matrix(dy), None, None
+        dz, db = kernels.linear_act_dz(
+            rows,
+            x2,
+            w,
+            b,
+            z=z,
+            activation=activation,
+            needs_db=needs[2],
+            kernel=variant,
+            donates=donates,
+        )
         if needs[0] and w is not None:
             dx = torch.mm(dz, w)
             dx = dx if rows is dy else dx.view(*dy.shape[:-1], w.shape[1])
@@ -117,14 +131,7 @@ def _backward(
 
 
 def _backward_fake(
-    dy: Tensor,
-    x: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    z: Tensor | None,
-    activation: str,
-    needs: list[bool],
-    kernel: str | None,
+    dy: Tensor, x: Any, w: Any, b: Any, z: Any, activation: str, needs: list[bool], *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     n = dy.shape[-1]
     wide = torch.promote_types(dy.dtype, torch.float32)
@@ -144,7 +151,7 @@ def _backward_flops(
     return 2 * math.prod(dy) * k * (recomputes + needs[0] + needs[1])
 
 
-_backward_ops = custom_op.define_spending(
+_backward_ops = custom_op.define_donating(
     "linear_act_backward(Tensor dy, Tensor? x, Tensor? w, Tensor? b, Tensor{}? z, str activation,"
     " bool[] needs, str? kernel) -> (Tensor, Tensor, Tensor)",
     _backward,
@@ -178,7 +185,7 @@ class LinearOptions(NamedTuple):
         validate.tensors(name, self.names, (x, weight, bias))
         validate.linear(name, x.shape, (weight, bias))
         dtype = validate.multiplied(name, around, x.dtype, {"weight": weight, "bias": bias})
-        validate.runs(name, self.kernel, "fused", x, dtype)
+        validate.runs(name, self.kernel, "fused", x, dtype=dtype)
         if around.twin:
             return None
         read, level = x._replace(dtype=dtype), level if around.grad else "inputs"
@@ -186,8 +193,8 @@ class LinearOptions(NamedTuple):
         call = Call(activation, level, self.kernel, dtypes)
         if not around.direct:
             return call
-        plan = plan_of(read, activation, self.kernel, weight.shape)
-        return call._replace(plan=plan, product=product_for(x.device, dtype, weight.dtype))
+        variant = variant_of(read, activation, self.kernel, weight.shape)
+        return call._replace(variant=variant, product=product_for(x.device, dtype, weight.dtype))
 
     def adapted(self, around: Around, x: Any, _: Any, linears: Any) -> AdaptedCall | None:
         """Settle a call with adapters by what these are beside."""
@@ -222,7 +229,11 @@ class _LinearAct(torch.autograd.Function):
             phase.enter(given, (like,))
         keep_z = has_z and runs == "preact"
         args = (x, w, b, call.activation, keep_z, call.kernel)
-        h, z = _forward(*args, call.plan) if call.plan is not None else _forward_op.overload(*args)
+        h, z = (
+            _forward(*args, call.variant)
+            if call.variant is not None
+            else _forward_op.overload(*args)
+        )
         z = z if keep_z else None
         if phase is None:
             ctx.save_for_backward(*given, z)
@@ -245,13 +256,13 @@ class _LinearAct(torch.autograd.Function):
         (*needs, _, _), (x, w, b, z), direct = begun
         call: Call = ctx.call
         if torch.is_grad_enabled():
-            return (*_double_backward(ctx, x, w, b, dy, needs), None, None)
+            return (*_double_backward(ctx, x, w, b, dy=dy, needs=needs), None, None)
         args = (dy, x, w, b, z, call.activation, needs, call.kernel)
         if z is None and direct:
             found: Any = _backward(*args, call)
         else:
             ops, settled = _backward_ops, call if direct else None
-            found = donation.run(ctx, ops, (z,), args, settled)
+            found = donation.run(ctx, ops, (z,), args, settled=settled)
         dx, dw, db = found
         # autograd casts them to the dtypes of what they are of
         return (
@@ -292,10 +303,10 @@ def _double_backward(
 
 
 def run(options: LinearOptions, x: Tensor, weight: Tensor | LoRA, bias: Tensor | None) -> Tensor:
-    """Run the Function for a call, or its eager twin."""
+    """Run the Function for a call, or its eager reference."""
     call, phase = dispatch.settled(options, x, weight, bias)
     if call is None:
-        y = adapted.run(options, ("weight",), x, (None, None), [(weight, bias)])
+        y = adapted.run(options, ("weight",), x, (None, None), linears=[(weight, bias)])
         return reference.linear_act(x, weight, bias, options.activation) if y is None else y
     read = x.to(call.dtypes[0])
     if phase is None and not torch.compiler.is_compiling() and hasattr(x.grad_fn, "source"):

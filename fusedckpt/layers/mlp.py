@@ -12,6 +12,8 @@ The last GEMM is never recomputed, and a level keeps only what the wanted gradie
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fusedckpt import reference
@@ -27,6 +29,14 @@ MLP_LEVELS = ("inputs", "preact")
 GATED_LEVELS = ("inputs", "gate", "preact")
 LINEARS = ("fc1", "fc2")
 GATED_LINEARS = ("gate", "up", "down")
+
+
+def _options(
+    name: str, names: tuple[str, ...], norm: NormSpec | None, **given: Any
+) -> tuple[MLPOptions, tuple[Any, ...]]:
+    """Return the options of a call, with the norm's apart from its tensors, and these."""
+    (bare, kinds), tensors = split(norm)
+    return MLPOptions(name, names, norm=bare, kinds=kinds, **given), tensors
 
 
 def mlp(
@@ -49,38 +59,37 @@ def mlp(
 
     Args:
         x: [..., D], float32, bfloat16, float16 or float64.
-        fc1_weight, fc1_bias: [F, D], and [F] or None, of x's dtype; under autocast of any but
+        fc1_weight, fc1_bias: [F, D], and [F] or None, of x's dtype; under autocast of any dtype but
             float64.
         fc2_weight, fc2_bias: [D_out, F], and [D_out] or None.
         activation: as in `linear_act`.
-        norm: a NormSpec over D applied before fc1, or None; it adds nothing to what is kept.
+        norm: a NormSpec over D applied before fc1, or None; nothing more is saved for it.
         residual: add x to the result; D_out must be D.
         save: "inputs" (the default) or "preact", see the table at the top of this module.
-        chunks: cut the tokens into so many chunks, forward and backward. That divides the F-wide
-            temporaries, in backward 4 F bytes per token in half precision (gated 6 F), and weight
-            gradients accumulate in float32, 4 bytes per weight. By default one, unless the
-            temporaries pass 512 MiB and cutting them saves more than the accumulators take.
+        chunks: into how many chunks forward and backward cut the tokens. That divides the F-wide
+            temporaries, in backward 4 F bytes per token in half precision (gated 6 F); weight
+            gradients then accumulate in float32, 4 bytes per weight. The default is one, unless the
+            temporaries exceed 512 MiB and chunks save more than the accumulators take.
         kernel: "split" (vendor GEMMs and elementwise kernels in place) or "hybrid" (the GEMM of dh
-            turns it into h and dz in its epilogue); by default split, unless
-            `python -m bench tune` measured the other to be faster. "split" alone with adapters,
-            quantised weights or dropout.
-        dropout, output_dropout: probabilities at which elements of the hidden layer, and of the
-            result before x is added, are zeroed, the others divided by 1 - p. A seed of 8 bytes is
-            kept for each, no mask. The seeds come from the default generator of x's device.
+            turns it into h and dz in its epilogue); by default split, unless `python -m bench tune`
+            measured hybrid to be faster. With adapters, quantised weights or dropout only "split".
+        dropout, output_dropout: dropout probabilities of the hidden layer, and of the result before
+            x is added. Each saves a seed of 8 bytes instead of a mask, drawn from the default
+            generator of x's device.
 
-    A weight may be a `LoRA` record, whose adapter is then computed beside it, or dequantise: see
-    `register_quantised`. It is dense only while a GEMM reads it, and has no gradient.
+    A weight may be a `LoRA` record, or quantised (see `register_quantised`): then it is dense only
+    while a GEMM reads it, and gets no gradient.
 
     Returns:
         [..., D_out].
 
     Raises:
-        ValueError: shapes, devices, activation, level, chunks or kernel do not fit.
-        TypeError: not dense floating-point tensors, or of different dtypes.
+        ValueError: invalid shapes, devices, activation, level, chunks or kernel.
+        TypeError: tensors are not dense, not floating point, or of different dtypes.
     """
-    (bare, kinds), norm_tensors = split(norm)
-    options = MLPOptions(
-        "mlp", LINEARS, activation, residual, save, MLP_LEVELS, chunks, kernel, bare, kinds
+    given = {"activation": activation, "residual": residual, "save": save, "kernel": kernel}
+    options, norm_tensors = _options(
+        "mlp", LINEARS, norm, **given, chunks=chunks, levels=MLP_LEVELS
     )
     if dropout or output_dropout:
         options = options._replace(dropout=dropout, output_dropout=output_dropout)
@@ -117,9 +126,9 @@ def gated_mlp(
 
     Args:
         x: [..., D].
-        gate_weight, up_weight: [F, D] each; or up_weight None and gate_weight packed, [2 F, D]
-            with the gate's rows first, and gate_bias likewise. One GEMM then makes both, and each
-            of their gradients, but at "gate".
+        gate_weight, up_weight: [F, D] each; or up_weight None and gate_weight packed, [2 F, D] with
+            the gate's rows first, and gate_bias likewise. Packed weights take one GEMM instead of
+            two, except at save="gate".
         down_weight: [D_out, F].
         save: "inputs" (the default), "gate" or "preact", see the table at the top of this module.
 
@@ -129,10 +138,10 @@ def gated_mlp(
     """
     if up_weight is None:
         validate.no_bias("gated_mlp", up_bias)
-    (bare, kinds), norm_tensors = split(norm)
-    linears = PACKED if up_weight is None else GATED_LINEARS
-    options = MLPOptions(
-        "gated_mlp", linears, activation, residual, save, GATED_LEVELS, chunks, kernel, bare, kinds
+    names = PACKED if up_weight is None else GATED_LINEARS
+    given = {"activation": activation, "residual": residual, "save": save, "kernel": kernel}
+    options, norm_tensors = _options(
+        "gated_mlp", names, norm, **given, chunks=chunks, levels=GATED_LEVELS
     )
     if dropout or output_dropout:
         options = options._replace(dropout=dropout, output_dropout=output_dropout)

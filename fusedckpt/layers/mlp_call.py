@@ -39,19 +39,19 @@ class Args(NamedTuple):
 
 
 def block_of(args: Args, rows: int, w: Any) -> Block:
-    """Settle what the caller left open: the plan, and into how many chunks rows are cut.
+    """Settle what the caller left open: the variant, and into how many chunks rows are cut.
 
     w: Weights, or what is known of them, in the dtypes that their gradients are to have.
     """
     (first, d), (out, f) = w.gate.shape, w.down.shape
     op, gemms = ("mlp", 2) if w.up is None and first == f else ("gated_mlp", 3)
-    # the GEMM that a hybrid plan does itself contracts over the output features
+    # the GEMM that the hybrid variant does itself contracts over the output features
     sizes = rows, f, out
-    kernel = dispatch.plan_for(op, w.gate, args.dtype, sizes, args.kernel, "hybrid")
+    kernel = dispatch.variant_for(op, w.gate, args.dtype, sizes, kernel=args.kernel, fused="hybrid")
     kernel = kernel if d else "aten"
-    chunks = args.chunks or kernels.chunks_for(rows, d, f, gemms, args.dtype.itemsize)
+    chunks = args.chunks or kernels.chunks_for(rows, d, f, gemms, itemsize=args.dtype.itemsize)
     product = product_for(w.gate.device, args.dtype, w.gate.dtype)
-    return Block(args.rule, args.activation, args.residual, kernel, chunks, product)
+    return Block(args.rule, args.activation, args.residual, kernel, chunks=chunks, product=product)
 
 
 # gate and up in one weight
@@ -128,15 +128,15 @@ class MLPOptions(NamedTuple):
         validate.tensors(name, self.names, (x, *metas))
         if self.over is not None:
             shape = validate.normalized_shape(name, self.over)
-            validate.norm(name, x, shape, w.norm, w.norm_bias)
+            validate.norm(name, x, shape, w.norm, bias=w.norm_bias)
         up = [] if w.up is None else [(w.up, w.up_bias)]
         pairs = [(w.gate, w.gate_bias), *up, (w.down, w.down_bias)]
         linears: Any = dict(zip(self.linears, pairs, strict=True))
         packed = self.linears == PACKED
-        validate.mlp(name, x, linears, bool(self.residual), packed)
+        validate.mlp(name, x, linears, bool(self.residual), packed=packed)
         given = dict(zip([key.rstrip("?") for key in self.names[3:]], metas[2:], strict=True))
         dtype = validate.multiplied(name, around, validate.normed(name, x, norm, around), given)
-        validate.runs(name, self.kernel, "hybrid", x, dtype)
+        validate.runs(name, self.kernel, "hybrid", x, dtype=dtype)
         if around.twin:
             return None
         if packed:
@@ -149,7 +149,7 @@ class MLPOptions(NamedTuple):
         dtypes = tuple([None if t is None else t.dtype for t in (x, *w)])
         level = level if around.grad else "inputs"
         adds_after = bool(self.residual) and not adds
-        return MLPCall(args, block, level, around.direct, dtypes, adds_after)
+        return MLPCall(args, block, level, around.direct, dtypes=dtypes, adds_after=adds_after)
 
     def adapted(self, around: Around, x: Any, norm: Any, linears: Any) -> AdaptedCall | None:
         """Settle a call with adapters by what these are beside; gate and up are not packed."""
@@ -166,7 +166,7 @@ class MLPOptions(NamedTuple):
             # over several chunks they are rounded at the end
             wide = torch.promote_types(x.dtype, torch.float32)
             sums = sums_dtype(x, *norm) if chunks == 1 else wide
-            normed = NormCall(1, args.rule, dtype, sums, around.direct)
+            normed = NormCall(1, args.rule, dtype, sums, direct=around.direct)
         return AdaptedCall(
             dtype,
             norm=normed,

@@ -38,10 +38,10 @@ def _laid_out(given: Weights, dtype: torch.dtype) -> Weights:
         as_vector(given.norm_bias),
         as_weight(given.gate, dtype),
         as_vector(given.gate_bias, dtype),
-        None if given.up is None else as_weight(given.up, dtype),
-        as_vector(given.up_bias, dtype),
-        as_weight(given.down, dtype),
-        as_vector(given.down_bias, dtype),
+        up=None if given.up is None else as_weight(given.up, dtype),
+        up_bias=as_vector(given.up_bias, dtype),
+        down=as_weight(given.down, dtype),
+        down_bias=as_vector(given.down_bias, dtype),
     )
 
 
@@ -113,7 +113,7 @@ def _backward(
     up: Tensor | None,
     x: Tensor | None,
     *args: Any,
-    spends: bool = False,
+    donates: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Take the op's arguments, and then the Block where that is settled."""
     w, options, needs = Weights(*args[:8]), Args(*args[8:17]), Needs(*args[17])
@@ -122,7 +122,9 @@ def _backward(
         block = (args[18] if len(args) > 18 else None) or block_of(options, rows.shape[0], w)
         w = _laid_out(w, options.dtype)
         gate, up = None if gate is None else as_dense(gate), None if up is None else as_dense(up)
-        found = kernels.backward(rows, x_rows, w, gate, up, block, needs, spends)
+        found = kernels.backward(
+            rows, x_rows, w, gate, up=up, block=block, needs=needs, donates=donates
+        )
         if rows is not dy and "x" in found:
             found["x"] = found["x"].view(*dy.shape[:-1], w.gate.shape[1])
         if len(args) > 18:
@@ -165,7 +167,7 @@ def _backward_flops(dy: Any, gate: Any, up: Any, x: Any, *args: Any, **_: Any) -
 
 
 _GRADS = ", ".join(["Tensor"] * len(Needs._fields))
-_mlp_backward_ops = custom_op.define_spending(
+_mlp_backward_ops = custom_op.define_donating(
     "mlp_backward(Tensor dy, Tensor{}? kept_gate, Tensor{}? kept_up, Tensor? x,"
     f" {_TENSORS}, {_OPTIONS}, bool[] needs) -> ({_GRADS})",
     _backward,
@@ -192,11 +194,11 @@ class _MLP(torch.autograd.Function):
                 runs = "preact"
             like = (*x.shape[:-1], w.gate.shape[0]), call.options.dtype
             likes = (like, None if w.up is None else like)
-        given = _read(needs, reads_hidden, call.options.kind != "none", keeps, x, w)
+        given = _read(needs, reads_hidden, call.options.kind != "none", keeps, x=x, w=w)
         if phase is not None:
             phase.enter(given, likes)
         if call.direct:
-            y, gate, up = _forward(x, w, call.options, runs, call.block)
+            y, gate, up = _forward(x, w, call.options, runs, block=call.block)
         else:
             y, gate, up = _mlp_op.overload(x, *tensors, *call.options, runs)
         gate = gate if runs != "inputs" else None
@@ -224,13 +226,13 @@ class _MLP(torch.autograd.Function):
         assert dy is not None
         needs, call = Needs(*flags[:9]), ctx.call
         if torch.is_grad_enabled():
-            return (*_double_backward(ctx, x, tensors, dy, needs), None, None)
+            return (*_double_backward(ctx, x, tensors, dy, needs=needs), None, None)
         args = (dy, gate, up, x, *tensors, *call.options, list(needs))
         if direct and gate is None and up is None:
             found: Any = _backward(*args, call.block)
         else:
             block = call.block if direct else None
-            found = donation.run(ctx, _mlp_backward_ops, (gate, up), args, block)
+            found = donation.run(ctx, _mlp_backward_ops, (gate, up), args, settled=block)
         grads = list(found)
         del found
         for i, (need, dtype) in enumerate(zip(needs, call.dtypes, strict=True)):
@@ -272,7 +274,7 @@ def _double_backward(
     if x is None:
         if needs.hidden:
             raise RuntimeError(
-                "mlp: create_graph=True needs x, which save='preact' does not keep where the first "
+                "mlp: create_graph=True needs x, which save='preact' does not save where the first "
                 "weights are frozen: use save='inputs'"
             )
         # the last bias's gradient does not depend on x
@@ -286,20 +288,24 @@ def _twin(options: Args, x: Tensor, *tensors: Any) -> Tensor:
     """Return what the Function computes, from torch's own differentiable operations."""
     n, w, rule = x, Weights(*tensors), options.rule
     if rule is not None:
-        spec = NormSpec(rule.kind, w.norm, w.norm_bias, rule.eps, rule.offset, rule.cast)
+        spec = NormSpec(
+            rule.kind, w.norm, w.norm_bias, rule.eps, offset=rule.offset, cast=rule.cast
+        )
         n = reference.apply_norm(x, spec)
     cast: Any = (t if t is None else t.to(options.dtype) for t in (n, *w[2:]))
     n, gate, gate_bias, up, up_bias, down, down_bias = cast
     if up is None and not w.is_packed:
-        y = reference.mlp(n, gate, gate_bias, down, down_bias, options.activation)
+        y = reference.mlp(
+            n, gate, gate_bias, down, fc2_bias=down_bias, activation=options.activation
+        )
     else:
         biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-        y = reference.gated_mlp(n, gate, up, down, options.activation, **biases)
+        y = reference.gated_mlp(n, gate, up, down, activation=options.activation, **biases)
     return x + y if options.residual else y
 
 
 def run(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
-    """Run the Function for a call on x and Weights, None where the eager twin is to run."""
+    """Run the Function for a call on x and Weights, None where the eager reference is to run."""
     if options.dropout or options.output_dropout:
         return _adapted(options, x, *tensors)
     call, phase = dispatch.settled(options, x, *tensors)
@@ -330,4 +336,4 @@ def _adapted(options: MLPOptions, x: Tensor, *tensors: Any) -> Tensor | None:
     up = [] if up is None else [(up, up_bias)]
     linears = [(gate, gate_bias), *up, (down, down_bias)]
     dropouts = options.dropout, options.output_dropout
-    return adapted.run(options, keys, x, norm, linears, dropouts)
+    return adapted.run(options, keys, x, norm, linears=linears, dropouts=dropouts)

@@ -28,7 +28,7 @@ def _run(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Any:
-    """Run the Function for a call, or its eager twin."""
+    """Run the Function for a call, or its eager reference."""
     shape = options.normalized_shape
     if isinstance(shape, tuple) and bool in map(type, shape):
         # True equals 1, which would be remembered: what is no tuple is looked at anew
@@ -40,7 +40,7 @@ def _run(
         # torch's own takes no numbers of numpy
         shape = validate.normalized_shape(options.name, shape)
     total = x if residual is None else x + residual
-    y = eager(options, total, shape, weight, bias)
+    y = eager(options, total, shape, weight, bias=bias)
     return y if residual is None else (y, total)
 
 
@@ -57,7 +57,7 @@ def _called(
                 return y
         if not dispatch.are_plain(x, weight, bias) or x.dtype in COMPLEX:
             fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
-        return eager(options, x, options.normalized_shape, weight, bias)
+        return eager(options, x, options.normalized_shape, weight, bias=bias)
     y = apply(call, phase, x, None, weight, bias)
     return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
 
@@ -71,11 +71,11 @@ def rms_norm(
     offset: float = 0.0,
     cast: str = "torch",
 ) -> Tensor:
-    """Return F.rms_norm(x, normalized_shape, weight + offset, eps), keeping only x for backward.
+    """Return F.rms_norm(x, normalized_shape, weight + offset, eps), saving only x for backward.
 
     Args:
-        x: [..., *normalized_shape], float32, bfloat16, float16 or float64; statistics are taken in
-            float32 (float64 for float64).
+        x: [..., *normalized_shape], float32, bfloat16, float16 or float64; statistics are computed
+            in float32 (float64 for float64).
         normalized_shape: sizes of the last dimensions, which are normalised together.
         weight: normalized_shape, of any floating dtype, or None.
         eps: added to the mean square; None means the machine epsilon of the statistics' dtype.
@@ -84,16 +84,16 @@ def rms_norm(
             rounds the normalised x before the weight, and returns the promoted dtype.
 
     Returns:
-        The shape and dtype of x; under GPU autocast as F.rms_norm has it; see `cast`.
+        The shape and dtype of x, but for `cast`; under GPU autocast the dtype of F.rms_norm.
 
     Raises:
-        ValueError: shapes, devices or options do not fit.
-        TypeError: not dense floating-point tensors, or an argument of another type.
+        ValueError: invalid shapes, devices or options.
+        TypeError: tensors are not dense or not floating point, or an argument has another type.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    options = NormOptions("rms_norm", "rms", normalized_shape, eps, offset, cast)
-    return _run(options, x, None, weight, None)
+    options = NormOptions("rms_norm", "rms", normalized_shape, eps, offset=offset, cast=cast)
+    return _run(options, x, None, weight, bias=None)
 
 
 def layer_norm(
@@ -103,15 +103,15 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return F.layer_norm(x, normalized_shape, weight, bias, eps), keeping only x for backward.
+    """Return F.layer_norm(x, normalized_shape, weight, bias, eps), saving only x for backward.
 
-    Arguments, result and errors as `rms_norm` has them; bias is normalized_shape or None, and
-    dtypes that F.layer_norm refuses on x's device are refused.
+    Arguments, result and errors are those of `rms_norm`; bias has normalized_shape or is None.
+    Dtypes that F.layer_norm rejects on x's device raise.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
     options = NormOptions("layer_norm", "layer", normalized_shape, eps)
-    return _run(options, x, None, weight, bias)
+    return _run(options, x, None, weight, bias=bias)
 
 
 def add_rms_norm(
@@ -126,12 +126,12 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return rms_norm(x + residual, ...) and x + residual in one pass.
 
-    Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
-    x + residual does. Other arguments and errors as in `rms_norm`.
+    Saves only x + residual, the second output. x and residual must have the same shape; dtypes
+    promote as in x + residual. For other arguments and errors see `rms_norm`.
     """
     validate.tensor("add_rms_norm", "residual", residual)
-    options = NormOptions("add_rms_norm", "rms", normalized_shape, eps, offset, cast)
-    return _run(options, x, residual, weight, None)
+    options = NormOptions("add_rms_norm", "rms", normalized_shape, eps, offset=offset, cast=cast)
+    return _run(options, x, residual, weight, bias=None)
 
 
 def add_layer_norm(
@@ -144,16 +144,16 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return layer_norm(x + residual, ...) and x + residual in one pass.
 
-    Keeps only x + residual, the second output. x and residual have one shape; dtypes promote as
-    x + residual does. Other arguments and errors as in `layer_norm`.
+    Saves only x + residual, the second output. x and residual must have the same shape; dtypes
+    promote as in x + residual. For other arguments and errors see `layer_norm`.
     """
     validate.tensor("add_layer_norm", "residual", residual)
     options = NormOptions("add_layer_norm", "layer", normalized_shape, eps)
-    return _run(options, x, residual, weight, bias)
+    return _run(options, x, residual, weight, bias=bias)
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm keeping only its input for backward.
+    """nn.RMSNorm that saves only its input for backward.
 
     Constructor, parameters and state_dict are nn.RMSNorm's; `offset` and `cast` are those of
     `functional.rms_norm`. The weight starts at 1 - offset, so that the scale starts at one.
@@ -175,7 +175,7 @@ class RMSNorm(nn.RMSNorm):
         constructors.factory("RMSNorm", device, dtype)
         shape = validate.normalized_shape("RMSNorm", normalized_shape)
         self.offset = offset
-        super().__init__(shape, eps, affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(shape, eps, affine, device, dtype=dtype)  # type: ignore[arg-type]
         self.cast = cast
 
     def reset_parameters(self) -> None:
@@ -188,9 +188,15 @@ class RMSNorm(nn.RMSNorm):
         # once: a parametrization computes it
         weight = self.weight
         options = NormOptions(
-            "rms_norm", "rms", self.normalized_shape, self.eps, self.offset, self.cast, True
+            "rms_norm",
+            "rms",
+            self.normalized_shape,
+            self.eps,
+            offset=self.offset,
+            cast=self.cast,
+            is_module=True,
         )
-        return _called(self, options, x, weight, None)
+        return _called(self, options, x, weight, bias=None)
 
     def _get_name(self) -> str:
         return f"fusedckpt.{super()._get_name()}"
@@ -204,7 +210,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm keeping only its input for backward; constructor and state_dict are its own."""
+    """nn.LayerNorm, with the same constructor and state_dict, that saves only its input."""
 
     def __init__(
         self,
@@ -220,7 +226,7 @@ class LayerNorm(nn.LayerNorm):
         affine = arguments.flag("LayerNorm", "elementwise_affine", elementwise_affine)
         bias = arguments.flag("LayerNorm", "bias", bias)
         constructors.factory("LayerNorm", device, dtype)
-        super().__init__(shape, eps, affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(shape, eps, affine, bias, device=device, dtype=dtype)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
@@ -229,7 +235,7 @@ class LayerNorm(nn.LayerNorm):
         options = NormOptions(
             "layer_norm", "layer", self.normalized_shape, self.eps, is_module=True
         )
-        return _called(self, options, input, weight, bias)
+        return _called(self, options, input, weight, bias=bias)
 
     def _get_name(self) -> str:
         return f"fusedckpt.{super()._get_name()}"

@@ -77,7 +77,7 @@ class NormLinearOptions(NamedTuple):
         validate.tensors(name, self.names, (x, weight, bias, *linears))
         if self.over is not None:
             shape = validate.normalized_shape(name, self.over)
-            validate.norm(name, x, shape, weight, bias)
+            validate.norm(name, x, shape, weight, bias=bias)
         keys = [key.rstrip("?") for key in self.names[3:]]
         weights, biases = linears[: self.num_linears], linears[self.num_linears :]
         for i, pair in enumerate(zip(weights, biases, strict=True)):
@@ -86,7 +86,7 @@ class NormLinearOptions(NamedTuple):
         dtype = validate.multiplied(name, around, read, dict(zip(keys, linears, strict=True)))
         rule = rule_of(norm, x.dtype)
         sums = sums_dtype(x, weight, bias)
-        return None if around.twin else NormCall(1, rule, dtype, sums, around.direct)
+        return None if around.twin else NormCall(1, rule, dtype, sums, direct=around.direct)
 
     def adapted(self, around: Around, x: Any, norm: Any, linears: Any) -> AdaptedCall | None:
         """Settle a call with adapters by what these are beside."""
@@ -152,7 +152,7 @@ class _NormLinear(torch.autograd.Function):
             like = next(dy for dy in dys if dy is not None)
             # in the dtype that forward settled
             with dispatch.no_autocast(like.device):
-                found = _gradients(call, tensors, dys, needs, ctx.likes)
+                found = _gradients(call, tensors, dys, needs, likes=ctx.likes)
             grads = [
                 None if grad is None or like is None else grad.to(like[1])
                 for grad, like in zip(found, ctx.likes, strict=True)
@@ -244,7 +244,9 @@ def _double_backward(
     ]
 
     def twin(x: Tensor, norm_weight: Any, norm_bias: Any, *linears: Any) -> tuple[Tensor, ...]:
-        spec = NormSpec(rule.kind, norm_weight, norm_bias, rule.eps, rule.offset, rule.cast)
+        spec = NormSpec(
+            rule.kind, norm_weight, norm_bias, rule.eps, offset=rule.offset, cast=rule.cast
+        )
         n = reference.apply_norm(x, spec).to(call.out_dtype)
         cast = [None if t is None else t.to(call.out_dtype) for t in linears]
         pairs = zip(cast[: len(dys)], cast[len(dys) :], strict=True)
@@ -261,24 +263,24 @@ def norm_linear(
     weights: Sequence[Tensor | LoRA],
     biases: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return F.linear(norm(x), weight, bias) for every weight, keeping only x for backward.
+    """Return F.linear(norm(x), weight, bias) for every weight, saving only x for backward.
 
-    Eager keeps norm(x) besides what the norm keeps; here backward normalises x again, once for all
-    the linears. No GEMM is recomputed.
+    Eager saves norm(x) besides what the norm saves; here backward normalises x again, once for all
+    linears. No GEMM is recomputed.
 
     Args:
         x: [..., D].
         norm: a NormSpec over D.
-        weights: [N_i, D] each, of x's dtype; under autocast of any but float64. Or `LoRA` records,
-            or weights that dequantise, as in `mlp`.
+        weights: [N_i, D] each, of x's dtype; under autocast of any dtype but float64. Or `LoRA`
+            records, or quantised weights, as in `mlp`.
         biases: [N_i] or None for each weight; None for no biases.
 
     Returns:
         A tuple of [..., N_i], one per weight.
 
     Raises:
-        ValueError: no weights, not as many biases, shapes or devices that do not fit.
-        TypeError: not dense floating-point tensors, or of different dtypes.
+        ValueError: no weights, another number of biases, or invalid shapes or devices.
+        TypeError: tensors are not dense, not floating point, or of different dtypes.
     """
     if dispatch.is_recorded(x):
         return reference.norm_linear(x, norm, weights, biases)
@@ -301,5 +303,5 @@ def _adapted(options: NormLinearOptions, x: Tensor, *tensors: Any) -> Any:
     count = options.num_linears
     norm, weights, biases = tensors[:2], tensors[2 : 2 + count], tensors[2 + count :]
     pairs = list(zip(weights, biases, strict=True))
-    ys = adapted.run(options, options.names[3 : 3 + count], x, norm, pairs)
+    ys = adapted.run(options, options.names[3 : 3 + count], x, norm, linears=pairs)
     return (ys,) if isinstance(ys, Tensor) else ys

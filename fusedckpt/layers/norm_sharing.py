@@ -1,13 +1,13 @@
-"""A layer that reads a norm's output n keeps the norm's input, and normalises once more.
+"""A layer that reads a norm's output n saves the norm's input, and normalises again in backward.
 
-So does one that reads what was gathered from several ranks: it keeps a part, and gathers again. The
-norm keeps its input x anyway, so that n is kept by nobody. The layer saves n as ever; then
-hooks on that one saved tensor put x in its place, and make n again where backward reads it. What
-they make, autograd puts where n was in the graph: gradients through n of any order, hooks on n and
-other readers of n are what they were. Nothing about the model is assumed: a norm notes on its node
-what it used, and a reader goes by that while n is what the norm made.
+The norm saves its input x anyway, so n need not be saved. The layer saves n as usual; hooks on that
+saved tensor replace it by x, and recompute n when backward reads it. Autograd puts the recomputed n
+where n was in the graph, so gradients of any order, hooks on n and other readers of n are
+unchanged. Nothing about the model is assumed: a norm notes its inputs on its node, and a reader
+uses them while n is unmodified. A layer that reads rows gathered from several ranks likewise saves
+its own rows, and gathers again.
 
-A write to n or x through `.data` is not seen, as autograd does not see it.
+Writes to n or x through `.data` are not detected, as in autograd.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from fusedckpt.autograd.versions import Versioned, versions_of
 
 
 class Source(NamedTuple):
-    """What makes a result again, of its input and the parameters, and the versions of three then.
+    """How to recompute a norm's result from its input and parameters, with the versions of all
+    three.
 
     These are the result's and the parameters'; the input is the first tensor that the node keeps.
     """
@@ -40,7 +41,7 @@ class Source(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What a result is made again from: x, weight and bias; by what; then cast."""
+    """How to recompute a result: x, weight, bias, the function, and a cast."""
 
     made_from: Versioned
     again: Callable[..., Tensor]
@@ -48,15 +49,15 @@ class Recipe(NamedTuple):
 
 
 def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Note on the node of n that a norm module made it, and return n.
+    """Note on n's node that a norm module computed it, and return n.
 
-    Not for a module with hooks, which may gather its weights for as long as its own call, nor for
-    one over several dimensions, nor inside a checkpoint: to ask for its input would recompute it.
+    Not for a module with hooks, which may gather its weights only during the call, nor over several
+    dimensions, nor inside a checkpoint, where reading its input would recompute it.
     """
     if torch.compiler.is_compiling():
         return n
     node: Any = n.grad_fn
-    # an eager twin's node has no call
+    # an eager reference's node has no call
     call = getattr(node, "call", None)
     if getattr(call, "num_dims", 0) == 1 and node.is_free and not has_hooks(norm):
         node.source = Source(partial(_normalised, call), weight, bias, versions_of(n, weight, bias))
@@ -69,10 +70,10 @@ def _normalised(call: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None
 
 
 def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
-    """Run an autograd Function on `read`, which is n in the dtype that it computes in.
+    """Run an autograd Function on `read`, which is n in its compute dtype.
 
-    Where saved tensors go through no hooks but counting ones. The Function has one output, and
-    saves `read`, or None in its place, before all else.
+    Only if there are no saved-tensor hooks, or only counting ones. The Function has one output, and
+    saves `read`, or None, first.
     """
     found = made_from(n)
     if found is None:
@@ -110,7 +111,7 @@ def _made_again(recipe: Recipe) -> Tensor:
 
 
 def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
-    """Return x, weight and bias that a norm made n from, None if unknown, gone or changed."""
+    """Return x, weight and bias of the norm that computed n; None if unknown, freed or modified."""
     node: Any = n.grad_fn
     source: Source | None = getattr(node, "source", None)
     # who hooks n may give the norm its weights for as long as the gradient of n is on its way
@@ -129,7 +130,7 @@ def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
 
 @contextmanager
 def _uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
-    """Lift the hooks that only count, and give what counts a tensor as they would."""
+    """Remove hooks that only count, and return a function that counts a tensor as they would."""
     lifted: list[Hooks] = []
     while (hooks := phases.top_hooks()) is not None and phases.only_count(hooks):
         lifted.append(hooks)

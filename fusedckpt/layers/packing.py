@@ -19,17 +19,17 @@ LAYOUTS = ("gate_up", "up_gate", "interleaved")
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, layout: str = "gate_up", dim: int = 0) -> Tensor:
-    """Return gate and up, weights [F, D] or biases [F] alike, as one new tensor [2 F, ...].
+    """Return gate and up, weights [F, D] or biases [F], as one new tensor [2 F, ...].
 
     Args:
-        gate, up: of one shape, dtype and device.
+        gate, up: of the same shape, dtype and device.
         layout: "gate_up", the gate's rows first, as `gated_mlp` reads them; "up_gate", up's first,
-            as F.glu splits; "interleaved", gate and up in turns, as gpt-oss has them.
-        dim: which dimension counts the F rows; -1 for weights stored as [D, F].
+            as F.glu splits; "interleaved", rows of gate and up alternate, as in gpt-oss.
+        dim: the dimension of size F; -1 for weights stored as [D, F].
 
     Raises:
-        ValueError: an unknown layout or dimension, or tensors that do not fit each other.
-        TypeError: no tensors.
+        ValueError: an unknown layout or dimension, or shapes, dtypes or devices that differ.
+        TypeError: not tensors.
     """
     dim = _check("pack_gate_up", dim, {"layout": layout}, gate=gate, up=up)
     mine, other = ((t.shape, t.dtype, t.device) for t in (gate, up))
@@ -47,7 +47,7 @@ def unpack_gate_up(packed: Tensor, layout: str = "gate_up", dim: int = 0) -> tup
 
     Raises:
         ValueError: an odd number of rows, an unknown layout or dimension.
-        TypeError: no tensor.
+        TypeError: not a tensor.
     """
     dim = _check("unpack_gate_up", dim, {"layout": layout}, packed=packed)
     return _unpack(packed, layout, dim)
@@ -58,8 +58,8 @@ def repack_gate_up(packed: Tensor, layout: str, to: str = "gate_up", dim: int = 
 
         repack_gate_up(repack_gate_up(w, "interleaved"), "gate_up", "interleaved") == w
 
-    Arguments and errors are those of `pack_gate_up`; `layout` is what packed has, `to` what is
-    wanted. Gradients flow through, but convert checkpoints rather than weights in every step.
+    Arguments and errors are those of `pack_gate_up`; `layout` is the present order, `to` the new
+    one. Differentiable, but meant for converting checkpoints, not weights in every step.
     """
     dim = _check("repack_gate_up", dim, {"layout": layout, "to": to}, packed=packed)
     return _pack(*_unpack(packed, layout, dim), to, dim)
@@ -90,7 +90,7 @@ def _check(name: str, dim: Any, layouts: dict[str, Any], **given: Any) -> int:
             wrong_type(name, key, "a tensor", value)
         if value.dim() == 0:
             raise ValueError(f"{name}: {key} must have at least one dimension, got []")
-        dim = integer(name, "dim", dim, -value.dim(), value.dim() - 1)
+        dim = integer(name, "dim", dim, -value.dim(), most=value.dim() - 1)
         if key == "packed" and value.shape[dim] % 2:
             raise ValueError(
                 f"{name}: packed must have 2 F rows in dimension {dim}, got {value.shape[dim]} "

@@ -1,10 +1,9 @@
-"""Blocks on the shards of DTensors: tensor and sequence parallelism with a rank's own rows kept.
+"""Blocks on shards of DTensors: tensor and sequence parallelism that saves only a rank's own rows.
 
-A block is a composition here: what gathers its input, the block's own autograd Function on this
-rank's shards of the weights, what reduces its output. DTensor moves the data and lays out the
-gradients. Where rows are shared out, as in sequence parallelism, the block keeps none of the rows
-that it gathered but this rank's, and backward gathers them in the collective that gathers the
-gradient of the output: as many collectives as without us, with twice the bytes in that one.
+A block gathers its input, runs its autograd Function on this rank's shards of the weights, and
+reduces its output. DTensor moves the data and places the gradients. With sequence parallelism the
+block saves only this rank's rows; backward gathers all rows in the collective that gathers the
+output's gradient: the same number of collectives as unfused, with twice the bytes in that one.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """How a block's input and output are shared out over the ranks that its weights are split over.
+    """How a block's input and output are placed on the ranks that shard its weights.
 
-    mesh: of one dimension; input: what a plain input is; output: what the sum of the ranks' results
-    becomes; is_local: whether that is given as a plain tensor.
+    mesh: of one dimension; input: the placement of a plain input; output: the placement of the
+    result; is_local: whether the result is a plain tensor.
     """
 
     mesh: DeviceMesh
@@ -38,7 +37,7 @@ class Layout(NamedTuple):
 
 
 def library() -> Any:
-    """Return torch.distributed.tensor, which takes a second to import, None where nobody did."""
+    """Return torch.distributed.tensor if it was imported, which takes a second, else None."""
     return sys.modules.get("torch.distributed.tensor")
 
 
@@ -49,7 +48,7 @@ def is_sharded(x: Any) -> bool:
 
 
 def takes(x: Tensor, layout: Layout) -> bool:
-    """Whether `spread` can lay out an input, and the block's output likewise."""
+    """Whether `spread` supports an input of this placement, and the block's output."""
     given = x.placements if is_sharded(x) else (layout.input,)  # type: ignore[attr-defined]  # a DTensor
     if is_sharded(x) and x.device_mesh != layout.mesh:  # type: ignore[attr-defined]
         return False
@@ -57,7 +56,7 @@ def takes(x: Tensor, layout: Layout) -> bool:
 
 
 def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
-    """Whether a tensor laid out so, whose last dimensions are features, has whole rows."""
+    """Whether a placement keeps rows whole; the last dimensions are features."""
     if placement.is_replicate():
         return True
     return type(placement) is library().Shard and placement.dim % dims < dims - features
@@ -66,8 +65,8 @@ def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
 def shards_of(linears: Sequence[tuple[Any, Any]], layout: Layout) -> list[Any]:
     """Return this rank's parts of a block's weights and biases.
 
-    The first linears are split by their output features, the last one by its input features. What
-    is laid out otherwise, or unevenly, is returned as it is.
+    The first linears are split by output features, the last one by input features. Tensors with
+    other placements, or uneven shards, are returned unchanged.
     """
     *first, (weight, bias) = linears
     shards = [(_shard_of(w, layout, 0), _shard_of(b, layout, 0)) for w, b in first]
@@ -88,7 +87,7 @@ def _shard_of(weight: Any, layout: Layout, split: int | None) -> Any:
 
 
 class _Portion(torch.autograd.Function):
-    """What every rank adds of a bias, whose gradient every rank has."""
+    """A rank's share of a bias that all ranks add; its gradient is replicated."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, ranks: int) -> Tensor:
@@ -100,11 +99,10 @@ class _Portion(torch.autograd.Function):
 
 
 def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
-    """Return the sum over ranks of what a block makes of all rows, laid out as the layout says.
+    """Return the sum over ranks of a block's results for all rows, placed as the layout says.
 
-    Collectives: one to gather x where its rows are shared out, and one to reduce the output; their
-    duals in backward. Kept by the block: this rank's rows of x where x's or the output's are shared
-    out, else x.
+    Collectives: one to gather x if its rows are sharded, and one to reduce the output; their duals
+    in backward. The block saves this rank's rows of x if x or the output is sharded, else x.
     """
     found, mesh = library(), layout.mesh
     made, source = made_from(x), getattr(x.grad_fn, "source", None)
@@ -128,16 +126,16 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     if x.placements != (split,):
         own = x.detach().redistribute(placements=[split]).to_local()
     rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
-    y = block(_kept_as(whole, rows.again, own, None, None))
+    y = block(_kept_as(whole, rows.again, own, None, bias=None))
     if _reads_again(y) and layout.output == split and (y.shape, y.dtype) == (rows.shape, own.dtype):
         return _from_rows(_Reduced.apply(y, own, rows), layout, rows.shape)
     return _laid_out(y, layout)
 
 
 class _Rows:
-    """How the rows of a tensor are shared out over the ranks, and how they come together.
+    """How the rows of a tensor are sharded over the ranks, and gathered.
 
-    ahead: all rows, where backward gathered them together with others and nobody read them yet.
+    ahead: all rows, if backward gathered them with another tensor and they were not read yet.
     """
 
     def __init__(self, mesh: DeviceMesh, dim: int, shape: Sequence[int]):
@@ -155,12 +153,12 @@ class _Rows:
         return together.to_local(grad_placements=[found.Partial()]).unbind()
 
     def again(self, own: Tensor, *_: None) -> Tensor:
-        """Return all rows of what was kept."""
+        """Return all rows of a saved tensor."""
         found, self.ahead = self.ahead, None
         return self.gathered(own)[0] if found is None else found
 
     def forget(self) -> None:
-        """Let go of what nobody read."""
+        """Free rows that were not read."""
         self.ahead = None
 
 
@@ -173,7 +171,7 @@ def _sharded(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[i
 def _kept_as(
     whole: Tensor, again: Callable[..., Tensor], own: Any, weight: Any, bias: Any
 ) -> Tensor:
-    """Return what is passed on, which a reader makes again of what is kept."""
+    """Return a result, which its reader recomputes from what is saved."""
     whole = _Whole.apply(whole, own)
     node: Any = whole.grad_fn
     if node is not None:
@@ -182,7 +180,7 @@ def _kept_as(
 
 
 class _Whole(torch.autograd.Function):
-    """All rows; keeps what a block that reads them can make them from again."""
+    """Gathers all rows; notes the rows from which a reading block can gather them again."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, own: Tensor) -> Tensor:
@@ -218,13 +216,13 @@ class _Reduced(torch.autograd.Function):
 
 
 def _reads_again(y: Tensor) -> bool:
-    """Whether the block that made a tensor keeps rows from which it makes its input again."""
+    """Whether the block that computed a tensor saves rows and gathers its input again."""
     saved = getattr(y.grad_fn, "_raw_saved_tensors", ())
     return bool(saved) and isinstance(saved[0].data, Recipe)
 
 
 def _laid_out(y: Tensor, layout: Layout) -> Any:
-    """Reduce what every rank has a part of."""
+    """Reduce partial results over ranks."""
     found = library()
     total = found.DTensor.from_local(y, layout.mesh, [found.Partial()], run_check=False)
     total = total.redistribute(placements=[layout.output])
@@ -238,7 +236,7 @@ def _from_rows(y: Tensor, layout: Layout, shape: Sequence[int]) -> Any:
 def on_rows(norm: Callable[..., Any], features: int, x: Any, *parameters: Any) -> Any:
     """Run a norm over the last dimensions on this rank's rows of a DTensor.
 
-    None where x is none, or is laid out otherwise; its parameters are whole on every rank.
+    None if x is not a DTensor, or has other placements; parameters must be replicated.
     """
     if not is_sharded(x) or torch.compiler.is_compiling():
         return None

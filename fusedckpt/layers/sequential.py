@@ -48,20 +48,19 @@ class Run(NamedTuple):
 
 
 class Sequential(nn.Sequential):
-    """nn.Sequential computing norm, linear, activation, linear as one block that keeps its input.
+    """nn.Sequential that runs norm, linear, activation, linear as one block saving only its input.
 
-        x -> F.linear(act(F.linear(norm(x), ...)), ...), or what of it stands there
+        x -> F.linear(act(F.linear(norm(x), ...)), ...), or a part of that
 
-    Arguments, children and state_dict are nn.Sequential's. What forms a block is found anew in
-    every call: [norm,] linear, activation, linear (`functional.mlp`); linear, activation
-    (`linear_act`); norm, linear (`norm_linear`). A layer that is no plain one of torch's or ours,
-    has a hook or another forward, or whose weights or input are of a class with ops of its own, is
-    called as nn.Sequential calls it. Hooks on all modules, such as FlopCounterMode's, change
-    nothing, so that they see what runs otherwise.
+    Arguments, children and state_dict are nn.Sequential's. Every call looks for blocks: [norm,]
+    linear, activation, linear (`functional.mlp`); linear, activation (`linear_act`); norm, linear
+    (`norm_linear`). A layer that is not of one of torch's or our classes, has a hook or a replaced
+    forward, or whose weights or input are a tensor subclass, is called as in nn.Sequential. Global
+    module hooks, such as FlopCounterMode's, do not prevent fusion.
 
     Args:
-        save: "inputs" or "preact": what a block with an activation keeps, see `functional.mlp`.
-        chunks: into how many chunks one with two linears cuts the tokens, see `functional.mlp`.
+        save: "inputs" or "preact": what a block with an activation saves, see `functional.mlp`.
+        chunks: the number of token chunks of a block with two linears, see `functional.mlp`.
     """
 
     # of those that were pickled without
@@ -75,7 +74,7 @@ class Sequential(nn.Sequential):
         self.save, self.chunks = save, chunks
 
     def extra_repr(self) -> str:
-        """Say what is computed as one block, as it is now, and what such a block keeps."""
+        """Say which layers run as one block, and what such a block saves."""
         found = [run for run in runs(list(self._modules.values())) if run.kind != "layer"]
         names = list(self._modules)
         blocks = [f"{names[r.start]}-{names[r.start + r.length - 1]} as {r.kind}" for r in found]
@@ -127,7 +126,7 @@ def _spec(norm: Any, x: Any) -> NormSpec:
     given = {"x": x, "weight": spec.weight, "bias": spec.bias}
     validate.dense("Sequential", {key: value for key, value in given.items() if value is not None})
     shape = validate.normalized_shape("Sequential", norm.normalized_shape)
-    validate.norm("Sequential", x, shape, spec.weight, spec.bias)
+    validate.norm("Sequential", x, shape, spec.weight, bias=spec.bias)
     return spec
 
 

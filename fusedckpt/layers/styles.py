@@ -1,8 +1,8 @@
-"""What tensor parallelism put around an MLP's linears: which layouts these take and give.
+"""The tensor parallel styles of an MLP's linears: placements of their inputs and outputs.
 
-An MLP that is computed as one calls none of its linears, so that it does itself what their hooks
-would. Those of torch's styles, of transformers and of torchtitan are known, by the code that they
-run; an MLP with any other runs as its class.
+A fused MLP does not call its linears, so it must do what their hooks would. The hooks of torch's
+styles, of transformers and of torchtitan are recognised by their code; an MLP with any other hooks
+runs the forward of its class.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def activation(name: str, given: Any) -> str:
 
 
 def kernel(name: str, given: Any, fused: str) -> None:
-    """Refuse a kernel plan that is neither "split" nor `fused`."""
+    """Refuse a kernel variant that is neither "split" nor `fused`."""
     if given is not None:
         choice(name, "kernel", given, ("split", fused))
 
@@ -192,7 +192,14 @@ def norm_spec(name: str, given: Any) -> None:
     choice(name, "norm.kind", given.kind, ("rms", "layer"))
     if given.kind == "rms" and given.bias is not None:
         raise ValueError(f"{name}: norm.bias must be None, as an RMSNorm has none")
-    rms_options(name, given.eps, given.offset, given.cast, given.weight is not None, "norm.")
+    rms_options(
+        name,
+        given.eps,
+        given.offset,
+        given.cast,
+        has_weight=given.weight is not None,
+        prefix="norm.",
+    )
     if given.kind == "layer" and (given.offset or given.cast != "torch"):
         raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
 
@@ -206,9 +213,9 @@ def normed(name: str, x: Meta, spec: NormSpec | None, around: Around) -> torch.d
         return x.dtype
     weight: Any = spec.weight
     bias: Any = spec.bias
-    norm(name, x, tuple(x.shape[-1:]), weight, bias, "norm.")
+    norm(name, x, tuple(x.shape[-1:]), weight, bias=bias, prefix="norm.")
     if spec.kind == "layer":
-        layer_norm_dtypes(name, x, (weight, bias), around, "norm.")
+        layer_norm_dtypes(name, x, (weight, bias), around, prefix="norm.")
     return output_dtype(spec, x, weight, around.autocast)
 
 
@@ -236,11 +243,13 @@ def mlp(
     rows = {key: weight.shape[0] for key, (weight, _) in first}
     features = next(iter(rows.values()))
     if len(set(rows.values())) > 1:
-        raise ValueError(f"{name}: weights before the last must have as many rows, got {rows}")
+        raise ValueError(f"{name}: weights but the last must have one number of rows, got {rows}")
     if packed and features % 2:
-        raise ValueError(f"{name}: a packed gate_weight must have 2 F rows, got {features}")
+        raise ValueError(
+            f"{name}: a packed gate_weight must have an even number of rows, 2 F, got {features}"
+        )
     h = (*x.shape[:-1], features // 2 if packed else features)
-    linear(name, h, (down, down_bias), (f"{last}_weight", f"{last}_bias"), "h")
+    linear(name, h, (down, down_bias), (f"{last}_weight", f"{last}_bias"), read="h")
     if adds and down.shape[0] != x.shape[-1]:
         raise ValueError(
             f"{name}: residual needs {x.shape[-1]} output features, {last}_weight has "
@@ -253,10 +262,10 @@ def projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[A
     weights = several(name, "weights", weights)
     biases = [None] * len(weights) if biases is None else several(name, "biases", biases)
     if not weights:
-        raise ValueError(f"{name}: weights must name at least one linear, got none")
+        raise ValueError(f"{name}: weights must not be empty, got none")
     if len(weights) != len(biases):
         raise ValueError(
-            f"{name}: biases must be as many as weights, got {len(biases)} for {len(weights)}"
+            f"{name}: biases must be one per weight, got {len(biases)} for {len(weights)}"
         )
     return weights, biases
 
@@ -274,7 +283,7 @@ def no_bias(name: str, up_bias: Any) -> None:
     """Refuse a bias of an up projection that is packed with the gate."""
     if up_bias is not None:
         raise ValueError(
-            f"{name}: up_bias must be None where up_weight is, as gate_bias is packed too, got "
+            f"{name}: up_bias must be None if up_weight is, as gate_bias is packed too, got "
             f"{type(up_bias).__name__}"
         )
 
@@ -288,6 +297,4 @@ def rms_options(
     number(name, f"{prefix}offset", offset)
     choice(name, f"{prefix}cast", cast, CASTS)
     if offset and not has_weight:
-        raise ValueError(
-            f"{name}: {prefix}offset={offset} is added to {prefix}weight, and there is none"
-        )
+        raise ValueError(f"{name}: {prefix}offset={offset} needs {prefix}weight, got none")

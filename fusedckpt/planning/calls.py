@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -68,7 +68,8 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
         ctx.likes = [(x.shape, x.dtype, x.device) for x in outputs]
-        return outputs[0].new_zeros((), requires_grad=False)
+        # no bytes, which would count as the unit's
+        return outputs[0].new_empty(0, requires_grad=False)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -76,37 +77,41 @@ class _Source(torch.autograd.Function):
         return tuple(torch.ones(s, dtype=d, device=on) for s, d, on in ctx.likes)
 
 
-def _has_fused(root: Tensor) -> bool:
-    """Whether a layer's function is in a graph, of a module or called as it is."""
+def graph_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph that made tensors."""
     seen: set[Any] = {None}
-    left: list[Any] = [root.grad_fn]
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        function = getattr(type(node), "_forward_cls", None)
-        if function is not None and function.__module__.startswith("fusedckpt.layers."):
-            return True
-        left += [before for before, _ in node.next_functions]
-    return False
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [before for before, _ in node.next_functions]
+
+
+def _is_fused(node: Any) -> bool:
+    """Whether a node is a layer's function, of a module or called as it is."""
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__.startswith("fusedckpt.layers.")
 
 
 class Call:
     """A module and the arguments that it gets."""
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any):
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        parameters = [*self._trained.values()]
         # to others it adds
         self._made = [p for p in parameters if p.grad is None]
+        # the names of those that got a gradient
+        self.reached: set[str] = set()
         self._given = aliased(([*args], {**kwargs}))
         tensors = list(tensors_of(self._given))
-        # of arguments that require grad all that a view keeps alive, of what is returned, of the
-        # gradients that backward leaves
+        # of arguments that require grad all that a view keeps alive, and of what is returned
         self.given = tuple(nbytes_of([x]) for x in tensors if x.requires_grad)
         # tokens, as linears see them
         self.rows = max((x[..., 0].numel() for x in tensors if x.dim() and x.shape[-1]), default=0)
-        self.output, self.left = 0, nbytes_of(self._made)
+        self.output = 0
         # whether it was seen to write into an argument
         self.writes = False
         # whether functions of ours were seen in it, which a level tells what to keep
@@ -130,7 +135,7 @@ class Call:
             wanted = [x for x in given if x.requires_grad]
             kept = tuple(n if x in saved else 0 for n, x in zip(self.given, wanted, strict=True))
             root: Any = _Source.apply(*outputs)
-            self.is_fused = self.is_fused or _has_fused(root)
+            self.is_fused = self.is_fused or any(map(_is_fused, graph_of([root])))
             # one that is handed on whole
             is_one, handed = len(outputs) == 1, StorageWeakRef(outputs[0].untyped_storage())
             view = any(handed == StorageWeakRef(x.untyped_storage()) for x in given)
@@ -139,10 +144,12 @@ class Call:
             keeps_output = is_one and (saved.holds(handed) or not (view or handed.expired()))
             torch.clear_autocast_cache()
             self._watch.phase("backward")
-            root.backward()
+            root.backward(root.detach())
             self._watch.phase("end")
 
+        before = self._gradients()
         live = live_by_phase(step, self.device)
+        self.reached |= {name for name, found in self._gradients().items() if found != before[name]}
         self._clear()
         # into a tensor, or a container
         self.writes |= [x._version for x in given] != versions
@@ -150,7 +157,7 @@ class Call:
         # what lives between the two
         made = live["backward"][0]
         forward, backward = max(live["forward"]) - made, max(live["backward"]) - made
-        return Bytes(made, forward, backward, kept, keeps_output)
+        return Bytes(made, forward, backward, kept, keeps_output=keeps_output)
 
     def once(self, run: Run) -> None:
         """Run it with a graph, which is thrown away."""
@@ -173,7 +180,7 @@ class Call:
         start = seconds(self.device)
         root: Any = _Source.apply(*self._outputs(run(args, kwargs)))
         middle = seconds(self.device)
-        root.backward()
+        root.backward(root.detach())
         end = seconds(self.device)
         self._clear()
         return Times(1e3 * (middle - start), 1e3 * (end - start))
@@ -193,6 +200,10 @@ class Call:
         if not outputs:
             raise NoGraph
         return outputs
+
+    def _gradients(self) -> dict[str, int | None]:
+        """Return by name what a backward changes that adds to the gradient, or makes it."""
+        return {x: p.grad if p.grad is None else p.grad._version for x, p in self._trained.items()}
 
     def _clear(self) -> None:
         for parameter in self._made:
@@ -231,9 +242,15 @@ def kind_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
         (name, tuple(p.shape), p.dtype, p.requires_grad, p.grad is None)
         for name, p in module.named_parameters()
     ]
-    modes = [(type(child), child.training) for child in module.modules()]
+    modes = [(type(child), *_flags(child)) for child in module.modules()]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return repr(module), tuple(shapes), tuple(modes), tuple(map(_like, leaves)), str(spec)
+
+
+def _flags(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return what may choose another way through a module. Numbers are not: many are its place."""
+    kinds = bool, str, type(None)
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, kinds)]
 
 
 def step_kind(step: Step) -> Any:

@@ -1,7 +1,8 @@
 """A model as a chain of units, what a plan does to it, and what that costs in bytes and time.
 
 A plan covers the chain, in order, with items: a unit that keeps a level of its intermediates, or a
-checkpointed segment that keeps only its input and is run again in backward. `simulate` walks
+checkpointed segment that keeps only its input and is run again in backward; as a chain of its own,
+where segments are nested in it. `simulate` walks
 through a step and adds up the bytes that live, one moment after the other: what items before keep,
 what the units of this one hold for their backward, what those behind left, and what is there for a
 moment only. It knows nothing of `solver`, whose plans it checks.
@@ -10,7 +11,7 @@ moment only. It knows nothing of `solver`, whose plans it checks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
@@ -186,17 +187,24 @@ class Chain:
         """Return the units of an item with their levels."""
         return [(u, u.level(x)) for u, x in zip(self.units_of(item), item.levels, strict=True)]
 
-    def kept_by(self, item: Item) -> int:
-        """Return the bytes that an item keeps from its forward until its backward."""
+    def kept_by(self, item: Item, again: bool = False) -> int:
+        """Return the bytes that an item keeps from where it runs, or runs again, until backward."""
         unit, level = self.levels_of(item)[0]
-        return unit.input if isinstance(item, Segment) else level.kept
+        if isinstance(item, Segment):
+            return unit.input
+        return level.held if again else level.kept
 
     def extra_of(self, item: Item) -> float:
         """Return the ms that an item adds to a step."""
-        extra, units = sum(level.extra for _, level in self.levels_of(item)), self.units_of(item)
+        units = self.units_of(item)
         if isinstance(item, Keep):
-            return extra
-        return extra + sum(unit.again for unit in units) - units[-1].tail
+            return units[0].level(item.level).extra
+        extra = sum(map(self.extra_of, item.items)) + sum(unit.again for unit in units)
+        last = item.items[-1]
+        if isinstance(last, Keep):
+            return extra - units[-1].tail
+        # the recompute ends where it has the input of that
+        return extra - sum(unit.again for unit in self.units_of(last))
 
 
 @dataclass(frozen=True)
@@ -222,10 +230,17 @@ class Segment:
     """An item of a plan: units from `start` on are checkpointed as one.
 
     levels: for each of its units what that keeps between being run again and its backward.
+    inner: how its units run when they run again, as segments of their own; () where all are kept.
     """
 
     start: int
     levels: tuple[str, ...]
+    inner: tuple[Item, ...] = ()
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """How its units run when they run again."""
+        return self.inner or tuple(Keep(i, x) for i, x in enumerate(self.levels, self.start))
 
     @property
     def stop(self) -> int:
@@ -252,55 +267,84 @@ class Outcome:
 
 def simulate(chain: Chain, items: Sequence[Item]) -> Outcome:
     """Walk through one step under a plan; raise ValueError if that does not cover the chain."""
-    _check_cover(chain, items)
+    _check_cover(chain, items, 0, len(chain.units))
     peak, where = max(moments(chain, items), key=lambda moment: moment[0])
     return Outcome(tuple(items), peak, sum(map(chain.extra_of, items)), where)
 
 
-def _check_cover(chain: Chain, items: Sequence[Item]) -> None:
-    at = 0
+def _check_cover(chain: Chain, items: Sequence[Item], at: int, stop: int) -> None:
     for item in items:
-        if item.start != at or item.stop == at:
+        if item.start != at or not at < item.stop <= stop:
             raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
-        held = chain.levels_of(item) if isinstance(item, Segment) else ()
+        at, inner = item.stop, item.items if isinstance(item, Segment) else ()
+        held = chain.levels_of(item) if inner else ()
         if any(unit.fixed or level.nested for unit, level in held):
             raise ValueError(
                 f"simulate: a segment without fixed units or nested levels expected, got {item}"
             )
-        at = item.stop
-    if at != len(chain.units):
+        _check_cover(chain, inner, item.start, item.stop if inner else item.start)
+        if inner and item.levels != tuple(level for x in inner for level in x.levels):
+            raise ValueError(f"simulate: a segment with levels as in those inside, got {item}")
+    if at != stop:
         raise ValueError(f"simulate: the plan covers {at} of {len(chain.units)} units")
 
 
 def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     """Yield live bytes and what is going on, from the first forward to the last backward."""
-    units, live = chain.units, chain.base
-    for item in items:
-        live += chain.kept_by(item)
-        for i, (unit, level) in enumerate(chain.levels_of(item), item.start):
-            if isinstance(item, Keep):
-                transient = unit.forward_at(level)
-            else:
-                transient = unit.running_at(level)
-                transient += units[i - 1].output if i > item.start else 0
-            yield live + transient, f"forward of {unit.name}"
-    for item in reversed(items):
-        live -= chain.kept_by(item)
-        held = []
-        dy = units[item.stop - 1].output
-        for unit, level in chain.levels_of(item):
-            first = isinstance(item, Segment) and not held
-            kept = level.held if isinstance(item, Segment) else level.kept
-            held.append(max(kept, unit.input) if first else kept)
-            if isinstance(item, Segment):
-                again = unit.running_at(level) + dy
-                if len(held) == len(item.levels) and level.ending is not None:
-                    again = level.ending
-                yield live + sum(held) + again, f"recompute of {unit.name}"
-        for unit, level in reversed(chain.levels_of(item)):
-            # of the last unit of a segment, `ending` was both
-            ends = isinstance(item, Segment) and len(held) == len(item.levels)
-            if not ends or level.ending is None:
-                yield live + sum(held) + level.transient, f"backward of {unit.name}"
-            held.pop()
-            live += unit.left
+    kept = [chain.kept_by(item) for item in items]
+    live = chain.base
+    for item, nbytes in zip(items, kept, strict=True):
+        live += nbytes
+        yield from _forward(chain, item, live)
+    yield from _backward(chain, items, kept, live)
+
+
+def _forward(chain: Chain, item: Item, live: int, again: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield what is live as an item runs, for the first time or again within a segment."""
+    for i, (unit, level) in enumerate(chain.levels_of(item), item.start):
+        transient = unit.running_at(level)
+        if isinstance(item, Segment):
+            transient += chain.units[i - 1].output if i > item.start else 0
+        elif not again:
+            transient = unit.forward_at(level)
+        yield live + transient, f"{'recompute' if again else 'forward'} of {unit.name}"
+
+
+def _backward(
+    chain: Chain, items: Sequence[Item], kept: Sequence[int], live: int, again: bool = False
+) -> Generator[tuple[int, str], None, int]:
+    """Yield what is live in the backward of items, last to first; return what is afterwards.
+
+    live: what is when it begins, what the items keep included. again: they are of a segment that
+    has just run again.
+    """
+    for item, nbytes in zip(reversed(items), reversed(kept), strict=True):
+        if isinstance(item, Segment):
+            held = [chain.kept_by(inner, again=True) for inner in item.items]
+            held[0] = max(held[0], nbytes)
+            live -= nbytes
+            yield from _recompute(chain, item, held, live)
+            live = yield from _backward(chain, item.items, held, live + sum(held), again=True)
+            continue
+        unit, level = chain.levels_of(item)[0]
+        # of the last unit of a segment, `ending` was both
+        if not again or item is not items[-1] or level.ending is None:
+            yield live + level.transient, f"backward of {unit.name}"
+        live += unit.left - nbytes
+    return live
+
+
+def _recompute(
+    chain: Chain, item: Segment, held: Sequence[int], live: int
+) -> Iterator[tuple[int, str]]:
+    """Yield what is live as a segment runs again, of whose items each holds so much then."""
+    *before, last = item.items
+    dy = chain.units[item.stop - 1].output
+    for inner, nbytes in zip(before, held, strict=False):
+        live += nbytes
+        yield from _forward(chain, inner, live + dy, again=True)
+    # it ends where it has the input of a segment within
+    if isinstance(last, Keep):
+        unit, level = chain.levels_of(last)[0]
+        again = unit.running_at(level) + dy if level.ending is None else level.ending
+        yield live + held[-1] + again, f"recompute of {unit.name}"

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from fusedckpt.autograd.levels import Chunked
+from fusedckpt.autograd.levels import Chunked, chunking
 from fusedckpt.fusing.forwards import FusedMLP
 from fusedckpt.layers.blocks import MLP, GatedMLP
 from fusedckpt.layers.sequential import Sequential, runs
@@ -78,4 +79,8 @@ def in_chunks(role: Role, chunks: int) -> Role:
 
 
 def _cut(role: Role, chunks: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        # a compiled checkpoint traces its recompute but once, and is to change nothing outside
+        with chunking(chunks):
+            return role(forward, args, kwargs)
     return role(Chunked(forward, chunks), args, kwargs)

@@ -6,7 +6,7 @@ A pass over the user's own step in which the units keep nothing, so that what is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -64,6 +64,9 @@ class _Walk:
         known = self._returned.get(id(x))
         return known is not None and known[0]() is x and known[1] == x._version
 
+    def without_gradients(self, i: int) -> None:
+        """Nothing to note."""
+
     def left(self, i: int, output: Any, tensors: list[Tensor]) -> None:
         """Note what a unit returns."""
         if len(tensors) == 1:
@@ -106,26 +109,31 @@ class _Walk:
         return self._is_saved(output)
 
 
-def chain_of(step: Step, costs: dict[str, Costs], stepping: int) -> Chain:
+def chain_of(
+    step: Step, costs: dict[str, Costs], trained: Collection[Tensor], stepping: int
+) -> Chain:
     """Run the step with units that keep nothing; return the chain with what is around them.
 
-    stepping: bytes that the optimizer's step takes for a moment.
+    trained: the parameters that get a gradient. stepping: bytes that the optimizer's step takes for
+    a moment.
     """
     step, held = step.fresh()
+    modules = [step.model.get_submodule(name) for name in costs]
+    made = {x for x in trained if x not in step.gradients}
+    lefts = [nbytes_of(x for x in module.parameters() if x in made) for module in modules]
     watch, device, resident = Watch(step.model), held[0].device, step.resident(held)
     walk = _Walk(watch, [*costs.values()])
 
     def run() -> None:
         walk.saved = step.take(watch, held)
 
-    with dropping(walk, [step.model.get_submodule(name) for name in costs]):
+    with dropping(walk, modules):
         live = live_by_phase(run, device, resident)
     units = [
-        one.unit(name, partial(walk.handed_on, i), walk.held(i))
-        for i, (name, one) in enumerate(costs.items())
+        one.unit(name, partial(walk.handed_on, i), walk.held(i), left)
+        for i, ((name, one), left) in enumerate(zip(costs.items(), lefts, strict=True))
     ]
     replays = [one.replay for one in costs.values()]
-    made = [x for x in step.parameters() if x.requires_grad and x not in step.gradients]
     return _Rest(live, units, replays, walk, resident).chain(
         stepping + sum(x.numel() * x.element_size() for x in made)
     )

@@ -13,12 +13,18 @@ from fusedckpt.planning.plan_record import PlanRecord
 from fusedckpt.planning.policies import policy
 from fusedckpt.planning.solver import least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
+from fusedckpt.reporting.tables import enough
 
 __all__ = ["draw"]
 
 _MIB = 2**20
 _POINTS = 24
-_RULES = {"none": "keep everything", "sqrt": "sqrt(n) segments", "all": "every unit again"}
+_RULES = {
+    "none": "save everything",
+    "sqrt": "sqrt(n) segments",
+    "all": "every unit again",
+    "recursive": "halves of halves",
+}
 
 
 def draw(plan: PlanRecord, path: Path) -> None:
@@ -34,7 +40,7 @@ def draw(plan: PlanRecord, path: Path) -> None:
 def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
     chain = plan.chain
     forward = chain.forward or 1.0
-    points = _frontier(chain)
+    points = _frontier(chain, plan.predicted_bytes)
     axes.step(
         [point.peak / _MIB for point in points],
         [100 * point.extra / forward for point in points],
@@ -42,7 +48,7 @@ def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
         color=BLUE,
         label="best plan for each budget",
     )
-    for marker, (rule, label) in zip("s^D", _RULES.items(), strict=True):
+    for marker, (rule, label) in zip("s^Dv", _RULES.items(), strict=True):
         outcome = simulate(chain, policy(chain, rule))
         spot = outcome.peak / _MIB, 100 * outcome.extra / forward
         axes.plot(*spot, marker, color=GREY, markersize=8, label=label)
@@ -63,26 +69,30 @@ def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
 def _draw_step(axes: Axes, plan: PlanRecord) -> None:
     """Draw live bytes through a step as predicted, under this plan and where everything is kept."""
     ways = {
-        "keep everything": (policy(plan.chain, "none"), GREY),
+        "save everything": (policy(plan.chain, "none"), GREY),
         f"this plan ({plan.policy})": (plan.items, RED),
     }
     for label, (items, colour) in ways.items():
         live = [nbytes / _MIB for nbytes, _ in moments(plan.chain, items)]
-        axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {max(live):,.1f}")
+        peak = enough(simulate(plan.chain, items).peak)
+        axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {peak}")
     # a forward is a moment for each unit
     axes.axvline(len(plan.chain.units) + 0.5, color=FAINT, linewidth=1, linestyle=":")
     if plan.budget_bytes is not None:
         axes.axhline(plan.budget_bytes / _MIB, color=FAINT, linewidth=1, linestyle=":")
-    axes.set_title("One step, as predicted: live bytes and their peak (MiB)")
+    axes.set_title("One step, as predicted: live MiB and their peak")
     axes.set_xlabel("unit by unit: forward, then backward with what runs again")
     axes.set_ylim(bottom=0)
     axes.legend(facecolor="white", edgecolor="none", framealpha=1.0, loc="lower center")
 
 
-def _frontier(chain: Chain) -> list[Outcome]:
-    """Return the best plans from the least feasible peak to that of keeping everything."""
+def _frontier(chain: Chain, planned: int) -> list[Outcome]:
+    """Return the best plans from the least feasible peak to that of saving everything.
+
+    planned: a peak for which there is one, too.
+    """
     least = least_peak(chain)
     most = simulate(chain, policy(chain, "none")).peak
     step = max(1, (most - least.peak) // (_POINTS - 1))
-    budgets = range(least.peak, most, step)
-    return [least, *(solve(chain, budget) for budget in budgets[1:]), solve(chain, most)]
+    budgets = {*range(least.peak, most, step), min(planned, most), most} - {least.peak}
+    return [least, *(solve(chain, budget) for budget in sorted(budgets))]

@@ -58,13 +58,18 @@ def read(kind: type[Kind], found: Any) -> Kind:
         levels = tuple(Level(**level) for level in unit.pop("levels"))
         units.append(Unit(levels=levels, **unit))
     chain = Chain(tuple(units), found["chain"]["base"])
-    items = tuple(
-        Segment(item["start"], tuple(item["levels"])) if "levels" in item else Keep(**item)
-        for item in found["items"]
-    )
-    plan = kind(**{**found, "chain": chain, "items": items})
+    plan = kind(**{**found, "chain": chain, "items": _items(found["items"])})
     _check(plan)
     return plan
+
+
+def _items(found: Any) -> tuple[Item, ...]:
+    return tuple(
+        Segment(item["start"], tuple(item["levels"]), _items(item.get("inner", ())))
+        if "levels" in item
+        else Keep(**item)
+        for item in found
+    )
 
 
 def _check(plan: PlanRecord) -> None:

@@ -1,4 +1,4 @@
-"""A plan as text: what every unit keeps, and what the whole costs."""
+"""A plan as text: what every unit saves, and what the whole costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusedckpt.reporting.tables import Row, enough, held_by, size, table
 
 __all__ = ["text"]
 
-_HEAD = ("unit", "runs", "keeps", "extra ms", "forward ms")
+_HEAD = ("unit", "plan", "saved", "extra ms", "forward ms")
 
 
 def text(plan: PlanRecord) -> str:
@@ -33,14 +33,14 @@ def _rows(plan: PlanRecord, between: list[Unit]) -> list[Row]:
         items = list(group)
         count = len(items)
         names = [units[i].name for i in (items[0].start, items[-1].stop - 1)]
-        runs, *figures = cells
+        planned, *figures = cells
         if isinstance(items[0], Segment):
             numbers = f" {number + 1}" if count == 1 else f"s {number + 1} to {number + count}"
-            runs = f"again, in segment{numbers}{runs}"
+            planned = f"checkpointed (segment{numbers}{planned})"
             number += count
         if count > 1:
             figures = [f"{count} x {figure}" for figure in figures]
-        found.append((" to ".join(dict.fromkeys(names)), runs, *figures))
+        found.append((" to ".join(dict.fromkeys(names)), planned, *figures))
     return found
 
 
@@ -54,16 +54,20 @@ def _cells(plan: PlanRecord, item: Item) -> Row:
         of = f" of {len(units)} units" if len(units) > 1 else ""
         up_to = "up to " * (len(counts) > 1)
         of += f", in {up_to}{counts[-1]} chunks" if counts[-1] > 1 else ""
+        of += ", nested" if item.inner else ""
         return of, kept, extra, forward
     unit, chunks = units[0], units[0].level(item.level).chunks
     level, parts = level_and_parts(item.level)
-    runs = "as it is" if level == PLAIN else f"keeping {level}"
-    runs += f", in {chunks} chunks" if chunks > 1 else ""
-    runs += f", again: {', '.join(parts)}" if parts else ""
+    changes = {
+        f"saves {level}": level != PLAIN,
+        f"in {chunks} chunks": chunks > 1,
+        f"{' and '.join(parts)} checkpointed": parts,
+    }
+    planned = ", ".join(text for text, applies in changes.items() if applies) or "unchanged"
     if unit.fixed and not unit.code:
         holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)
-        runs += ", no checkpoint drops what it holds" if holds else ", writes into its input"
-    return runs, kept, *(("", "") if unit.code else (extra, forward))
+        planned += ", holds tensors that no checkpoint frees" if holds else ", modifies its input"
+    return planned, kept, *(("", "") if unit.code else (extra, forward))
 
 
 def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
@@ -79,7 +83,7 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
     figures = {
         "the step begins": begins,
         "budget": None if plan.budget_bytes is None else enough(plan.budget_bytes),
-        "keep everything": enough(simulate(chain, policy(chain, "none")).peak),
+        "save everything": enough(simulate(chain, policy(chain, "none")).peak),
         "least feasible": enough(least.peak) + (f"; {finer}" if finer else ""),
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if measured is None else enough(measured),
@@ -90,15 +94,18 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
     if between:
         kept = size(sum(unit.levels[0].kept for unit in between))
         names = ", ".join(unit.name.strip("()") for unit in between[:2])
+        names += ", ..." if len(between) > 2 else ""
+        places = "1 place" if len(between) == 1 else f"{len(between)} places"
         figures["limited by"] = (
-            f"code between units at {len(between)} places ({names}{', ...' * (len(between) > 2)}), "
-            f"which keeps {kept}: what it separates cannot be one segment"
+            f"code between units at {places} ({names}), "
+            f"which saves {kept}: the units that it separates cannot be one segment"
         )
     every = simulate(chain, policy(chain, "all"))
     is_better = every.extra <= plan.extra_ms and every.peak <= plan.predicted_bytes
     if plan.policy == "speed" and is_better:
         figures["beside"] = (
-            f"policy 'all' takes {every.extra:.2f} ms and peaks at {enough(every.peak)}: take that"
+            f"policy 'all' is predicted to take {every.extra:.2f} ms and to peak at "
+            f"{enough(every.peak)}: take that"
         )
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,66 +46,67 @@ def plan(
     progress: bool = True,
     **kwargs: Any,
 ) -> Plan:
-    """Find the fastest way to run training steps of `model` within a budget of bytes.
+    """Find the fastest plan for training steps of `model` that fits a memory budget.
 
         plan = fusedckpt.plan(model, tokens, budget="20GiB", optimizer=optimizer)
         print(plan)
         plan.apply(model)
 
-    The model is cut into units, which run one after the other. Each is measured on the arguments
-    that it gets, once of a kind (timed once in a process), with what fused layers inside keep at
-    every level, and, for a budget, with MLPs cut into chunks; the units are then given levels, or
-    run again in backward as segments, so that the peak of the step stays below the budget at the
-    least extra time. At last one step is run under the plan, and its peak measured, then some in
-    turns with steps that keep everything, where these fit: their difference is the extra time that
-    the plan claims. Afterwards everything is as before (see `trial`).
+    The model is cut into units that run one after the other. Equal units are measured once, on the
+    arguments of their first call: time and memory at every level of the fused layers inside and,
+    for a budget, with MLPs cut into chunks. The plan gives each unit a level, or checkpoints it in
+    a segment, so that the peak of the step stays below the budget at the least extra time. One step
+    under the plan then measures its peak, and some more, in turns with steps that save everything
+    where these fit, its extra time. Afterwards model, optimizer and RNG states are restored.
 
-    Gradients that exist when this is called are there when the planned step begins, as after
-    `zero_grad(set_to_none=False)`; others are made in it. With `accumulate` all are there. What the
-    model returned in the step before lives until it returns again, as in `output = model(x)`.
+    The planned step begins with the gradients that exist when this is called, as after
+    `zero_grad(set_to_none=False)`; with `accumulate` with all of them, outside of any bucket, as
+    under `no_sync()`. The output of the step before is counted until the model returns again, as in
+    `output = model(x)`.
 
-    A unit that writes into its arguments is kept as it is. Of DistributedDataParallel the module
-    inside is planned, its buckets counted. Shard a model after planning it, and compile it after
-    that.
+    A unit that modifies its arguments in place is left unchanged. For a DistributedDataParallel the
+    module inside is planned and its buckets are counted. Plan a model first, then shard it, then
+    compile it.
 
     Where torch.distributed is initialised, all ranks of a group call this with the same model,
-    budget and shapes; the first one measures, and every rank gets its plan. The forward must not
+    budget and shapes; the first rank measures, and all get its plan. The forward must not
     communicate.
 
     Args:
-        model: any module; it must fit while one unit at a time keeps what it keeps.
-        args, kwargs: what the model gets; a cache of keys and values is not to be among it.
-        budget: of the peak of a whole step: parameters, gradients, optimizer state, activations.
-            Bytes, a size such as "20GiB", or a share of the device's memory, 0.0 to 1.0.
-        activation_budget: the same without parameters, gradients and optimizer state, for a step
-            that finds all gradients there; without the optimizer's step.
-        policy: "budget"; or, without a budget, "none" (keep everything), "all" (every unit runs
-            again on its own), "sqrt", "uniform:k" (k segments), "memory" (the least peak that was
-            measured, of the plan that should reach it and of "all", "sqrt" and "none"), "speed"
-            (keep the outputs of matrix products and convolutions), or the modules, or their names,
-            that are to run again, each on its own.
-        units: the modules to plan, or their names, if not what is in every nn.Sequential,
-            nn.ModuleList and nn.ModuleDict; where there are none, fused layers; else the model's
-            own children. For a budget and for "memory" blocks of layers are cut up, and parts of
-            units run again on their own, where that is cheaper; units that are given are not.
+        model: any module; its step must fit in memory with all units but one checkpointed.
+        args, kwargs: the model's arguments, without a key-value cache.
+        budget: for the peak of a whole step: parameters, gradients, optimizer state, activations.
+            In bytes, a size such as "20GiB", or a fraction of the device's memory, 0.0 to 1.0.
+        activation_budget: the same without parameters, gradients, optimizer state and the
+            optimizer's step, for a step that accumulates into existing gradients.
+        policy: "budget"; or, without a budget, "none" (save everything), "all" (checkpoint every
+            unit), "sqrt", "recursive" (halves of halves, as in `checkpoint_sequential`: each unit
+            runs log2(n) / 2 more times), "uniform:k" (k segments), "memory" (the least measured
+            peak of five plans: the predicted best, "all", "sqrt", "recursive" and "none"), "speed"
+            (save matmul and convolution outputs), or a list of modules, or their names, to
+            checkpoint one by one.
+        units: the modules to plan, or their names. By default the entries of every nn.Sequential,
+            nn.ModuleList and nn.ModuleDict; if there are none, the fused layers; else the model's
+            children. For a budget and for "memory" default units are split, or parts of them
+            checkpointed, where that is cheaper.
         loss, optimizer: as in `report`.
-        accumulate: whether gradients add up over several micro-batches, or over how many: the
-            budget is then one of every micro-batch.
+        accumulate: True, or a number of micro-batches, if gradients accumulate over several: the
+            budget then holds for each micro-batch.
         group: the ranks that plan together, a ProcessGroup or a DeviceMesh of one dimension: those
-            that train copies, or shards, of this model. None is the group of a
-            DistributedDataParallel, else all ranks. A stage of a pipeline takes its data-parallel
-            group; False lets a rank plan alone.
-        progress: show on stderr how many units are measured, where rich is installed.
+            that train replicas, or shards, of this model. None means the group of a
+            DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
+            group; False plans on this rank alone.
+        progress: show on stderr how many units are measured, if rich is installed.
 
     Returns:
         A Plan, not yet applied.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: no plan fits the budget (the message names the least that one did), no module
-            runs exactly once, a unit changes an object that it is given, a plan is applied to the
-            model, it is sharded or compiled, or an argument is none of the above; of a group, on
-            all ranks: one differs from the first, raised, or did not call within a minute.
+        TypeError: an argument has another type.
+        ValueError: no plan fits the budget (the message names the least feasible one), no module
+            runs exactly once, a unit changes an object among its arguments, the model has a plan
+            applied, is sharded or compiled, or an argument is invalid. On all ranks of a group: one
+            differs from the first, raised, or did not call within a minute.
     """
     parallel = model if isinstance(model, DistributedDataParallel) else None
     model = model if parallel is None else parallel.module
@@ -119,9 +121,10 @@ def plan(
         is_rest = activation_budget is not None
         is_there = _accumulates(accumulate) or is_rest
         step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
-        step = _in_state(step._replace(caller="plan"), parallel, is_there)
+        step, assumed = _in_state(step._replace(caller="plan"), parallel, is_there)
+        goal = _Goal(policy, limit, is_rest, assumed, progress)
         facts = facts_of(step, cuts[0].names, policy, limit, is_rest)
-        return facts, lambda: _planned(step, cuts, policy, limit, is_rest, progress)
+        return facts, lambda: _planned(step, cuts, goal)
 
     return together(ranks, prepare)
 
@@ -136,51 +139,66 @@ def _accumulates(accumulate: Any) -> bool:
     return accumulate is True or count > 1
 
 
-def _in_state(step: Step, parallel: DistributedDataParallel | None, is_there: bool) -> Step:
+class _Goal(NamedTuple):
+    """What a plan is to reach.
+
+    is_rest: the limit is one of activations alone. assumed: parameters of which the step begins
+    with a gradient, if they ever get one.
+    """
+
+    policy: Policy
+    limit: int | None
+    is_rest: bool
+    assumed: AbstractSet[Tensor]
+    progress: bool
+
+
+def _in_state(
+    step: Step, parallel: DistributedDataParallel | None, is_there: bool
+) -> tuple[Step, set[Tensor]]:
     """Return the step with the gradients, and the buckets, that are there when it begins.
 
-    is_there: all gradients are.
+    And the parameters whose gradients are there if they ever get one. is_there: all gradients are.
     """
     trained = [p for p in step.parameters() if p.requires_grad]
-    beside = 0
-    if parallel is not None and parallel.gradient_as_bucket_view:
-        # gradients live in buckets, which outlive them
-        is_there = True
-    elif parallel is not None:
+    beside, in_buckets = 0, getattr(parallel, "gradient_as_bucket_view", False)
+    # gradients that no_sync makes are none in buckets, which are there, too
+    makes = is_there and any(p.grad is None for p in trained)
+    if parallel is not None and (makes or not in_buckets):
         ignored = getattr(parallel, "parameters_to_ignore", ())
         reduced = dict(parallel.module.named_parameters())
         beside = nbytes_of(p for n, p in reduced.items() if p.requires_grad and n not in ignored)
     found = {p: p.grad for p in step.parameters() if p.grad is not None}
-    made = {p: torch.zeros_like(p) for p in trained if p not in found} if is_there else {}
-    return step._replace(gradients={**found, **made}, beside=beside)
+    absent = [p for p in trained if p not in found] if is_there or in_buckets else []
+    gradients = {**found, **{p: torch.zeros_like(p) for p in absent}}
+    # buckets outlive the gradients in them, and hold all
+    return step._replace(gradients=gradients, beside=beside), set(absent if is_there else ())
 
 
-def _planned(
-    step: Step,
-    cuts: Sequence[Cut],
-    policy: Policy,
-    limit: int | None,
-    is_rest: bool,
-    progress: bool,
-) -> Plan:
-    """Measure, solve and try; `is_rest`: the limit is one of activations alone."""
+def _planned(step: Step, cuts: Sequence[Cut], goal: _Goal) -> Plan:
+    """Measure, solve and try."""
+    policy, limit = goal.policy, goal.limit
     parts = (
         nn.ModuleList([step.model, step.loss]) if isinstance(step.loss, nn.Module) else step.model
     )
     given = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
     with trial(parts, step.optimizer, given), torch.enable_grad():
-        stepping = _stepping(step)
+        ways = Ways(policy == "speed", policy in ("budget", "memory"))
+        surveys = _surveys(step, cuts, ways, goal.progress)
+        # of a cut into smaller units fewer may seem to be
+        trained = set.intersection(*(survey.trained for survey in surveys))
+        never = goal.assumed - trained
+        gradients = {p: grad for p, grad in step.gradients.items() if p not in never}
+        step = step._replace(last=surveys[0].last, gradients=gradients)
+        stepping = _stepping(step, trained)
         step.fresh()
         held = [*step.parameters(), *step.gradients.values(), *step.state()]
-        rest = step.resident(held) if is_rest else 0
+        rest = step.resident(held) if goal.is_rest else 0
         limit = None if limit is None else limit + rest
-        ways = Ways(policy == "speed", policy in ("budget", "memory"))
-        surveys = _surveys(step, cuts, ways, progress)
-        step = step._replace(last=surveys[0].last)
-        chains = [chain_of(step, one.units(), stepping) for one in surveys]
+        chains = [chain_of(step, one.units(), trained, stepping) for one in surveys]
         # of one cut there is nothing to choose
         best = min(range(len(chains)), key=lambda i: len(chains) > 1 and _cost(chains[i], limit))
-        title = policy if isinstance(policy, str) else f"again: {', '.join(cuts[0].names)}"
+        title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(cuts[0].names)}"
         trials, survey = Trials(step, chains[best], title, limit), surveys[best]
         found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
         found = trials.timed(found, surveys[0].forward_ms)
@@ -213,14 +231,17 @@ def _cost(chain: Chain, limit: int | None) -> tuple[float, int]:
     return solve(chain, limit).extra, least
 
 
-def _stepping(step: Step) -> int:
-    """Return the bytes that the optimizer's step takes for a moment, once it has made its state."""
+def _stepping(step: Step, trained: Collection[Tensor]) -> int:
+    """Return the bytes that the optimizer's step takes for a moment, once it has made its state.
+
+    trained: the parameters that get a gradient.
+    """
     optimizer = step.optimizer
     if optimizer is None:
         return 0
     for parameter in step.parameters():
         found = step.gradients.get(parameter)
-        if found is None and parameter.requires_grad:
+        if found is None and parameter in trained:
             found = torch.zeros_like(parameter)
         parameter.grad = found
     if not optimizer.state:

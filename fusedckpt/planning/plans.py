@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt.autograd.levels import LEVELS, Chunked, saving
+from fusedckpt.checkpointing.sequential import Span
 from fusedckpt.planning import roles
 from fusedckpt.planning.chain import Item, Segment
 from fusedckpt.planning.chunks import in_chunks
@@ -37,14 +38,15 @@ class Plan(PlanRecord):
     """What `plan` found: `items` for the units of `chain`, in order.
 
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
-    latter is None where no step was run under the plan. Times are in ms per step. `extra_ms` is
-    what the plan adds to keeping everything: the median difference in `rounds` pairs of steps. Of
-    a single pair it is the mean of that and of what units take on their own, which alone is known
-    with 0 rounds, where a step that keeps everything may not fit. `error_ms` is the standard error
-    of what was measured, `lower_bound_ms` what no plan within the budget is below. `left_out` says
-    why modules that might have been units are none, `structure` what the model and its units are.
-    `gradient_bytes` is of the gradients that are there when the planned step begins, `held` what of
-    the measured step lived outside saved tensors, as in a report.
+    latter is None if no step was run under the plan. Times are in ms per step. `extra_ms` is the
+    time over a step that saves everything: the median difference of `rounds` pairs of steps. With
+    one pair it is the mean of that difference and of the prediction from units; with 0 rounds,
+    where a step that saves everything may not fit, the prediction alone. `error_ms` is the standard
+    error of the measurement. `lower_bound_ms` bounds every plan within the budget whose segments do
+    not nest; if units can be cut into chunks, a faster plan may exist all the same. `left_out` says
+    why modules were not made units; `structure` has the classes of the model and its units.
+    `gradient_bytes` counts the gradients that exist when the planned step begins, `held` the bytes
+    of the measured step outside saved tensors, as in a report.
     """
 
     _applied: list[weakref.ref[nn.Module]] = field(
@@ -52,14 +54,15 @@ class Plan(PlanRecord):
     )
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Let the units of `model` run as planned, and return it.
+        """Apply the plan to the units of `model`, and return the model.
 
-        Parameters, hooks, names and the state_dict stay; a unit's class becomes a subclass of it.
+        Parameters, hooks, names and the state_dict are unchanged; a unit's class becomes a subclass
+        of its class.
 
         Raises:
-            TypeError: `model` is no nn.Module.
-            ValueError: it lacks a unit of the plan, has another structure, or a plan is applied
-                to it. Nothing is changed.
+            TypeError: `model` is not an nn.Module.
+            ValueError: it lacks a unit of the plan, has another structure, or has a plan applied
+                already. The model is unchanged.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
@@ -82,9 +85,9 @@ class Plan(PlanRecord):
         return model
 
     def undo(self, model: nn.Module | None = None) -> None:
-        """Let units run as before: those of `model`, or all that this plan was applied to.
+        """Undo `apply` for the units of `model`, or of all models that this plan was applied to.
 
-        A copy of a planned model, or one that was loaded, is to be given.
+        Pass `model` for a copy of a planned model, or a loaded one.
         """
         given = [ref() for ref in self._applied] if model is None else list(model.modules())
         for module in given:
@@ -100,10 +103,8 @@ class Plan(PlanRecord):
         for item in self.items:
             names = [unit.name for unit in self.chain.units_of(item)]
             if isinstance(item, Segment):
-                segment = roles.Segmented(tuple(level_and_parts(name)[0] for name in item.levels))
-                yield from zip(
-                    names, map(in_chunks, segment.roles(), self._chunks(item)), strict=True
-                )
+                given = _segmented(item).roles()
+                yield from zip(names, map(in_chunks, given, self._chunks(item)), strict=True)
                 continue
             level, parts = level_and_parts(item.level)
             if level == PRODUCTS:
@@ -124,15 +125,13 @@ class Plan(PlanRecord):
                 found[int(unit.name)] = Chunked(found[int(unit.name)], level.chunks)
         return found
 
-    def spans(self, count: int) -> list[tuple[int, int, AbstractContextManager[None] | None]]:
-        """Return the plan of an nn.Sequential of `count` modules as (start, stop, context).
-
-        Those modules run in the context; None stands for a segment.
+    def spans(self, count: int) -> list[Span]:
+        """Return the plan of an nn.Sequential of `count` modules, as `checkpoint_sequential` does.
 
         Raises:
             ValueError: the plan is not of the children of an nn.Sequential of that length.
         """
-        found: list[tuple[int, int, AbstractContextManager[None] | None]] = []
+        found: list[Span] = []
         for item in self.items:
             names = [u.name for u in self.chain.units_of(item) if not u.fixed]
             if not names:
@@ -142,19 +141,28 @@ class Plan(PlanRecord):
                     f"checkpoint_sequential: a plan of {count} functions was expected, got one "
                     f"with the unit {names[-1]}: give plan these functions as units="
                 )
-            context = None
-            if not isinstance(item, Segment):
+            if isinstance(item, Segment):
+                within = self._within(item)
+            else:
                 if BUT in item.level:
                     raise ValueError(
                         "checkpoint_sequential: a plan of whole functions was expected, got one "
                         f"that runs parts of {names[0]} again: give plan these functions as units="
                     )
                 level, _ = level_and_parts(item.level)
-                context = saving(level) if level in LEVELS else nullcontext()
-            found.append((int(names[0]), int(names[-1]) + 1, context))
+                within = saving(level) if level in LEVELS else nullcontext()
+            found.append((int(names[0]), int(names[-1]) + 1, within))
         planned = {i for start, stop, _ in found for i in range(start, stop)}
         rest = [(i, i + 1, nullcontext()) for i in range(count) if i not in planned]
         return sorted(found + rest, key=lambda span: span[0])
+
+    def _within(self, item: Segment) -> list[Span] | None:
+        """Return the spans that are nested in a segment, what is no unit with those before it."""
+        numbers = [int(unit.name) for unit in self.chain.units_of(item)]
+        starts = [numbers[x.start - item.start] - numbers[0] for x in item.inner]
+        stops = [*starts[1:], numbers[-1] + 1 - numbers[0]]
+        ways = [self._within(x) if isinstance(x, Segment) else nullcontext() for x in item.inner]
+        return [*zip(starts, stops, ways, strict=True)] if starts else None
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -166,7 +174,7 @@ class Plan(PlanRecord):
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file is no plan, of another version, or contradicts itself.
+            ValueError: the file is not a plan, of another version, or inconsistent.
         """
         try:
             return read(cls, json.loads(Path(path).read_text(encoding="utf-8")))
@@ -178,11 +186,11 @@ class Plan(PlanRecord):
         return text(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draw time against peak for all budgets, with this plan and those made by rule.
+        """Draw time against peak for all budgets, with this plan and the other policies.
 
-        Beside it, memory through a step of this plan and of one that keeps everything.
+        Beside it, memory over a step of this plan and of one that saves everything.
 
-        The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
+        The file's suffix sets the format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
         drawing("fusedckpt.planning.plan_plot", "Plan.plot").draw(self, Path(path))
 
@@ -195,6 +203,16 @@ def _unit(model: nn.Module, name: str) -> nn.Module:
             f"Plan.apply: {type(model).__name__} has no unit {name!r}: call fusedckpt.plan for "
             "this model"
         ) from error
+
+
+def _segmented(item: Segment) -> roles.Segmented:
+    inner: dict[int, tuple[roles.Segmented, int]] = {}
+    for within in item.inner:
+        if isinstance(within, Segment):
+            nested = _segmented(within)
+            numbers = range(within.start, within.stop)
+            inner |= {i - item.start: (nested, place) for place, i in enumerate(numbers)}
+    return roles.Segmented((level_and_parts(name)[0] for name in item.levels), inner)
 
 
 def structure_of(module: nn.Module) -> str:

@@ -79,10 +79,15 @@ def facts_of(
         "the optimizer": f"{optimizer} with {_bytes(nbytes_of(step.state()))} of state",
         "what gradients hold": _bytes(nbytes_of(step.gradients.values()) + step.beside),
     }
+    for name, option in getattr(step.optimizer, "defaults", {}).items():
+        is_plain = isinstance(option, (bool, int, float, str, type(None)))
+        facts[f"the optimizer's {name}"] = repr(option) if is_plain else type(option).__name__
     for name, module in step.model.named_modules():
         # addresses are each rank's own
         extra = re.sub(r" at 0x\w+", "", module.extra_repr())
-        facts[f"module {name}" if name else "the model"] = f"{type(module).__name__}({extra})"
+        mode = "" if module.training else ", in eval mode"
+        found = f"{type(module).__name__}({extra}){mode}"
+        facts[f"module {name}" if name else "the model"] = found
         for own, x in [*module.named_parameters("", False), *module.named_buffers("", False)]:
             kind = "trained" if x.requires_grad else "not trained"
             facts[f"{name}.{own}" if name else own] = f"{_like(x)}, {kind}"
@@ -117,7 +122,8 @@ class _Meeting:
     """One call of plan by all ranks of a group.
 
     Every rank puts its facts; the first one compares them and puts the plan. Either may be an error
-    instead, which who gets it raises.
+    instead, which who gets it raises. Each rank counts its calls; one that others gave up waiting
+    for has missed theirs, so that later calls meet again.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -125,8 +131,8 @@ class _Meeting:
         self._rank, self._first = dist.get_rank(), self._ranks[0]
         self._store = dist.distributed_c10d._get_default_store()
         # disjoint groups may have one name
-        place = f"fusedckpt.plan/{group.group_name}/{self._first}"
-        self._place = f"{place}/{self._store.add(f'{place}/calls of {self._rank}', 1)}"
+        self._place = f"fusedckpt.plan/{group.group_name}/{self._first}"
+        self._number = self._store.add(self._calls(self._rank), 1)
 
     def plan(self, prepare: Prepare) -> Plan:
         """Make the plan, or take it from the rank that does."""
@@ -173,6 +179,7 @@ class _Meeting:
         end, (pause, longest) = time.monotonic() + patience, _PAUSES
         while missing := [r for r in ranks if not self._store.check([self._key(name, r)])]:
             if time.monotonic() > end:
+                self._skip(missing)
                 who = "rank" if len(missing) < 2 else "ranks"
                 raise ValueError(
                     f"plan: {who} {', '.join(map(str, missing))} did not call plan within "
@@ -182,8 +189,18 @@ class _Meeting:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
+    def _skip(self, missing: list[int]) -> None:
+        """Count this call for ranks that did not come, but for those that just do."""
+        for calls in map(self._calls, missing):
+            before = self._store.get(calls).decode() if self._store.check([calls]) else ""
+            if int(before or 0) < self._number:
+                self._store.compare_set(calls, before, str(self._number))
+
+    def _calls(self, rank: int) -> str:
+        return f"{self._place}/calls of {rank}"
+
     def _key(self, name: str, rank: int) -> str:
-        return f"{self._place}/{name} of {rank}"
+        return f"{self._place}/{self._number}/{name} of {rank}"
 
     def _put(self, name: str, value: Any) -> None:
         # typed as text; get returns bytes

@@ -29,10 +29,17 @@ from torch.utils.checkpoint import (
 
 from fusedckpt.autograd.backward import backward_id
 from fusedckpt.autograd.levels import LEVELS, saving
-from fusedckpt.autograd.phases import current
+from fusedckpt.autograd.phases import Phase, can_see_hooks, current
 from fusedckpt.autograd.subclass import made_of, subclass
 from fusedckpt.autograd.versions import versions_of
-from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of
+from fusedckpt.checkpointing.calls import (
+    Argument,
+    Call,
+    Options,
+    Surroundings,
+    layout_of,
+    storage_of,
+)
 from fusedckpt.checkpointing.segment import Segment, checkpoint, is_plain_call
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
@@ -200,15 +207,23 @@ class HandingOn(Segment):
         self._last_uses: dict[tuple[int, int], int] = {}
 
     def go_on(
-        self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], level: str = "preact"
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        level: str = "preact",
+        surroundings: Surroundings | None = None,
     ) -> Any:
-        """Call `fn`, fused layers in it keeping in the recompute what `level` says."""
+        """Call `fn`, fused layers in it keeping in the recompute what `level` says.
+
+        surroundings: those of now, where a segment around has them: it is nested in that.
+        """
         number = len(self.calls)
-        if number:
-            # an output of an earlier call may be anywhere in them
+        if number or surroundings is not None:
+            # an output of an earlier call may be anywhere in them, or what the one around drops
             args, spec = pytree.tree_flatten((args, kwargs))
             fn, kwargs = _Flat(fn, spec), {}
-        part = _Part(fn, args, kwargs, self.options, self._hold)
+        part = _Part(fn, args, kwargs, self.options, self._hold, surroundings)
         part.level, part.number, part.last_uses = level, number, self._last_uses
         output = self.run(part, args, kwargs)
         for i, leaf in enumerate(pytree.tree_leaves(output)):
@@ -246,19 +261,28 @@ class _Flat:
         return self.fn(*args, **kwargs)
 
 
-# by thread: the segment that runs, what it is of, and the member that may go on with it
-_running = threading.local()
-_NONE: tuple[Any, ...] = None, None, 0
+class _Thread(threading.local):
+    # as in a phase, where segments are nested in none
+    running = Phase.running
+
+
+_thread = _Thread()
 
 
 class Segmented:
     """Several modules, called one after the other, checkpointed as one segment.
 
     levels: what fused layers in each keep in the recompute, "preact" where that is none of theirs.
+    inner: by place, of members that a segment nested in this one holds, that and the place there.
+
+    Under torch.compile every module is a checkpoint of its own, whatever the segments around it.
     """
 
-    def __init__(self, levels: Iterable[str]):
+    def __init__(
+        self, levels: Iterable[str], inner: Mapping[int, tuple[Segmented, int]] | None = None
+    ):
         self.levels = tuple(level if level in LEVELS else "preact" for level in levels)
+        self.inner = dict(inner or {})
 
     def run(self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run member `place`; called out of order, it starts a segment of its own."""
@@ -267,17 +291,54 @@ class Segmented:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(functools.partial(forward, **kwargs), *args)
-        known, of, expected = getattr(_running, "segment", _NONE)
-        # while a graph holds it
-        segment = known() if place and of is self and expected == place else None
-        segment, _running.segment = segment or HandingOn(), _NONE
-        output = segment.go_on(forward, args, kwargs, self.levels[place])
-        _running.segment = weakref.ref(segment), self, place + 1
+        segment, _thread.running = self.known(_thread, place) or HandingOn(), Phase.running
+        output = segment.go_on(self.nested(place, forward), args, kwargs, self.levels[place])
+        _thread.running = weakref.ref(segment), self, place + 1
         return output
+
+    def known(self, around: Phase | _Thread, place: int) -> HandingOn | None:
+        """Return the segment that runs there, if it expects this member next."""
+        # while a graph holds it
+        known, of, expected = around.running
+        return known() if place and of is self and expected == place else None
+
+    def nested(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a member's forward as it runs in the segment."""
+        if place not in self.inner or not can_see_hooks():
+            return forward
+        return _Nested(*self.inner[place], forward)
 
     def roles(self) -> list[Role]:
         """Return the role of each module."""
         return [functools.partial(self.run, place) for place in range(len(self.levels))]
+
+
+class _Nested:
+    """A member's forward in a segment that is nested in another, made anew as that recomputes.
+
+    What the first call found holds for all: the recompute is to save what the forward did.
+    """
+
+    def __init__(self, of: Segmented, place: int, forward: Callable[..., Any]):
+        self._of, self._place, self._forward = of, place, of.nested(place, forward)
+        self.__self__ = getattr(forward, "__self__", None)
+        # of the call around; and whether this goes on with the segment of the one before
+        self._first: tuple[Surroundings, bool] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        around: Any = current()
+        segment = self._of.known(around, self._place)
+        if self._first is None:
+            self._first = around.calls[-1].surroundings, segment is not None
+        surroundings, goes_on = self._first
+        if segment is None or not goes_on:
+            segment = HandingOn()
+        around.running, level = Phase.running, self._of.levels[self._place]
+        output = segment.go_on(self._forward, args, kwargs, level, surroundings)
+        # a recompute lets go of it at its end, a forward has none
+        known = (lambda: segment) if around.recomputes else weakref.ref(segment)
+        around.running = known, self._of, self._place + 1
+        return output
 
 
 def again(level: str = "preact") -> Role:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
@@ -18,13 +19,16 @@ from torch.utils import _pytree as pytree
 from fusedckpt.autograd.phases import current
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning import roles
-from fusedckpt.planning.calls import NoGraph, kind_of, once, seconds, step_kind
+from fusedckpt.planning.calls import NoGraph, graph_of, kind_of, once, seconds, step_kind
 from fusedckpt.planning.unit_costs import Costs, Ways, measured
 from fusedckpt.planning.units import Cut
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
 __all__ = ["Kinds", "Survey", "dropping", "ticking"]
+
+
+_TAKE_AWAY = "take the checkpoint away (of transformers' models, gradient_checkpointing_disable())"
 
 
 class _Skip(torch.autograd.Function):
@@ -62,7 +66,8 @@ class _DropActivations(NamedTuple):
 
     visitor: its `enter` sees the call, and what it gets that requires grad, and returns what of
     that is for this unit alone; `left` sees what it returns, and the tensors in that; `entered` the
-    beginning of its backward, with gradients of so many bytes.
+    beginning of its backward, with gradients of so many bytes; `without_gradients` a call in a mode
+    in which nothing is kept.
     """
 
     visitor: Any
@@ -71,6 +76,7 @@ class _DropActivations(NamedTuple):
 
     def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
+            self.visitor.without_gradients(self.i)
             return forward(*args, **kwargs)
         tensors = list(tensors_of([args, kwargs]))
         given = [x for x in tensors if x.requires_grad]
@@ -81,24 +87,59 @@ class _DropActivations(NamedTuple):
             output = forward(*args, **kwargs)
         given += [p for p in self.module.parameters() if p.requires_grad][:1]
         leaves, spec = pytree.tree_flatten(output)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _flows(x)]
+        places = [(leaves, i) for i, x in enumerate(leaves) if _flows(x)]
+        returned, known = len(places), {*map(id, tensors)}
+        # and what it wrote into a container that it was given
+        places += [(at, key) for at, key in _places([args, kwargs]) if id(at[key]) not in known]
         if given and places:
-            outputs = [leaves[i] for i in places]
-            made = _Skip.apply(lambda n: self.visitor.entered(self.i, n), outputs, held, *given)
-            for i, x in zip(places, made, strict=True):
-                leaves[i] = x
-        self.visitor.left(self.i, output, [leaves[i] for i in places])
+            outputs = {id(at[key]): at[key] for at, key in places}
+            skip = (lambda n: self.visitor.entered(self.i, n)), [*outputs.values()], held
+            made = dict(zip(outputs, _Skip.apply(*skip, *given), strict=True))
+            for at, key in places:
+                at[key] = made[id(at[key])]
+        self.visitor.left(self.i, output, [at[key] for at, key in places[:returned]])
         return pytree.tree_unflatten(leaves, spec)
 
 
-def _flows(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+def _flows(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield containers that can be written into, and where in them a tensor is that flows."""
+    if isinstance(tree, (MutableMapping, MutableSequence, tuple)) and not isinstance(
+        tree, bytearray
+    ):
+        for key in [*tree] if isinstance(tree, MutableMapping) else range(len(tree)):
+            if _flows(tree[key]) and not isinstance(tree, tuple):
+                yield tree, key
+            yield from _places(tree[key])
+
+
+def _is_in_reentrant() -> bool:
+    """Whether a checkpoint that is a node of its own, torch's or DeepSpeed's, runs forward."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "CheckpointFunction" in type(frame.f_locals.get("ctx")).__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def dropping(visitor: Any, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let units keep nothing meanwhile, and the visitor see them by number."""
     given = {module: _DropActivations(visitor, i, module) for i, module in enumerate(modules)}
     return roles.assigned(given)
+
+
+def _optional(module: nn.Module) -> set[str]:
+    """Return the names of parameters that other data may reach, such as those of experts."""
+    lists = {
+        path: child
+        for path, child in module.named_modules()
+        if path and isinstance(child, (nn.ModuleList, nn.ModuleDict))
+    }
+    return {f"{path}.{x}" for path, child in lists.items() for x, _ in child.named_parameters()}
 
 
 # what was measured, by what units that are alike have in common
@@ -110,6 +151,7 @@ class Survey:
 
     kinds: what is known. tick: called for every unit. ways: see `measured`.
     forward_ms, last: ms that the forward took beside measuring, and bytes that the model returned.
+    trained: parameters that the loss reaches, in units as far as the call that was measured did.
     """
 
     def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], ways: Ways):
@@ -124,6 +166,7 @@ class Survey:
         # by unit the dataclass that it returns, where that hides tensors
         self._hidden: dict[str, str] = {}
         self.forward_ms, self.last, self._device = 0.0, 0, torch.device("cpu")
+        self.trained: set[Tensor] = set()
 
     def run(self, step: Step) -> None:
         """Run the model's forward."""
@@ -136,6 +179,16 @@ class Survey:
         ms = self.forward_ms + 1e3 * (seconds(self._device) - start)
         self.forward_ms = once((step_kind(step), "forward"), lambda: ms)
         self.last = nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
+        nodes = graph_of(tensors_of([step.loss(output)]))
+        leaves = {node.variable for node in nodes if hasattr(node, "variable")}
+        for name, module in zip(self._cut.names, self._modules, strict=True):
+            parameters = {x: p for x, p in module.named_parameters() if p.requires_grad}
+            # in the place of a unit stands a node with the first one
+            if next(iter(parameters.values()), None) in leaves:
+                costs = self._costs.get(name)
+                found = {*parameters} if costs is None else costs.reached | _optional(module)
+                leaves.update(p for x, p in parameters.items() if x in found)
+        self.trained = leaves.intersection(step.parameters())
 
     def enter(self, i: int, call: tuple[Any, Any, Any], given: list[Tensor]) -> list[Tensor]:
         """Measure a call, once of a kind."""
@@ -143,8 +196,7 @@ class Survey:
         if current() is not None:
             raise ValueError(
                 f"plan: unit {name} runs inside a checkpoint: a plan says itself what runs again; "
-                "take the checkpoint away (of transformers' models, "
-                "gradient_checkpointing_disable()), or name the module that it is around in units="
+                f"{_TAKE_AWAY}, or name the module that it is around in units="
             )
         storages = [StorageWeakRef(x.untyped_storage()) for x in given]
         self._given.append((name, storages))
@@ -164,6 +216,16 @@ class Survey:
             self._costs[name] = self._kinds[kind, parts]
         self._tick()
         return list(tensors_of([args, kwargs]))
+
+    def without_gradients(self, i: int) -> None:
+        """Refuse a call in a checkpoint that runs its forward without a graph."""
+        if _is_in_reentrant():
+            raise ValueError(
+                f"plan: unit {self._cut.names[i]} runs inside a reentrant checkpoint, whose "
+                "forward runs without gradients: a plan says itself what runs again; "
+                f"{_TAKE_AWAY}, or, with use_reentrant=False, name the module that it is around "
+                "in units="
+            )
 
     def left(self, i: int, output: Any, tensors: list[Tensor]) -> None:
         """See whether an output hides tensors, as that of a dict does not."""

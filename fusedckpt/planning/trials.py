@@ -26,6 +26,8 @@ __all__ = ["Trials"]
 
 # plans tried for a budget before it is given up
 _TRIES = 4
+# a faster plan is worth one more step where it takes at most so much of the time
+_GAIN = 0.97
 # how far off the model of memory may be
 _DOUBT = 1.1
 # pairs of steps, as many as end within so many seconds: a few are no better than one, many enough
@@ -72,17 +74,18 @@ class Trials(NamedTuple):
                 break
             found = self.tried(solve(chain, target))
             if (excess := _peak(found) - limit) <= 0:
-                return found
+                return self._nearer(found, limit)
             # what the model of memory missed, it may miss again
             target = min(target, found.predicted_bytes) - excess
-        # the model of memory rather takes too much than too little; what it finds far too large may
-        # not fit the device at all, and is not run
+        # the model of memory rather takes too much than too little
         least = least_peak(chain)
-        last = [x for x in (least, self._rule("none")) if x.peak <= _DOUBT * limit]
-        found = min(map(self.tried, last), key=_peak, default=None)
-        needed = least.peak if found is None else _peak(found)
-        if found is not None and needed <= limit:
-            return found
+        needed, spare = least.peak, spare_bytes(self.step.parameters()[0].device)
+        # what may not fit the device at all is not run
+        if least.peak <= max(_DOUBT * limit, chain.base + spare):
+            tried = self._lowest()
+            if fitting := [found for found in tried if _peak(found) <= limit]:
+                return min(fitting, key=lambda found: found.extra_ms)
+            needed = min(map(_peak, tried))
         finer = may_go_lower(chain, lowest)
         needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
         raise ValueError(
@@ -90,30 +93,39 @@ class Trials(NamedTuple):
             f"got {limit - rest} bytes" + (f": {finer}" if finer else "")
         )
 
+    def _nearer(self, found: Plan, limit: int) -> Plan:
+        """Return a faster plan that fits, too, where the model took too much for this one."""
+        over = found.predicted_bytes - _peak(found)
+        faster = solve(self.chain, limit + over) if over > 0 < found.extra_ms else None
+        if faster is None or faster.extra > _GAIN * found.extra_ms:
+            return found
+        nearer = self.tried(faster)
+        return nearer if _peak(nearer) <= limit else found
+
     def _rule(self, name: str) -> Outcome:
         return simulate(self.chain, by_rule(self.chain, name))
 
     def by_policy(self, policy: Policy) -> Plan:
         """Return the plan of a rule."""
         if policy == "memory":
-            return self._least()
+            return min(self._lowest(), key=lambda found: (_peak(found), found.extra_ms))
         if policy == "speed":
             return self.tried(simulate(self.chain, _selective(self.chain)))
         # modules that were listed: each on its own
         return self.tried(self._rule(policy if isinstance(policy, str) else "all"))
 
-    def _least(self) -> Plan:
-        """Return, of the plan of least peak and rules that may come near, the one that does.
+    def _lowest(self) -> list[Plan]:
+        """Try the plan of least peak, and rules that may come near it, or the limit.
 
         The model of memory may be off by more than what is between them.
         """
         least = least_peak(self.chain)
-        rules = [self._rule(name) for name in ("all", "sqrt", "none")]
-        ways = [least, *(rule for rule in rules if rule.peak <= _DOUBT * least.peak)]
+        rules = [self._rule(name) for name in ("all", "sqrt", "recursive", "none")]
+        most = _DOUBT * max(least.peak, self.limit or 0)
+        ways = [least, *(rule for rule in rules if rule.peak <= most)]
         # a way that is there twice is tried once
         distinct = {way.items: way for way in reversed(ways)}
-        tried = map(self.tried, distinct.values())
-        return min(tried, key=lambda found: (_peak(found), found.extra_ms))
+        return [*map(self.tried, distinct.values())]
 
     def timed(self, found: Plan, forward: float) -> Plan:
         """Return the plan with what it costs in steps, where one that keeps everything fits.

@@ -58,7 +58,8 @@ class Costs(NamedTuple):
 
     again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
     hooks, as in a segment, where norms are not shared. given: bytes of arguments that require grad;
-    flows: whether each was made for this unit alone. writes: whether it writes into them.
+    flows: whether each was made for this unit alone. writes: whether it writes into them. reached:
+    names of parameters that got a gradient.
     """
 
     levels: dict[str, Bytes]
@@ -67,9 +68,9 @@ class Costs(NamedTuple):
     ms: Ms
     given: tuple[int, ...]
     output: int
-    left: int
     writes: bool
     composed: bool
+    reached: frozenset[str]
     flows: tuple[bool, ...] = ()
 
     def own(self, given: Sequence[int]) -> int:
@@ -106,11 +107,11 @@ class Costs(NamedTuple):
             if (name == PRODUCTS) == (level == PRODUCTS) or len(self.levels) == 1
         )
 
-    def unit(self, name: str, handed_on: Callable[[str], bool], held: int) -> Unit:
+    def unit(self, name: str, handed_on: Callable[[str], bool], held: int, left: int) -> Unit:
         """Return a unit that costs this.
 
         handed_on: whether, at a level, whoever comes next keeps the output, and so counts it.
-        held: bytes of the input that the code before keeps, and so counts.
+        held: bytes of the input that the code before keeps, and so counts. left: see Unit.
         """
         levels = {
             x: self._level(x, self.output if found.keeps_output and handed_on(x) else 0, held)
@@ -131,7 +132,7 @@ class Costs(NamedTuple):
             rerun=self.ms.rerun,
             # while it runs again in a segment: the states that are put back afterwards
             forward_transient=self.replay + most,
-            left=self.left,
+            left=left,
             fixed=self.writes or self.hoards,
             composed=self.composed,
         )
@@ -153,10 +154,10 @@ class Costs(NamedTuple):
             kept,
             self.ms.extra[name],
             found.backward + shared,
-            ending,
-            BUT in name,
-            max(0, forward),
-            inside,
+            ending=ending,
+            nested=BUT in name,
+            forward_transient=max(0, forward),
+            again=inside,
             chunks=chunks_in(name),
         )
 
@@ -196,17 +197,17 @@ def measured(
         ways |= {_AGAIN: segments[most], _WHOLE: partial(_whole, most, forward)}
     again = {name: call.bytes(run) for name, run in segments.items()}
     is_cut = besides.chunked and segments and has_mlps(module)
-    cuts = in_less(call, forward, least, levels[least], again[least]) if is_cut else {}
+    cuts = in_less(call, forward, least, levels[least], rerun=again[least]) if is_cut else {}
     for name, found in cuts.items():
         ways[_CHUNKED] = kept_in(name, forward)
         levels[name], again[name], packed[name] = *found, packed.get(least, found[0].made)
     ms = _ms(_timed(kind, call, ways), plain, [*cuts])
-    kept = _all(levels[least])
-    for name, (found, more) in _with_parts(module, call, runs[least], kept, parts, kind).items():
+    cut_up = _with_parts(module, call, runs[least], _all(levels[least]), parts=parts, kind=kind)
+    for name, (found, more) in cut_up.items():
         name = least + BUT + name
         levels[name], ms.extra[name] = found, ms.extra[least] + more
-    sizes = call.given, call.output, call.left
-    return Costs(levels, again, packed, ms, *sizes, call.writes, any(module.children()))
+    seen = call.given, call.output, call.writes, any(module.children()), frozenset(call.reached)
+    return Costs(levels, again, packed, ms, *seen)
 
 
 def _taken(call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Bytes]:

@@ -73,7 +73,9 @@ class FusedCalls:
                 more = round(tokens * (part.saved[0] - part.saved[1]))
                 # what a checkpoint around it drops, it does not keep
                 extra = min(more, _kept(self._names[module], storages))
-            found.append(FusedModule(name, part.change, self._calls[module], reason, extra))
+            found.append(
+                FusedModule(name, part.change, self._calls[module], reason, extra_bytes=extra)
+            )
         return tuple(found)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -105,7 +105,7 @@ def _draw_timeline(
     _mark_peak(axes, max(timeline, key=lambda moment: moment.live_bytes), times[-1])
     axes.set_xlim(0, max(times[-1], 1e-6))
     axes.set_xlabel("ms into the step, under the profiler")
-    axes.set_title("Live memory (MiB)")
+    axes.set_title("Live MiB")
     # beside the title
     place: Any = {"loc": "lower right", "bbox_to_anchor": (1.01, 0.99), "borderaxespad": 0.2}
     style: Any = {"frameon": False, "fontsize": 9, "handlelength": 1, "columnspacing": 1.2}

@@ -31,15 +31,14 @@ _FUSED = ("fused modules", "ran", "modules", "saves more, up to", "first")
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What `report` found. Sizes are in bytes, of distinct storages.
+    """The result of `report`. Sizes are bytes of distinct storages.
 
-    `saved` are the storages that autograd saves for the backward pass, under the names of the
-    modules that saved them: "(model)" is the model's own code, "(loss)" the loss. `held` are the
-    bytes that live on from a module's forward by other means, the largest first: attributes of an
-    autograd function, as a chunked `F.linear_cross_entropy` has gradients in, RNG states of
-    checkpoints, caches. `timeline` holds live bytes after every allocation and free; the
-    first of its highest is the peak. `fused` tells of every module that `fuse` swapped whether it
-    ran fused, or why not and what that cost.
+    `saved` has the storages that autograd saves for the backward pass, with the names of the
+    modules that saved them: "(model)" is the model's own code, "(loss)" the loss. `held` has the
+    bytes that outlive a module's forward outside saved tensors, the largest first: attributes of
+    autograd functions, RNG states of checkpoints, caches. `timeline` has the live bytes after every
+    allocation and free; its first maximum is the peak. `fused` says of every module that `fuse`
+    swapped whether it ran fused, or why not and what that cost.
     """
 
     model: str
@@ -64,7 +63,7 @@ class MemoryReport:
 
     @property
     def saved_by_module(self) -> dict[str, int]:
-        """Saved bytes by the name of the module that saved them first, the largest first."""
+        """Saved bytes by the module that saved them first, the largest first."""
         counts: Counter[str] = Counter()
         for storage in self.saved:
             counts[storage.owner] += storage.nbytes
@@ -72,17 +71,17 @@ class MemoryReport:
 
     @property
     def peak(self) -> Moment:
-        """When memory was highest: `live_bytes`, `time_ns`, and the `phase` and `module` then."""
+        """The moment of the peak: its `live_bytes`, `time_ns`, `phase` and `module`."""
         return max(self.timeline, key=lambda moment: moment.live_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that lived at once, what was there when the step began included."""
+        """The most bytes allocated at once, including those from before the step."""
         return self.peak.live_bytes
 
     @property
     def live_by_kind(self) -> dict[str, list[int]]:
-        """Live bytes by kind, moment by moment, which add up to all; the constant ones first."""
+        """Live bytes at every moment by kind, constant kinds first; they add up to the total."""
         there = self.optimizer_bytes or 0
         base = max(0, self.resident_bytes - there)
         kinds = {
@@ -142,9 +141,9 @@ class MemoryReport:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the saved bytes of every layer, and the timeline with its peak.
+        """Draw the saved bytes by module, and the timeline with its peak.
 
-        The file's ending says which format. Needs matplotlib: `pip install fusedckpt[bench]`.
+        The file's suffix sets the format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
         drawing("fusedckpt.reporting.memory_plot", "MemoryReport.plot").draw(
             Path(path),
@@ -163,37 +162,37 @@ def report(
     optimizer: Optimizer | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
-    """Run one real training step and say where its memory goes.
+    """Run one training step and return where its memory goes.
 
         loss(model(*args, **kwargs)).backward(); optimizer.step()
 
-    Afterwards everything is restored (see `trial`). Gradients start from None. Where the first step
-    creates optimizer state, a second one is reported, as later steps are like it. Inside torch's
-    checkpoints nothing is saved and so nothing listed; the recomputation shows in the timeline.
-    torch.compile'd code counts as one module; call it once before, so that the step holds no
-    compilation. A model that calls torch.func.grad or the like cannot be reported, as torch then
-    refuses the hooks that see saved tensors.
+    Afterwards model, optimizer and RNG states are restored. Gradients start as None. If the first
+    step creates optimizer state, a second step is reported. Nothing is saved inside torch's
+    checkpoints, so nothing is listed there; the recomputation shows in the timeline. Compiled code
+    counts as one module; call it once before, so that the step does not compile. Models that call
+    torch.func.grad and the like cannot be reported, as torch does not allow hooks on saved tensors
+    there.
 
-    On a CPU sizes are what was asked for, on CUDA what the caching allocator took for it. With
-    several devices, `timeline` and `resident_bytes` are those of the first parameter's.
+    On a CPU sizes are the requested bytes, on CUDA those of the caching allocator's blocks. With
+    several devices, `timeline` and `resident_bytes` are those of the first parameter's device.
 
     Args:
-        model: any module. Its name is "(model)", its parts are named as by `named_modules`.
-        args, kwargs: what the model gets, tensors in any nesting of lists, tuples and dicts.
-        loss: maps the model's output to a scalar. None takes the output's `.loss`, and where there
-            is none the sum, over all floating-point tensors in the output that require grad, of
-            the mean of their squares in float32.
-        optimizer: steps after the backward if given.
+        model: any module. Its name is "(model)"; modules in it have their names in `named_modules`.
+        args, kwargs: the model's arguments: tensors in any nesting of lists, tuples and dicts.
+        loss: maps the model's output to a scalar. None means the output's `.loss`, or, without one,
+            the sum of mean squares, in float32, of all floating-point outputs that require grad.
+        optimizer: if given, steps after the backward.
 
     Raises:
-        TypeError: `model` is no nn.Module, `loss` not callable, `optimizer` no Optimizer.
-        ValueError: nothing requires grad, a parameter is not initialised yet, a tensor was made in
-            inference mode, the loss is no scalar that requires grad.
-        RuntimeError: the step wrote to a parameter that `optimizer` does not have, see `trial`.
+        TypeError: `model` is not an nn.Module, `loss` not callable, or `optimizer` not an
+            Optimizer.
+        ValueError: nothing requires grad, a parameter is not initialised, a tensor was made in
+            inference mode, or the loss is not a scalar that requires grad.
+        RuntimeError: the step wrote to a parameter that `optimizer` does not have.
     """
-    check_step("report", model, loss, optimizer, (args, kwargs))
+    check_step("report", model, loss, optimizer, inputs=(args, kwargs))
     parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
-    step = Step(model, args, kwargs, loss or default_loss, optimizer)
+    step = Step(model, args, kwargs, loss or default_loss, optimizer=optimizer)
     with trial(parts, optimizer, (args, kwargs)), torch.enable_grad():
         before = nbytes_of(step.state())
         found = measure(step)

@@ -158,7 +158,9 @@ def read(
 
     gradients: where in memory those are that it leaves.
     """
-    items = sorted(_items(events, device), key=lambda item: item.time_ns)
+    items: list[_Item] = []
+    _collect(events, device, items)
+    items.sort(key=lambda item: item.time_ns)
     reader = _Reader(resident)
     for item in items:
         getattr(reader, item.kind)(item.content)
@@ -191,14 +193,21 @@ class _Reader:
 
     def note(self, time_ns: int) -> None:
         """Add a moment."""
-        moment = Moment(time_ns, self._live, self.phase_name, self.module, 0, self._optimizer)
+        moment = Moment(
+            time_ns,
+            self._live,
+            self.phase_name,
+            self.module,
+            gradient_bytes=0,
+            optimizer_bytes=self._optimizer,
+        )
         self.moments.append(moment)
 
     def memory(self, fields: Any) -> None:
         """Take an allocation or a free; that of a block from before counts nothing."""
         if fields.alloc_size > 0:
             since = len(self.moments)
-            block = Block(fields.ptr, fields.alloc_size, self.phase_name, self.module, since)
+            block = Block(fields.ptr, fields.alloc_size, self.phase_name, self.module, since=since)
             self._blocks[fields.ptr], change = block, block.nbytes
         else:
             block = self._blocks.pop(fields.ptr, None)
@@ -255,24 +264,25 @@ class _Reader:
         self._last = self._running.pop()
 
 
-def _items(events: Iterable[Any], device: torch.device) -> Iterator[_Item]:
+def _collect(events: Iterable[Any], device: torch.device, found: list[_Item]) -> None:
+    """Add what matters of events and those within them."""
     for event in events:
-        fields, start, thread = event.extra_fields, event.start_time_ns, event.start_tid
-        number = getattr(fields, "sequence_number", -1)
-        if event.name == "[memory]":
+        name, fields, start = event.name, event.extra_fields, event.start_time_ns
+        if name == "[memory]":
             if _same(fields.device, device):
-                yield _Item(start, "memory", fields)
-        elif event.name.startswith(_MARK):
-            kind, name = event.name.removeprefix(_MARK).split(":", 1)
-            yield _Item(start, kind, (name, thread) if kind == "phase" else name)
-        elif event.name.startswith(_NODE):
-            yield _Item(start, "node", (thread, number))
-            yield from _items(event.children, device)
-            yield _Item(event.end_time_ns, "done", None)
-        else:
-            if number >= 0:
-                yield _Item(start, "op", (thread, number))
-            yield from _items(event.children, device)
+                found.append(_Item(start, "memory", fields))
+            continue
+        if name.startswith(_MARK):
+            kind, name = name.removeprefix(_MARK).split(":", 1)
+            found.append(_Item(start, kind, (name, event.start_tid) if kind == "phase" else name))
+            continue
+        number = getattr(fields, "sequence_number", -1)
+        is_node = name.startswith(_NODE)
+        if is_node or number >= 0:
+            found.append(_Item(start, "node" if is_node else "op", (event.start_tid, number)))
+        _collect(event.children, device, found)
+        if is_node:
+            found.append(_Item(event.end_time_ns, "done", None))
 
 
 def _same(found: torch.device, wanted: torch.device) -> bool:

@@ -220,6 +220,6 @@ def _check_unwritten(watched: list[tuple[str, nn.Parameter, int]]) -> None:
     written = [name for name, parameter, version in watched if parameter._version != version]
     if written:
         raise RuntimeError(
-            "trial: expected a step that writes to no parameter but the optimizer's, it wrote to "
+            "trial: expected a step that changes only parameters of the optimizer, it changed "
             f"{', '.join(written)}: their former values are lost"
         )

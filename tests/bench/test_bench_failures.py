@@ -63,7 +63,7 @@ def test_a_crash_loses_its_own_row_alone(tmp_path, add_way, capsys, calls):
 
 
 def test_inputs_that_cannot_be_made_lose_one_size(tmp_path, monkeypatch):
-    def refuse(*args) -> None:
+    def refuse(*args, **options) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(jobs, "draw", refuse)

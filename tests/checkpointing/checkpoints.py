@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from support import DEVICE
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
+from fusedckpt import checkpoint_sequential
 
 stock = partial(stock_checkpoint, use_reentrant=False)
 
@@ -38,3 +41,38 @@ def assert_as_plain(fn: Callable[..., Any], *args: Any, parameters: Any = (), **
 
 def same(a: Any, b: Any) -> bool:
     return a is b is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+def chain(count=7):
+    parts = [nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU()]
+    return nn.Sequential(*(copy.deepcopy(parts[i % 5]) for i in range(count))).to(DEVICE)
+
+
+def reset(model):
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            module.reset_running_stats()
+
+
+def assert_as_called(model, segments, x, **options):
+    """Assert that segments change no bit: values, gradients, RNG states, buffers."""
+    run = partial(checkpoint_sequential, model, segments, **options)
+    found, expected = (
+        [*step(call, x * 1, parameters=model.parameters()), *copy.deepcopy(model).buffers()]
+        for call in (run, model)
+        if reset(model) is None
+    )
+    assert all(map(same, found, expected))
+
+
+def conv_net():
+    """VGG-11, whose ReLUs write in place what BatchNorm saves."""
+    layers, width = [], 3
+    for out in (8, 0, 16, 0, 32, 32, 0, 64, 64, 0, 64, 64, 0):
+        if not out:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        conv = nn.Conv2d(width, out, 3, padding=1)
+        layers += [conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True)]
+        width = out
+    return nn.Sequential(*layers)

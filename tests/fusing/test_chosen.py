@@ -77,7 +77,7 @@ def test_default_dtype_and_device_do_not_matter():
 def test_report_of_a_model():
     assert str(fuse(layers(), skip="b.seq.*", verify=False)) == (
         "fused 4 modules, left 0\n"
-        "  kind    matched  swapped  left  bytes kept per token\n"
+        "  kind    matched  swapped  left  saved bytes per token\n"
         "  norm          2        2     0  156 -> 96\n"
         "  mlp           2        2     0  576 -> 96\n"
         "     1 x nn.LayerNorm -> LayerNorm\n"

@@ -74,11 +74,11 @@ def tag(model):
 
 REASONS = {
     "adapter": (adapt, "gate is a LoraLinear: only peft's plain LoRA is fused"),
-    "hook": (hook, "up: a hook watches it, or its forward was replaced"),
-    "class": (change_class, "down is a OtherLinear, a linear with a forward of its own"),
+    "hook": (hook, "up: it has a hook, or its forward was replaced"),
+    "class": (change_class, "down is a OtherLinear, a linear with its own forward"),
     "weight": (
         tag,
-        "down.weight is a Untagged: quantised weights and the like are not fused",
+        "down.weight is a Untagged: such tensor subclasses are not fused",
     ),
 }
 
@@ -115,14 +115,16 @@ def test_an_input_of_another_class_is_named(index):
     model = stack()
     fused = fuse(model, verify=False)
     model[index](randn(3, D).detach().as_subclass(Tagged))
-    assert fused.fallbacks == {str(index): "its input is a Tagged, which only its own class takes"}
+    assert fused.fallbacks == {
+        str(index): "its input is a Tagged, which only its own forward takes"
+    }
 
 
 def test_other_arguments_are_named():
     model = stack()
     fused = fuse(model, verify=False)
     model[0](randn(3, D), 2.0)
-    assert fused.fallbacks == {"0": "called with other arguments than one tensor"}
+    assert fused.fallbacks == {"0": "called with arguments other than one tensor"}
 
 
 def test_dropout_counts_while_training_alone():
@@ -134,9 +136,9 @@ def test_dropout_counts_while_training_alone():
     # nothing is kept without gradients
     assert fused.fallbacks == {}
     model(randn(3, D))
-    assert fused.fallbacks == {"0": "drop drops inside while training"}
+    assert fused.fallbacks == {"0": "drop applies dropout inside the block in training"}
     assert [one.reason for one in report(model, randn(3, D)).fused] == [
-        "drop drops inside while training"
+        "drop applies dropout inside the block in training"
     ]
 
 
@@ -146,7 +148,7 @@ def test_a_block_of_a_sequential_is_named_as_it_is_now():
     fused = fuse(model, verify=False)
     assert fused.fallbacks == {}
     model[3].register_forward_hook(lambda *_: None)
-    assert fused.fallbacks == {"3": "3: a hook watches it, or its forward was replaced"}
+    assert fused.fallbacks == {"3": "3: it has a hook, or its forward was replaced"}
     found = {one.name: one for one in report(model, randn(2, D)).fused}
     assert found["0"].reason is None
     assert found["3"].reason == fused.fallbacks["3"]

@@ -137,7 +137,7 @@ LEFT = {
     "noisy in Python": (NoisyInPython, "its forward draws random numbers in Python while training"),
     "attribute": (Watching, "its forward sets sparsity"),
     "list": (Logging, "its forward writes to shapes"),
-    "buffer": (Counting, "its forward writes to a tensor that it did not make"),
+    "buffer": (Counting, "its forward writes to a tensor that it did not create"),
     "long": (InPieces, "InPieces computes something else for long inputs"),
     "first token": (FirstToken, "its result has the shape"),
 }

@@ -106,19 +106,19 @@ def doubling_where(condition):
 
 
 OTHERWISE = "Doubled computes something else"
-MODES = "its forward has gradients of its own, or switches autocast"
+MODES = "its forward uses an autograd.Function, or switches autocast"
 LEFT = {
     "without a gradient": (WithoutGradient, f"{MODES} while training"),
     "never a gradient": (Never, f"{MODES} while training"),
     "a gradient of its own": (OwnGradient, f"{MODES} while training"),
     "detached weight": (Detached, "its forward computes detach of w1.weight"),
-    "hook on a tensor": (Hooking, "its forward hooks tensors while training"),
-    "call of its own": (Calling, "w1: a Doubling is called in its own way"),
+    "hook on a tensor": (Hooking, "its forward registers hooks on tensors while training"),
+    "call of its own": (Calling, "w1: a Doubling has its own __call__"),
     "without autocast": (InFull, f"{MODES} under autocast"),
     "rounding": (Rounding, "its forward computes _to_copy"),
     "buffer": (Buffered, "reads a tensor that is neither its input nor a parameter"),
     "tensor": (WithTensor, "its forward reads scale, a Tensor that may change"),
-    "in place": (InPlace, "its forward writes to a tensor that it did not make"),
+    "in place": (InPlace, "its forward writes to a tensor that it did not create"),
     "with gradients": (
         doubling_where(lambda m, x: torch.is_grad_enabled()),
         f"{OTHERWISE} while training",

@@ -18,7 +18,7 @@ from fusedckpt import fuse, reference, unfuse
 from fusedckpt.fusing.operands import MLPMatch
 
 T, D, H, P, Q = 7, 12, 20, 0.4, 0.25
-DRAWN = "drops inside while training"
+DRAWN = "applies dropout inside the block in training"
 
 
 class DropsGated(Gated):
@@ -259,11 +259,11 @@ def test_the_rate_is_that_of_the_call():
 CHANGES = {
     "hooked": (
         lambda m: m.drop.register_forward_hook(lambda *_: None),
-        "drop: a hook watches it, or its forward was replaced",
+        "drop: it has a hook, or its forward was replaced",
     ),
     "replaced": (
         lambda m: setattr(m, "drop", nn.AlphaDropout(P)),
-        "drop is another module than when it was fused",
+        "drop was replaced by another module since it was fused",
     ),
     # it need not be called there
     "alone in training": (lambda m: m.eval().drop.train(), f"drop {DRAWN}"),

@@ -79,7 +79,7 @@ class ScaleNorm(nn.Module):
         return x / x.norm(dim=-1, keepdim=True) * self.g * math.sqrt(D)
 
 
-BESIDE = "its linears and activation stand beside"
+BESIDE = "its linears and activation are called together with"
 OTHER = "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
 LEFT = {
     "pooler": (Pooler, {"": "its result has the shape [2, 6] for an input of [2, 3, 6]"}),
@@ -132,7 +132,7 @@ def test_what_a_dropout_parts_is_named():
 
 
 def test_lazy_modules_are_named():
-    why = "its parameters have no shape yet: call the model once before"
+    why = "its parameters are not initialised: call the model once before"
     assert fuse(nn.LazyBatchNorm1d()).left == {"": why}
 
 
@@ -145,7 +145,7 @@ def test_lazy_linears_of_a_list_are_named():
         def forward(self, x):
             return self.fcs[1](self.act(self.fcs[0](x)))
 
-    why = "its parameters have no shape yet: call the model once before"
+    why = "its parameters are not initialised: call the model once before"
     assert fuse(Mine()).left == {"": why}
 
 
@@ -228,7 +228,7 @@ def test_a_printed_model_shows_what_is_fused():
     fuse(model, save="preact", verify=False)
     shown = repr(model)
     for line in (
-        "(norm): fusedckpt.LayerNorm((6,), eps=1e-05, elementwise_affine=True, bias=True)\n",
+        f"(norm): fusedckpt.LayerNorm({nn.LayerNorm(D).extra_repr()})\n",
         "(rms): fusedckpt.RMSNorm((6,), eps=None, elementwise_affine=True)\n",
         "(mine): FusedMine(\n    mine, fused as mlp, activation=gelu, save=preact\n",
         "(mlp): fusedckpt.Sequential(\n    save=preact, fused: 0-2 as mlp\n",

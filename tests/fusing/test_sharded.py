@@ -94,7 +94,7 @@ def check_dropout(mesh) -> None:
         torch.manual_seed(2 + mesh.get_local_rank())
         found.append(model(x))
     torch.testing.assert_close(*found)
-    assert report.fallbacks == {"": "drop drops inside while training"}, report
+    assert report.fallbacks == {"": "drop applies dropout inside the block in training"}, report
 
 
 def check_fuse_of_sharded(mesh) -> None:

@@ -57,7 +57,7 @@ def test_report_reads_well():
     model = nn.Sequential(net(), nn.Linear(D, D), nn.Softmax(-1), nn.Linear(D, D), nn.Softmax(-1))
     assert str(fuse(model)) == (
         "fused 5 modules, left 2\n"
-        "  kind    matched  swapped  left  bytes kept per token\n"
+        "  kind    matched  swapped  left  saved bytes per token\n"
         "  norm          2        2     0  168 -> 96\n"
         "  mlp           1        1     0  208 -> 48\n"
         "  linear        4        2     2  248 -> 96\n"

@@ -141,7 +141,7 @@ def with_save():
     return module
 
 
-WATCHED = "first: a hook watches it, or its forward was replaced"
+WATCHED = "first: it has a hook, or its forward was replaced"
 LEFT = {
     "hook": (lambda: with_hook("register_forward_hook"), WATCHED),
     "pre-hook": (lambda: with_hook("register_forward_pre_hook"), WATCHED),
@@ -155,24 +155,24 @@ LEFT = {
         lambda: with_lora(3),
         "w is a LoraLinear: only peft's plain LoRA is fused",
     ),
-    "parametrized": (with_parametrization, "first: a parametrization makes its weights"),
+    "parametrized": (with_parametrization, "first: its weights are parametrized"),
     "quantised": (
         lambda: Plain(linear=Quantised),
-        "second is a Quantised, a linear with a forward of its own",
+        "second is a Quantised, a linear with its own forward",
     ),
-    "LeakyReLU": (lambda: Plain(nn.LeakyReLU(0.2)), "act: LeakyReLU(negative_slope=0.2) is no"),
+    "ELU": (lambda: Plain(nn.ELU(0.2)), "act: ELU(alpha=0.2) is no activation that can be fused"),
     "Softplus": (lambda: Plain(nn.Softplus(beta=2)), "act: Softplus(beta=2, threshold=20.0) is"),
     "threshold": (lambda: Plain(nn.Softplus(threshold=9)), "is no activation that can be fused"),
     "ReLU6": (lambda: Plain(nn.ReLU6()), "act: ReLU6() is no activation that can be fused"),
     "RReLU": (lambda: Plain(nn.RReLU()), "its forward draws random numbers"),
     "dtypes": (with_two_dtypes, "its weights have several dtypes: torch.bfloat16, torch.float32"),
     "scaled": (Scaled, "after its last linear it computes mul"),
-    "inlined": (Inlined, "its linears and activation stand beside norm"),
+    "inlined": (Inlined, "its linears and activation are called together with norm"),
     "own parameter": (Own, "its forward computes mul of scale"),
     "in training": (Noisy, "Noisy computes something else while training"),
     "experts": (Experts, "its weights are 3-dimensional: a mixture of experts is not fused"),
     "attribute": (with_save, "the Plain has an attribute save already"),
-    "gradient": (lambda: Plain(PassesGradients()), "its forward has gradients of its own"),
+    "gradient": (lambda: Plain(PassesGradients()), "its forward uses an autograd.Function"),
 }
 
 
@@ -276,7 +276,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
 def test_layers_without_shapes_are_left():
     model = nn.ModuleList([nn.LazyConv2d(3, 1), nn.LazyLinear(4), nn.LazyBatchNorm1d()])
     model.append(Plain(linear=lambda i, o: nn.LazyLinear(o)))
-    why = "its parameters have no shape yet: call the model once before"
+    why = "its parameters are not initialised: call the model once before"
     assert fuse(model).left == {"2": why, "3": why}
 
 

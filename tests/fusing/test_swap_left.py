@@ -127,8 +127,8 @@ def sparse() -> nn.Sequential:
     return model
 
 
-WATCHED = "a hook watches it, or its forward was replaced"
-OWN = "is a subclass of torch's with a forward of its own"
+WATCHED = "it has a hook, or its forward was replaced"
+OWN = "is a subclass of torch's with its own forward"
 NO_ACTIVATION = "is no activation that can be fused"
 DECLINED = {
     "forward hook on the linear": (lambda: hooked(0, "register_forward_hook"), WATCHED),
@@ -140,7 +140,7 @@ DECLINED = {
     "pre-hook on the linear": (lambda: hooked(0, "register_forward_pre_hook"), WATCHED),
     "subclass of Linear": (
         lambda: pair(MyLinear(D, D)),
-        "0 is a MyLinear, a linear with a forward of its own",
+        "0 is a MyLinear, a linear with its own forward",
     ),
     "subclass of an activation": (lambda: pair(None, MyGELU()), "MyGELU(approximate='none') is no"),
     "subclass of Sequential": (lambda: MySequential(*pair()), "a subclass of nn.Sequential"),
@@ -148,11 +148,11 @@ DECLINED = {
     "subclass of LayerNorm": (lambda: MyLayerNorm(D), f"MyLayerNorm {OWN}"),
     "parametrized linear": (
         lambda: parametrized(pair(), "0"),
-        "0: a parametrization makes its weights",
+        "0: its weights are parametrized",
     ),
     "parametrized norm": (
         lambda: parametrized(nn.RMSNorm(D)),
-        "ParametrizedRMSNorm: a parametrization makes its weights",
+        "ParametrizedRMSNorm: its weights are parametrized",
     ),
     "LeakyReLU(0.2)": (lambda: pair(None, nn.LeakyReLU(0.2)), NO_ACTIVATION),
     "Softplus(beta=2)": (lambda: pair(None, nn.Softplus(beta=2)), NO_ACTIVATION),
@@ -172,15 +172,15 @@ DECLINED = {
     ),
     "thirds of a weight": (
         lambda: Computing(outer_thirds, nn.Linear(D, 3 * D), nn.Linear(D, D)),
-        "its gate and up are no halves of one weight, one after the other",
+        "its gate and up are not consecutive halves of one weight",
     ),
     "five linears": (
         lambda: Computing(many, *linears(5)),
-        "its layers and parameters are not those of an MLP: fcs.0, fcs.1, fcs.2, fcs.3, fcs.4",
+        "its layers and parameters do not form an MLP: fcs.0, fcs.1, fcs.2, fcs.3, fcs.4",
     ),
     "two linears and a scale": (
         scaled,
-        "its layers and parameters are not those of an MLP: fcs.0, fcs.1, scale",
+        "its layers and parameters do not form an MLP: fcs.0, fcs.1, scale",
     ),
     "sparse weight": (sparse, "weight must be a dense tensor, got layout torch.sparse_csr"),
 }
@@ -205,7 +205,9 @@ def test_dtypes_that_are_not_ours_are_left():
     model = pair(nn.Linear(D, D, dtype=torch.complex64), nn.Tanh())
     assert "must be floating point, got torch.complex64" in fuse(model).left["0"]
     lazy = pair(nn.LazyLinear(D))
-    assert fuse(lazy).left == {"0": "its parameters have no shape yet: call the model once before"}
+    assert fuse(lazy).left == {
+        "0": "its parameters are not initialised: call the model once before"
+    }
 
 
 def test_one_misfit_keeps_its_sequential_but_no_other():
@@ -223,9 +225,7 @@ def test_norm_is_swapped_where_its_block_is_not():
     model = MySequential(nn.LayerNorm(D), *pair(), nn.Linear(D, D))
     report = fuse(model)
     assert report.swapped == {"0": "nn.LayerNorm -> LayerNorm"}
-    assert report.left == {
-        "1": "MySequential is a subclass of nn.Sequential with a forward of its own"
-    }
+    assert report.left == {"1": "MySequential is a subclass of nn.Sequential with its own forward"}
 
 
 def test_what_lies_apart_is_not_mentioned():

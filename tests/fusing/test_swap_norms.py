@@ -143,9 +143,7 @@ def test_every_pair_of_dtypes_gives_what_it_did(kind):
 
 def test_float64_in_float32_is_left():
     norm = Llama().double()
-    assert fuse(norm).left == {
-        "": "Llama is an RMSNorm of a known rule, but computes torch.float64 otherwise"
-    }
+    assert fuse(norm).left == {"": "Llama is a known form of RMSNorm, but not in torch.float64"}
 
 
 class Doubled(Llama):
@@ -196,10 +194,10 @@ class Broken(Norm):
 @pytest.mark.parametrize(
     ("kind", "left"),
     [
-        (Doubled, {"": "Doubled is no RMSNorm of a known rule"}),
-        (EpsOutside, {"": "EpsOutside is no RMSNorm of a known rule"}),
-        (OtherEps, {"": "OtherEps is no RMSNorm of a known rule"}),
-        (Broken, {"": "Broken is no RMSNorm of a known rule"}),
+        (Doubled, {"": "Doubled is not a known form of RMSNorm"}),
+        (EpsOutside, {"": "EpsOutside is not a known form of RMSNorm"}),
+        (OtherEps, {"": "OtherEps is not a known form of RMSNorm"}),
+        (Broken, {"": "Broken is not a known form of RMSNorm"}),
         (Twice, {}),
         (Buffered, {}),
     ],
@@ -240,7 +238,7 @@ def test_fused_in_the_dtypes_that_were_seen_to_be_the_same():
     torch.testing.assert_close(norm(x), eager(x))
     half = x.bfloat16()
     assert torch.equal(norm.bfloat16()(half), eager.bfloat16()(half))
-    otherwise = "Half is an RMSNorm of a known rule, but computes torch.bfloat16 otherwise"
+    otherwise = "Half is a known form of RMSNorm, but not in torch.bfloat16"
     assert fuse(eager).left == {"": otherwise}
 
 

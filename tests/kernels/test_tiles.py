@@ -1,4 +1,4 @@
-"""The tile tables and the choice of plan, as the pure functions they are."""
+"""The tile tables and the choice of variant, as the pure functions they are."""
 
 import logging
 import os
@@ -72,22 +72,24 @@ def test_split_is_shipped_and_measured_gemms_are_for_whole_gpus(monkeypatch):
     monkeypatch.setattr(dispatch, "arch", lambda: "sm_90")
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
 
-    def plan(m: int, n: int = 4096, k: int = 1024, op: str = "mlp", fused: str = "hybrid") -> str:
+    def variant(
+        m: int, n: int = 4096, k: int = 1024, op: str = "mlp", fused: str = "hybrid"
+    ) -> str:
         x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
-        return dispatch.plan_for(op, x, x.dtype, (m, n, k), None, fused)
+        return dispatch.variant_for(op, x, x.dtype, (m, n, k), None, fused)
 
-    assert plan(8192) == plan(8192, op="linear_act", fused="fused") == "split"
+    assert variant(8192) == variant(8192, op="linear_act", fused="fused") == "split"
     keys = [("mlp", 4096, 1024), ("mlp", 4096, 1001), ("mlp", 431, 1024), ("mlp", 512, 1024)]
     chosen = Tuned({}, {(op, "sm_90", 2, n, k, 13): "hybrid" for op, n, k in keys})
     with tuned.using(chosen):
-        assert plan(8192) == plan(640) == "hybrid"
+        assert variant(8192) == variant(640) == "hybrid"
         # four rows of 32 tiles
-        assert plan(512) == plan(1) == "split"
+        assert variant(512) == variant(1) == "split"
         # rows that no tensor descriptor takes
-        assert plan(8192, k=1001) == plan(8192, n=431) == "split"
+        assert variant(8192, k=1001) == variant(8192, n=431) == "split"
         # as it says on an older chip, for which nothing was measured
         monkeypatch.setattr(dispatch, "arch", lambda: "sm_80")
-        assert plan(8192) == "split"
+        assert variant(8192) == "split"
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -116,19 +118,19 @@ mlp(x, w, None, w, None)
 
 @pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs the interpreter")
 @pytest.mark.parametrize(
-    ("preferred", "plans"),
+    ("preferred", "variants"),
     [
         ("split", ["split", "fused", "split"]),
-        # a linear has no hybrid plan
+        # a linear has no hybrid variant
         ("hybrid", ["fused", "fused", "hybrid"]),
     ],
 )
-def test_the_environment_prefers_a_plan(preferred, plans):
+def test_the_environment_prefers_a_variant(preferred, variants):
     environment = os.environ | {"FUSEDCKPT_KERNEL": preferred, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", PREFERRED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     lines = [line for line in done.stderr.splitlines() if " on interpreter: " in line]
-    assert [line.split(": ")[-1] for line in lines] == plans
+    assert [line.split(": ")[-1] for line in lines] == variants
 
 
 def test_an_unknown_preference_is_refused():

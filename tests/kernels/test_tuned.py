@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from fusedckpt.autograd.dispatch import forced_path, plan_for
+from fusedckpt.autograd.dispatch import forced_path, variant_for
 from fusedckpt.kernels import tuned
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 from fusedckpt.kernels.tiles import TILES, Tile, tile_for
@@ -128,22 +128,22 @@ def test_the_nearest_number_of_rows_decides():
 def test_variants_measured_come_after_a_call_and_before_the_rule(monkeypatch):
     x = torch.ones(8, 16)
 
-    def plan(kernel: str | None = None, fused: str = "hybrid") -> str:
-        return plan_for("mlp", x, x.dtype, (8, 24, 16), kernel, fused)
+    def variant(kernel: str | None = None, fused: str = "hybrid") -> str:
+        return variant_for("mlp", x, x.dtype, (8, 24, 16), kernel, fused)
 
     key = ("mlp", "interpreter", 4, 24, 16, 3)
-    assert plan() == "hybrid"
+    assert variant() == "hybrid"
     with tuned.using(Tuned({}, {key: "split"})):
-        assert plan() == "split"
-        assert plan("hybrid") == "hybrid"
+        assert variant() == "split"
+        assert variant("hybrid") == "hybrid"
         monkeypatch.setattr("fusedckpt.autograd.dispatch._PREFERRED", "hybrid")
-        assert plan() == "hybrid"
+        assert variant() == "hybrid"
         monkeypatch.undo()
         with forced_path("aten"):
-            assert plan() == "aten"
+            assert variant() == "aten"
     # a variant that this layer has not
     with tuned.using(Tuned({}, {key: "fused"})):
-        assert plan() == "hybrid"
+        assert variant() == "hybrid"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ MISFITS = [
     ),
     calls("layer_norm", "bias", r"\[4\], got \[3\]", f.layer_norm, X, D, None, t(D - 1)),
     calls("add_rms_norm", "residual", r"\[3, 4\], got \[2, 4\]", f.add_rms_norm, X, X[1:], D),
-    calls("rms_norm", "offset", "there is none", f.rms_norm, X, D, offset=1.0),
+    calls("rms_norm", "offset", "got none", f.rms_norm, X, D, offset=1.0),
     calls("RMSNorm", "offset", "none", fusedckpt.RMSNorm, D, None, False, offset=1.0),
     calls("mlp", "fc1_weight", "expects 4 .*x has 3", f.mlp, **MLP | {"x": X[:, 1:]}),
     calls("mlp", "fc1_bias", r"\[6\], got \[5\]", f.mlp, **MLP | {"fc1_bias": t(F - 1)}),

@@ -39,7 +39,7 @@ def full_mask(case, mask):
 @each
 def test_matches_eager(case, dtype, path):
     if dtype == torch.float64 and "split" in case.name:
-        pytest.skip("float64 has one plan")
+        pytest.skip("float64 has one variant")
     compare(case.fused, case.eager, lambda: case.inputs(dtype=dtype))
 
 

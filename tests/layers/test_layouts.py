@@ -129,12 +129,12 @@ def ops_and_arguments(empty):
     return {
         "linear_act": (x, w, b, "gelu", True, None),
         "linear_act_backward": (dy, x, w, b, z, "gelu", [True, True, True], None),
-        "linear_act_backward_spending": (dy, x, w, b, z, "gelu", [True, True, True], None),
+        "linear_act_backward_donating": (dy, x, w, b, z, "gelu", [True, True, True], None),
         "norm": (x, empty(T, D), norm, None, *NORM, torch.float32),
         "norm_backward": (empty(T, D), empty(T, D), x, norm, *NORM, torch.half, needs[:3]),
         "mlp": (x, *gated, *MLP, "preact"),
         "mlp_backward": (empty(T, D), z, u, x, *gated, *MLP, needs),
-        "mlp_backward_spending": (empty(T, D), z, u, x, *gated, *MLP, needs),
+        "mlp_backward_donating": (empty(T, D), z, u, x, *gated, *MLP, needs),
     }
 
 
@@ -162,7 +162,7 @@ def test_what_is_written_over_is_a_copy_where_it_must_be(arrange, path):
         for i in places:
             args[i] = arrange(args[i])
         before = [args[i].clone() for i in places]
-        ops = (getattr(torch.ops.fusedckpt, name + end) for end in ("", "_spending"))
+        ops = (getattr(torch.ops.fusedckpt, name + end) for end in ("", "_donating"))
         for ours, theirs in zip(*(op(*args) for op in ops), strict=True):
             assert torch.equal(ours, theirs)
         assert all(torch.equal(args[i], old) for i, old in zip(places, before, strict=True))

@@ -92,7 +92,7 @@ def test_launches(kernel, save):
 @needs_triton
 @pytest.mark.parametrize("save", ["inputs", "preact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_plans_agree_with_eager(dtype, save):
+def test_variants_agree_with_eager(dtype, save):
     for kernel in ("fused", "split"):
         compare(
             lambda x, w, b, kernel=kernel: linear_act(x, w, b, "silu", save=save, kernel=kernel),

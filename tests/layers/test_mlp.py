@@ -1,4 +1,4 @@
-"""mlp, gated_mlp and norm_linear: bytes and FLOPs exactly, plans, chunks, bad input."""
+"""mlp, gated_mlp and norm_linear: bytes and FLOPs exactly, variants, chunks, bad input."""
 
 from functools import partial
 from itertools import product
@@ -251,7 +251,7 @@ def test_launches(name, kernel, level):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("level", ["inputs", "gate", "preact"])
 @pytest.mark.parametrize("kernel", ["split", "hybrid"])
-def test_plans_agree_with_eager(kernel, level, dtype):
+def test_variants_agree_with_eager(kernel, level, dtype):
     def inputs():
         shapes = ((20, 33), (45, 33), (45, 33), (33, 45), (45,), (45,))
         x, *weights = (randn(*shape, dtype=dtype).detach() for shape in shapes)

@@ -40,7 +40,7 @@ REENTRANT = partial(stock_checkpoint, use_reentrant=True)
 
 
 class Graph:
-    """A graph drawn from a seed, of fused functions or of their eager twins.
+    """A graph drawn from a seed, of fused functions or of their eager references.
 
     leaves: what may be differentiated by; made: results, in the order in which they were made.
     """

@@ -98,7 +98,7 @@ def bert_like(name: str, left: dict[str, str]) -> Model:
 
 
 NORM = "nn.LayerNorm -> LayerNorm"
-BESIDE = "its linears and activation stand beside"
+BESIDE = "its linears and activation are called together with"
 LAYER = f"{BESIDE} self_attn"
 SEQ2SEQ = {"vocab_size": VOCAB, "decoder_start_token_id": 1, **IDS}
 T5 = {

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedckpt import plan
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning import planner, ranks, roles
+from fusedckpt.planning.chain import Segment
 
 
 def planned(model: nn.Module, *args: Any, **options: Any):
@@ -57,7 +58,13 @@ def check_differences(rank: int) -> None:
     ):
         found = errors(transformer(2), x, **{"policy": "all", **[ours, theirs][rank]})
         assert all(error.startswith(f"plan: {message}") for error in found), found
+    found = errors(transformer(1).train(rank == 0), x, policy="all")
+    assert all("Transformer() on rank 0 and Transformer(), in eval mode on" in e for e in found)
     model = transformer(1)
+    sgd = torch.optim.SGD(model.parameters(), momentum=[0.0, 0.9][rank])
+    found = errors(model, x, policy="all", optimizer=sgd)
+    told = "plan: the optimizer's momentum is 0.0 on rank 0 and 0.9 on rank 1"
+    assert all(error.startswith(told) for error in found), found
     if rank:
         model.blocks[0].out = nn.Linear(64, 64, bias=False)
     first, second = errors(model, x, policy="all")
@@ -104,7 +111,15 @@ def check_who_is_alone(rank: int) -> None:
         if rank == who:
             dist.barrier()
         dist.barrier()
+    for who in (0, 1):
+        # the other one never does
+        if rank == who:
+            with pytest.raises(ValueError, match=rf"rank {1 - who} did not call plan within"):
+                planned(transformer(1), x, policy="all")
+        dist.barrier()
     ranks._PATIENCE = before
+    # and now all do
+    planned(transformer(1), x, policy="all")
 
 
 def check_groups(rank: int) -> None:
@@ -171,14 +186,35 @@ def _note(outputs: list[StorageWeakRef], block: nn.Module, args: Any, output: to
     outputs.append(StorageWeakRef(output.untyped_storage()))
 
 
-def check_sharded(rank: int) -> None:
-    """A segment of modules that FSDP2 shards trains as one process does, and keeps one input."""
+def check_nested_in_ddp(rank: int) -> None:
+    """Halves of halves train as one process does."""
+    torch.manual_seed(0)
+    model, batch = transformer(4), torch.randint(128, (8, 64))
+    whole = copy.deepcopy(model)
+    parallel = DistributedDataParallel(model)
+    found = planned(parallel, batch[:4], policy="recursive")
+    # of the other rank, too
+    assert any(isinstance(item, Segment) and item.inner for item in found.items)
+    found.apply(parallel)
+    for _ in range(2):
+        parallel.zero_grad()
+        parallel(batch.view(2, 4, 64)[rank]).backward()
+    whole(batch).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def check_sharded(rank: int, policy: str, dropped: list[bool]) -> None:
+    """Segments of modules that FSDP2 shards train as one process does, and keep their inputs.
+
+    dropped: whether what each block returns is no input that is kept.
+    """
     torch.manual_seed(0)
     model, batch = transformer(4), torch.randint(128, (2, 4, 64))
     plain, x = copy.deepcopy(model), batch[rank]
     plain(batch.flatten(0, 1)).backward()
     names = [f"blocks.{i}" for i in range(4)]
-    found = planned(model, x, policy="uniform:1", units=names)
+    found = planned(model, x, policy=policy, units=names)
     for is_applied_first in (True, False):
         sharded = copy.deepcopy(model)
         if is_applied_first:
@@ -194,7 +230,7 @@ def check_sharded(rank: int) -> None:
             outputs.clear()
             loss = sharded(x)
             # the last one is the norm's input, which autograd keeps
-            assert [storage.expired() for storage in outputs] == [True, True, True, False]
+            assert [storage.expired() for storage in outputs] == dropped
             loss.backward()
         for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
@@ -212,4 +248,6 @@ def main(rank: int) -> None:
     check_groups(rank)
     check_one_measures(rank)
     check_micro_batches_of_ddp(rank)
-    check_sharded(rank)
+    check_nested_in_ddp(rank)
+    check_sharded(rank, "uniform:1", [True, True, True, False])
+    check_sharded(rank, "recursive", [True, False, False, False])

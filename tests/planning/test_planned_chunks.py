@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
-from plan_models import assert_as_near, chunks_of, tokens, transformer
+from plan_models import assert_as_near, chunks_of, planned, tokens, transformer
 from torch import nn
 
 import fusedckpt
-from fusedckpt import Plan, checkpoint_sequential, plan, report
+from fusedckpt import Plan, checkpoint_sequential, report
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning import chunks
@@ -17,13 +17,6 @@ from fusedckpt.planning.calls import Call
 from fusedckpt.planning.chain import Segment
 
 T, D, F = 512, 16, 512
-
-
-@pytest.fixture(autouse=True)
-def aten():
-    """Kernels in the interpreter are too slow to be timed."""
-    with forced_path("aten"):
-        yield
 
 
 def mlps(count=3, gated=True):
@@ -46,10 +39,6 @@ def wide():
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model
-
-
-def planned(model, *args, **options):
-    return plan(model, *args, progress=False, **options)
 
 
 def gradients(model, x):

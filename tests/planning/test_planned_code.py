@@ -142,3 +142,11 @@ def test_what_callers_of_units_hold_meanwhile_is_counted_once(policy):
     model, x = ResNet((16, 32), 2), torch.randn(8, 3, 32, 32)
     found = plan(model, x, policy=policy, progress=False)
     assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
+
+
+def test_a_unit_keeps_nothing_that_is_not_its_own():
+    found = planned(Coded("relu"), policy="none")
+    names = {f"layers.{i}" for i in range(1, LAYERS)}
+    kept = [unit.levels[0].kept for unit in found.chain.units if unit.name in names]
+    # its input is the code's, which keeps it, too
+    assert kept == [0] * (LAYERS - 1)

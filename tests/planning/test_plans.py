@@ -22,12 +22,6 @@ from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.solver import solve
 
 
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """A segment of one unit and one of two, and a unit that keeps a level."""
@@ -181,6 +175,15 @@ def test_plot_and_text(plan, tmp_path):
     assert "measured peak" in text
 
 
+def test_no_plan_is_below_the_line_of_the_best(plan):
+    pytest.importorskip("matplotlib")
+    from fusedckpt.planning.plan_plot import _frontier
+
+    peak = plan.predicted_bytes
+    best = [found for found in _frontier(plan.chain, peak) if found.peak <= peak]
+    assert best[-1].extra <= plan.extra_ms * (1 + 1e-9)
+
+
 def test_text_folds_what_is_alike_and_names_budgets_that_hold():
     # an odd number of bytes, which no text of a tenth of a MiB is
     level = Level("plain", 400_001, 0.0, 50_003)
@@ -194,13 +197,13 @@ def test_text_folds_what_is_alike_and_names_budgets_that_hold():
         found[name] = str(Plan("Net", name, None, chain, items, outcome.peak, outcome.extra, 0.0))
     assert all(text.count("blocks.0 to blocks.11") == 1 for text in found.values())
     assert "12 x 390.6 KiB" in found["none"]
-    assert "again, in segments 1 to 12 " in found["all"]
-    assert "again, in segments 1 to 4 of 3 units" in found["uniform:4"]
+    assert "checkpointed (segments 1 to 12)" in found["all"]
+    assert "checkpointed (segments 1 to 4 of 3 units)" in found["uniform:4"]
     least = re.search("least feasible +(.*)", found["all"])[1]
     # which raises where it is too little
     budget = bytes_of("plan", least, torch.device("cpu"))
     assert solve(chain, budget).peak <= budget
-    everything = re.search("keep everything +(.*)", found["all"])[1]
+    everything = re.search("save everything +(.*)", found["all"])[1]
     assert solve(chain, bytes_of("plan", everything, torch.device("cpu"))).extra == 0
 
 

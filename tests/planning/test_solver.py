@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from random_chains import cut_chain, llama_like, random_chain
+from replay import replay
 from support import calls
 
 from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
@@ -16,103 +18,9 @@ from fusedckpt.planning.search import Search
 from fusedckpt.planning.solver import least_peak, solve
 
 
-def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
-    """Draw units of one to three levels, with transients, tails and gradients left behind."""
-
-    def unit(i: int) -> Unit:
-        forward = draw.randrange(1, 30)
-        nested = [k > 0 and draw.random() < 0.2 for k in range(3)]
-        levels = tuple(
-            Level(
-                f"level{k}",
-                draw.randrange(most),
-                draw.randrange(12) + 12 * nested[k],
-                draw.randrange(most),
-                draw.choice((None, draw.randrange(most))),
-                nested=nested[k],
-                forward_transient=draw.choice((None, draw.randrange(most))),
-                again=draw.choice((None, draw.randrange(most))),
-            )
-            for k in range(draw.choice((1, 2, 2, 3)))
-        )
-        return Unit(
-            f"unit{i}",
-            levels,
-            forward,
-            input=draw.randrange(most // 2),
-            output=draw.randrange(most // 2),
-            tail=draw.randrange(-3, forward + 1),
-            forward_transient=draw.randrange(most),
-            left=draw.choice((0, 0, draw.randrange(most))),
-            fixed=draw.random() < 0.15,
-            rerun=draw.choice((None, forward + draw.randrange(5))),
-        )
-
-    return Chain(tuple(unit(i) for i in range(count)), base=draw.randrange(most))
-
-
-def cut_chain(draw: random.Random, count: int, alike: bool, most: int = 60) -> Chain:
-    """Draw units with levels that cut them into chunks: less at work, in more time.
-
-    alike: all need the same to run in so many chunks, and hand nothing on.
-    """
-    chain = random_chain(draw, count, most)
-    runs = {chunks: draw.randrange(1, most) // chunks for chunks in (1, 2, 8)}
-
-    def cut(unit: Unit) -> Unit:
-        run = runs if alike else {chunks: draw.randrange(most) // chunks for chunks in runs}
-        first = replace(unit.levels[0], nested=False, forward_transient=None)
-        chunked = [
-            replace(
-                first,
-                name=f"{first.name} in {chunks}",
-                extra=first.extra + draw.randrange(1, 4) * chunks,
-                transient=first.transient // chunks,
-                ending=None if first.ending is None else first.ending // chunks,
-                running=run[chunks],
-                chunks=chunks,
-            )
-            for chunks in draw.choice(((2, 8), (8,), (2,), ()) if not alike else ((2, 8), (8,)))
-        ]
-        levels = *unit.levels, *chunked
-        output = 0 if alike else unit.output
-        return replace(unit, levels=levels, forward_transient=run[1], output=output)
-
-    return replace(chain, units=tuple(map(cut, chain.units)))
-
-
-def llama_like(num_layers: int, noise: float = 0.1) -> Chain:
-    """Attention and MLP in turn: 8192 tokens of width 4096, hidden 14336, in bfloat16.
-
-    Times are those of the GEMMs at 400 TFLOP/s, each layer's off by up to half of `noise`.
-    """
-    draw = random.Random(0)
-    x, hidden, key_value = (8192 * width * 2 for width in (4096, 14336, 2048))
-    units = []
-    for i in range(num_layers):
-        slow = 1 + noise * (draw.random() - 0.5)
-        # ms of the projections in and out, of attention, of one GEMM of the MLP
-        qkv, out, attention, up = (slow * ms for ms in (1.03, 0.69, 0.69, 2.4))
-        if i % 2:
-            levels = (
-                Level("inputs", x, 2 * up, 2 * x + 4 * hidden),
-                Level("gate", x + hidden, up, 2 * x + 3 * hidden),
-                Level("preact", x + 2 * hidden, 0.0, 2 * x + 2 * hidden),
-            )
-            unit = Unit(f"mlp{i}", levels, 3 * up, x, x, up, x + hidden)
-        else:
-            levels = (
-                Level("inputs", x, qkv + attention, 5 * x),
-                Level("qkv", 2 * x + key_value, attention, 4 * x),
-                Level("preact", 4 * x + key_value, 0.0, 3 * x),
-            )
-            unit = Unit(f"attention{i}", levels, qkv + attention + out, x, x, out, 2 * x)
-        units.append(unit)
-    return Chain(tuple(units))
-
-
 def every_plan(chain: Chain):
-    """Yield all plans, as items."""
+    """Yield all plans, as items, of those with nested segments the rule's."""
+    yield policy(chain, "recursive")
     count = len(chain.units)
     names = [[level.name for level in unit.levels] for unit in chain.units]
     inner = [[level.name for level in unit.levels if not level.nested] for unit in chain.units]
@@ -130,82 +38,19 @@ def every_plan(chain: Chain):
         yield from itertools.product(*choices)
 
 
-class Memory:
-    """Named tensors that come and go; the peak of their sum."""
-
-    def __init__(self):
-        self.live, self.peak = {}, 0
-
-    def put(self, name, size):
-        assert name not in self.live
-        self.live[name] = size
-        self.peak = max(self.peak, sum(self.live.values()))
-
-    def drop(self, name):
-        del self.live[name]
-
-    def pulse(self, size):
-        self.put("pulse", size)
-        self.drop("pulse")
-
-
-def running(unit: Unit, name: str) -> int:
-    """Return what a unit's forward needs in a segment."""
-    (found,) = (level.running for level in unit.levels if level.name == name)
-    return unit.forward_transient if found is None else found
-
-
-def replay(chain: Chain, items) -> tuple[int, float]:
-    """Return peak and extra time of a plan by acting out what becomes of each tensor."""
-    memory, extra = Memory(), 0.0
-    memory.put("base", chain.base)
-    for item in items:
-        unit = chain.units[item.start]
-        if isinstance(item, Keep):
-            (level,) = (level for level in unit.levels if level.name == item.level)
-            memory.put(("kept", item.start), level.kept)
-            transient = level.forward_transient
-            memory.pulse(unit.forward_transient if transient is None else transient)
-            continue
-        memory.put(("input", item.start), unit.input)
-        for i, name in enumerate(item.levels, item.start):
-            memory.pulse(running(chain.units[i], name))
-            # replaces the tensor that flowed into this unit
-            if ("flow", i - 1) in memory.live:
-                memory.drop(("flow", i - 1))
-            if i + 1 < item.stop:
-                memory.live["flow", i] = chain.units[i].output
-    for item in items[::-1]:
-        chosen = {}
-        names = [item.level] if isinstance(item, Keep) else item.levels
-        for i, name in zip(range(item.start, item.stop), names, strict=True):
-            chosen[i] = {level.name: level for level in chain.units[i].levels}[name]
-            extra += chosen[i].extra
-        if isinstance(item, Segment):
-            memory.live["dy"] = chain.units[item.stop - 1].output
-            for i, level in chosen.items():
-                kept = level.kept if level.again is None else level.again
-                if i == item.start:
-                    # of which the input is a part, if it is no less
-                    memory.drop(("input", i))
-                    kept = max(kept, chain.units[i].input)
-                rerun = chain.units[i].rerun
-                extra += chain.units[i].forward if rerun is None else rerun
-                stops_early = i + 1 == item.stop and level.ending is not None
-                if stops_early:
-                    memory.drop("dy")
-                memory.put(("kept", i), kept)
-                memory.pulse(level.ending if stops_early else running(chain.units[i], level.name))
-            extra -= chain.units[item.stop - 1].tail
-            memory.live.pop("dy", None)
-        for i in reversed(chosen):
-            ends = isinstance(item, Segment) and i + 1 == item.stop
-            if not ends or chosen[i].ending is None:
-                memory.pulse(chosen[i].transient)
-            memory.drop(("kept", i))
-            memory.live["left", i] = chain.units[i].left
-    assert set(memory.live) <= {"base", *(("left", i) for i in range(len(chain.units)))}
-    return memory.peak, extra
+def nested(draw: random.Random, item):
+    """Return an item with segments nested in it at random."""
+    if isinstance(item, Keep) or len(item.levels) < 2 or draw.random() < 0.2:
+        return item
+    inner, at = [], item.start
+    while at < item.stop:
+        # not all of it
+        stop = draw.randint(at + 1, item.stop - (at == item.start))
+        levels = item.levels[at - item.start : stop - item.start]
+        alone = stop == at + 1 and draw.random() < 0.5
+        inner.append(Keep(at, *levels) if alone else nested(draw, Segment(at, levels)))
+        at = stop
+    return replace(item, inner=tuple(inner))
 
 
 def test_simulator_agrees_with_a_replay_of_every_tensor():
@@ -215,6 +60,16 @@ def test_simulator_agrees_with_a_replay_of_every_tensor():
         for items in every_plan(chain):
             outcome = simulate(chain, items)
             assert (outcome.peak, outcome.extra) == pytest.approx(replay(chain, items))
+    for _ in range(200):
+        chain = random_chain(draw, draw.randint(2, 9))
+        chain = replace(chain, units=tuple(replace(u, fixed=False) for u in chain.units))
+        whole = Segment(0, tuple(unit.fastest.name for unit in chain.units))
+        items = [nested(draw, whole)]
+        outcome = simulate(chain, items)
+        assert (outcome.peak, outcome.extra) == pytest.approx(replay(chain, items))
+        items = policy(chain, "recursive")
+        outcome = simulate(chain, items)
+        assert (outcome.peak, outcome.extra) == pytest.approx(replay(chain, items))
     for _ in range(20):
         chain = cut_chain(draw, draw.randint(1, 3), alike=False)
         for items in every_plan(chain):
@@ -404,43 +259,6 @@ def test_bounds_hold_where_frontiers_are_thinned(monkeypatch):
         assert exact.lower_bound == exact.extra
         assert thinned.lower_bound <= exact.extra + 1e-9
         assert exact.extra <= thinned.extra + 1e-9
-
-
-def test_policies_cover_the_chain():
-    chain = random_chain(random.Random(10), 17)
-    chain = replace(chain, units=tuple(replace(unit, fixed=False) for unit in chain.units))
-    count = {"none": 17, "all": 17, "uniform:1": 1, "uniform:5": 5, "uniform:17": 17}
-    for name, expected in count.items():
-        items = policy(chain, name)
-        simulate(chain, items)
-        assert len(items) == expected
-        assert all(isinstance(item, Keep) == (name == "none") for item in items)
-    lengths = [item.stop - item.start for item in policy(chain, "uniform:5")]
-    assert sorted(lengths) == [3, 3, 3, 4, 4]
-
-
-def test_policies_keep_fixed_units():
-    chain = random_chain(random.Random(10), 9)
-    fixed = {0, 4, 8}
-    units = [replace(unit, fixed=i in fixed) for i, unit in enumerate(chain.units)]
-    chain = replace(chain, units=tuple(units))
-    starts = {"none": range(9), "all": range(9), "uniform:1": (0, 1, 4, 5, 8)}
-    for name, expected in starts.items():
-        items = policy(chain, name)
-        simulate(chain, items)
-        assert [item.start for item in items] == list(expected)
-    with pytest.raises(ValueError, match="uniform:1 to 6"):
-        policy(chain, "uniform:7")
-
-
-def test_sqrt_balances_bytes():
-    kept = [1] * 12 + [12] * 4
-    units = [Unit(f"u{i}", (Level("plain", k, 0, 0),), 1, 1, 1) for i, k in enumerate(kept)]
-    items = policy(Chain(tuple(units)), "sqrt")
-    sizes = [sum(kept[item.start : item.stop]) for item in items]
-    assert len(items) <= 4
-    # 60 bytes in four segments, of which single units take 12
-    assert max(sizes) == 24
 
 
 def test_bad_input_is_refused():

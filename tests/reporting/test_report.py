@@ -1,106 +1,32 @@
 """Reports against bytes counted by hand, and against `memory`'s of the same step."""
 
+from __future__ import annotations
+
 import json
 import sys
 
 import pytest
 import torch
+from report_models import (
+    CASES,
+    D,
+    F,
+    H,
+    R,
+    W,
+    X,
+    call,
+    case,
+    given,
+    gpt2,
+    mlp,
+)
 from support import randn
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
-from fusedckpt.memory import peak_bytes, saved_tensors
+from fusedckpt.memory import saved_tensors
 from fusedckpt.reporting.memory_report import report
-
-# sizes of float32 tensors on the CPU; the allocator of a GPU rounds up to 512 bytes
-R, D, F = 8, 16, 48
-X, H, W = 4 * R * D, 4 * R * F, 4 * D * F
-
-
-def given(*shape):
-    return torch.randn(*shape)
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))
-
-
-def squares(output):
-    """Compute the default loss of one tensor."""
-    return output.float().square().mean()
-
-
-class Containers(nn.Module):
-    """Takes and gives nested containers; a shared module called twice, frozen and no_grad parts."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([mlp(), mlp()])
-        self.blocks.append(self.blocks[0])
-        self.frozen = nn.Linear(D, D).requires_grad_(False)
-        self.table = nn.ModuleDict({"norm": nn.BatchNorm1d(D)})
-        self.register_buffer("scale", torch.ones(D))
-
-    def forward(self, batch, *, factor):
-        x = batch.pop("x") * self.scale * factor[0]
-        with torch.no_grad():
-            x = self.frozen(x)
-        for block in self.blocks:
-            x = x + block(self.frozen(x))
-        return {"y": [self.table["norm"](x)], "count": 3, "name": "y", "ids": torch.arange(3)}
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.first, self.inner = nn.Linear(D, D), mlp()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, self.first(x), use_reentrant=self.use_reentrant)
-
-
-def gpt2():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=D, n_head=2, vocab_size=32, n_positions=R, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def fused():
-    model = nn.Sequential(nn.Linear(D, D), mlp(), fusedckpt.MLP(D, F, norm=nn.LayerNorm(D)))
-    fusedckpt.fuse(model)
-    return model
-
-
-def case(name):
-    """Return a model, its arguments and keyword arguments, and the default loss of its output."""
-    tokens = torch.randint(0, 32, (2, R))
-    x = given(R, D)
-    return {
-        "mlp": lambda: (mlp(), (x,), {}, squares),
-        "containers": lambda: (
-            Containers(),
-            ({"x": x},),
-            {"factor": (given(D), None)},
-            lambda output: squares(output["y"][0]),
-        ),
-        "checkpoint": lambda: (Checkpointed(False), (x,), {}, squares),
-        "reentrant": lambda: (Checkpointed(True), (x,), {}, squares),
-        "fused": lambda: (fused(), (x,), {}, squares),
-        "gpt2": lambda: (gpt2(), (tokens,), {"labels": tokens}, lambda output: output.loss),
-        "half": lambda: (mlp().bfloat16(), (x.bfloat16(),), {}, squares),
-    }[name]()
-
-
-CASES = ["mlp", "containers", "checkpoint", "reentrant", "fused", "gpt2", "half"]
-
-
-def call(model, args, kwargs):
-    """Call a model so that it can take nothing out of the caller's dicts."""
-    return model(*(dict(arg) if isinstance(arg, dict) else arg for arg in args), **kwargs)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,63 +43,6 @@ def test_modules_sum_up_to_what_is_saved(name):
     assert list(found.saved_by_module.values()) == sorted(found.saved_by_module.values())[::-1]
     names = {name for name, _ in model.named_modules()} | {"(model)", "(loss)"}
     assert names.issuperset(found.saved_by_module)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_peak_is_that_of_the_same_step(name):
-    model, args, kwargs, loss = case(name)
-    found = report(model, *args, **kwargs)
-    model.zero_grad()
-
-    def step():
-        # as in a training loop, these live on
-        output = call(model, args, kwargs)
-        value = loss(output)
-        value.backward()
-
-    # what was there before is all that the report adds
-    there = found.parameter_bytes + found.buffer_bytes + found.input_bytes
-    assert found.resident_bytes == there
-    assert found.peak_bytes - there == peak_bytes(step)
-
-
-@pytest.mark.parametrize("name", ["containers", "gpt2", "fused"])
-def test_peak_with_an_optimizer_is_that_of_a_later_step(name):
-    model, args, kwargs, loss = case(name)
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step():
-        output = call(model, args, kwargs)
-        value = loss(output)
-        value.backward()
-        optimizer.step()
-
-    found = report(model, *args, optimizer=optimizer, **kwargs)
-    assert not optimizer.state
-    step()
-    optimizer.zero_grad()
-    assert found.peak_bytes - found.resident_bytes == peak_bytes(step)
-    optimizer.zero_grad()
-    again = report(model, *args, optimizer=optimizer, **kwargs)
-    assert again.peak_bytes == found.peak_bytes
-    assert again.resident_bytes == found.resident_bytes
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_peak_on_a_gpu_is_the_allocators():
-    model, x = mlp().cuda(), given(R, D).cuda()
-
-    def step():
-        output = model(x)
-        value = squares(output)
-        value.backward()
-
-    # the first step sets up libraries
-    step()
-    model.zero_grad()
-    found = report(model, x)
-    assert found.device == "cuda:0"
-    assert found.peak_bytes - found.resident_bytes == peak_bytes(step, "cuda")
 
 
 def test_bytes_by_kind():
@@ -240,108 +109,6 @@ def test_fused_layers_stay_fused():
     fusedckpt.fuse(model)
     found = report(model, given(R, D))
     assert found.saved_by_module == {"1": X, "(loss)": X}
-
-
-class Bulge(nn.Module):
-    """Needs 16 more tensors like its input for a moment of its forward."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            x.repeat(16, 1).sum()
-        return x * 1
-
-
-def test_peak_in_forward():
-    model = nn.Sequential(nn.Linear(D, D), Bulge(), nn.Linear(D, D))
-    found = report(model, given(64, D))
-    assert (found.peak.phase, found.peak.module) == ("forward", "1")
-
-
-def test_peak_in_backward():
-    # the gradient of the table is as large as it; the peak comes when nothing else is left
-    model = nn.Sequential(nn.Embedding(1000, D), nn.Linear(D, D), nn.GELU())
-    found = report(model, torch.arange(R))
-    assert (found.peak.phase, found.peak.module) == ("backward", "0")
-    # a node that saves no tensors, after an op that made no node
-    model = nn.Sequential(nn.Linear(D, D), Idle(), Pool(), nn.Linear(D, D))
-    found = report(model, given(4 * R, 64, D))
-    assert (found.peak.phase, found.peak.module) == ("backward", "2")
-    # after a recompute that stopped early, by an exception out of its modules
-    model = Checkpointed(False)
-    model.first = nn.Embedding(1000, D)
-    found = report(model, torch.arange(R))
-    assert (found.peak.phase, found.peak.module) == ("backward", "first")
-    assert found.timeline[-1].module == "first"
-
-
-class Idle(nn.Module):
-    """Passes its input on, and computes something that needs no gradient."""
-
-    def forward(self, x):
-        given(3).mul(2)
-        return x
-
-
-class Pool(nn.Module):
-    """Its gradient is a large tensor, made by an autograd.Function that keeps nothing."""
-
-    def forward(self, x):
-        return Mean.apply(x)
-
-
-class Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.mean(1)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy[:, None].repeat(1, 64, 1) / 64
-
-
-class LateBulge(Bulge):
-    """Bulges in a recompute only."""
-
-    def forward(self, x):
-        again = torch._C._current_graph_task_id() != -1
-        return super().forward(x) if again else x * 1
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_peak_in_a_recompute(use_reentrant):
-    model = Checkpointed(use_reentrant)
-    model.inner = nn.Sequential(mlp(), LateBulge(), nn.Tanh())
-    found = report(model, given(64, D))
-    assert (found.peak.phase, found.peak.module) == ("backward", "inner.1")
-
-
-def test_peak_in_the_optimizer():
-    model = nn.Linear(256, 256)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    found = report(model, given(1, 256), optimizer=optimizer)
-    assert (found.peak.phase, found.peak.module) == ("optimizer", "(optimizer)")
-
-
-def test_timeline():
-    model = mlp()
-    found = report(model, given(R, D), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    times = [moment.time_ns for moment in found.timeline]
-    assert times[0] == 0
-    assert times == sorted(times)
-    assert found.timeline[0].live_bytes == found.resident_bytes
-    phases = [moment.phase for moment in found.timeline]
-    assert phases == sorted(phases, key=["forward", "backward", "optimizer"].index)
-    assert set(phases) == {"forward", "backward", "optimizer"}
-    # before the backward: three outputs, the loss's square and the loss
-    before = [moment for moment in found.timeline if moment.phase == "forward"][-1]
-    assert before.live_bytes == found.resident_bytes + H + H + X + 4
-    # after it: the gradients, the output and the loss
-    last = found.timeline[-1]
-    assert last.live_bytes == found.resident_bytes + found.gradient_bytes + X + 4
-    forward = [moment.module for moment in found.timeline if moment.phase == "forward"]
-    assert list(dict.fromkeys(forward)) == ["(model)", "0", "1", "2", "(loss)"]
-    backward = [moment.module for moment in found.timeline if moment.phase == "backward"]
-    assert list(dict.fromkeys(backward)) == ["(loss)", "2", "1", "0"]
 
 
 def test_nothing_changes_also_when_the_loss_raises():

@@ -92,7 +92,7 @@ def test_a_plan_counts_and_names_it(head, nbytes, tmp_path):
         assert found.held["2"] == nbytes
     page = str(found)
     assert f"held            outside saved tensors: {size(nbytes)} in 2" in page
-    assert "as it is, no checkpoint drops what it holds" in page
+    assert "unchanged, holds tensors that no checkpoint frees" in page
     found.save(tmp_path / "plan.json")
     assert str(Plan.load(tmp_path / "plan.json")) == page
 

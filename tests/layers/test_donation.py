@@ -1,4 +1,4 @@
-"""Backward writes over the GEMM outputs that a layer kept, where nobody reads them afterwards."""
+"""Backward overwrites the GEMM outputs that a layer saved, if it is their last reader."""
 
 from functools import partial
 
@@ -57,12 +57,12 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def spends(run):
+def donates(run):
     with Names() as names:
         run()
     backward = [name for name in names.found if "backward" in name]
     assert backward
-    kinds = {name.endswith("_spending") for name in backward}
+    kinds = {name.endswith("_donating") for name in backward}
     assert len(kinds) == 1
     return kinds.pop()
 
@@ -93,7 +93,7 @@ def through(wrap):
     return run
 
 
-SPENDING = {
+DONATING = {
     "alone": lambda fn, inputs: fn(*inputs),
     # a last layer is not run again: what comes after it reads a tensor
     "our checkpoint": lambda fn, inputs: fusedckpt.checkpoint(
@@ -108,13 +108,13 @@ KEEPING = {
 }
 
 
-@pytest.mark.parametrize("name", SPENDING | KEEPING)
+@pytest.mark.parametrize("name", DONATING | KEEPING)
 def test_who_is_written_over(layer, name):
     fn, inputs, dy, expected = layer
     found = []
 
     def run():
-        y = (SPENDING | KEEPING)[name](fn, inputs)
+        y = (DONATING | KEEPING)[name](fn, inputs)
         found[:] = torch.autograd.grad(y, inputs, dy) if name != "reentrant" else backward(y)
 
     def backward(y):
@@ -124,7 +124,7 @@ def test_who_is_written_over(layer, name):
         y.backward(dy)
         return [x.grad for x in inputs]
 
-    assert spends(run) == (name in SPENDING)
+    assert donates(run) == (name in DONATING)
     assert_equal(found, expected)
 
 
@@ -134,8 +134,8 @@ def test_a_retained_graph_is_read_again(layer):
     for retain_graph in (True, True, False):
         assert_equal(torch.autograd.grad(y, inputs, dy, retain_graph=retain_graph), expected)
     y = fn(*inputs)
-    assert not spends(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
-    assert spends(lambda: torch.autograd.grad(y, inputs, dy))
+    assert not donates(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
+    assert donates(lambda: torch.autograd.grad(y, inputs, dy))
 
 
 def failing_once(y):
@@ -155,7 +155,7 @@ def failing_once(y):
 )
 def test_a_failed_backward_is_not_repeated_on_what_it_left(layer, name, error):
     fn, inputs, dy, _ = layer
-    y = SPENDING[name](fn, inputs)
+    y = DONATING[name](fn, inputs)
     failing_once(y)
     with pytest.raises(RuntimeError, match="out of memory"):
         torch.autograd.grad(y, inputs, dy)
@@ -202,7 +202,7 @@ def test_a_backward_beside_another(layer, monkeypatch):
     keeps = iter((False, True))
     monkeypatch.setattr(donation, "_keeps_graph", lambda: next(keeps))
     monkeypatch.setattr(backward, "begin", load_before_the_other)
-    with pytest.raises(RuntimeError, match="another backward wrote over"):
+    with pytest.raises(RuntimeError, match="an earlier backward overwrote"):
         torch.autograd.grad(y, inputs, dy, retain_graph=True)
     assert_equal(inner[0], expected)
 
@@ -228,7 +228,7 @@ def test_nothing_of_the_callers_is_written(layer):
     y = fn(*inputs)
     given = [*inputs, dy, y]
     before = [t.detach().clone() for t in given]
-    assert spends(lambda: torch.autograd.grad(y, inputs, dy))
+    assert donates(lambda: torch.autograd.grad(y, inputs, dy))
     assert_equal(given, before)
 
 
@@ -248,12 +248,12 @@ def test_opcheck():
     )
     z, u, dh = (randn(T, F, requires_grad=False) for _ in range(3))
     args = (dh, x, w, None, z, "gelu", [True, True, False], None)
-    torch.library.opcheck(ops.linear_act_backward_spending.default, args)
+    torch.library.opcheck(ops.linear_act_backward_donating.default, args)
     options = ("none", 0.0, 0.0, "torch", "silu", False, torch.float32, None, None)
     needs = [True, False, False, True, False, True, False, True, False]
     tensors = (None, None, w, None, up, None, down, None)
     torch.library.opcheck(
-        ops.mlp_backward_spending.default, (dy, z, u, x, *tensors, *options, needs)
+        ops.mlp_backward_donating.default, (dy, z, u, x, *tensors, *options, needs)
     )
 
 

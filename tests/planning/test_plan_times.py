@@ -1,0 +1,110 @@
+"""The extra time that a plan claims: what is measured, and what is printed of it."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+import torch
+from plan_models import (
+    Chain,
+    planned,
+    tokens,
+    transformer,
+    units_of,
+)
+from torch import nn
+
+import fusedckpt
+from fusedckpt import Plan
+from fusedckpt.planning.calls import Times
+from fusedckpt.planning.trials import Trials
+
+
+def test_units_that_are_alike_are_measured_once(monkeypatch):
+    model, x = (
+        Chain([nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(100)]),
+        torch.randn(4, 8),
+    )
+    kinds = []
+    measured = fusedckpt.planning.survey.measured
+    monkeypatch.setattr(
+        "fusedckpt.planning.survey.measured", lambda *a: kinds.append(1) or measured(*a)
+    )
+    found = planned(model, x, policy="sqrt")
+    assert len(units_of(found)) == 100
+    # the first one's input requires no gradient
+    assert len(kinds) == 2
+
+
+def test_levels_that_keep_less_are_never_faster():
+    model, x = transformer(2, fused=True), tokens()
+    found = planned(model, x, policy="none")
+    for unit in found.chain.units[1:-1]:
+        by_kept = sorted(unit.levels, key=lambda level: -level.kept)
+        assert by_kept[0].extra == 0 < by_kept[-1].extra
+        assert [level.extra for level in by_kept] == sorted(level.extra for level in by_kept)
+
+
+def test_the_claim_is_the_difference_of_steps_in_turns(monkeypatch, tmp_path):
+    steps = []
+
+    def ms(self, plan):
+        steps.append(plan.extra_ms > 0)
+        return Times(40.0, 60.0 + len(steps)) if steps[-1] else Times(20.0, 50.0 + len(steps))
+
+    monkeypatch.setattr(Trials, "_ms", ms)
+    found = planned(Chain([nn.Linear(17, 17) for _ in range(3)]), torch.randn(8, 17), policy="all")
+    # as many as end within the time for them
+    assert steps == [False, True] * 3
+    assert (found.rounds, found.extra_ms, found.error_ms) == (3, pytest.approx(11), 0)
+    assert found.chain.forward == pytest.approx(20)
+    share = "11.00 ms, 55.0% of the forward"
+    assert f"{share}, measured in 3 pairs of steps, give or take 0.00 ms" in str(found)
+    found.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == found
+
+
+def test_a_single_pair_of_steps_counts_as_much_as_the_units(monkeypatch):
+    model, x = Chain([nn.Linear(21, 21) for _ in range(3)]), torch.randn(8, 21)
+    monkeypatch.setattr(Trials, "_ms", lambda self, plan: Times(100.0, 200.0 + (plan.extra_ms > 0)))
+    found = planned(model, x, policy="all")
+    assert found.rounds == 1
+    # of the 1 ms, and of what the units took on their own, which is less
+    assert 1 < 2 * found.extra_ms < 2
+    assert found.error_ms > 0
+
+
+def test_a_page_gives_no_figure_that_steps_do_not_resolve(monkeypatch):
+    model, x = Chain([nn.Linear(22, 22) for _ in range(3)]), torch.randn(8, 22)
+    seconds = cycle([50.0, 54.0, 50.0, 60.0, 50.0, 45.0])
+    monkeypatch.setattr(Trials, "_ms", lambda self, plan: Times(20.0, next(seconds)))
+    found = planned(model, x, policy="all")
+    # 4, 10 and -5 ms
+    assert (found.rounds, found.extra_ms) == (3, pytest.approx(4))
+    most = 4 + 2 * 15 / 3**0.5
+    assert found.error_ms == pytest.approx(15 / 3**0.5)
+    told = f"less than {most:.2f} ms, {most / 20:.1%} of the forward: 3 pairs of steps cannot tell"
+    assert told in str(found)
+
+
+def test_what_is_recomputed_is_never_claimed_to_be_free(monkeypatch):
+    predicted = []
+    timed = Trials.timed
+    monkeypatch.setattr(Trials, "_ms", lambda self, plan: Times(1.0, 5.0 - (plan.extra_ms > 0)))
+    monkeypatch.setattr(
+        Trials, "timed", lambda self, *a: predicted.append(a[0].extra_ms) or timed(self, *a)
+    )
+    found = planned(Chain([nn.Linear(19, 19) for _ in range(3)]), torch.randn(8, 19), policy="all")
+    assert found.rounds == 15
+    assert found.extra_ms == pytest.approx(predicted[0] / 2)
+
+
+def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
+    monkeypatch.setattr("fusedckpt.planning.trials.spare_bytes", lambda device: 0)
+    monkeypatch.setattr(Trials, "_ms", None)
+    model, x = Chain([nn.Linear(18, 18) for _ in range(3)]), torch.randn(8, 18)
+    found = planned(model, x, policy="all")
+    assert found.rounds == 0 < found.extra_ms
+    assert "% of the forward, predicted" in str(found)
+    assert "0.00 ms, 0.0% of the forward\n" in f"{planned(model, x, policy='none')}\n"
