@@ -86,7 +86,7 @@ def _layer_norm(lib: Any, size: Size, x: Tensor, weight: Tensor, bias: Tensor) -
 
 
 def _add_rms_norm(lib: Any, size: Size, x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-    return lib.add_rms_norm(x, residual, (size.dim,), weight, EPS)
+    return lib.add_rms_norm(x, residual, (size.dim,), weight, eps=EPS)
 
 
 def _norm_linear(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor) -> Any:

@@ -75,7 +75,16 @@ def _conv(chosen: Namespace, tick: Tick) -> Row:
         f" pool] down to {side} x {side}; batch {chosen.batch}"
     )
     sgd = partial(torch.optim.SGD, lr=1e-3)
-    return _part(chosen, "conv", title, model, pictures, chosen.batch, sgd, tick)
+    return _part(
+        chosen,
+        "conv",
+        title,
+        model,
+        pictures=pictures,
+        batch=chosen.batch,
+        optimizer=sgd,
+        tick=tick,
+    )
 
 
 def _mlp(chosen: Namespace, tick: Tick) -> Row:
@@ -88,7 +97,16 @@ def _mlp(chosen: Namespace, tick: Tick) -> Row:
         f" {chosen.mlp_batch}, Adam"
     )
     adam = partial(torch.optim.Adam, lr=1e-4)
-    return _part(chosen, "mlp", title, model, pictures, chosen.mlp_batch, adam, tick)
+    return _part(
+        chosen,
+        "mlp",
+        title,
+        model,
+        pictures=pictures,
+        batch=chosen.mlp_batch,
+        optimizer=adam,
+        tick=tick,
+    )
 
 
 def _part(
@@ -115,7 +133,7 @@ def _part(
         "torch k, fusedckpt k: checkpoint_sequential with k segments",
         *training.NOTES,
     ]
-    rows = training.compare(work, ways, chosen.repeat, tick, SHOWN)
+    rows = training.compare(work, ways, chosen.repeat, tick, shown=SHOWN)
     training.show_ways(title, notes, rows)
     return {"title": title, "notes": notes, "rows": rows}
 

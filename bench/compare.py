@@ -108,7 +108,9 @@ def changes(before: Rows, after: Rows, threshold: float) -> Iterator[Change]:
     earlier = {row["name"]: row for row in before}
     for row in after:
         if row["name"] in earlier:
-            yield from _row_changes(before, after, earlier.pop(row["name"]), row, threshold)
+            yield from _row_changes(
+                before, after, earlier.pop(row["name"]), row, threshold=threshold
+            )
         else:
             yield Change(row["name"], "implementation", None, "new")
     for name in earlier:

@@ -85,6 +85,6 @@ def run(chosen: Namespace) -> int:
     for kind in chosen.base:
         base = dense if kind == "dense" else quantise(copy.deepcopy(dense))
         for rank in chosen.rank:
-            record = _record(chosen, kind, rank, base, facts)
+            record = _record(chosen, kind, rank, base, facts=facts)
             status |= lockstep.finish(record, chosen, f"finetune_{kind}_r{rank}")
     return status

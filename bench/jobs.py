@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
     def work(self, tokens: int) -> Work:
         """Draw inputs and gradients for a number of tokens."""
-        inputs = draw(self.case, self.size, tokens, self.device, self.dtype)
+        inputs = draw(self.case, self.size, tokens, self.device, dtype=self.dtype)
         work = Work(inputs, (), self.device, self.case.num_inputs)
         with torch.no_grad():
             outputs = work.forward(self.case.eager(self.size))
@@ -192,7 +192,7 @@ def _rows(
             ended = "in this process"
         else:
             args = (measurement, job, lost)
-            ended = isolated(_measure, args, hear, chosen.timeout, stops)
+            ended = isolated(_measure, args, hear, chosen.timeout, stops=stops)
         rows, is_interrupted = heard.get("rows", (None, False))
         # one whose time is up is interrupted too
         if rows and (chosen.in_process or stops.count or not is_interrupted):
@@ -231,7 +231,7 @@ def measure_all(
     ):
         for job in jobs:
             tick(job.title, counts=False)
-            rows, is_interrupted = _rows(job, chosen, measurement, stops, tick)
+            rows, is_interrupted = _rows(job, chosen, measurement, stops, tick=tick)
             rows = [row | facts for row in rows]
             if not is_interrupted or measurement.is_kept(job, rows):
                 if not keeps:

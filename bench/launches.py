@@ -25,10 +25,14 @@ def linears(
     m, n, k = sizes
     x, w, b, dy = (meta(*shape, dtype=dtype) for shape in ((m, k), (n, k), (n,), (m, n)))
     for activation in activations:
-        linear.linear_act(x, w, b, activation, True, kernel)
-        linear.linear_act(x, w, None, activation, False, kernel)
-        linear.linear_act_dz(dy, x, w, b, None, activation, True, kernel)
-        linear.linear_act_dz(dy, x, w, None, None, activation, False, kernel)
+        linear.linear_act(x, w, b, activation, keep_z=True, kernel=kernel)
+        linear.linear_act(x, w, None, activation, keep_z=False, kernel=kernel)
+        linear.linear_act_dz(
+            dy, x, w, b, z=None, activation=activation, needs_db=True, kernel=kernel
+        )
+        linear.linear_act_dz(
+            dy, x, w, None, z=None, activation=activation, needs_db=False, kernel=kernel
+        )
 
 
 def hybrids(
@@ -43,14 +47,20 @@ def hybrids(
     dy, down = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype)
     z, up, h = (meta(m, n, dtype=dtype) for _ in range(3))
     if gated:
-        grads = HiddenGrad(z, up, h, z, up)
-        hidden_grad(h, grads, activation, (True, True), "split")
-        hybrid_grad(dy, down, grads, activation, (True, True))
-        hybrid_grad(dy, down, grads, activation, (False, False))
+        grads = HiddenGrad(z, up, h, z, dup=up)
+        hidden_grad(h, grads, activation, (True, True), kernel="split")
+        hybrid_grad(dy, down, grads, activation, needs_db=(True, True))
+        hybrid_grad(dy, down, grads, activation, needs_db=(False, False))
     else:
-        hidden_grad(h, HiddenGrad(z, None, z, h, None), activation, (True, False), "split")
-        hybrid_grad(dy, down, HiddenGrad(z, None, z, h, None), activation, (True, False))
-        hybrid_grad(dy, down, HiddenGrad(z, None, None, h, None), activation, (False, False))
+        hidden_grad(
+            h, HiddenGrad(z, None, z, h, dup=None), activation, (True, False), kernel="split"
+        )
+        hybrid_grad(
+            dy, down, HiddenGrad(z, None, z, h, dup=None), activation, needs_db=(True, False)
+        )
+        hybrid_grad(
+            dy, down, HiddenGrad(z, None, None, h, dup=None), activation, needs_db=(False, False)
+        )
 
 
 def norms(n: int) -> None:
@@ -58,8 +68,10 @@ def norms(n: int) -> None:
     x, w = meta(4096, n), meta(n)
     for kind, bias in (("rms", None), ("layer", w)):
         rule = norm.NormRule(kind, 1e-6)
-        norm.norm(x, x, w, bias, rule, torch.bfloat16)
-        norm.norm_grad(x, x, x, w, rule, (True, True, bias is not None), w.dtype)
+        norm.norm(x, x, w, bias, rule=rule, out_dtype=torch.bfloat16)
+        norm.norm_grad(
+            x, x, x, w, rule=rule, needs=(True, True, bias is not None), sums_dtype=w.dtype
+        )
 
 
 def benchmarked(*names: str) -> None:

@@ -100,13 +100,13 @@ def model(record: Compiled) -> Model:
         record.registers,
         sum(record.spills.values()),
         fitting,
-        fitting * ahead,
-        moved,
-        record.operand_bytes,
-        found.barriers / (1 if loaded else rows),
-        found.trips,
-        instructions / elements,
-        share,
+        in_flight=fitting * ahead,
+        moved=moved,
+        minimum=record.operand_bytes,
+        barriers=found.barriers / (1 if loaded else rows),
+        trips=found.trips,
+        instructions=instructions / elements,
+        share=share,
     )
 
 

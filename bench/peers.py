@@ -179,4 +179,4 @@ def peers_of(case: str, size: Size) -> Iterator[Implementation]:
         if peer.case == case:
             missing = None if find_spec(peer.package) is not None else "not installed"
             fn = partial(peer.fn, size)
-            yield Implementation(peer.name, fn, missing, peer.pack, peer.unpack)
+            yield Implementation(peer.name, fn, missing, peer.pack, restore=peer.unpack)

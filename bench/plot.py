@@ -112,7 +112,7 @@ def _bars(rows: Rows, panels: Sequence[Panel], path: Path) -> None:
     """Write panels of a case, a line an implementation that was timed."""
     names = [row["name"] for row in _timed(rows)]
     draw = partial(lying, names=names, panels=panels)
-    save(path, 1.4 + 0.27 * len(names), title(rows[0]), sources([rows]), draw)
+    save(path, 1.4 + 0.27 * len(names), title(rows[0]), sources([rows]), draw=draw)
 
 
 def draw_bars(rows: Rows, path: Path) -> None:
@@ -168,7 +168,7 @@ def draw_pareto(found: Sequence[Rows], path: Path) -> None:
             axes.set_visible(False)
 
     head = f"Time against memory: {found[0][0]['size']}, {found[0][0]['tokens']} tokens"
-    save(path, 3.2 * lines + 0.7, head, sources(found), fill)
+    save(path, 3.2 * lines + 0.7, head, sources(found), draw=fill)
 
 
 def _share(axes: Axes, place: int, rows: Rows, least: float) -> None:
@@ -211,4 +211,4 @@ def draw_roofline(found: Sequence[Rows], path: Path) -> None:
 
     first = found[0][0]
     head = f"Share of the ceilings: {first['size']}, {first['tokens']} tokens"
-    save(path, 1.4 + 0.55 * len(found), head, sources(found), fill)
+    save(path, 1.4 + 0.55 * len(found), head, sources(found), draw=fill)

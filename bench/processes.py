@@ -80,15 +80,15 @@ def _attend(
 ) -> str:
     """Wait for a process, and end it; returns "ended", "out of time" or "interrupted"."""
     try:
-        if _wait(poll, hear, seconds, stops, 0):
+        if _wait(poll, hear, seconds, stops, most=0):
             return "ended"
         _send(group, signal.SIGINT)
-        _wait(poll, hear, GRACE, stops, 1)
+        _wait(poll, hear, GRACE, stops, most=1)
     finally:
         # with what it started and left behind, which would go on using the GPU
         _send(group, signal.SIGKILL)
     # a process inside a driver's call may take its time even now
-    _wait(poll, hear, GRACE, stops, 2)
+    _wait(poll, hear, GRACE, stops, most=2)
     return "interrupted" if stops.count else "out of time"
 
 
@@ -142,7 +142,7 @@ def isolated(
                 return True
         return _idle()
 
-    outcome = _attend(process.pid, lambda: process.exitcode, seconds, stops, listen)
+    outcome = _attend(process.pid, lambda: process.exitcode, seconds, stops, hear=listen)
     # what it said at last
     while here.poll() and listen():
         pass

@@ -65,7 +65,9 @@ class Run(Measurement):
             job.device, job.dtype, 8 if is_toy else 1
         )
         work, eager = job.work(job.tokens), job.case.eager(job.size)
-        found["checked"] = measure(work, implementations, eager, self.repeat, begin, self.graphs)
+        found["checked"] = measure(
+            work, implementations, eager, self.repeat, begin=begin, graphs=self.graphs
+        )
 
     def row(self, job: Job, one: Implementation, found: Row) -> Row:
         """Return a line of run.jsonl, but for the environment."""

@@ -65,13 +65,13 @@ def body(sass: str) -> Body:
         sum(opcode.startswith("BAR.SYNC") for opcode in inside),
         moved(inside, READ),
         moved(inside, COPY),
-        moved(inside, WRITE),
-        moved(opcodes[:start], COPY) // max(1, moved(inside, COPY)),
-        trips(inside),
-        loads[0] if loads else 0,
-        sum(opcode != "NOP" for opcode in opcodes[end:]),
-        moved(opcodes[end:], READ),
-        moved(opcodes[end:], WRITE),
+        written=moved(inside, WRITE),
+        depth=moved(opcodes[:start], COPY) // max(1, moved(inside, COPY)),
+        trips=trips(inside),
+        before=loads[0] if loads else 0,
+        after=sum(opcode != "NOP" for opcode in opcodes[end:]),
+        read_after=moved(opcodes[end:], READ),
+        written_after=moved(opcodes[end:], WRITE),
     )
 
 

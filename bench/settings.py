@@ -57,8 +57,8 @@ def demo(add: Options) -> None:
     """Train one model eagerly, checkpointed, fused and planned, and compare.
 
     Trains a byte-level transformer on the standard library's sources five ways, step by step in
-    turn: eager, with torch.utils.checkpoint, after fusedckpt.fuse(model), with
-    fusedckpt.Checkpoint besides, and under a plan. Compares loss, memory and time.
+    turn: eager, with torch.utils.checkpoint, fused by fusedckpt.fuse(model), fused with
+    fusedckpt.Checkpoint, and fused under a plan. Compares loss, memory and time.
     """
     add.count("steps", "training steps", 32, 200)
     add.count("layers", "transformer blocks", 4, 12)
@@ -70,59 +70,60 @@ def demo(add: Options) -> None:
     add.one("model", text, "own", choices=models)
     text = "kind of the own model's MLPs: plain with GELU, or gated"
     add.one("mlp", text, "gelu", choices=("gelu", "swiglu"))
-    add.one("dtype", "of parameters and activations", "float32", "bfloat16", choices=DTYPES[:2])
-    add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
+    add.one("dtype", "dtype of the model", "float32", "bfloat16", choices=DTYPES[:2])
+    add.one("seed", "random seed", 0, type=NATURAL, metavar="N")
     add.place("demo.json and demo.png")
 
 
 def finetune(add: Options) -> None:
-    """Adapt a small Llama by LoRA on all linears, and compare ways of training it.
+    """Finetune a small Llama with LoRA on all linears five ways, and compare.
 
-    Trains a byte-level Llama on the standard library's sources for a little, then freezes it and
+    Trains a byte-level Llama on the standard library's sources for some steps, freezes it, and
     trains peft's LoRA on every linear, step by step in turn: eager, with gradient checkpointing,
-    after fusedckpt.fuse(model), and under a plan besides. Compares loss, memory and time.
+    fused at two levels, and fused under a plan. Compares loss, memory and time.
     """
-    add.many("base", "kind of the frozen weights", BASES, choices=BASES)
-    add.many("rank", "of the adapters", (8, 64), type=POSITIVE, metavar="N")
+    add.many("base", "kind of frozen weights", BASES, choices=BASES)
+    add.many("rank", "rank of the adapters", (8, 64), type=POSITIVE, metavar="N")
     add.count("pretrain", "training steps of the base", 8, 100)
     add.count("steps", "training steps of the adapters", 16, 100)
     add.count("layers", "transformer blocks", 4, 12)
     add.count("dim", "width of the residual stream, a multiple of the head size 64", 256, 1024)
     add.count("seq", "bytes per sequence", 128, 1024)
     add.count("batch", "sequences per step", 8)
-    add.one("dtype", "of parameters and activations", "float32", "bfloat16", choices=DTYPES[:2])
-    add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
+    add.one("dtype", "dtype of the model", "float32", "bfloat16", choices=DTYPES[:2])
+    add.one("seed", "random seed", 0, type=NATURAL, metavar="N")
     add.place("a json and a png for every base and rank")
 
 
 def run(add: Options) -> None:
-    """Measure time and memory of functions beside eager, torch.compile and checkpoint.
+    """Compare time and memory of functions with eager, torch.compile and checkpoint.
 
     Checks every implementation of each case numerically, then measures its memory and, in turns,
     its time: eager, torch.compile, torch.utils.checkpoint, fusedckpt at every level, and other
-    libraries. Each case runs in a process of its own.
+    libraries. Each case runs in its own process.
     """
     add.many("case", "what to measure", CASE_NAMES, choices=CASE_NAMES)
     add.many("size", f"widths: {', '.join(SIZES)}", ("cpu",), ("llama-3-8b",), choices=SIZES)
     text = "rows of x; default: 4096 on a CPU, 8192 on a GPU, 48 at tiny"
     add.many("tokens", text, type=POSITIVE, metavar="N")
-    add.one("dtype", "of every tensor", "float32", "bfloat16", choices=DTYPES)
+    add.one("dtype", "dtype of every tensor", "float32", "bfloat16", choices=DTYPES)
     add.count("repeat", "timed rounds", 10, 50)
     add.names()
     add.flag("no-graphs", "launch kernels from Python on a GPU instead of replaying CUDA graphs")
-    add.flag("resume", "keep what the file has of this device and commit, measure the rest")
+    add.flag("resume", "keep rows of this device and commit in the file, measure the rest")
     add.place("run.jsonl")
 
 
 def capacity(add: Options) -> None:
-    """How many tokens fit in a given memory, and how fast they are.
+    """Find how many tokens fit in a given memory, and their speed.
 
-    Finds how many tokens every implementation fits into the same memory, and times it there.
+    Finds how many tokens each implementation fits into the same memory, and times it at that
+    number.
     """
     add.many("case", "what to measure", BLOCKS, choices=CASE_NAMES)
     add.many("size", f"widths: {', '.join(SIZES)}", ("gpt2",), ("llama-3-8b",), choices=SIZES)
     add.count("memory", "MiB that forward and backward may add", 1 << 10, 1 << 14)
-    add.one("dtype", "of every tensor", "float32", "bfloat16", choices=DTYPES)
+    add.one("dtype", "dtype of every tensor", "float32", "bfloat16", choices=DTYPES)
     add.count("repeat", "timed rounds", 3, 10)
     add.names()
     add.place("capacity.jsonl")
@@ -131,8 +132,8 @@ def capacity(add: Options) -> None:
 def classics(add: Options) -> None:
     """Reproduce the classic workloads of gradient checkpointing.
 
-    Trains many convolutions, a deep MLP and the deepest stack that fits a budget: plainly, with
-    torch's checkpoint_sequential, ours, and plans.
+    Trains many convolutions, a deep MLP and the deepest stack that fits a budget: eager, with
+    torch's checkpoint_sequential, with ours, and under plans.
     """
     text = "many convolutions, a deep MLP, or how deep a stack can go"
     add.one("part", text, "all", choices=("conv", "mlp", "depth", "all"))
@@ -147,114 +148,116 @@ def classics(add: Options) -> None:
     add.count("depth-seq", "tokens per sequence of the stack", 128)
     add.count("depth-batch", "sequences per step of the stack", 8, 512)
     # more activations than parameters
-    add.one("depth-budget", "what a step of the stack may take", "24MiB", "4GiB", metavar="SIZE")
+    add.one(
+        "depth-budget", "memory that a step of the stack may take", "24MiB", "4GiB", metavar="SIZE"
+    )
     add.count("steps", "training steps per turn", 2)
     add.count("repeat", "turns of every way", 2, 10)
-    add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
+    add.one("seed", "random seed", 0, type=NATURAL, metavar="N")
     add.place("classics.json and classics.png")
 
 
 def ways(add: Options) -> None:
     """Compare ways of training a model of yours.
 
-    Trains your model eagerly, with torch's checkpoint around every unit, fused, with ours, and
-    under plans, and compares memory, recomputed FLOPs, time and losses. The factory returns
-    (model, args), (model, kwargs) or (model, args, kwargs), on the device to measure; the loss is
-    the output's .loss, or else the mean square of what it holds, so a loss of your own goes into a
-    module around the model.
+    Trains your model eager, with torch's checkpoint around every unit, fused, fused with our
+    checkpoint, and under plans, and compares memory, recomputed FLOPs, time and losses. The factory
+    returns (model, args), (model, kwargs) or (model, args, kwargs), on the device to measure. The
+    loss is the output's .loss, or else the mean square of its tensors; for another loss, wrap the
+    model.
     """
     text = "the function that makes the model and its inputs: package.module:name or file.py:name"
     add.one("model", text, required=True, metavar="MODULE:FACTORY")
-    text = "for activations, of a plan, such as 2GiB; default: three in between"
+    text = "activation budget of a plan, such as 2GiB; default: three between the extremes"
     add.many("budget", text, metavar="SIZE")
     add.count("steps", "training steps per turn, on the same inputs", 2)
     add.count("repeat", "turns of every way", 3)
-    add.one("seed", "of random numbers", 0, type=NATURAL, metavar="N")
+    add.one("seed", "random seed", 0, type=NATURAL, metavar="N")
     add.place("ways.json and ways.png", device=False)
 
 
 def model(add: Options) -> None:
-    """Count what is in each kernel's compiled form: no GPU is needed.
+    """Count instructions and bytes of each compiled kernel, without a GPU.
 
-    Compiles every kernel at every size for a chip, and prints the bytes that it moves and waits
-    for, its barriers, instructions, registers and spills, beside what the chip can do.
+    Compiles every kernel at every size for a chip, and prints the bytes it moves and waits for, its
+    barriers, instructions, registers and spills, and the chip's limits.
     """
     add.one("arch", "the chip", "sm_90", choices=("sm_80", "sm_90", "sm_100"))
 
 
 def tune(add: Options) -> None:
-    """Measure tiles and variants on this machine, for layers to use.
+    """Measure tiles and variants on this machine's GPU, for layers to use.
 
-    Measures tiles and variants of the kernels on this machine's GPU, checks each numerically, and
-    stores the fastest in the user's cache, from where layers take them.
+    Checks each candidate numerically, and stores the fastest in the user's cache, where layers find
+    them.
     """
     sizes = ("gpt2", "vit-l", "llama-3.2-1b", "llama-3-8b")
     add.many("size", "widths", sizes, choices=SIZES)
     add.many("tokens", "rows of x", (2048, 8192), type=POSITIVE, metavar="N")
-    add.one("dtype", "of every tensor", "bfloat16", choices=DTYPES)
+    add.one("dtype", "dtype of every tensor", "bfloat16", choices=DTYPES)
     add.count("repeat", "timed rounds", 10)
-    add.one("minutes", "start nothing after that", 30.0, type=MINUTES, metavar="N")
-    add.flag("plans", "measure variants alone, with the tiles that there are")
+    add.one("minutes", "start no measurement after that", 30.0, type=MINUTES, metavar="N")
+    add.flag("variants", "measure variants only, with the tiles as they are")
     text = "file to write; default: the user's cache, which layers read"
     add.one("cache", text, type=Path, metavar="FILE")
     add.one("device", "cpu, cuda or cuda:N; default: cuda where there is one")
 
 
 def profile(add: Options) -> None:
-    """Name each kernel that ours launch, and how long it takes.
+    """List the kernels that fusedckpt launches, and their times.
 
     Runs forward and backward of every level and variant of the cases under torch's profiler.
     """
     add.many("case", "what to look at", CASE_NAMES[:-2], choices=CASE_NAMES)
     add.many("size", f"widths: {', '.join(SIZES)}", ("cpu",), ("llama-3-8b",), choices=SIZES)
     add.many("tokens", "rows of x", type=POSITIVE, metavar="N")
-    add.one("dtype", "of every tensor", "float32", "bfloat16", choices=DTYPES)
+    add.one("dtype", "dtype of every tensor", "float32", "bfloat16", choices=DTYPES)
     add.many("only", "only implementations with this in their name", ("fusedckpt",))
     add.many("skip", "no implementations with this in their name")
-    add.flag("bare", "mark what is to be seen for another profiler, such as ncu, and print nothing")
+    add.flag("bare", "mark the calls for another profiler, such as ncu, and print nothing")
     add.place("profile.jsonl")
 
 
 def gpu(add: Options) -> None:
-    """Test, measure and tune everything on a machine with a GPU, within minutes.
+    """Test, measure and tune everything on a machine with a GPU, in minutes.
 
-    Runs numbers and the kernels' tests (part 1), profiles and tunes (2), and takes the final times
-    (3), each step within a share of its part's time. Call it again to go on where it stopped.
+    Measures all cases and runs the kernels' tests (part 1), profiles and tunes (2), and takes the
+    final times (3), each step within a share of its part's time. Call it again to continue.
     """
     text = "numbers and kernel tests, profile and tuning, or final times; default: all three"
     add.many("part", text, type=int, choices=PARTS, metavar="1|2|3")
     add.one("minutes", "how long a part may take", 9.0, type=MINUTES, metavar="N")
     text = "folder for results; default: bench/results/gpu-<device>"
     add.one("out", text, type=Path, metavar="DIR")
-    text = "file with all that is in the folder, replaced after every step; default: DIR.tar.gz"
+    text = "archive of the folder, replaced after every step; default: DIR.tar.gz"
     add.one("archive", text, type=Path, metavar="FILE")
-    add.flag("allow-cpu", "go through the steps on a CPU, at toy sizes")
+    add.flag("allow-cpu", "run all steps on a CPU, at toy sizes")
     add.flag("tiny", "toy sizes on a GPU too")
-    add.flag("restart", "take every step again; earlier measurements move to before-N")
+    add.flag("restart", "repeat every step; earlier measurements move to before-N")
 
 
 def table(add: Options) -> None:
     """Print the tables of a results file."""
-    add.file("file", "what bench run or capacity wrote")
+    add.file("file", "results of bench run or capacity")
     add.flag("markdown", "print Markdown")
 
 
 def plot(add: Options) -> None:
     """Draw a results file: bars, time against memory, roofline."""
-    add.file("file", "what bench run, capacity, demo, classics or ways wrote")
+    add.file("file", "results of bench run, capacity, demo, finetune, classics or ways")
     add.one("out", "folder for the figures; default: the file's", type=Path, metavar="DIR")
 
 
 def compare(add: Options) -> None:
     """Show what changed between two results files."""
-    add.file("before", "what bench run wrote", "A")
-    add.file("after", "what it wrote later, or elsewhere", "B")
-    text = "leave out times that differ by less, as a share"
+    add.file("before", "results of bench run", "A")
+    add.file("after", "a later one, or one of another machine", "B")
+    text = "ignore times that differ by less than this fraction"
     add.one("threshold", text, 0.05, type=FRACTION, metavar="X")
 
 
 def env(add: Options) -> None:
-    """Show versions, devices and the path that each function takes."""
+    """Show versions, devices and the path of each function."""
 
 
 # a command is the module of its name

@@ -104,10 +104,10 @@ def show_rows(rows: Sequence[Row], markdown: bool = False) -> None:
     if is_capacity(rows[0]):
         # timed, or interrupted before that
         fits = [r for r in rows if r["both_ms"] or (r["tokens"] and r["failure"] == "interrupted")]
-        show(title(rows[0]), CAPACITY, fits, _notes(rows), markdown)
+        show(title(rows[0]), CAPACITY, fits, _notes(rows), markdown=markdown)
     else:
         measured = [row for row in rows if row["failure"] is None]
-        show(title(rows[0]), columns(rows[0]), measured, _notes(rows), markdown)
+        show(title(rows[0]), columns(rows[0]), measured, _notes(rows), markdown=markdown)
 
 
 def source(rows: Sequence[Row]) -> str:

@@ -32,14 +32,14 @@ from fusedckpt.reporting.trial import trial
 SLICES = 160
 # of the way from the least peak that a plan reaches to that of saving everything
 BUDGETS = (0.25, 0.5, 0.75)
-POLICIES = ("all", "sqrt", "speed", "memory")
+POLICIES = ("all", "sqrt", "recursive", "speed", "memory")
 NUM_PLANS = len(POLICIES) + len(BUDGETS)
 NOTES = (
-    "saved: for backward; peak: of a step, beside parameters and gradients, which are there",
-    "already; asked, predicted: that peak, as a plan's activation budget and by the plan;",
-    "again: FLOPs that backward repeats, of the forward's; ms: of forward and backward;",
-    "MiB per ms: what the peak loses for each millisecond more; last loss: of the last step;",
-    "diff.: the largest of all steps to the first row's",
+    "saved: for backward; peak: of a step, above parameters and gradients that exist before;",
+    "asked, predicted: activation budget and predicted peak of a plan; again: FLOPs that backward",
+    "recomputes, relative to the forward; ms: forward and backward; MiB per ms: reduction of the",
+    "peak per extra millisecond; last loss: of the last step; diff.: the largest difference from",
+    "the first row's in any step",
 )
 
 

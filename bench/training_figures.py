@@ -113,10 +113,10 @@ def draw_demo(result: Row, path: Path) -> None:
             "saved for backward": [run["saved_mib"] for run in runs],
             "peak of a step": [run["peak_mib"] for run in runs],
         }
-        clusters(memory, colours, groups, _change_label, 9)
+        clusters(memory, colours, groups, _change_label, size=9)
         memory.set_title("Memory (MiB)")
         steps = {"median step": [run["ms_per_step"] for run in runs]}
-        clusters(time, colours, steps, _change_label, 9)
+        clusters(time, colours, steps, _change_label, size=9)
         time.set_title("Time (ms)")
         figure.text(0.012, 0.955, result["title"], fontsize=14, fontweight="bold", va="center")
         look: dict[str, Any] = {"color": FAINT, "va": "top", "linespacing": 1.4}
@@ -151,7 +151,7 @@ def draw_classics(result: Row, path: Path) -> None:
 
 def _colour(name: str) -> str:
     """Of the classics, where fusedckpt is its checkpoint_sequential."""
-    if "recursive" in name:
+    if name == "fusedckpt recursive":
         return BLUE
     return OURS.colour if name.startswith("fusedckpt") else colour_of(name)
 
@@ -239,11 +239,11 @@ def _draw_mlp(figure: SubFigure, rows: Rows) -> None:
     colours = [_colour(row["name"]) for row in shown]
     kinds = {"saved": "saved_bytes", "peak of a step": "rise_bytes"}
     sizes = {what: [row[name] / MIB for row in shown] for what, name in kinds.items()}
-    clusters(memory, colours, sizes, _label, 7)
+    clusters(memory, colours, sizes, _label, size=7)
     memory.set_title("Memory (MiB)")
     swatches = [Patch(color=_colour(row["name"]), label=row["name"]) for row in shown]
     memory.legend(handles=swatches, frameon=False, fontsize=8, loc="upper left")
-    clusters(time, colours, {"median step": [median(row["ms"]) for row in shown]}, _label, 7)
+    clusters(time, colours, {"median step": [median(row["ms"]) for row in shown]}, _label, size=7)
     time.set_title("Time (ms)")
     _draw_trade(trade, rows)
 

@@ -134,7 +134,7 @@ class Tuner:
         racing = [Implementation(name, fn) for name, (fn, _) in rivals.items()]
         repeat, eager = self.chosen.repeat, CASES[case].eager(size)
         try:
-            work = Job(case, "", size, tokens, self.device, self.dtype).work(tokens)
+            work = Job(case, "", size, tokens, device=self.device, dtype=self.dtype).work(tokens)
         except Exception as error:
             print(f"  {type(error).__name__}: {error}")
             return None
@@ -148,7 +148,7 @@ class Tuner:
             for one in racing:
                 begin(one)
                 one.attempt(partial(check_spills, work=work))
-            measure(work, racing, eager, repeat, begin, graphs=True)
+            measure(work, racing, eager, repeat, begin=begin, graphs=True)
         rows = [one.row() for one in racing]
         times = {row["name"]: median(row["both_ms"]) for row in rows if row["both_ms"]}
         for row in rows:
@@ -187,7 +187,7 @@ class Tuner:
     def steps(self) -> Iterator[Callable[[], None]]:
         """Yield what is to be measured, tiles before the variants that they serve."""
         sizes = [size for name in self.chosen.size for size in SIZES[name]]
-        for slot, case in () if self.chosen.plans else TILE_CASES.items():
+        for slot, case in () if self.chosen.variants else TILE_CASES.items():
             fits = [s for s in sizes if (s.dim <= SHORT_K) == slot.endswith("short")]
             if fits:
                 yield partial(self.tile, slot, case, fits[-1], self.chosen.tokens[-1])

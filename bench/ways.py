@@ -112,7 +112,7 @@ def _ways(
     ]
     for name, source, policies, budgets in (*rules, *asked):
         try:
-            yield from plans(source, tick, name, policies, budgets)
+            yield from plans(source, tick, name, policies, budgets=budgets)
         except ValueError as error:
             notes.append(f"{name}: {error}")
 
@@ -136,7 +136,7 @@ def run(chosen: Namespace) -> int:
     total = 2 + num_budgets + (6 + num_budgets) * (1 + chosen.repeat)
     with progress("ways", total) as tick:
         ways = list(_ways(chosen, work, notes, tick))
-        rows = compare(work, ways, chosen.repeat, tick, SHOWN, failures)
+        rows = compare(work, ways, chosen.repeat, tick, shown=SHOWN, failures=failures)
     size = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__} of {chosen.model}: {size:,} parameters"
     part = {"title": title, "notes": [*notes, *failures, *NOTES], "rows": rows}
