@@ -195,31 +195,31 @@ def mish_grad(z, dh, EXACT: tl.constexpr):
 # ATen forms where one call does not do
 
 
-def _write_relu2_grad(dh: Tensor, z: Tensor, out: Tensor) -> Tensor:
+def _write_relu2_grad(dh: Tensor, z: Tensor, grad_input: Tensor) -> Tensor:
     slope = torch.clamp_min(z, 0).mul_(2)
-    return aten.threshold_backward.grad_input(slope.mul_(dh), z, 0, grad_input=out)
+    return aten.threshold_backward.grad_input(slope.mul_(dh), z, 0, grad_input=grad_input)
 
 
-def _write_quick_gelu_grad(dh: Tensor, z: Tensor, out: Tensor) -> Tensor:
+def _write_quick_gelu_grad(dh: Tensor, z: Tensor, grad_input: Tensor) -> Tensor:
     s = torch.sigmoid(1.702 * z)
     # z enters last: 1.702 z overflows float16 from 38500 on
     slope = (1 - s).mul_(s).mul_(1.702).mul_(z).add_(s)
-    return torch.mul(slope, dh, out=out)
+    return torch.mul(slope, dh, out=grad_input)
 
 
 @dataclass(frozen=True)
 class Activation:
     """One activation for every path.
 
-    `write(z, out=)` and `write_grad(dh, z, out)` are the ATen form of `value` and the gradient half
-    of `value_and_grad`; `out` may be z or dh itself.
+    `write(z, out=)` and `write_grad(dh, z, grad_input=)` are the ATen form of `value` and the
+    gradient half of `value_and_grad`; what they write may be z or dh itself.
     """
 
     value: Any
     value_and_grad: Any
     eager: Callable[[Tensor], Tensor]
     write: Callable[..., Tensor]
-    write_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
+    write_grad: Callable[..., Tensor]
     aliases: tuple[str, ...] = ()
     module: type[nn.Module] | None = None
     # what the module's attributes must be for it to be this activation
@@ -232,7 +232,7 @@ ACTIVATIONS: dict[str, Activation] = {
         identity_grad,
         lambda z: z,
         lambda z, out: out.copy_(z),
-        lambda dh, z, out: out.copy_(dh),
+        lambda dh, z, grad_input: grad_input.copy_(dh),
         aliases=("linear", "none"),
     ),
     "relu": Activation(
@@ -240,7 +240,7 @@ ACTIVATIONS: dict[str, Activation] = {
         relu_grad,
         F.relu,
         partial(torch.clamp_min, min=0),
-        lambda dh, z, out: aten.threshold_backward.grad_input(dh, z, 0, grad_input=out),
+        partial(aten.threshold_backward.grad_input, threshold=0),
         module=nn.ReLU,
     ),
     "relu2": Activation(
@@ -256,7 +256,7 @@ ACTIVATIONS: dict[str, Activation] = {
         leaky_relu_grad,
         F.leaky_relu,
         aten.leaky_relu.out,
-        lambda dh, z, out: aten.leaky_relu_backward.grad_input(dh, z, 0.01, False, grad_input=out),
+        partial(aten.leaky_relu_backward.grad_input, negative_slope=0.01, self_is_result=False),
         module=nn.LeakyReLU,
         module_state={"negative_slope": 0.01},
     ),
@@ -265,7 +265,7 @@ ACTIVATIONS: dict[str, Activation] = {
         gelu_grad,
         F.gelu,
         aten.gelu.out,
-        lambda dh, z, out: aten.gelu_backward.grad_input(dh, z, grad_input=out),
+        aten.gelu_backward.grad_input,
         aliases=("gelu_python",),
         module=nn.GELU,
         module_state={"approximate": "none"},
@@ -275,7 +275,7 @@ ACTIVATIONS: dict[str, Activation] = {
         gelu_tanh_grad,
         lambda z: F.gelu(z, approximate="tanh"),
         partial(aten.gelu.out, approximate="tanh"),
-        lambda dh, z, out: aten.gelu_backward.grad_input(dh, z, approximate="tanh", grad_input=out),
+        partial(aten.gelu_backward.grad_input, approximate="tanh"),
         aliases=("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"),
         module=nn.GELU,
         module_state={"approximate": "tanh"},
@@ -292,7 +292,7 @@ ACTIVATIONS: dict[str, Activation] = {
         silu_grad,
         F.silu,
         aten.silu.out,
-        lambda dh, z, out: aten.silu_backward.grad_input(dh, z, grad_input=out),
+        aten.silu_backward.grad_input,
         aliases=("swish",),
         module=nn.SiLU,
     ),
@@ -301,7 +301,7 @@ ACTIVATIONS: dict[str, Activation] = {
         sigmoid_grad,
         torch.sigmoid,
         torch.sigmoid,
-        lambda dh, z, out: aten.sigmoid_backward.grad_input(dh, torch.sigmoid(z), grad_input=out),
+        lambda dh, z, **to: aten.sigmoid_backward.grad_input(dh, torch.sigmoid(z), **to),
         module=nn.Sigmoid,
     ),
     "tanh": Activation(
@@ -309,7 +309,7 @@ ACTIVATIONS: dict[str, Activation] = {
         tanh_grad,
         torch.tanh,
         torch.tanh,
-        lambda dh, z, out: aten.tanh_backward.grad_input(dh, torch.tanh(z), grad_input=out),
+        lambda dh, z, **to: aten.tanh_backward.grad_input(dh, torch.tanh(z), **to),
         module=nn.Tanh,
     ),
     "softplus": Activation(
@@ -317,7 +317,7 @@ ACTIVATIONS: dict[str, Activation] = {
         softplus_grad,
         F.softplus,
         aten.softplus.out,
-        lambda dh, z, out: aten.softplus_backward.grad_input(dh, z, 1, 20, grad_input=out),
+        partial(aten.softplus_backward.grad_input, beta=1, threshold=20),
         module=nn.Softplus,
         module_state={"beta": 1.0, "threshold": 20.0},
     ),
@@ -326,7 +326,7 @@ ACTIVATIONS: dict[str, Activation] = {
         mish_grad,
         F.mish,
         aten.mish.out,
-        lambda dh, z, out: out.copy_(aten.mish_backward(dh, z)),
+        lambda dh, z, grad_input: grad_input.copy_(aten.mish_backward(dh, z)),
         module=nn.Mish,
     ),
 }

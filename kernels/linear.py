@@ -144,7 +144,7 @@ def plain_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:
     scratch = z.new_empty(blocks[0].stop, z.shape[1]) if dz is z else None
     for rows in blocks:
         place = dz[rows] if scratch is None else scratch[: rows.stop - rows.start]
-        act.write_grad(dh[rows], z[rows], place)
+        act.write_grad(dh[rows], z[rows], grad_input=place)
         if h is not None:
             act.write(z[rows], out=h[rows])
         if scratch is not None:
@@ -163,7 +163,7 @@ def gated_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:
         act.write(z[rows], out=value)
         torch.mul(dh[rows], up[rows], out=product)
         # z is read for the last time, then up, then dh
-        act.write_grad(product, z[rows], dz[rows])
+        act.write_grad(product, z[rows], grad_input=dz[rows])
         if h is not None:
             torch.mul(up[rows], value, out=product)
         torch.mul(dh[rows], value, out=dup[rows])
