@@ -134,10 +134,6 @@ class Unit:
         """The level of least extra time without checkpoints inside; of those that keeps least."""
         return min(self.levels, key=lambda level: (level.nested, level.extra, level.kept))
 
-    def cut(self, chunks: int) -> Sequence[Level]:
-        """Return the levels that cut it into so many chunks at least; all where none does."""
-        return [level for level in self.levels if level.chunks >= chunks] or self.levels
-
     def forward_at(self, level: Level) -> int:
         """Return what its forward holds beyond what is kept, where it is kept at this level."""
         found = level.forward_transient

@@ -2,9 +2,10 @@
 
 From the last unit to the first, the frontier of all that starts at a unit is made of those that
 follow each item that may start there. An item that keeps k bytes and needs n, put in front of a
-way, makes one that needs max(n, k + need). Segments are made the same way, unit by unit. Needs are
-exact, but for segments that cut some units into more chunks than others: their forward is taken to
-need what it does where all are cut as little as the least cut one.
+way, makes one that needs max(n, k + need). Segments are made the same way, unit by unit. As they
+run again, a unit needs its bytes beside what those before it keep; as they run first, beside their
+input alone. So they are made anew for each limit on what units behind the first need to run (up to
+16 of them), until it is the second run that needs more anyway.
 
 A Lagrange multiplier, ms per byte, keeps frontiers short. A plan within the limit takes no less
 than ms + multiplier * (need - limit) of the rest and ms + multiplier * kept of the items before;
@@ -14,18 +15,21 @@ what cannot beat the best plan known is dropped.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedckpt.planning.chain import Chain, Item, Keep, Segment
+from fusedckpt.planning.chain import Chain, Item, Keep, Level, Segment
 from fusedckpt.planning.pareto import NEVER, Bytes, Frontier, Ms, pareto, promising, thinned, way
 
 __all__ = ["Search"]
 
 # halvings of the range of the multiplier, a factor of 10^12
 _HALVINGS = 18
+# so many limits of what a unit needs to run are tried at most
+_LIMITS = 16
 
 
 class _Starts(NamedTuple):
@@ -39,16 +43,16 @@ class _Starts(NamedTuple):
     ways: Frontier
 
 
-class _Cut(NamedTuple):
-    """Segments whose units are cut into so many chunks at least, where they can be.
+class _Ends(NamedTuple):
+    """Ends of segments that began earlier, whose units run at levels that need little to run.
 
-    runs: what units need to run in them. ends: from each unit on, how those may end that began
-    earlier; row r covers the unit and r more.
+    levels: of each unit. runs: what it needs at most as it runs for the first time. ways: from each
+    unit on; row r covers the unit and r more.
     """
 
-    chunks: int
+    levels: list[list[Level]]
     runs: list[int]
-    ends: list[Frontier]
+    ways: list[Frontier]
 
 
 # no rows
@@ -69,46 +73,72 @@ class Search:
         # with a segment that stops there and is run again, the gradient of its output is live
         self.beside = self.left + [0, *(unit.output for unit in chain.units)]
         self.thinned = False
-        self.starts, self.cuts = self._made()
+        self.starts, self.ends = self._made()
 
-    def _made(self, optimistic: bool = False) -> tuple[list[_Starts], list[_Cut]]:
-        """Return what may start at each unit, and segments by the chunks of units at least."""
-        counts = sorted({level.chunks for unit in self.chain.units for level in unit.levels})
-        cuts = [self._cut(chunks, optimistic) for chunks in counts]
-        return [self._starts(i, cuts, optimistic) for i in range(len(self.chain.units))], cuts
+    def _made(self, optimistic: bool = False) -> tuple[list[_Starts], list[_Ends]]:
+        """Return what may start at each unit, and how segments may end."""
+        limits, ends = self._limits(), list[_Ends]()
+        starts = [self._starts(i, limits, ends, optimistic) for i in range(len(self.chain.units))]
+        return starts, ends
 
-    def _cut(self, chunks: int, optimistic: bool) -> _Cut:
+    def _limits(self) -> list[int]:
+        """Return what units may need to run in a segment, where they have levels to choose from."""
+        needs = (self._running(i) for i in range(1, len(self.chain.units)))
+        found = sorted({x for levels in needs if len({*levels}) > 1 for x in levels}) or [NEVER]
+        count = min(len(found), _LIMITS)
+        return [found[len(found) * i // count - 1] for i in range(count, 0, -1)]
+
+    def _running(self, i: int) -> list[int]:
+        """Return what unit i needs at each level as it runs in a segment, not as its first one."""
         units = self.chain.units
-        runs = [max(map(unit.running_at, unit.cut(chunks))) for unit in units]
-        cut = _Cut(chunks, runs, [_NOTHING] * (len(units) + 1))
-        for i in reversed(range(len(units))):
-            cut.ends[i] = self._frontier(
-                *self._extended(i, *self._behind(i, cut), 0, cut), optimistic
-            )
-        return cut
+        return [units[i].running_at(level) + units[i - 1].output for level in units[i].levels]
 
-    def _behind(self, i: int, cut: _Cut) -> tuple[NDArray[np.int64], Bytes, Ms]:
+    def _ends(self, limit: int, optimistic: bool) -> _Ends:
+        """Return ends whose units need so much to run, or as little as they can."""
+        units, found = self.chain.units, _Ends([], [], [_NOTHING] * (len(self.chain.units) + 1))
+        for i, unit in enumerate(units):
+            needs = self._running(i)
+            most = max(limit, min(needs))
+            found.levels.append([x for x, n in zip(unit.levels, needs, strict=True) if n <= most])
+            found.runs.append(max(n for n in needs if n <= most))
+        for i in reversed(range(1, len(units))):
+            stops, need, ms = self._behind(i, found)
+            need, ms = self._extended(i, found.levels[i], stops, need, ms)
+            found.ways[i] = self._frontier(need, ms, optimistic)
+        return found
+
+    def _behind(self, i: int, ends: _Ends) -> tuple[NDArray[np.int64], Bytes, Ms]:
         """Return where segments that hold unit i stop, and how they end behind it."""
         stops = np.arange(i + 1, min(i + self.longest, len(self.chain.units)) + 1)
-        need, ms = cut.ends[i + 1]
+        need, ms = ends.ways[i + 1]
         # nothing comes behind where a segment stops right here
         need = np.vstack((np.zeros((1, need.shape[1]), np.int64), need))[: len(stops)]
         tail = np.full((1, ms.shape[1]), -self.chain.units[i].tail)
         return stops, need, np.vstack((tail, ms))[: len(stops)]
 
-    def _first(self, i: int, cut: _Cut) -> tuple[Bytes, Ms]:
-        """Return segments that start at unit i, in no order."""
-        unit, (stops, need, ms) = self.chain.units[i], self._behind(i, cut)
-        need, ms = self._extended(i, stops, need, ms, unit.input, cut)
-        # while a segment runs forward, the output of the unit before is live
-        flow = [cut.runs[j] + self.chain.units[j - 1].output for j in stops[:-1]]
-        running = np.maximum.accumulate([cut.runs[i], *flow])
-        return np.maximum(need, unit.input + running[:, None]), ms
+    def _segments(self, i: int, ends: _Ends) -> tuple[Bytes, Ms, bool]:
+        """Return segments that start at unit i, in no order.
 
-    def _starts(self, i: int, cuts: list[_Cut], optimistic: bool) -> _Starts:
+        And whether some need more, as units behind the first run for the first time, than later.
+        """
+        unit, (stops, need, ms) = self.chain.units[i], self._behind(i, ends)
+        need, ms = self._extended(i, unit.levels, stops, need, ms, is_first=True)
+        runs = np.maximum.accumulate([0, *(ends.runs[j] for j in stops[:-1])])
+        first = unit.input + runs[:, None]
+        return np.maximum(need, first), ms, bool(((need < first) & np.isfinite(ms)).any())
+
+    def _starts(self, i: int, limits: list[int], ends: list[_Ends], optimistic: bool) -> _Starts:
+        """Return what may start at unit i, with ends of more limits where these make it less."""
         unit, levels, after = self.chain.units[i], self.chain.units[i].levels, int(self.left[i + 1])
-        firsts = [self._first(i, cut) for cut in cuts]
-        need, ms = np.hstack([x for x, _ in firsts]), np.hstack([x for _, x in firsts])
+        needs, times, may_be_less = list[Bytes](), list[Ms](), True
+        for number, limit in enumerate(limits):
+            if may_be_less:
+                if number == len(ends):
+                    ends.append(self._ends(limit, optimistic))
+                need, ms, may_be_less = self._segments(i, ends[number])
+                needs.append(need)
+                times.append(ms)
+        need, ms = np.hstack(needs), np.hstack(times)
         stops, wide = i + 1 + np.arange(len(need)), (len(levels), need.shape[1])
         kept = [level.kept for level in levels]
         own = [x.kept + max(unit.forward_at(x), x.transient + after) for x in levels]
@@ -120,20 +150,30 @@ class Search:
         return _Starts(stop, kept, self._frontier(need, ms, optimistic))
 
     def _extended(
-        self, i: int, stops: NDArray[np.int64], need: Bytes, ms: Ms, at_least: int, cut: _Cut
+        self,
+        i: int,
+        levels: Sequence[Level],
+        stops: NDArray[np.int64],
+        need: Bytes,
+        ms: Ms,
+        is_first: bool = False,
     ) -> tuple[Bytes, Ms]:
         """Put unit i in front of ends of segments, one level after the other; in no order."""
         unit, needs, times = self.chain.units[i], [], []
-        for level in unit.cut(cut.chunks):
-            own = np.maximum(
-                unit.running_at(level) + self.beside[stops], level.transient + self.left[i + 1]
-            )
+        for level in levels:
+            running = unit.running_at(level)
+            own = np.maximum(running + self.beside[stops], level.transient + self.left[i + 1])
             if level.ending is not None:
                 own[stops == i + 1] = level.ending + self.left[i + 1]
             extra = math.inf if unit.fixed or level.nested else level.extra
-            needs.append(max(level.held, at_least) + np.maximum(own[:, None], need))
+            total = self._held(i, level, is_first) + np.maximum(own[:, None], need)
+            needs.append(np.maximum(total, unit.input + running) if is_first else total)
             times.append(ms + (unit.again + extra))
         return np.hstack(needs), np.hstack(times)
+
+    def _held(self, i: int, level: Level, is_first: bool) -> int:
+        """Return what unit i keeps once it has run again; a segment's first has its input, too."""
+        return max(level.held, self.chain.units[i].input) if is_first else level.held
 
     def _frontier(self, need: Bytes, ms: Ms, optimistic: bool) -> Frontier:
         ways = pareto(need, ms, self.limit)
@@ -230,16 +270,17 @@ class Search:
     def _levels(self, start: int, stop: int, room: int) -> tuple[str, ...]:
         """Return the level of each unit of a segment that may use `room` bytes."""
         names, row = [], stop - start - 1
-        firsts = [(x[0][row], x[1][row]) for x in (self._first(start, cut) for cut in self.cuts)]
-        fastest = [np.where(need <= room, ms, np.inf).min() for need, ms in firsts]
-        cut = self.cuts[int(np.argmin(fastest))]
+        found = [self._segments(start, ends)[:2] for ends in self.ends]
+        fastest = [np.where(need[row] <= room, ms[row], np.inf).min() for need, ms in found]
+        ends = self.ends[int(np.argmin(fastest))]
         for i in range(start, stop):
-            unit, at_least = self.chain.units[i], self.chain.units[i].input if i == start else 0
-            stops, need, ms = self._behind(i, cut)
+            is_first = i == start
+            levels = self.chain.units[i].levels if is_first else ends.levels[i]
+            stops, need, ms = self._behind(i, ends)
             row, width = slice(stop - i - 1, stop - i), ms.shape[1]
-            need, ms = self._extended(i, stops[row], need[row], ms[row], at_least, cut)
+            need, ms = self._extended(i, levels, stops[row], need[row], ms[row], is_first=is_first)
             column = int(np.argmin(np.where(need[0] <= room, ms[0], np.inf)))
-            level = unit.cut(cut.chunks)[column // width]
-            room -= max(level.held, at_least)
+            level = levels[column // width]
+            room -= self._held(i, level, is_first)
             names.append(level.name)
         return tuple(names)
