@@ -304,9 +304,11 @@ def _with_parts(
                 part = Call(modules[name], *given)
                 ways = {PLAIN: partial(roles.save_at(PLAIN), forward)}
                 saves = part.bytes(ways[PLAIN]).made
-                ways[_AGAIN] = partial(roles.again(), forward)
-                ms = _more(_timed((kind, name), part, ways), _AGAIN, PLAIN)
-                costs[name] = ms / max(1, saves), ms
+                # what it is given it keeps either way
+                if saves > _WORTH * kept:
+                    ways[_AGAIN] = partial(roles.again(), forward)
+                    ms = _more(_timed((kind, name), part, ways), _AGAIN, PLAIN)
+                    costs[name] = ms / saves, ms
     found: dict[str, tuple[Bytes, float]] = {}
     chosen, least, ms = list[str](), kept, 0.0
     for name in sorted(costs, key=lambda name: costs[name]):

@@ -17,7 +17,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import Plan
-from fusedckpt.planning.calls import Times
+from fusedckpt.planning.calls import Call, Times
 from fusedckpt.planning.trials import Trials
 
 
@@ -35,6 +35,18 @@ def test_units_that_are_alike_are_measured_once(monkeypatch):
     assert len(units_of(found)) == 100
     # the first one's input requires no gradient
     assert len(kinds) == 2
+
+
+def test_parts_that_save_nothing_of_their_own_are_not_timed(monkeypatch):
+    layer = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 128, **layer) for _ in range(2)))
+    timed = []
+    times = Call.times
+    monkeypatch.setattr(Call, "times", lambda self, runs: timed.append(1) or times(self, runs))
+    peak = fusedckpt.report(model, torch.randn(4, 64, 32)).peak_bytes
+    planned(model, torch.randn(4, 64, 32), budget=peak)
+    # of the first layer and of the others: the layer, and its attention
+    assert len(timed) == 4
 
 
 def test_levels_that_keep_less_are_never_faster():
