@@ -38,7 +38,7 @@ class Frontier(NamedTuple):
 
     def at(self, room: int | Bytes) -> Ms:
         """Return the least ms within `room` bytes, of a single frontier."""
-        return self.ms[np.searchsorted(self.need, room, "right") - 1]
+        return self.ms[self.need.searchsorted(room, "right") - 1]
 
 
 def way(need: int) -> Frontier:

@@ -95,9 +95,16 @@ class Trials(NamedTuple):
 
     def _nearer(self, found: Plan, limit: int) -> Plan:
         """Return a faster plan that fits, too, where the model took too much for this one."""
-        over = found.predicted_bytes - _peak(found)
-        faster = solve(self.chain, limit + over) if over > 0 < found.extra_ms else None
-        if faster is None or faster.extra > _GAIN * found.extra_ms:
+        predicted, extra = found.predicted_bytes, found.extra_ms
+        if not extra:
+            return found
+        over, lower = predicted - _peak(found), [least_outcome(self.chain), self._rule("sqrt")]
+        # the fewer the bytes, the more time one buys
+        gains = [(x.extra - extra) / (predicted - x.peak) for x in lower if x.peak < predicted]
+        if over <= 0 or over * min(gains, default=math.inf) <= (1 - _GAIN) * extra:
+            return found
+        faster = solve(self.chain, limit + over)
+        if faster.extra > _GAIN * extra:
             return found
         nearer = self.tried(faster)
         return nearer if _peak(nearer) <= limit else found

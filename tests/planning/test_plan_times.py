@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,14 @@ from plan_models import (
     transformer,
     units_of,
 )
+from random_chains import llama_like
 from torch import nn
 
 import fusedckpt
 from fusedckpt import Plan
 from fusedckpt.planning.calls import Call, Times
+from fusedckpt.planning.chain import simulate
+from fusedckpt.planning.policies import policy
 from fusedckpt.planning.trials import Trials
 
 
@@ -120,3 +125,24 @@ def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
     assert found.rounds == 0 < found.extra_ms
     assert "% of the forward, predicted" in str(found)
     assert "0.00 ms, 0.0% of the forward\n" in f"{planned(model, x, policy='none')}\n"
+
+
+@pytest.mark.parametrize(("share", "tries"), [(0.0, 1), (0.0005, 1), (0.1, 2)])
+def test_bytes_that_the_model_took_too_much_buy_time(monkeypatch, share, tries):
+    chain = llama_like(20)
+    limit = simulate(chain, policy(chain, "none")).peak // 2
+    tried = []
+
+    def measured(self, solution):
+        tried.append(solution)
+        took = solution.peak - int(share * limit)
+        extra = solution.extra
+        return SimpleNamespace(predicted_bytes=solution.peak, measured_bytes=took, extra_ms=extra)
+
+    monkeypatch.setattr(Trials, "tried", measured)
+    step: Any = None
+    found = Trials(step, chain, "budget", limit).within(limit, 0)
+    assert len(tried) == tries
+    assert found.measured_bytes <= limit
+    assert found.extra_ms == tried[-1].extra
+    assert tried[-1].extra <= 0.97 * tried[0].extra or tries == 1
