@@ -22,7 +22,10 @@ __all__ = [
     "NoGraph",
     "Run",
     "Times",
+    "flows",
+    "graph_of",
     "kind_of",
+    "made_of",
     "once",
     "seconds",
     "step_kind",
@@ -40,15 +43,15 @@ _LONG = 1.0
 class Bytes(NamedTuple):
     """What a call holds: made for backward; at worst in forward and in backward beyond that.
 
-    given: of each argument that requires grad the bytes that are kept, all or none. keeps_output:
-    whether what it returned is among what is made.
+    given: of each argument that requires grad the bytes that are kept, all or none. returned: of
+    each tensor that it made and returned those that are among what is made.
     """
 
     made: int
     forward: int
     backward: int
     given: tuple[int, ...]
-    keeps_output: bool
+    returned: tuple[int, ...]
 
 
 class Times(NamedTuple):
@@ -75,6 +78,21 @@ class _Source(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         # zeros would be too easy on some kernels
         return tuple(torch.ones(s, dtype=d, device=on) for s, d, on in ctx.likes)
+
+
+def _source(tensors: Iterable[Tensor]) -> Any:
+    return _Source.apply(*(x for x in tensors if x.requires_grad))
+
+
+def made_of(returned: Iterable[Any], given: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that a call made, of what it returned: all, where it handed on each."""
+    known, found = {*map(id, given)}, [x for x in returned if flows(x)]
+    return [x for x in found if id(x) not in known] or found
+
+
+def flows(x: Any) -> bool:
+    """Whether it is a tensor that may require grad."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def graph_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
@@ -112,6 +130,8 @@ class Call:
         # tokens, as linears see them
         self.rows = max((x[..., 0].numel() for x in tensors if x.dim() and x.shape[-1]), default=0)
         self.output = 0
+        # of tensors that it made and returned, which require grad
+        self.differentiable: tuple[bool, ...] = ()
         # whether it was seen to write into an argument
         self.writes = False
         # whether functions of ours were seen in it, which a level tells what to keep
@@ -125,23 +145,23 @@ class Call:
         given = list(tensors_of((args, kwargs)))
         versions = [x._version for x in given]
         kept: tuple[int, ...] = ()
-        keeps_output = False
+        returned: tuple[int, ...] = ()
 
         def step() -> None:
-            nonlocal kept, keeps_output
+            nonlocal kept, returned
             self._watch.phase("forward")
             with saved_tensors() as saved:
-                outputs = self._outputs(run(args, kwargs))
+                outputs = self._outputs(run, args, kwargs)
             wanted = [x for x in given if x.requires_grad]
             kept = tuple(n if x in saved else 0 for n, x in zip(self.given, wanted, strict=True))
-            root: Any = _Source.apply(*outputs)
+            root: Any = _source(outputs)
             self.is_fused = self.is_fused or any(map(_is_fused, graph_of([root])))
-            # one that is handed on whole
-            is_one, handed = len(outputs) == 1, StorageWeakRef(outputs[0].untyped_storage())
-            view = any(handed == StorageWeakRef(x.untyped_storage()) for x in given)
+            sizes = [_size(x) for x in outputs]
+            made, own = ([StorageWeakRef(x.untyped_storage()) for x in y] for y in (outputs, given))
             del outputs
             # torch's selective checkpoints hide what they keep
-            keeps_output = is_one and (saved.holds(handed) or not (view or handed.expired()))
+            keeps = [saved.holds(x) or not (x in own or x.expired()) for x in made]
+            returned = tuple(n if k else 0 for n, k in zip(sizes, keeps, strict=True))
             torch.clear_autocast_cache()
             self._watch.phase("backward")
             root.backward(root.detach())
@@ -157,11 +177,11 @@ class Call:
         # what lives between the two
         made = live["backward"][0]
         forward, backward = max(live["forward"]) - made, max(live["backward"]) - made
-        return Bytes(made, forward, backward, kept, keeps_output=keeps_output)
+        return Bytes(made, forward, backward, kept, returned)
 
     def once(self, run: Run) -> None:
         """Run it with a graph, which is thrown away."""
-        self._outputs(run(*self._arguments()))
+        self._outputs(run, *self._arguments())
 
     def times(self, runs: Mapping[str, Run]) -> dict[str, Times]:
         """Return the least that each way to run takes."""
@@ -178,7 +198,7 @@ class Call:
     def _timed(self, run: Run) -> Times:
         args, kwargs = self._arguments()
         start = seconds(self.device)
-        root: Any = _Source.apply(*self._outputs(run(args, kwargs)))
+        root: Any = _source(self._outputs(run, args, kwargs))
         middle = seconds(self.device)
         root.backward(root.detach())
         end = seconds(self.device)
@@ -194,12 +214,16 @@ class Call:
         )
         return tuple(args), kwargs
 
-    def _outputs(self, output: Any) -> list[Tensor]:
-        outputs = [x for x in tensors_of([output]) if x.requires_grad]
-        self.output = sum(map(_size, outputs))
-        if not outputs:
+    def _outputs(self, run: Run, args: Any, kwargs: Any) -> list[Tensor]:
+        """Run it; return the tensors that it made and returned, some of which require grad."""
+        # not what it writes into them
+        given = [*tensors_of((args, kwargs))]
+        made = made_of(tensors_of([run(args, kwargs)]), given)
+        self.differentiable = tuple(x.requires_grad for x in made)
+        self.output = sum(_size(x) for x in made if x.requires_grad)
+        if not any(self.differentiable):
             raise NoGraph
-        return outputs
+        return made
 
     def _gradients(self) -> dict[str, int | None]:
         """Return by name what a backward changes that adds to the gradient, or makes it."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from fusedckpt.planning.survey import dropping
 from fusedckpt.planning.unit_costs import Costs
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, live_by_phase
+from fusedckpt.reporting.trial import tensors_of
 
 __all__ = ["chain_of"]
 
@@ -34,10 +35,12 @@ class _Walk:
 
     def __init__(self, watch: Watch, costs: Sequence[Costs]):
         self._watch, self._costs, count = watch, costs, len(costs)
-        # the first one that it gets is what units hand on
-        self._inputs: list[StorageWeakRef | None] = [None] * count
+        # all that it gets, and the first that requires grad: what units hand on, if there is one
+        self._taken: list[set[StorageWeakRef]] = [set()] * count
+        self._given: list[list[StorageWeakRef]] = [[]] * count
         self._sizes = [0] * count
-        self._outputs: list[StorageWeakRef | None] = [None] * count
+        # of what each made and returned
+        self._outputs: list[list[StorageWeakRef]] = [[]] * count
         # what the last unit returned, as it did
         self._returned: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # bytes of the gradients with which backward came to each unit, 0 where it never did
@@ -52,9 +55,9 @@ class _Walk:
 
     def enter(self, i: int, call: Any, given: list[Tensor]) -> list[Tensor]:
         """Note what a unit gets; return what is for it alone."""
-        if given:
-            self._inputs[i] = StorageWeakRef(given[0].untyped_storage())
-            self._sizes[i] = nbytes_of(given[:1])
+        self._given[i] = [StorageWeakRef(x.untyped_storage()) for x in given[:1]]
+        self._taken[i] = {StorageWeakRef(x.untyped_storage()) for x in tensors_of(call)}
+        self._sizes[i] = nbytes_of(given[:1])
         own = [x for x, flows in zip(given, self._costs[i].flows, strict=True) if flows]
         self.joins[i] = bool(own) and all(map(self._is_returned, own))
         self._watch.phase(f"enter {i}")
@@ -67,11 +70,14 @@ class _Walk:
     def without_gradients(self, i: int) -> None:
         """Nothing to note."""
 
-    def left(self, i: int, output: Any, tensors: list[Tensor]) -> None:
-        """Note what a unit returns."""
-        if len(tensors) == 1:
-            self._outputs[i] = StorageWeakRef(tensors[0].untyped_storage())
-        self._returned = {id(x): (weakref.ref(x), x._version) for x in tensors}
+    def differentiable(self, i: int, made: list[Tensor]) -> list[Tensor]:
+        """Return what requires grad of what a unit made."""
+        return self._costs[i].differentiable(made)
+
+    def left(self, i: int, output: Any, made: list[Tensor]) -> None:
+        """Note what a unit made and returns."""
+        self._outputs[i] = [StorageWeakRef(x.untyped_storage()) for x in made]
+        self._returned = {id(x): (weakref.ref(x), x._version) for x in made}
         self._watch.phase(f"left {i}")
 
     def entered(self, i: int, nbytes: int) -> None:
@@ -82,8 +88,7 @@ class _Walk:
         self._since |= dict.fromkeys(self._alive, i)
 
     def _lives(self, k: int) -> bool:
-        storage = self._inputs[k]
-        return storage is not None and not storage.expired()
+        return any(not storage.expired() for storage in self._given[k])
 
     def held(self, i: int) -> int:
         """Return the bytes of unit i's input that code holds until its backward is done."""
@@ -93,20 +98,41 @@ class _Walk:
         """Return the bytes of inputs of units before i that code between these and i holds, too."""
         found, last = 0, len(self._costs)
         for k in range(min(i, last)):
-            since = self._since.get(k, last if self._is_saved(self._inputs[k]) else last + 1)
+            since = self._since.get(
+                k, last if any(map(self._is_saved, self._given[k])) else last + 1
+            )
             if k < since <= i and self._costs[k].keeps_input(PLAIN):
                 found += self._sizes[k]
         return found
 
-    def _is_saved(self, storage: StorageWeakRef | None) -> bool:
-        return storage is not None and self.saved is not None and self.saved.holds(storage)
+    def _is_saved(self, storage: StorageWeakRef) -> bool:
+        return self.saved is not None and self.saved.holds(storage)
 
-    def handed_on(self, i: int, level: str) -> bool:
-        """Whether unit i's output is counted by the unit, or the code, that comes next."""
-        output = self._outputs[i]
-        if output is not None and i + 1 < len(self._costs) and self._inputs[i + 1] == output:
-            return bool(self.held(i + 1)) or self._costs[i + 1].keeps_input(level)
-        return self._is_saved(output)
+    def joined(self, i: int) -> bool:
+        """Whether unit i may be in one segment with the unit before it."""
+        # what code holds anyway is not to be made again within a segment
+        return self.joins[i] and not self.held(i)
+
+    def handed_on(self, i: int, level: str) -> list[bool]:
+        """Return which outputs of unit i are counted by the unit or code that comes next."""
+        return [
+            bool(self.held(i + 1)) or self._costs[i + 1].keeps_input(level)
+            if self._follows(i, x)
+            else self._is_saved(x) and not before
+            for x, before in zip(self._outputs[i], self.known_before(i), strict=True)
+        ]
+
+    def known_before(self, i: int) -> list[bool]:
+        """Return which outputs of unit i are counted as if they were there before it."""
+        end = next((k for k in range(i + 1, len(self._given)) if not self.joined(k)), None)
+        later = {x for taken in self._taken[i + 1 : end] for x in taken}
+        return [
+            x in later and self._is_saved(x) and not self._follows(i, x) for x in self._outputs[i]
+        ]
+
+    def _follows(self, i: int, output: StorageWeakRef) -> bool:
+        """Whether it is what the unit behind unit i gets first."""
+        return any(output in given for given in self._given[i + 1 : i + 2])
 
 
 def chain_of(
@@ -130,7 +156,7 @@ def chain_of(
     with dropping(walk, modules):
         live = live_by_phase(run, device, resident)
     units = [
-        one.unit(name, partial(walk.handed_on, i), walk.held(i), left)
+        one.unit(name, partial(walk.handed_on, i), walk.known_before(i), walk.held(i), left)
         for i, ((name, one), left) in enumerate(zip(costs.items(), lefts, strict=True))
     ]
     replays = [one.replay for one in costs.values()]
@@ -157,8 +183,7 @@ class _Rest:
     ):
         self._live, self._units, self._resident = live, units, resident
         self._inputs = [unit.input - x for unit, x in zip(units, replays, strict=True)]
-        # what code holds anyway is not to be made again within a segment
-        self._joins = [joins and not walk.held(i) for i, joins in enumerate(walk.joins)]
+        self._joins = [*map(walk.joined, range(len(units)))]
         # what is counted elsewhere: by parameters and the like, and by units
         self._counted = [resident + walk.shared(i) for i in range(len(units) + 1)]
         forward = [self._begin(f"enter {i}", i, x) for i, x in enumerate(self._inputs)]
@@ -166,11 +191,11 @@ class _Rest:
         both = [*map(min, forward, backward), live["backward"][0] - self._counted[-1]]
         # what is kept before a unit is kept before all that follow
         kept = [max(0, x) for x in [*accumulate(reversed(both), min)][::-1]]
-        # where units may be joined, as if it were before all of them
-        steps = zip(pairwise(kept), [*self._joins[1:], False], strict=True)
-        joined = [b - a if joins else 0 for (a, b), joins in steps]
-        later = [*accumulate(reversed(joined))][::-1]
-        self.kept = [x + more for x, more in zip(kept, [*later, 0], strict=True)]
+        # where units may be joined, as if it were before all of those
+        for i in reversed(range(1, len(units))):
+            if self._joins[i]:
+                kept[i - 1] = kept[i]
+        self.kept = kept
         self.forward = [max(0, x - y) for x, y in zip(forward, self.kept, strict=False)]
         self.backward = [max(0, x - y) for x, y in zip(backward, self.kept, strict=False)]
         self.left = [*accumulate(self.backward, min), 0]

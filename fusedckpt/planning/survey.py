@@ -19,7 +19,16 @@ from torch.utils import _pytree as pytree
 from fusedckpt.autograd.phases import current
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning import roles
-from fusedckpt.planning.calls import NoGraph, graph_of, kind_of, once, seconds, step_kind
+from fusedckpt.planning.calls import (
+    NoGraph,
+    flows,
+    graph_of,
+    kind_of,
+    made_of,
+    once,
+    seconds,
+    step_kind,
+)
 from fusedckpt.planning.unit_costs import Costs, Ways, measured
 from fusedckpt.planning.units import Cut
 from fusedckpt.reporting.step import Step
@@ -65,9 +74,10 @@ class _DropActivations(NamedTuple):
     """A role: run unit i without a graph, and put one node in its place that keeps nothing.
 
     visitor: its `enter` sees the call, and what it gets that requires grad, and returns what of
-    that is for this unit alone; `left` sees what it returns, and the tensors in that; `entered` the
-    beginning of its backward, with gradients of so many bytes; `without_gradients` a call in a mode
-    in which nothing is kept.
+    that is for this unit alone; `differentiable` says what requires grad of the tensors that it
+    made and returns; `left` sees what it returns, and those; `entered` the beginning of its
+    backward, with gradients of so many bytes; `without_gradients` a call in a mode in which nothing
+    is kept.
     """
 
     visitor: Any
@@ -87,22 +97,20 @@ class _DropActivations(NamedTuple):
             output = forward(*args, **kwargs)
         given += [p for p in self.module.parameters() if p.requires_grad][:1]
         leaves, spec = pytree.tree_flatten(output)
-        places = [(leaves, i) for i, x in enumerate(leaves) if _flows(x)]
-        returned, known = len(places), {*map(id, tensors)}
+        # what it hands on as it is goes by it
+        known, made = {*map(id, tensors)}, made_of(leaves, tensors)
+        outputs = {id(x): x for x in self.visitor.differentiable(self.i, made)}
         # and what it wrote into a container that it was given
-        places += [(at, key) for at, key in _places([args, kwargs]) if id(at[key]) not in known]
-        if given and places:
-            outputs = {id(at[key]): at[key] for at, key in places}
+        written = [(at, key) for at, key in _places([args, kwargs]) if id(at[key]) not in known]
+        outputs |= {id(at[key]): at[key] for at, key in written}
+        if given and outputs:
             skip = (lambda n: self.visitor.entered(self.i, n)), [*outputs.values()], held
-            made = dict(zip(outputs, _Skip.apply(*skip, *given), strict=True))
-            for at, key in places:
-                at[key] = made[id(at[key])]
-        self.visitor.left(self.i, output, [at[key] for at, key in places[:returned]])
+            nodes = dict(zip(outputs, _Skip.apply(*skip, *given), strict=True))
+            leaves, made = ([nodes.get(id(x), x) for x in y] for y in (leaves, made))
+            for at, key in written:
+                at[key] = nodes[id(at[key])]
+        self.visitor.left(self.i, output, made)
         return pytree.tree_unflatten(leaves, spec)
-
-
-def _flows(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -111,7 +119,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
         tree, bytearray
     ):
         for key in [*tree] if isinstance(tree, MutableMapping) else range(len(tree)):
-            if _flows(tree[key]) and not isinstance(tree, tuple):
+            if flows(tree[key]) and not isinstance(tree, tuple):
                 yield tree, key
             yield from _places(tree[key])
 
@@ -227,7 +235,12 @@ class Survey:
                 "in units="
             )
 
-    def left(self, i: int, output: Any, tensors: list[Tensor]) -> None:
+    def differentiable(self, i: int, made: list[Tensor]) -> list[Tensor]:
+        """Return what requires grad, as far as is known."""
+        costs = self._costs.get(self._cut.names[i])
+        return costs.differentiable(made) if costs else made
+
+    def left(self, i: int, output: Any, made: list[Tensor]) -> None:
         """See whether an output hides tensors, as that of a dict does not."""
         for part in output if isinstance(output, (tuple, list)) else [output]:
             if is_dataclass(part) and next(tensors_of(part), None) is None:

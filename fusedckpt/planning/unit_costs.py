@@ -59,7 +59,8 @@ class Costs(NamedTuple):
     again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
     hooks, as in a segment, where norms are not shared. given: bytes of arguments that require grad;
     flows: whether each was made for this unit alone. writes: whether it writes into them. reached:
-    names of parameters that got a gradient.
+    names of parameters that got a gradient. returned: which tensors that it made and returned
+    require grad.
     """
 
     levels: dict[str, Bytes]
@@ -71,11 +72,18 @@ class Costs(NamedTuple):
     writes: bool
     composed: bool
     reached: frozenset[str]
+    returned: tuple[bool, ...]
     flows: tuple[bool, ...] = ()
 
     def own(self, given: Sequence[int]) -> int:
         """Return the bytes, of those of each argument, that are of arguments for this unit."""
         return sum(nbytes for nbytes, flows in zip(given, self.flows, strict=True) if flows)
+
+    def differentiable(self, made: list[Tensor]) -> list[Tensor]:
+        """Return what requires grad of the tensors that another call made and returned."""
+        if len(made) != len(self.returned):
+            return made
+        return [x for x, requires_grad in zip(made, self.returned, strict=True) if requires_grad]
 
     @property
     def replay(self) -> int:
@@ -107,14 +115,24 @@ class Costs(NamedTuple):
             if (name == PRODUCTS) == (level == PRODUCTS) or len(self.levels) == 1
         )
 
-    def unit(self, name: str, handed_on: Callable[[str], bool], held: int, left: int) -> Unit:
+    def unit(
+        self,
+        name: str,
+        handed_on: Callable[[str], list[bool]],
+        known: Sequence[bool],
+        held: int,
+        left: int,
+    ) -> Unit:
         """Return a unit that costs this.
 
-        handed_on: whether, at a level, whoever comes next keeps the output, and so counts it.
+        handed_on: which outputs, at a level, whoever comes next keeps, and so counts. known: which
+        are counted already where it begins.
         held: bytes of the input that the code before keeps, and so counts. left: see Unit.
         """
         levels = {
-            x: self._level(x, self.output if found.keeps_output and handed_on(x) else 0, held)
+            x: self._level(
+                x, _counted(found.returned, handed_on(x)), _counted(found.returned, known), held
+            )
             for x, found in self.levels.items()
         }
         most = max(x.forward_transient or 0 for x in levels.values() if not x.nested)
@@ -137,17 +155,17 @@ class Costs(NamedTuple):
             composed=self.composed,
         )
 
-    def _level(self, name: str, shared: int, held: int) -> Level:
+    def _level(self, name: str, shared: int, known: int, held: int) -> Level:
         found, again, ending = self.levels[name], self.again.get(name), None
         given, own = self.own(self.given), self.own(found.given)
         counted = held if any(found.given[:1]) else 0
-        kept = found.made + own - shared - counted
-        inside = max(0, self.packed.get(name, found.made) + own - shared - counted)
+        beside = own - shared - known - counted
+        kept, inside = found.made + beside, max(0, self.packed.get(name, found.made) + beside)
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
         if again is not None and given in (own, self.own(again.given)):
             # the segment's input is the unit's
             begins = given - held + self.replay
-            ending = max(0, begins + again.backward - max(inside, begins))
+            ending = max(0, begins + again.backward - known - max(inside, begins))
         forward = max(0, found.forward + given - own) + shared - (held - counted)
         return Level(
             name,
@@ -160,6 +178,12 @@ class Costs(NamedTuple):
             again=inside,
             chunks=chunks_in(name),
         )
+
+
+def _counted(sizes: Sequence[int], by_others: Sequence[bool]) -> int:
+    """Return the bytes that others count, if these are the same tensors."""
+    same = len(sizes) == len(by_others)
+    return sum(n for n, is_counted in zip(sizes, by_others, strict=False) if is_counted and same)
 
 
 def measured(
@@ -207,7 +231,7 @@ def measured(
         name = least + BUT + name
         levels[name], ms.extra[name] = found, ms.extra[least] + more
     seen = call.given, call.output, call.writes, any(module.children()), frozenset(call.reached)
-    return Costs(levels, again, packed, ms, *seen)
+    return Costs(levels, again, packed, ms, *seen, call.differentiable)
 
 
 def _taken(call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Bytes]:

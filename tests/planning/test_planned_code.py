@@ -112,6 +112,48 @@ def test_skip_connections_and_masks(policy):
     assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
 
 
+class Attending(nn.Module):
+    """The first makes a bias and a mask without gradient, which all keep and hand on."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.project, self.biases = nn.Linear(WIDTH, WIDTH), nn.Linear(1, 8) if first else None
+
+    def forward(self, x, bias=None, mask=None):
+        if self.biases is not None:
+            bias = self.biases(torch.ones(512, 512, 1))
+            mask = torch.ones(512, 512, 8).tril(1)
+        scores = (x @ x.mT / WIDTH)[..., None] * bias * mask
+        return x + scores.softmax(1).mean(-1) @ self.project(x), bias, mask
+
+
+class Biased(nn.Module):
+    """As T5 and WavLM do with position biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Attending(first=i == 0) for i in range(4))
+
+    def forward(self, x):
+        given = x, None, None
+        for layer in self.layers:
+            given = layer(*given)
+        return given[0]
+
+
+@pytest.mark.parametrize("policy", ["none", "all", "sqrt", "memory"])
+def test_what_units_make_for_all_others_is_counted_once(policy):
+    model, x = Biased(), torch.randn(512, WIDTH, requires_grad=True)
+    found = plan(model, x, policy=policy, progress=False)
+    assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
+    plain = copy.deepcopy(model)
+    found.apply(model)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
 def test_the_policy_memory_is_the_least_of_all():
     model = Skips()
     peaks = [planned(model, policy=name).measured_bytes for name in ("none", "all", "sqrt")]
