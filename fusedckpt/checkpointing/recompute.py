@@ -123,6 +123,8 @@ class Recompute(Phase):
                 result = call.again(made)
             if run is not None:
                 run.see("the segment", result)
+            # the next call gets of it what it needs
+            del result
 
     def _check(self, segment: Trace, run: Run | None) -> None:
         """Raise where the recompute did not do what the forward did."""

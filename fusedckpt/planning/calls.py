@@ -22,6 +22,7 @@ __all__ = [
     "NoGraph",
     "Run",
     "Times",
+    "Unclear",
     "flows",
     "graph_of",
     "kind_of",
@@ -65,6 +66,10 @@ class NoGraph(Exception):
     """The call returns nothing that requires a gradient."""
 
 
+class Unclear(Exception):
+    """The call returns several tensors that require grad, of which some may not be used."""
+
+
 class _Source(torch.autograd.Function):
     """Ends a graph: its backward makes the outputs' gradients, which nobody else holds then."""
 
@@ -78,10 +83,6 @@ class _Source(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         # zeros would be too easy on some kernels
         return tuple(torch.ones(s, dtype=d, device=on) for s, d, on in ctx.likes)
-
-
-def _source(tensors: Iterable[Tensor]) -> Any:
-    return _Source.apply(*(x for x in tensors if x.requires_grad))
 
 
 def made_of(returned: Iterable[Any], given: Iterable[Tensor]) -> list[Tensor]:
@@ -114,9 +115,15 @@ def _is_fused(node: Any) -> bool:
 
 
 class Call:
-    """A module and the arguments that it gets."""
+    """A module and the arguments that it gets.
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any):
+    used: whether the loss depends on each of several tensors that the call makes and returns. None:
+    it does; (): that is not known.
+    """
+
+    def __init__(
+        self, module: nn.Module, args: Any, kwargs: Any, used: tuple[bool, ...] | None = None
+    ):
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         parameters = [*self._trained.values()]
         # to others it adds
@@ -136,6 +143,7 @@ class Call:
         self.writes = False
         # whether functions of ours were seen in it, which a level tells what to keep
         self.is_fused = False
+        self._used = used
         self.device = next((x.device for x in (*tensors, *parameters)), torch.device("cpu"))
         self._watch = Watch(module)
 
@@ -151,10 +159,9 @@ class Call:
             nonlocal kept, returned
             self._watch.phase("forward")
             with saved_tensors() as saved:
-                outputs = self._outputs(run, args, kwargs)
+                outputs, root = self._outputs(run, args, kwargs)
             wanted = [x for x in given if x.requires_grad]
             kept = tuple(n if x in saved else 0 for n, x in zip(self.given, wanted, strict=True))
-            root: Any = _source(outputs)
             self.is_fused = self.is_fused or any(map(_is_fused, graph_of([root])))
             sizes = [_size(x) for x in outputs]
             made, own = ([StorageWeakRef(x.untyped_storage()) for x in y] for y in (outputs, given))
@@ -198,7 +205,7 @@ class Call:
     def _timed(self, run: Run) -> Times:
         args, kwargs = self._arguments()
         start = seconds(self.device)
-        root: Any = _source(self._outputs(run, args, kwargs))
+        root = self._outputs(run, args, kwargs)[1]
         middle = seconds(self.device)
         root.backward(root.detach())
         end = seconds(self.device)
@@ -214,16 +221,22 @@ class Call:
         )
         return tuple(args), kwargs
 
-    def _outputs(self, run: Run, args: Any, kwargs: Any) -> list[Tensor]:
-        """Run it; return the tensors that it made and returned, some of which require grad."""
+    def _outputs(self, run: Run, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
+        """Run it; return the tensors that it made and returned, and where backward begins."""
         # not what it writes into them
         given = [*tensors_of((args, kwargs))]
         made = made_of(tensors_of([run(args, kwargs)]), given)
         self.differentiable = tuple(x.requires_grad for x in made)
-        self.output = sum(_size(x) for x in made if x.requires_grad)
         if not any(self.differentiable):
             raise NoGraph
-        return made
+        if self._used == () and sum(self.differentiable) > 1:
+            raise Unclear
+        reached = [x for x in made if x.requires_grad]
+        if self._used is not None and len(self._used) == len(made):
+            used = zip(made, self._used, strict=True)
+            reached = [x for x, is_used in used if is_used and x.requires_grad] or reached
+        self.output = sum(map(_size, reached))
+        return made, _Source.apply(*reached)
 
     def _gradients(self) -> dict[str, int | None]:
         """Return by name what a backward changes that adds to the gradient, or makes it."""

@@ -240,7 +240,10 @@ class _Rest:
             replace(
                 level,
                 transient=max(level.transient + backward, behind),
-                ending=None if level.ending is None else max(level.ending + backward, behind),
+                # a segment has not run again then
+                ending=None
+                if level.ending is None
+                else max(level.ending + backward, behind - max(0, level.held - unit.input)),
                 forward_transient=max((level.forward_transient or 0) + self.forward[i], before),
                 running=None
                 if level.running is None

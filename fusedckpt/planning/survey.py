@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from fusedckpt.memory import nbytes_of
 from fusedckpt.planning import roles
 from fusedckpt.planning.calls import (
     NoGraph,
+    Unclear,
     flows,
     graph_of,
     kind_of,
@@ -165,6 +166,11 @@ class Survey:
     def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], ways: Ways):
         self._cut, self._kinds, self._tick, self._ways = cut, kinds, tick, ways
         self._modules: list[nn.Module] = []
+        # by unit of several outputs, which the loss depends on
+        self._used: dict[str, tuple[bool, ...]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
         self._calls: Counter[str] = Counter()
         # in the order of the forward
         self._costs: dict[str, Costs | None] = {}
@@ -175,10 +181,19 @@ class Survey:
         self._hidden: dict[str, str] = {}
         self.forward_ms, self.last, self._device = 0.0, 0, torch.device("cpu")
         self.trained: set[Tensor] = set()
+        # the node and number of tensors that units made and returned
+        self._made: dict[str, list[tuple[Any, int]]] = {}
+        self._unclear = False
 
     def run(self, step: Step) -> None:
-        """Run the model's forward."""
+        """Run the model's forward, twice where units return more than may be used."""
         self._modules = [step.model.get_submodule(name) for name in self._cut.names]
+        self._forward(step)
+        if self._unclear:
+            self._begin()
+            self._forward(step)
+
+    def _forward(self, step: Step) -> None:
         step, held = step.fresh()
         self._device = held[0].device
         start = seconds(self._device)
@@ -187,7 +202,9 @@ class Survey:
         ms = self.forward_ms + 1e3 * (seconds(self._device) - start)
         self.forward_ms = once((step_kind(step), "forward"), lambda: ms)
         self.last = nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
-        nodes = graph_of(tensors_of([step.loss(output)]))
+        nodes = [*graph_of(tensors_of([step.loss(output)]))]
+        edges = {edge for node in nodes for edge in node.next_functions}
+        self._used = {name: tuple(x in edges for x in made) for name, made in self._made.items()}
         leaves = {node.variable for node in nodes if hasattr(node, "variable")}
         for name, module in zip(self._cut.names, self._modules, strict=True):
             parameters = {x: p for x, p in module.named_parameters() if p.requires_grad}
@@ -212,16 +229,20 @@ class Survey:
         self._calls[name] += 1
         if self._calls[name] == 1:
             module, parts = self._modules[i], tuple(self._cut.parts.get(name, ()))
-            kind = kind_of(module, args, kwargs)
-            if (kind, parts) not in self._kinds:
-                self._kinds[kind, parts] = None
+            used = self._used.get(name, ())
+            kind = kind_of(module, args, kwargs), used
+            if (kind, parts) not in self._kinds and not self._unclear:
                 start = seconds(self._device)
-                with suppress(NoGraph):
+                try:
                     self._kinds[kind, parts] = measured(
-                        module, forward, args, kwargs, kind, parts, self._ways
+                        module, forward, args, kwargs, kind, parts, self._ways, used
                     )
+                except NoGraph:
+                    self._kinds[kind, parts] = None
+                except Unclear:
+                    self._unclear = True
                 self.forward_ms -= 1e3 * (seconds(self._device) - start)
-            self._costs[name] = self._kinds[kind, parts]
+            self._costs[name] = self._kinds.get((kind, parts))
         self._tick()
         return list(tensors_of([args, kwargs]))
 
@@ -241,7 +262,9 @@ class Survey:
         return costs.differentiable(made) if costs else made
 
     def left(self, i: int, output: Any, made: list[Tensor]) -> None:
-        """See whether an output hides tensors, as that of a dict does not."""
+        """See what it returns, and whether that hides tensors, as a dict does not."""
+        if len(made) > 1:
+            self._made[self._cut.names[i]] = [(x.grad_fn, x.output_nr) for x in made]
         for part in output if isinstance(output, (tuple, list)) else [output]:
             if is_dataclass(part) and next(tensors_of(part), None) is None:
                 self._hidden[self._cut.names[i]] = type(part).__name__

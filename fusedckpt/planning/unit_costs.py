@@ -194,17 +194,19 @@ def measured(
     kind: Any,
     parts: Sequence[str],
     besides: Ways,
+    used: tuple[bool, ...],
 ) -> Costs:
     """Measure one call of a unit at each of its levels.
 
     kind: what units that cost the same have in common: they are timed once, so that plans stay the
-    same. parts: names of modules inside that may run again on their own.
+    same. parts: names of modules inside that may run again on their own. used: see `Call`.
 
     Raises:
         NoGraph: it returns nothing that requires a gradient.
+        Unclear: it returns several tensors that do, and `used` is ().
         ValueError: a call changes an object among the arguments, so that no two are alike.
     """
-    call = Call(module, args, kwargs)
+    call = Call(module, args, kwargs, used)
     levels = _distinct(_taken(call, forward, args, kwargs))
     runs: dict[str, Run] = {level: partial(roles.save_at(level), forward) for level in levels}
     plain = sorted(levels, key=lambda name: -_all(levels[name]))

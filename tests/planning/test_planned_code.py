@@ -112,38 +112,47 @@ def test_skip_connections_and_masks(policy):
     assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
 
 
+class Biases(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 8)
+
+    def forward(self):
+        return super().forward(torch.ones(512, 512, 1)), torch.ones(512, 512, 8).tril(1)
+
+
 class Attending(nn.Module):
-    """The first makes a bias and a mask without gradient, which all keep and hand on."""
+    """It hands on a bias and a mask without gradient, and returns scores that nobody uses."""
 
-    def __init__(self, first):
+    def __init__(self, makes_bias):
         super().__init__()
-        self.project, self.biases = nn.Linear(WIDTH, WIDTH), nn.Linear(1, 8) if first else None
+        self.project, self.biases = nn.Linear(WIDTH, WIDTH), Biases() if makes_bias else None
 
-    def forward(self, x, bias=None, mask=None):
+    def forward(self, x, bias, mask):
         if self.biases is not None:
-            bias = self.biases(torch.ones(512, 512, 1))
-            mask = torch.ones(512, 512, 8).tril(1)
+            bias, mask = self.biases()
         scores = (x @ x.mT / WIDTH)[..., None] * bias * mask
-        return x + scores.softmax(1).mean(-1) @ self.project(x), bias, mask
+        return x + scores.softmax(1).mean(-1) @ self.project(x), bias, mask, scores
 
 
 class Biased(nn.Module):
-    """As T5 and WavLM do with position biases."""
+    """Position biases as T5 and WavLM make them, in the first layer, or MPNet, before that."""
 
-    def __init__(self):
+    def __init__(self, by_code):
         super().__init__()
-        self.layers = nn.ModuleList(Attending(first=i == 0) for i in range(4))
+        self.biases = Biases() if by_code else lambda: (None, None)
+        self.layers = nn.ModuleList(Attending(not i and not by_code) for i in range(4))
 
     def forward(self, x):
-        given = x, None, None
+        bias, mask = self.biases()
         for layer in self.layers:
-            given = layer(*given)
-        return given[0]
+            x, bias, mask, _ = layer(x, bias, mask)
+        return x
 
 
 @pytest.mark.parametrize("policy", ["none", "all", "sqrt", "memory"])
-def test_what_units_make_for_all_others_is_counted_once(policy):
-    model, x = Biased(), torch.randn(512, WIDTH, requires_grad=True)
+@pytest.mark.parametrize("by_code", [False, True], ids=["the first unit's", "code's"])
+def test_what_all_units_get_is_counted_once(by_code, policy):
+    model, x = Biased(by_code), torch.randn(512, WIDTH, requires_grad=True)
     found = plan(model, x, policy=policy, progress=False)
     assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
     plain = copy.deepcopy(model)
