@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -163,12 +164,15 @@ class Call:
             wanted = [x for x in given if x.requires_grad]
             kept = tuple(n if x in saved else 0 for n, x in zip(self.given, wanted, strict=True))
             self.is_fused = self.is_fused or any(map(_is_fused, graph_of([root])))
-            sizes = [_size(x) for x in outputs]
+            # what several share counts with the first
+            totals = [nbytes_of(outputs[:i]) for i in range(len(outputs) + 1)]
             made, own = ([StorageWeakRef(x.untyped_storage()) for x in y] for y in (outputs, given))
             del outputs
             # torch's selective checkpoints hide what they keep
             keeps = [saved.holds(x) or not (x in own or x.expired()) for x in made]
-            returned = tuple(n if k else 0 for n, k in zip(sizes, keeps, strict=True))
+            returned = tuple(
+                b - a if k else 0 for (a, b), k in zip(pairwise(totals), keeps, strict=True)
+            )
             torch.clear_autocast_cache()
             self._watch.phase("backward")
             root.backward(root.detach())

@@ -35,9 +35,10 @@ class _Walk:
 
     def __init__(self, watch: Watch, costs: Sequence[Costs]):
         self._watch, self._costs, count = watch, costs, len(costs)
-        # all that it gets, and the first that requires grad: what units hand on, if there is one
-        self._taken: list[set[StorageWeakRef]] = [set()] * count
+        # the first one that it gets, which is what units hand on, if there is one
         self._given: list[list[StorageWeakRef]] = [[]] * count
+        # by tensor the units that get it
+        self._takers: dict[StorageWeakRef, list[int]] = {}
         self._sizes = [0] * count
         # of what each made and returned
         self._outputs: list[list[StorageWeakRef]] = [[]] * count
@@ -56,7 +57,8 @@ class _Walk:
     def enter(self, i: int, call: Any, given: list[Tensor]) -> list[Tensor]:
         """Note what a unit gets; return what is for it alone."""
         self._given[i] = [StorageWeakRef(x.untyped_storage()) for x in given[:1]]
-        self._taken[i] = {StorageWeakRef(x.untyped_storage()) for x in tensors_of(call)}
+        for x in tensors_of(call):
+            self._takers.setdefault(StorageWeakRef(x.untyped_storage()), []).append(i)
         self._sizes[i] = nbytes_of(given[:1])
         own = [x for x, flows in zip(given, self._costs[i].flows, strict=True) if flows]
         self.joins[i] = bool(own) and all(map(self._is_returned, own))
@@ -124,11 +126,15 @@ class _Walk:
 
     def known_before(self, i: int) -> list[bool]:
         """Return which outputs of unit i are counted as if they were there before it."""
-        end = next((k for k in range(i + 1, len(self._given)) if not self.joined(k)), None)
-        later = {x for taken in self._taken[i + 1 : end] for x in taken}
         return [
-            x in later and self._is_saved(x) and not self._follows(i, x) for x in self._outputs[i]
+            not self._follows(i, x) and self._is_saved(x) and self._reaches_joined(i, x)
+            for x in self._outputs[i]
         ]
+
+    def _reaches_joined(self, i: int, output: StorageWeakRef) -> bool:
+        """Whether all units from unit i to the first that gets it may be in one segment."""
+        first = next((k for k in self._takers.get(output, ()) if k > i), None)
+        return first is not None and all(map(self.joined, range(i + 1, first + 1)))
 
     def _follows(self, i: int, output: StorageWeakRef) -> bool:
         """Whether it is what the unit behind unit i gets first."""

@@ -166,8 +166,8 @@ class Survey:
     def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], ways: Ways):
         self._cut, self._kinds, self._tick, self._ways = cut, kinds, tick, ways
         self._modules: list[nn.Module] = []
-        # by unit of several outputs, which the loss depends on
-        self._used: dict[str, tuple[bool, ...]] = {}
+        # by unit of several outputs, which the loss depends on; None: not known yet
+        self._used: dict[str, tuple[bool, ...]] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -202,9 +202,13 @@ class Survey:
         ms = self.forward_ms + 1e3 * (seconds(self._device) - start)
         self.forward_ms = once((step_kind(step), "forward"), lambda: ms)
         self.last = nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
-        nodes = [*graph_of(tensors_of([step.loss(output)]))]
-        edges = {edge for node in nodes for edge in node.next_functions}
+        losses = [*tensors_of([step.loss(output)])]
+        nodes = [*graph_of(losses)]
+        edges = {(x.grad_fn, x.output_nr) for x in losses}
+        edges.update(edge for node in nodes for edge in node.next_functions)
         self._used = {name: tuple(x in edges for x in made) for name, made in self._made.items()}
+        # which would keep the graph
+        self._made.clear()
         leaves = {node.variable for node in nodes if hasattr(node, "variable")}
         for name, module in zip(self._cut.names, self._modules, strict=True):
             parameters = {x: p for x, p in module.named_parameters() if p.requires_grad}
@@ -229,8 +233,8 @@ class Survey:
         self._calls[name] += 1
         if self._calls[name] == 1:
             module, parts = self._modules[i], tuple(self._cut.parts.get(name, ()))
-            used = self._used.get(name, ())
-            kind = kind_of(module, args, kwargs), used
+            used = () if self._used is None else self._used.get(name)
+            kind = kind_of(module, args, kwargs), used or None
             if (kind, parts) not in self._kinds and not self._unclear:
                 start = seconds(self._device)
                 try:

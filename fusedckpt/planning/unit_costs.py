@@ -160,7 +160,8 @@ class Costs(NamedTuple):
         given, own = self.own(self.given), self.own(found.given)
         counted = held if any(found.given[:1]) else 0
         beside = own - shared - known - counted
-        kept, inside = found.made + beside, max(0, self.packed.get(name, found.made) + beside)
+        made = found.made, self.packed.get(name, found.made)
+        kept, inside = (max(0, x + beside) for x in made)
         # of a unit that does not keep its input, who knows how long it lives in a longer segment
         if again is not None and given in (own, self.own(again.given)):
             # the segment's input is the unit's
@@ -194,7 +195,7 @@ def measured(
     kind: Any,
     parts: Sequence[str],
     besides: Ways,
-    used: tuple[bool, ...],
+    used: tuple[bool, ...] | None,
 ) -> Costs:
     """Measure one call of a unit at each of its levels.
 

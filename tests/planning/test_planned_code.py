@@ -112,57 +112,6 @@ def test_skip_connections_and_masks(policy):
     assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
 
 
-class Biases(nn.Linear):
-    def __init__(self):
-        super().__init__(1, 8)
-
-    def forward(self):
-        return super().forward(torch.ones(512, 512, 1)), torch.ones(512, 512, 8).tril(1)
-
-
-class Attending(nn.Module):
-    """It hands on a bias and a mask without gradient, and returns scores that nobody uses."""
-
-    def __init__(self, makes_bias):
-        super().__init__()
-        self.project, self.biases = nn.Linear(WIDTH, WIDTH), Biases() if makes_bias else None
-
-    def forward(self, x, bias, mask):
-        if self.biases is not None:
-            bias, mask = self.biases()
-        scores = (x @ x.mT / WIDTH)[..., None] * bias * mask
-        return x + scores.softmax(1).mean(-1) @ self.project(x), bias, mask, scores
-
-
-class Biased(nn.Module):
-    """Position biases as T5 and WavLM make them, in the first layer, or MPNet, before that."""
-
-    def __init__(self, by_code):
-        super().__init__()
-        self.biases = Biases() if by_code else lambda: (None, None)
-        self.layers = nn.ModuleList(Attending(not i and not by_code) for i in range(4))
-
-    def forward(self, x):
-        bias, mask = self.biases()
-        for layer in self.layers:
-            x, bias, mask, _ = layer(x, bias, mask)
-        return x
-
-
-@pytest.mark.parametrize("policy", ["none", "all", "sqrt", "memory"])
-@pytest.mark.parametrize("by_code", [False, True], ids=["the first unit's", "code's"])
-def test_what_all_units_get_is_counted_once(by_code, policy):
-    model, x = Biased(by_code), torch.randn(512, WIDTH, requires_grad=True)
-    found = plan(model, x, policy=policy, progress=False)
-    assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
-    plain = copy.deepcopy(model)
-    found.apply(model)
-    for each in (model, plain):
-        each(x).square().mean().backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
-
-
 def test_the_policy_memory_is_the_least_of_all():
     model = Skips()
     peaks = [planned(model, policy=name).measured_bytes for name in ("none", "all", "sqrt")]

@@ -1,0 +1,108 @@
+"""Units that return more than the next one needs: what is made, handed on and used is counted."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fusedckpt import plan
+
+WIDTH = 64
+
+
+def assert_as_predicted(model, x, policy):
+    found = plan(model, x, policy=policy, progress=False)
+    assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
+    plain = copy.deepcopy(model)
+    found.apply(model)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+class Biases(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 8)
+
+    def forward(self):
+        return super().forward(torch.ones(256, 256, 1)), torch.ones(256, 256, 8).tril(1)
+
+
+class Attending(nn.Module):
+    """It hands on a bias and a mask without gradient, and returns scores that nobody uses."""
+
+    def __init__(self, makes_bias):
+        super().__init__()
+        self.project, self.biases = nn.Linear(WIDTH, WIDTH), Biases() if makes_bias else None
+
+    def forward(self, x, bias, mask):
+        if self.biases is not None:
+            bias, mask = self.biases()
+        scores = (x @ x.mT / WIDTH)[..., None] * bias * mask
+        return x + scores.softmax(1).mean(-1) @ self.project(x), bias, mask, scores
+
+
+class Biased(nn.Module):
+    """Position biases as T5 and WavLM make them, in the first layer, or MPNet, before that."""
+
+    def __init__(self, by_code):
+        super().__init__()
+        self.biases = Biases() if by_code else lambda: (None, None)
+        self.layers = nn.ModuleList(Attending(not i and not by_code) for i in range(4))
+
+    def forward(self, x):
+        bias, mask = self.biases()
+        for layer in self.layers:
+            x, bias, mask, _ = layer(x, bias, mask)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["none", "all", "sqrt", "memory"])
+@pytest.mark.parametrize("by_code", [False, True], ids=["the first unit's", "code's"])
+def test_what_all_units_get_is_counted_once(by_code, policy):
+    model, x = Biased(by_code), torch.randn(256, WIDTH, requires_grad=True)
+    assert_as_predicted(model, x, policy)
+
+
+OUTPUTS = {
+    "twice": lambda x, y: (y, y),
+    "a view": lambda x, y: (y, y[:3]),
+    "its input": lambda x, y: (y, x),
+    "nothing": lambda x, y: (y, None),
+    "a mask": lambda x, y: (y, y > 0),
+    "a loss": lambda x, y: (y, y.square().mean()),
+}
+
+
+class Returning(nn.Linear):
+    def __init__(self, also):
+        super().__init__(WIDTH, WIDTH)
+        self.also = also
+
+    def forward(self, x):
+        return OUTPUTS[self.also](x, super().forward(x).relu())
+
+
+class Rest(nn.Module):
+    """It uses what units return besides, or drops it."""
+
+    def __init__(self, also, uses):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.units, self.uses = nn.ModuleList(Returning(also) for _ in range(4)), uses
+
+    def forward(self, x):
+        x, others = self.first(x), 0.0
+        for unit in self.units:
+            x, other = unit(x)
+            others += other.sum() if self.uses and isinstance(other, torch.Tensor) else 0.0
+        return self.last(x) + others
+
+
+@pytest.mark.parametrize("policy", ["none", "all", "sqrt"])
+@pytest.mark.parametrize("uses", [False, True], ids=["dropped", "used"])
+@pytest.mark.parametrize("also", OUTPUTS)
+def test_what_else_units_return(also, uses, policy):
+    assert_as_predicted(Rest(also, uses), torch.randn(2048, WIDTH), policy)
