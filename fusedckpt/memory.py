@@ -109,13 +109,14 @@ class SavedTensors:
         self._keepers.setdefault(key, {})[self._owner()] = None
 
 
-# what holds the memory of a sparse tensor
+# what holds the memory of a sparse or nested tensor
 _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("values", "offsets"),
 }
 
 
@@ -128,7 +129,7 @@ def _sharded(tensor: Tensor) -> Tensor:
 
 
 def strided(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors of a tensor: of a sparse one its parts, of a DTensor this rank's."""
+    """Return its dense tensors: parts of a sparse or nested one, of a DTensor this rank's."""
     local = getattr(tensor, "_local_tensor", None)
     if local is not None:
         return strided(local)
@@ -141,6 +142,11 @@ def strided(tensor: Tensor) -> list[Tensor]:
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storage of each of `tensors`; shared ones occur several times."""
     return [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
+
+
+def storage_ref(tensor: Tensor) -> StorageWeakRef:
+    """Return what is the same for tensors that share memory, and keeps none."""
+    return StorageWeakRef(strided(tensor)[0].untyped_storage())
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:

@@ -63,7 +63,7 @@ class Argument:
 
     def __init__(self, tensor: Tensor):
         self.dtype, self.storage = tensor.dtype, storage_of(tensor)
-        self.layout = layout_of(tensor)
+        self.layout = layout_of(tensor) if self.storage else None
         # autograd refuses to save an inference tensor
         self._saved = tensor if tensor.is_inference() else make_saved(tensor, is_output=False)
 
@@ -260,10 +260,10 @@ class Trace:
 def storage_of(tensor: Tensor) -> int:
     """Return what tells the storage of a tensor from others while it lives, 0 of one not plain.
 
-    Plain is what is dense, of no subclass, and no lazy conjugate or negative.
+    Plain is what is dense, of no subclass, not nested, and no lazy conjugate or negative.
     """
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    plain = plain and not tensor.is_conj() and not tensor.is_neg()
+    plain = plain and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
     return tensor.untyped_storage()._cdata if plain else 0
 
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from fusedckpt.memory import nbytes_of, saved_tensors
+from fusedckpt.memory import nbytes_of, saved_tensors, storage_ref
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, live_by_phase
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -166,7 +165,7 @@ class Call:
             self.is_fused = self.is_fused or any(map(_is_fused, graph_of([root])))
             # what several share counts with the first
             totals = [nbytes_of(outputs[:i]) for i in range(len(outputs) + 1)]
-            made, own = ([StorageWeakRef(x.untyped_storage()) for x in y] for y in (outputs, given))
+            made, own = ([storage_ref(x) for x in y] for y in (outputs, given))
             del outputs
             # torch's selective checkpoints hide what they keep
             keeps = [saved.holds(x) or not (x in own or x.expired()) for x in made]
@@ -302,6 +301,7 @@ def step_kind(step: Step) -> Any:
 
 def _like(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad, nbytes_of([x])
+        strides = x.stride() if x.layout == torch.strided else x.layout
+        return tuple(x.shape), strides, x.dtype, x.requires_grad, nbytes_of([x])
     # a flag may choose another way through the module
     return repr(x) if isinstance(x, (bool, int, float, str, type(None))) else type(x)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedckpt.memory import SavedTensors, nbytes_of
+from fusedckpt.memory import SavedTensors, nbytes_of, storage_ref
 from fusedckpt.planning.chain import Chain, Level, Unit
 from fusedckpt.planning.plan_record import PLAIN
 from fusedckpt.planning.survey import dropping
@@ -56,9 +56,9 @@ class _Walk:
 
     def enter(self, i: int, call: Any, given: list[Tensor]) -> list[Tensor]:
         """Note what a unit gets; return what is for it alone."""
-        self._given[i] = [StorageWeakRef(x.untyped_storage()) for x in given[:1]]
+        self._given[i] = [storage_ref(x) for x in given[:1]]
         for x in tensors_of(call):
-            self._takers.setdefault(StorageWeakRef(x.untyped_storage()), []).append(i)
+            self._takers.setdefault(storage_ref(x), []).append(i)
         self._sizes[i] = nbytes_of(given[:1])
         own = [x for x, flows in zip(given, self._costs[i].flows, strict=True) if flows]
         self.joins[i] = bool(own) and all(map(self._is_returned, own))
@@ -78,7 +78,7 @@ class _Walk:
 
     def left(self, i: int, output: Any, made: list[Tensor]) -> None:
         """Note what a unit made and returns."""
-        self._outputs[i] = [StorageWeakRef(x.untyped_storage()) for x in made]
+        self._outputs[i] = [storage_ref(x) for x in made]
         self._returned = {id(x): (weakref.ref(x), x._version) for x in made}
         self._watch.phase(f"left {i}")
 

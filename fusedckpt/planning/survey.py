@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from fusedckpt.autograd.phases import current
-from fusedckpt.memory import nbytes_of
+from fusedckpt.memory import nbytes_of, storage_ref
 from fusedckpt.planning import roles
 from fusedckpt.planning.calls import (
     NoGraph,
@@ -227,7 +227,12 @@ class Survey:
                 f"plan: unit {name} runs inside a checkpoint: a plan says itself what runs again; "
                 f"{_TAKE_AWAY}, or name the module that it is around in units="
             )
-        storages = [StorageWeakRef(x.untyped_storage()) for x in given]
+        if any(x.is_nested for x in tensors_of(call)):
+            raise ValueError(
+                f"plan: unit {name} expects dense or sparse tensors to be measured with, got a "
+                "nested one: plan with padded tensors of that many elements"
+            )
+        storages = [storage_ref(x) for x in given]
         self._given.append((name, storages))
         self._counts.update({storage.cdata for storage in storages})
         self._calls[name] += 1

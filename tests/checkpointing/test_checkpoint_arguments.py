@@ -70,8 +70,9 @@ def test_integer_and_bool_arguments():
     assert_as_plain(lambda t, i, m: t[i].sin()[m].sin(), table, index, mask)
 
 
-def test_sparse_argument():
-    a = torch.eye(4, device=DEVICE).to_sparse()
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+def test_sparse_argument(layout):
+    a = torch.eye(4, device=DEVICE).to_sparse(layout=layout)
     assert_as_plain(lambda a, x: torch.sparse.mm(a, x.sin()).sin(), a, randn(4, 3))
 
 

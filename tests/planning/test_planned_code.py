@@ -80,6 +80,32 @@ def test_what_is_handed_on_is_joined_unless_it_is_held_anyway(holds):
     assert ("limited by" in str(found)) == holds
 
 
+class Graph(nn.Module):
+    """Layers over the nodes of a graph, whose edges are a sparse matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Neighbours(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x, edges):
+        for layer in self.layers:
+            x = layer(x, edges)
+        return x
+
+
+class Neighbours(nn.Linear):
+    def forward(self, x, edges):
+        return torch.sparse.mm(edges, super().forward(x)).relu()
+
+
+@pytest.mark.parametrize("policy", ["none", "all", "sqrt"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+def test_sparse_arguments(layout, policy):
+    edges = torch.eye(2048).roll(1, 0).to_sparse(layout=layout)
+    found = plan(Graph(), torch.randn(2048, WIDTH), edges, policy=policy, progress=False)
+    assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
+
+
 class Skips(nn.Module):
     """What one half returns, the other gets, too; a mask that code makes is kept by units."""
 

@@ -245,6 +245,18 @@ def test_units_that_write_into_their_input_stay():
     assert "unchanged, modifies its input" in str(found)
 
 
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.randn(n, 16) for n in (3, 5)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="dense or sparse tensors to be measured with, got a nest"):
+        fusedckpt.plan(
+            nn.Sequential(nn.Linear(16, 16), nn.ReLU()),
+            x,
+            loss=lambda y: y.values().sum(),
+            progress=False,
+            policy="all",
+        )
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_caches_are_refused(fused):
     transformers = pytest.importorskip("transformers")
