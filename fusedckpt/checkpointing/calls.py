@@ -217,10 +217,14 @@ class Call:
         self.fn, self._names = fn, tuple(kwargs)
         self.held: list[Any] = []
         objects, inner = [], []
+        # a tensor that is passed several times is one again, also through hooks
+        arguments: dict[int, Argument] = {}
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
-                self.held.append(hold(value))
-                objects.append(value)
+                if id(value) not in arguments:
+                    arguments[id(value)] = hold(value)
+                    objects.append(value)
+                self.held.append(arguments[id(value)])
                 continue
             self.held.append(value)
             if type(value) not in ATOMS:
@@ -233,9 +237,13 @@ class Call:
 
     def again(self, made: dict[Any, Any]) -> Any:
         """Call `fn` again; in `made` the calls of one recompute leave what they like for others."""
-        values = []
+        values, tensors = [], dict[Argument, Tensor]()
         for held in self.held:
-            values.append(held.tensor(made) if isinstance(held, Argument) else held)
+            if isinstance(held, Argument):
+                if held not in tensors:
+                    tensors[held] = held.tensor(made)
+                held = tensors[held]
+            values.append(held)
         count = len(values) - len(self._names)
         return self.fn(*values[:count], **dict(zip(self._names, values[count:], strict=True)))
 

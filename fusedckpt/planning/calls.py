@@ -87,8 +87,8 @@ class _Source(torch.autograd.Function):
 
 def made_of(returned: Iterable[Any], given: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that a call made, of what it returned: all, where it handed on each."""
-    known, found = {*map(id, given)}, [x for x in returned if flows(x)]
-    return [x for x in found if id(x) not in known] or found
+    known, found = {*map(id, given)}, {id(x): x for x in returned if flows(x)}
+    return [x for key, x in found.items() if key not in known] or [*found.values()]
 
 
 def flows(x: Any) -> bool:
@@ -218,10 +218,10 @@ class Call:
     def _arguments(self) -> tuple[Any, Any]:
         # as in a step, whose autocast casts weights anew
         torch.clear_autocast_cache()
+        given = aliased(self._given)
         # as if another unit had computed them, at no cost in backward
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda x: x.clone() if x.requires_grad else x, aliased(self._given)
-        )
+        computed = {id(x): x.clone() for x in tensors_of(given) if x.requires_grad}
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: computed.get(id(x), x), given)
         return tuple(args), kwargs
 
     def _outputs(self, run: Run, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:

@@ -50,6 +50,8 @@ class _Walk:
         self._since: dict[int, int] = {}
         # inputs that were alive when backward came last to a unit
         self._alive = {*range(count)}
+        # outputs that were when it came to the first one: the model returns them
+        self._last: set[StorageWeakRef] | None = None
         # whether a unit gets what the one before returned, as that did
         self.joins = [False] * count
         self.saved: SavedTensors | None = None
@@ -86,6 +88,8 @@ class _Walk:
         """Note what is alive as backward comes to a unit."""
         self.gradients[i] = nbytes
         self._watch.phase(f"entered {i}")
+        if self._last is None:
+            self._last = {x for made in self._outputs for x in made if not x.expired()}
         self._alive = {k for k in self._alive if k <= i and self._lives(k)}
         self._since |= dict.fromkeys(self._alive, i)
 
@@ -108,7 +112,8 @@ class _Walk:
         return found
 
     def _is_saved(self, storage: StorageWeakRef) -> bool:
-        return self.saved is not None and self.saved.holds(storage)
+        is_last = self._last is not None and storage in self._last
+        return is_last or (self.saved is not None and self.saved.holds(storage))
 
     def joined(self, i: int) -> bool:
         """Whether unit i may be in one segment with the unit before it."""

@@ -75,37 +75,48 @@ def aliased(tree: Any) -> Any:
     """Return `tree` with new lists, tuples and dicts, and tensors that share memory with its own.
 
     A step on it reaches neither the graph a tensor came from nor its `.grad`, and cannot add to or
-    take from the caller's containers. Parameters stay themselves.
+    take from the caller's containers. Parameters stay themselves, a tensor that is there twice is
+    one again.
     """
+    return _aliased(tree, {})
+
+
+def _aliased(tree: Any, known: dict[int, Tensor]) -> Any:
     if isinstance(tree, nn.Parameter):
         return tree
     if isinstance(tree, Tensor):
-        return tree.detach().requires_grad_(tree.requires_grad)
+        if id(tree) not in known:
+            known[id(tree)] = tree.detach().requires_grad_(tree.requires_grad)
+        return known[id(tree)]
     if isinstance(tree, MutableMapping):
         found = copy.copy(tree)
         for key, value in tree.items():
-            found[key] = aliased(value)
+            found[key] = _aliased(value, known)
         return found
     if isinstance(tree, MutableSequence) and not isinstance(tree, bytearray):
         found = copy.copy(tree)
-        found[:] = [aliased(value) for value in tree]
+        found[:] = [_aliased(value, known) for value in tree]
         return found
     if isinstance(tree, tuple):
-        values = [aliased(value) for value in tree]
+        values = [_aliased(value, known) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in any nesting of lists, tuples and dicts."""
+    """Yield the tensors in any nesting of lists, tuples and dicts, each once."""
+    yield from {id(tensor): tensor for tensor in _leaves_of(tree)}.values()
+
+
+def _leaves_of(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, MutableMapping):
         for value in tree.values():
-            yield from tensors_of(value)
+            yield from _leaves_of(value)
     elif isinstance(tree, (MutableSequence, tuple)) and not isinstance(tree, bytearray):
         for value in tree:
-            yield from tensors_of(value)
+            yield from _leaves_of(value)
 
 
 def _parameters_of(given: Any) -> list[Any]:

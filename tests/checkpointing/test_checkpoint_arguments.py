@@ -76,6 +76,21 @@ def test_sparse_argument(layout):
     assert_as_plain(lambda a, x: torch.sparse.mm(a, x.sin()).sin(), a, randn(4, 3))
 
 
+def test_an_argument_that_is_passed_twice_is_one_again():
+    seen, x = [], randn(3).requires_grad_()
+
+    def square(a, b):
+        # attention takes another way where key and value are one tensor
+        seen.append(a is b)
+        return (a * b).sin()
+
+    with torch.autograd.graph.save_on_cpu():
+        y = checkpoint(square, x.cos(), b=x.cos()), checkpoint(square, *[x.cos()] * 2)
+    sum(y).sum().backward()
+    # backward begins at the last
+    assert seen == [False, True, True, False]
+
+
 def test_subclass_argument():
     class Mine(torch.Tensor):
         pass
