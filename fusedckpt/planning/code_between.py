@@ -105,15 +105,16 @@ class _Walk:
         found, last = 0, len(self._costs)
         for k in range(min(i, last)):
             since = self._since.get(
-                k, last if any(map(self._is_saved, self._given[k])) else last + 1
+                k, last if any(map(self._is_kept, self._given[k])) else last + 1
             )
             if k < since <= i and self._costs[k].keeps_input(PLAIN):
                 found += self._sizes[k]
         return found
 
-    def _is_saved(self, storage: StorageWeakRef) -> bool:
-        is_last = self._last is not None and storage in self._last
-        return is_last or (self.saved is not None and self.saved.holds(storage))
+    def _is_kept(self, storage: StorageWeakRef) -> bool:
+        """Whether code keeps it until backward."""
+        is_returned = self._last is not None and storage in self._last
+        return is_returned or (self.saved is not None and self.saved.holds(storage))
 
     def joined(self, i: int) -> bool:
         """Whether unit i may be in one segment with the unit before it."""
@@ -125,14 +126,14 @@ class _Walk:
         return [
             bool(self.held(i + 1)) or self._costs[i + 1].keeps_input(level)
             if self._follows(i, x)
-            else self._is_saved(x) and not before
+            else self._is_kept(x) and not before
             for x, before in zip(self._outputs[i], self.known_before(i), strict=True)
         ]
 
     def known_before(self, i: int) -> list[bool]:
         """Return which outputs of unit i are counted as if they were there before it."""
         return [
-            not self._follows(i, x) and self._is_saved(x) and self._reaches_joined(i, x)
+            not self._follows(i, x) and self._is_kept(x) and self._reaches_joined(i, x)
             for x in self._outputs[i]
         ]
 
