@@ -1,0 +1,277 @@
+"""The bytes that each block saves for backward: a table of formulas, asserted for every mask.
+
+T tokens of D features, F hidden features. A row of the table names each tensor that a block saves,
+and the gradients of which any one makes the block save it. Nothing else is saved. Parameters and
+other leaves of the caller are not counted. Chunks, residuals, biases, adapters and quantised
+weights change nothing. Each dropout adds a seed of 8 bytes, if any gradient is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from block_calls import (
+    FLOAT,
+    HALF,
+    LINEARS,
+    MLPS,
+    NORMS,
+    SAME,
+    Dtypes,
+    Operands,
+    Sizes,
+    function_of,
+)
+from support import DEVICE, saved_bytes
+from torch import nn
+
+import fusedckpt
+from fusedckpt.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+pytestmark = pytest.mark.usefixtures("on_aten")
+
+# True: two sets are accepted, with x and without, where LayerNorm's bias is wanted but no gradient
+# that reads x. False: the set without x alone.
+LAYER_BIAS_ALONE_KEEPS_X = True
+
+# primes, so that no two formulas give one number
+SIZES = Sizes(T=5, D=7, F=11, OUT=13, R=3)
+T, D, F, OUT, _ = SIZES
+
+# roles are those of block_calls; a residual that is added before a norm has the role of x
+HIDDEN = "x norm.weight norm.bias first.weight first.bias last.weight"
+# the gradient of LayerNorm's bias is a sum of rows and reads no x: see LAYER_BIAS_ALONE_KEEPS_X
+NORMED = "x norm.weight norm.bias? first.weight"
+# block and level: the tensors saved, in elements per token: the gradients that save them
+TABLE = {
+    ("norm", "inputs"): {"D": "x norm.weight"},
+    ("norm_linear", "inputs"): {"D": NORMED},
+    ("linear", "inputs"): {"D": "first.weight"},
+    ("linear", "preact"): {"D": "first.weight"},
+    ("linear_act", "inputs"): {"D": HIDDEN},
+    ("linear_act", "preact"): {"D": "first.weight", "F": HIDDEN},
+    ("mlp", "inputs"): {"D": HIDDEN},
+    ("mlp", "preact"): {"D": "first.weight", "F": HIDDEN},
+    ("norm + mlp", "inputs"): {"D": HIDDEN},
+    ("norm + mlp", "preact"): {"D": NORMED, "F": HIDDEN},
+    ("gated_mlp", "inputs"): {"D": HIDDEN},
+    ("gated_mlp", "gate"): {"D": HIDDEN, "F": HIDDEN},
+    ("gated_mlp", "preact"): {"D": "first.weight", "2F": HIDDEN},
+    ("norm + gated_mlp", "inputs"): {"D": HIDDEN},
+    ("norm + gated_mlp", "gate"): {"D": HIDDEN, "F": HIDDEN},
+    ("norm + gated_mlp", "preact"): {"D": NORMED, "2F": HIDDEN},
+}
+FEATURES = {"D": D, "F": F, "2F": 2 * F}
+
+# x is saved as given where a norm reads it, and else as the GEMM reads it
+MIXED = {
+    "autocast": (None, Dtypes(autocast=HALF, x_bytes=2, hidden_bytes=2)),
+    "autocast of a norm": ("layer", Dtypes(autocast=HALF, hidden_bytes=2)),
+    "autocast of half precision": (None, Dtypes(HALF, autocast=HALF, x_bytes=2, hidden_bytes=2)),
+    "wide norm": ("layer", Dtypes(HALF, linears=HALF, adapters=HALF, x_bytes=2, hidden_bytes=2)),
+    "wide adapters": (None, Dtypes(HALF, linears=HALF, x_bytes=2, hidden_bytes=2)),
+    "widening norm": ("rms", Dtypes(HALF, x_bytes=2, cast="llama")),
+}
+
+BLOCKS = [
+    *((block, None) for block in LINEARS if block != "norm_linear"),
+    *((block, norm) for block in ("norm_linear", *MLPS) for norm in NORMS),
+]
+
+
+def allowed(row: tuple[str, str], wanted: set[str], dtypes: Dtypes, seeds: int) -> set[int]:
+    """Return the bytes that a call may save where these gradients are wanted."""
+    nbytes, alone = 8 * seeds if wanted else 0, 0
+    for features, readers in TABLE[row].items():
+        itemsize = dtypes.x_bytes if features == "D" else dtypes.hidden_bytes
+        size = itemsize * T * FEATURES[features]
+        if wanted.intersection(readers.split()):
+            nbytes += size
+        elif "norm.bias?" in readers and "norm.bias" in wanted:
+            alone = size
+    return {nbytes, nbytes + alone} if LAYER_BIAS_ALONE_KEEPS_X else {nbytes}
+
+
+def check(
+    call: Callable[..., Any],
+    operands: Operands,
+    row: tuple[str, str],
+    seeds: int = 0,
+    inputs: int = 1,
+) -> None:
+    """Assert the bytes that a call of the first leaves saves, for every mask over all leaves."""
+    leaves, roles, dtypes = operands.leaves, operands.roles, operands.dtypes
+    for mask in product((False, True), repeat=len(leaves)):
+        for leaf, is_wanted in zip(leaves, mask, strict=True):
+            leaf.requires_grad_(is_wanted)
+        wanted = [role for role, is_wanted in zip(roles, mask, strict=True) if is_wanted]
+        around = torch.autocast(DEVICE.type, dtypes.autocast) if dtypes.autocast else nullcontext()
+        with around:
+            found = saved_bytes(call, leaves[:inputs])
+        assert found in allowed(row, set(wanted), dtypes, seeds), (row, wanted)
+
+
+def check_block(
+    block: str,
+    norm: str | None,
+    kinds: Sequence[str] = (),
+    dtypes: Dtypes = FLOAT,
+    bias: bool = True,
+    **options: Any,
+) -> None:
+    """Assert the rows of a block at every level; `kinds` are those of its linears."""
+    operands = Operands(SIZES, dtypes)
+    operands.x()
+    spec = operands.norm(norm)
+    linears = operands.linears(block, kinds, bias, "residual" in options)
+    function = function_of(block, spec, linears)
+    seeds = sum(kind.partition("+")[2].count("d") for kind in kinds)
+    seeds += sum("dropout" in key for key in options)
+    for row in rows_of(block, norm):
+        check(partial(function, save=row[1], **options), operands, row, seeds)
+
+
+def rows_of(block: str, norm: str | None) -> list[tuple[str, str]]:
+    name = "gated_mlp" if block == "packed" else block
+    name = f"norm + {name}" if norm and block in MLPS else name
+    return [row for row in TABLE if row[0] == name]
+
+
+@pytest.mark.parametrize("dtypes", SAME.values(), ids=list(SAME))
+@pytest.mark.parametrize(("block", "norm"), BLOCKS)
+def test_blocks(block, norm, dtypes):
+    for bias in (False, True):
+        for count in (1, 2, 3) if block == "norm_linear" else [len(LINEARS[block])]:
+            check_block(block, norm, ["dense"] * count, dtypes, bias)
+        if block in MLPS:
+            check_block(block, norm, (), dtypes, bias, residual=True)
+
+
+@pytest.mark.parametrize("added", [None, torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms(norm, dtype, added):
+    """Norms that add a residual save the sum, which they return, in the wider dtype."""
+    wide = torch.promote_types(dtype, added or dtype)
+    operands = Operands(SIZES, Dtypes(dtype, wide, x_bytes=wide.itemsize))
+    inputs = [operands.x()] if added is None else [operands.x(), operands.x(added)]
+    spec = operands.norm(norm)
+    assert spec is not None
+    given: dict[str, Any] = {"normalized_shape": D, "weight": spec.weight}
+    functions = rms_norm, add_rms_norm
+    if spec.kind == "layer":
+        functions, given["bias"] = (layer_norm, add_layer_norm), spec.bias
+    call = partial(functions[len(inputs) - 1], **given)
+    check(call, operands, ("norm", "inputs"), inputs=len(inputs))
+
+
+@pytest.mark.parametrize(("norm", "dtypes"), MIXED.values(), ids=list(MIXED))
+def test_mixed_dtypes(norm, dtypes):
+    for block in (block for block, name in BLOCKS if name == norm):
+        check_block(block, norm, (), dtypes, bias=False)
+        middle = ["frozen"] * (len(LINEARS[block]) - 2)
+        kinds = ["frozen+a", *middle, "quantised+d"][: len(LINEARS[block])]
+        check_block(block, norm, kinds, dtypes, bias=False)
+
+
+# kinds of block_calls
+KINDS = {"dense+d": "float32", "quantised": "bfloat16", "quantised+d": "bfloat16"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("block", "norm"), [b for b in BLOCKS if b[1] in (None, "layer")])
+def test_adapters_on_each_linear(block, norm, kind):
+    for i in range(len(LINEARS[block])):
+        kinds = ["frozen"] * len(LINEARS[block])
+        kinds[i] = kind
+        check_block(block, norm, kinds, SAME[KINDS[kind]])
+
+
+@pytest.mark.parametrize(("block", "norm"), [b for b in BLOCKS if b[1] in (None, "layer")])
+def test_adapters_on_every_linear(block, norm):
+    kinds = ["frozen+a", "frozen+d", "frozen+d"][: len(LINEARS[block])]
+    check_block(block, norm, kinds, SAME["bfloat16"], bias=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.1},
+        {"output_dropout": 0.1},
+        {"dropout": 0.1, "output_dropout": 0.2, "residual": True},
+        {"chunks": 2},
+        {"activation": "identity"},
+        {"activation": "relu"},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("norm", [None, "layer"])
+@pytest.mark.parametrize("block", MLPS)
+def test_options(block, norm, options):
+    check_block(block, norm, bias=block == "mlp", **options)
+    # beside a weight with two adapters, of which one has a dropout
+    check_block(block, norm, ["frozen+ad", *["frozen"] * (len(LINEARS[block]) - 1)], **options)
+
+
+def normed(module: Callable[..., nn.Module]) -> Callable[[str], nn.Module]:
+    return lambda save: module(D, F, OUT, norm=nn.LayerNorm(D), save=save)
+
+
+MODULES: dict[str, list[Callable[[str], nn.Module]]] = {
+    "norm": [lambda _: fusedckpt.RMSNorm(D), lambda _: fusedckpt.LayerNorm(D)],
+    "norm_linear": [
+        lambda _: fusedckpt.NormLinear(nn.LayerNorm(D), nn.Linear(D, F), nn.Linear(D, OUT))
+    ],
+    "linear": [lambda save: fusedckpt.Linear(D, F, save=save)],
+    "linear_act": [lambda save: fusedckpt.Linear(D, F, activation="gelu", save=save)],
+    "mlp": [lambda save: fusedckpt.MLP(D, F, OUT, save=save)],
+    "norm + mlp": [normed(fusedckpt.MLP)],
+    "gated_mlp": [lambda save: fusedckpt.GatedMLP(D, F, OUT, save=save)],
+    "norm + gated_mlp": [normed(fusedckpt.GatedMLP)],
+}
+LAST = ("fc2", "down_proj")
+
+
+def operands_of(block: str, module: nn.Module) -> Operands:
+    operands = Operands(SIZES)
+    operands.x()
+    for name, parameter in module.named_parameters():
+        child, _, kind = name.rpartition(".")
+        role = "norm" if child == "norm" or block == "norm" else "first"
+        operands.add(f"{'last' if child in LAST else role}.{kind}", parameter)
+    return operands
+
+
+@pytest.mark.parametrize(("block", "level"), TABLE)
+def test_modules(block, level):
+    """Modules save as functions do, at their own level or that of `saving`."""
+    for make in MODULES[block]:
+        module = make(level).to(DEVICE)
+        operands = operands_of(block, module)
+        check(module, operands, (block, level))
+        for wide in ("inputs", "gate", "preact"):
+            row = (block, wide) if (block, wide) in TABLE else (block, "inputs")
+            for leaf in operands.leaves:
+                leaf.requires_grad_()
+            with fusedckpt.saving(wide):
+                found = saved_bytes(module, operands.leaves[:1])
+            assert {found} == allowed(row, {"x", "first.weight"}, FLOAT, 0)
+
+
+@pytest.mark.parametrize(("block", "level"), TABLE)
+def test_no_gradients(block, level):
+    """A call without gradients saves nothing; a checkpoint saves its arguments alone."""
+    for make in MODULES[block]:
+        module = make(level).to(DEVICE)
+        x = operands_of(block, module).leaves[0].requires_grad_()
+        with torch.no_grad():
+            assert saved_bytes(module, [x]) == 0
+        with torch.inference_mode():
+            assert saved_bytes(module, [x]) == 0
+        assert saved_bytes(partial(fusedckpt.checkpoint, module), [x]) == FLOAT.x_bytes * T * D
