@@ -86,12 +86,13 @@ def fused_dz(
     return dz, sum_partials(db, None)[0]
 
 
-def hidden(z: Tensor, up: Tensor | None, h: Tensor, activation: str, kernel: str) -> Tensor:
-    """Write act(z), times `up` if given, into h [M, N], which may be z or up.
+def hidden(z: Tensor, up: Tensor | None, h: Tensor | None, activation: str, kernel: str) -> Tensor:
+    """Return act(z), times `up` if given, in h [M, N] if given, which may be z or up.
 
     All contiguous, or z and up halves of the columns of something contiguous, and h neither.
     """
     act = ACTIVATIONS[activation]
+    h = torch.empty_like(z, memory_format=torch.contiguous_format) if h is None else h
     if kernel != "aten":
         elementwise.act(z, up, h, act.value)
     elif up is None:

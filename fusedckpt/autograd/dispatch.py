@@ -296,6 +296,7 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
         levels.override.level,
         levels.override.chunks,
         twin=DISABLED
+        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0,
         direct=False,

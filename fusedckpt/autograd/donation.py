@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd.backward import is_batched
-from fusedckpt.autograd.custom_op import Op
 
 _keeps_graph: Callable[[], bool] | None = getattr(
     getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None
@@ -21,27 +20,20 @@ _keeps_graph: Callable[[], bool] | None = getattr(
 
 
 def run(
-    ctx: Any,
-    ops: tuple[Op, Op],
-    extras: Sequence[Tensor | None],
-    args: Sequence[Any],
-    settled: Any,
+    ctx: Any, extras: Sequence[Tensor | None], dy: Tensor, compute: Callable[[bool], Any]
 ) -> Any:
-    """Call the first op on `args`, or the second, which overwrites the extras among them.
+    """Return compute(donates); where `donates`, it may write over the extras.
 
     A later reader, such as a backward repeated after a failure or in another thread, raises by
-    their version. `settled`: a further argument of the implementation, None if the op is traced or
-    watched.
+    their version.
     """
     is_ours = ctx.owns_extras and not torch.compiler.is_compiling()
     owned = [t for t in extras if t is not None] if is_ours else []
-    donates = len(owned) > 0 and _is_last_read(args[0])
+    donates = len(owned) > 0 and _is_last_read(dy)
     if donates:
         # before a byte is written: autograd then refuses to hand them out again
         torch.autograd.graph.increment_version(owned)
-    # torch 2.11's compiler takes no bool for an index
-    op = ops[1] if donates else ops[0]
-    found = op.overload(*args) if settled is None else op.direct(*args, settled)
+    found = compute(donates)
     for extra in owned:
         # after the last read, and for whoever got it through hooks, where autograd does not look
         if extra._version != donates:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.subclass import made_of
+from fusedckpt.blocks import norm_sharing
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken, child_at
 from fusedckpt.fusing.operands import Linear, MLPMatch, drops_of, layout_of, tensors_of
-from fusedckpt.layers import norm_sharing, parallel
+from fusedckpt.layers import parallel
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp

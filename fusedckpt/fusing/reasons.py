@@ -13,8 +13,9 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.quantised import quantised, why_left
+from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters
-from fusedckpt.layers import styles, validate
+from fusedckpt.layers import styles
 
 _CALLS = {
     "arguments": "called with arguments other than one tensor",

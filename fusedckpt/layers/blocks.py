@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.norm_spec import NormSpec
+from fusedckpt.blocks import validate
+from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.programs import GATED, Linears, MLPOptions, NormLinearOptions, split
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
-from fusedckpt.layers import constructors, parallel, validate
+from fusedckpt.layers import constructors, parallel
 from fusedckpt.layers.linear import Linear
-from fusedckpt.layers.mlp import GATED_LEVELS, GATED_LINEARS, LINEARS, MLP_LEVELS, gated_mlp, mlp
-from fusedckpt.layers.mlp_call import MLPOptions, split
-from fusedckpt.layers.mlp_function import run
+from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, PLAIN, gated_mlp, mlp
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.norm_linear import NormLinearOptions, run_projections
+from fusedckpt.layers.norm_linear import linears_of, run_projections
 from fusedckpt.layers.styles import layout_of
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]
@@ -102,7 +103,7 @@ class _Block(nn.Module):
         x, norm, linears = input, self.norm, self._linears()
         options = MLPOptions(
             type(self).__name__,
-            self.names,
+            Linears(self.names),
             self.activation,
             residual=self.residual,
             save=None,
@@ -123,8 +124,7 @@ class _Block(nn.Module):
             x, norm, options = norm(input), None, options._replace(residual=False)
         y, parts = None, [_letter(linear) for linear in linears]
         if parts.count("l") == len(parts) and not has_hooks(*linears):
-            first, *up, last = [(linear.weight, linear.bias) for linear in linears]
-            y = run(options, x, *tensors, *first, *(up[0] if up else (None, None)), *last)
+            y = run_linears(options, x, tensors, [(m.weight, m.bias) for m in linears])
         elif not dispatch.is_recorded(input):
             options.chosen(levels.override.level)
         if y is None:
@@ -191,7 +191,7 @@ class MLP(_Block):
     Children are `fc1`, `fc2` and, where given, `norm`.
     """
 
-    levels, names = MLP_LEVELS, LINEARS
+    levels, names = MLP_LEVELS, PLAIN
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class GatedMLP(_Block):
     `norm`.
     """
 
-    levels, names = GATED_LEVELS, GATED_LINEARS
+    levels, names = GATED_LEVELS, GATED
 
     def __init__(
         self,
@@ -322,12 +322,16 @@ class NormLinear(nn.Module):
         linears: list[Any] = list(self.linears)
         letters = "".join([_letter(layer) for layer in (norm, *linears)])
         if letters == "n" + "l" * len(linears) and not has_hooks(norm, *linears):
-            weights, biases = [m.weight for m in linears], [m.bias for m in linears]
             (spec, kinds), tensors = split(spec_of(norm))
             options = NormLinearOptions(
-                "NormLinear", spec, kinds, len(linears), over=norm.normalized_shape, is_module=True
+                "NormLinear",
+                spec,
+                kinds,
+                linears_of(len(linears)),
+                over=norm.normalized_shape,
+                is_module=True,
             )
-            ys = run_projections(options, input, *tensors, *weights, *biases)
+            ys = run_projections(options, input, tensors, [(m.weight, m.bias) for m in linears])
             if ys is not None:
                 return ys
         n = norm(input)

@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedckpt import reference
 from fusedckpt.autograd import levels
 from fusedckpt.autograd.lora import LoRA
-from fusedckpt.layers import constructors, validate
-from fusedckpt.layers.linear_function import LEVELS, LinearOptions, run
+from fusedckpt.blocks import validate
+from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.programs import LinearOptions
+from fusedckpt.layers import constructors
 
 __all__ = ["Linear", "linear_act"]
+
+LEVELS = LinearOptions.levels
 
 
 def linear_act(
@@ -52,7 +57,12 @@ def linear_act(
     Other tensor subclasses, and inference tensors where gradients are needed, run in eager.
     """
     options = LinearOptions("linear_act", activation, save, kernel=kernel)
-    return run(options, x, weight, bias)
+    return _run(options, x, weight, bias)
+
+
+def _run(options: LinearOptions, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    y = run_linears(options, x, (), [(weight, bias)])
+    return reference.linear_act(x, weight, bias, options.activation) if y is None else y
 
 
 class Linear(nn.Linear):
@@ -87,7 +97,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
         options = LinearOptions("Linear", self.activation, None, self.save, is_module=True)
-        return run(options, input, self.weight, self.bias)
+        return _run(options, input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.Linear does, with the activation and level after it."""

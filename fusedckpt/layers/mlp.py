@@ -19,16 +19,15 @@ from torch import Tensor
 from fusedckpt import reference
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec
-from fusedckpt.layers import validate
-from fusedckpt.layers.mlp_call import PACKED, MLPOptions, split
-from fusedckpt.layers.mlp_function import run
+from fusedckpt.blocks import validate
+from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.programs import GATED, PACKED, Linears, MLPOptions, split
 
 __all__ = ["gated_mlp", "mlp"]
 
 MLP_LEVELS = ("inputs", "preact")
 GATED_LEVELS = ("inputs", "gate", "preact")
-LINEARS = ("fc1", "fc2")
-GATED_LINEARS = ("gate", "up", "down")
+PLAIN = ("fc1_weight", "fc2_weight")
 
 
 def _options(
@@ -36,7 +35,7 @@ def _options(
 ) -> tuple[MLPOptions, tuple[Any, ...]]:
     """Return the options of a call, with the norm's apart from its tensors, and these."""
     (bare, kinds), tensors = split(norm)
-    return MLPOptions(name, names, norm=bare, kinds=kinds, **given), tensors
+    return MLPOptions(name, Linears(names), norm=bare, kinds=kinds, **given), tensors
 
 
 def mlp(
@@ -88,13 +87,11 @@ def mlp(
         TypeError: tensors are not dense, not floating point, or of different dtypes.
     """
     given = {"activation": activation, "residual": residual, "save": save, "kernel": kernel}
-    options, norm_tensors = _options(
-        "mlp", LINEARS, norm, **given, chunks=chunks, levels=MLP_LEVELS
-    )
+    options, norm_tensors = _options("mlp", PLAIN, norm, **given, chunks=chunks, levels=MLP_LEVELS)
     if dropout or output_dropout:
         options = options._replace(dropout=dropout, output_dropout=output_dropout)
     weights = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    y = run(options, x, *norm_tensors, fc1_weight, fc1_bias, None, None, fc2_weight, fc2_bias)
+    y = run_linears(options, x, norm_tensors, [weights[:2], weights[2:]])
     if y is not None:
         return y
     extras = {"residual": residual, "dropout": dropout, "output_dropout": output_dropout}
@@ -138,15 +135,16 @@ def gated_mlp(
     """
     if up_weight is None:
         validate.no_bias("gated_mlp", up_bias)
-    names = PACKED if up_weight is None else GATED_LINEARS
+    names = PACKED if up_weight is None else GATED
     given = {"activation": activation, "residual": residual, "save": save, "kernel": kernel}
     options, norm_tensors = _options(
         "gated_mlp", names, norm, **given, chunks=chunks, levels=GATED_LEVELS
     )
     if dropout or output_dropout:
         options = options._replace(dropout=dropout, output_dropout=output_dropout)
-    gate, up = (gate_weight, gate_bias), (up_weight, up_bias)
-    y = run(options, x, *norm_tensors, *gate, *up, down_weight, down_bias)
+    up = [] if up_weight is None else [(up_weight, up_bias)]
+    linears = [(gate_weight, gate_bias), *up, (down_weight, down_bias)]
+    y = run_linears(options, x, norm_tensors, linears)
     if y is not None:
         return y
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}

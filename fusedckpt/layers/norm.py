@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedckpt import reference
 from fusedckpt.autograd import arguments, dispatch, fallbacks
-from fusedckpt.layers import constructors, norm_sharing, parallel, validate
-from fusedckpt.layers.norm_function import COMPLEX, NormOptions, apply, eager
+from fusedckpt.blocks import norm_sharing, validate
+from fusedckpt.blocks.block import apply
+from fusedckpt.blocks.programs import COMPLEX, NormOptions
+from fusedckpt.layers import constructors, parallel
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -35,13 +38,24 @@ def _run(
         options = options._replace(normalized_shape=list(shape))
     call, phase = dispatch.settled(options, x, residual, weight, bias)
     if call is not None:
-        return apply(call, phase, x, residual, weight, bias)
+        inputs = (x,) if residual is None else (x, residual)
+        return apply(call, phase, *inputs, weight, bias)
     if not dispatch.is_recorded(x):
         # torch's own takes no numbers of numpy
         shape = validate.normalized_shape(options.name, shape)
     total = x if residual is None else x + residual
     y = eager(options, total, shape, weight, bias=bias)
     return y if residual is None else (y, total)
+
+
+def eager(
+    options: NormOptions, x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Run the eager reference of a norm."""
+    if options.kind == "layer":
+        return reference.layer_norm(x, shape, weight, bias, options.eps)  # type: ignore[arg-type]  # a checked one
+    given = {"offset": options.offset, "cast": options.cast}
+    return reference.rms_norm(x, shape, weight, options.eps, **given)
 
 
 def _called(
@@ -58,7 +72,7 @@ def _called(
         if not dispatch.are_plain(x, weight, bias) or x.dtype in COMPLEX:
             fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
         return eager(options, x, options.normalized_shape, weight, bias=bias)
-    y = apply(call, phase, x, None, weight, bias)
+    y = apply(call, phase, x, weight, bias)
     return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedckpt.autograd import backward, dispatch
 from fusedckpt.autograd.versions import versions_of
-from fusedckpt.layers.norm_sharing import Recipe, Source, made_from
+from fusedckpt.blocks.norm_sharing import Recipe, Source, made_from
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

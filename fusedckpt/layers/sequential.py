@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.norm_spec import NormSpec
+from fusedckpt.blocks import validate
 from fusedckpt.kernels.activations import name_of
-from fusedckpt.layers import constructors, validate
+from fusedckpt.layers import constructors
 from fusedckpt.layers.blocks import letter_of, spec_of
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import MLP_LEVELS, mlp

@@ -9,7 +9,7 @@ import torch._dynamo.compiled_autograd
 from support import randn
 
 import fusedckpt
-from fusedckpt.layers import norm_sharing
+from fusedckpt.blocks import norm_sharing
 
 D, F = 6, 10
 NORMS = {

@@ -137,29 +137,6 @@ def test_double_backward_needs_what_preact_drops():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-def test_ops_refuse_to_be_differentiated():
-    x, w, b = parameters()
-    op = torch.ops.fusedckpt.linear_act
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        op(x, w, b, "gelu", False, None)
-    with torch.no_grad():
-        op(x, w, b, "gelu", False, None)
-    op(x.detach(), w.detach(), b.detach(), "gelu", False, None)
-
-
-@pytest.mark.parametrize("kernel", ["split", None])
-def test_opcheck(kernel):
-    x, w, b = (t.detach() for t in parameters())
-    dy = randn(T, N, requires_grad=False)
-    ops = torch.ops.fusedckpt
-    torch.library.opcheck(ops.linear_act.default, (x, w, b, "gelu", True, kernel))
-    torch.library.opcheck(ops.linear_act.default, (x, w, None, "silu", False, kernel))
-    for z, needs in ((None, [True, True, True]), (dy.clone(), [True, False, True])):
-        torch.library.opcheck(
-            ops.linear_act_backward.default, (dy, x, w, b, z, "gelu", needs, kernel)
-        )
-
-
 def test_module_is_a_drop_in():
     ours, theirs = (inspect.signature(m.__init__) for m in (fusedckpt.Linear, nn.Linear))
     shared = list(ours.parameters)[: len(theirs.parameters)]

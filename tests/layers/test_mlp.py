@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedckpt
 from fusedckpt import NormSpec, reference
 from fusedckpt.autograd import dispatch
+from fusedckpt.blocks.run import chunks_for, row_chunks
 from fusedckpt.functional import gated_mlp, mlp, norm_linear
-from fusedckpt.kernels.mlp import chunks_for, row_chunks
 from fusedckpt.kernels.runtime import HAS_TRITON
 
 T, D, F = 24, 16, 40
@@ -293,18 +293,3 @@ def test_other_output_width():
     ):
         twin = getattr(reference, function.__name__)
         compare(function, twin, lambda weights=weights: [randn(30, 16), *weights()], slack=3.0)
-
-
-@pytest.mark.parametrize("gated_block", [False, True])
-def test_opcheck(gated_block):
-    x, norm, gate, up, down = (
-        randn(*s, requires_grad=False) for s in ((6, 8), (8,), (12, 8), (12, 8), (8, 12))
-    )
-    tensors = (norm, None, gate, None, up if gated_block else None, None, down, None)
-    options = ("rms", 1e-6, 0.0, "torch", "silu", True, torch.float32, 2, None)
-    ops = torch.ops.fusedckpt
-    for level in ("inputs", "preact"):
-        torch.library.opcheck(ops.mlp.default, (x, *tensors, *options, level))
-    needs = [True, True, False, True, False, gated_block, False, True, False]
-    dy = randn(6, 8, requires_grad=False)
-    torch.library.opcheck(ops.mlp_backward.default, (dy, None, None, x, *tensors, *options, needs))

@@ -271,18 +271,6 @@ def test_an_offset_starts_at_scale_one():
     assert repr(module).endswith("offset=1.0, cast=gemma)")
 
 
-@pytest.mark.parametrize("needs", [[True, True, True], [True, False, False], [False, True, False]])
-def test_opcheck(needs):
-    x, dy, w, b = (randn(*s, requires_grad=False) for s in ((M, N), (M, N), (N,), (N,)))
-    ops = torch.ops.fusedckpt
-    rule = (1, "layer", 1e-5, 0.0, "torch")
-    torch.library.opcheck(ops.norm.default, (x, None, w, b, *rule, torch.float32))
-    torch.library.opcheck(ops.norm.default, (x, dy, w, None, *rule, torch.float32))
-    for dtotal in (None, dy.clone()):
-        args = (dy, dtotal, x, w, *rule, torch.float32, needs)
-        torch.library.opcheck(ops.norm_backward.default, args)
-
-
 @pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_offsets_beyond_two_to_the_31(norm):

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fusedckpt
 from fusedckpt import reference
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.layers import norm_sharing
+from fusedckpt.blocks import norm_sharing
 from fusedckpt.memory import saved_tensors
 
 

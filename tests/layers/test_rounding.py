@@ -228,7 +228,7 @@ class Casts(TorchDispatchMode):
         self.ops = self.casts = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops += func is torch.ops.fusedckpt.norm_backward.default
+        self.ops += func is torch.ops.fusedckpt.block_backward.default
         self.casts += func is torch.ops.aten._to_copy.default
         return func(*args, **(kwargs or {}))
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedckpt
 from fusedckpt import NormSpec, functional
 from fusedckpt.autograd import dispatch, levels
-from fusedckpt.kernels import mlp
+from fusedckpt.blocks import run
 
 D, F, ROWS = 8, 12, 6
 
@@ -91,7 +91,7 @@ def test_inference_tensors(module):
     with torch.inference_mode():
         x = torch.randn(ROWS, D, device=DEVICE)
     if isinstance(module, (nn.RMSNorm, fusedckpt.MLP)):
-        assert node(module(x)) not in ("_NormBackward", "_MLPBackward")
+        assert node(module(x)) not in ("BlockBackward")
         return
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
         module(x)
@@ -114,16 +114,16 @@ def test_chunks():
     module = fusedckpt.MLP(D, F).to(DEVICE)
     for chunks in (3, 2):
         with levels.chunking(chunks):
-            assert module(randn(ROWS, D)).grad_fn.call.block.chunks == chunks
-        assert module(randn(ROWS, D)).grad_fn.call.block.chunks == 1
+            assert module(randn(ROWS, D)).grad_fn.call.chunks == chunks
+        assert module(randn(ROWS, D)).grad_fn.call.chunks == 1
 
 
 def test_chunks_count_what_is_computed_in(monkeypatch):
     """Temporaries of 3 KiB under autocast, which would take 6 in float32."""
-    monkeypatch.setattr(mlp, "CHUNK_BYTES", 3072)
+    monkeypatch.setattr(run, "CHUNK_BYTES", 3072)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         y = fusedckpt.MLP(D, F).to(DEVICE)(randn(64, D))
-    assert y.grad_fn.call.block.chunks == 1
+    assert y.grad_fn.call.chunks == 1
 
 
 def test_attributes(module):
@@ -158,9 +158,9 @@ def test_hooks_and_replaced_children():
         module(randn(ROWS, D))
         assert called
         handle.remove()
-    assert node(module(randn(ROWS, D))) == "_MLPBackward"
+    assert node(module(randn(ROWS, D))) == "BlockBackward"
     module.fc1 = nn.Sequential(module.fc1)
-    assert node(module(randn(ROWS, D))) != "_MLPBackward"
+    assert node(module(randn(ROWS, D))) != "BlockBackward"
 
 
 def test_the_environment(module, monkeypatch):

@@ -8,7 +8,7 @@ from support import DEVICE
 from transformers_cases import MODELS
 
 from fusedckpt import fuse, unfuse
-from fusedckpt.layers import norm_sharing
+from fusedckpt.blocks import norm_sharing
 
 distributed = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="no torch.distributed")

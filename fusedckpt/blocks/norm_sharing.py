@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from fusedckpt.autograd import backward, phases
+from fusedckpt.autograd import phases
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import Hooks
 from fusedckpt.autograd.versions import Versioned, versions_of
+from fusedckpt.blocks import ops
 
 
 class Source(NamedTuple):
@@ -65,25 +66,24 @@ def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | N
 
 
 def _normalised(call: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    call = call._replace(direct=backward.is_unwatched())
-    return call.normalised(x, None, weight, bias)[0]
+    return ops.forward_of(call, (x, weight, bias))
 
 
-def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
-    """Run an autograd Function on `read`, which is n in its compute dtype.
+def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> Any:
+    """Run a block on `read`, which is n in its compute dtype.
 
-    Only if there are no saved-tensor hooks, or only counting ones. The Function has one output, and
-    saves `read`, or None, first.
+    Only if there are no saved-tensor hooks, or only counting ones. The block has one result; if it
+    saves `read`, it saves it first.
     """
     found = made_from(n)
     if found is None:
-        return function.apply(read, *args)
+        return function(read, *args)
     with _uncounted() as count:
         # hooks can be set only on what was saved without any
         if phases.top_hooks() is None:
-            y = function.apply(read, *args)
+            y = function(read, *args)
             saved = y.grad_fn.saved_tensors
-            if saved[0] is not None:
+            if y.grad_fn.saved.inputs:
                 recipe = Recipe(Versioned(*found), n.grad_fn.source.again, read.dtype)  # type: ignore[union-attr]  # noted
                 # the first is called at once, and n let go of
                 y.grad_fn._raw_saved_tensors[0].register_hooks(lambda _: recipe, _remake)
@@ -92,7 +92,7 @@ def apply(function: Any, n: Tensor, read: Tensor, *args: Any) -> Any:
                 if tensor is not None and count is not None:
                     count(tensor)
             return y
-    return function.apply(read, *args)
+    return function(read, *args)
 
 
 def _remake(recipe: Recipe) -> Tensor:
@@ -119,13 +119,15 @@ def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
         return None
     if source.versions != versions_of(n, source.weight, source.bias):
         return None
+    if not node.saved.inputs:
+        # no gradient needs x
+        return None
     try:
         x = node.saved_tensors[0]
     except RuntimeError:
         # the norm's node has run already, or x was changed in place
         return None
-    # the norm keeps x where a gradient needs it
-    return None if x is None else (x, source.weight, source.bias)
+    return x, source.weight, source.bias
 
 
 @contextmanager

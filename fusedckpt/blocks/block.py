@@ -1,0 +1,206 @@
+"""Every fused layer: one autograd Function, which saves what the schedule of its backward reads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd import backward as autograd
+from fusedckpt.autograd import dispatch, donation
+from fusedckpt.autograd.backward import is_batched
+from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.dropout import draw_seeds
+from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.versions import Versioned
+from fusedckpt.blocks import compiled, norm_sharing, ops, schedule
+from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.operands import are_adapted, flat, num_adapters, structure_of, taken_apart
+from fusedckpt.blocks.programs import GATED, PACKED, Linears
+from fusedckpt.blocks.schedule import Flags
+
+
+class Block(torch.autograd.Function):
+    """A call of a fused layer; its arguments after the phase are inputs, then parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, phase: Phase | None, *tensors: Any) -> Any:
+        """Return the results; save what the level names, where a wanted gradient reads it."""
+        needs = ctx.needs_input_grad[2:]
+        if True not in needs:
+            phase = None
+        saved = call.saved(needs, None if phase is None else phase.levels)
+        inputs = list(map(tensors.__getitem__, saved.inputs))
+        params = list(map(tensors.__getitem__, saved.params))
+        others = None
+        if call.others:
+            # a weight that dequantises is no tensor
+            others = {n: tensors[call.num_inputs + n] for n in call.others}
+            params = [t if isinstance(t, Tensor) else None for t in params]
+        if phase is not None and not call.program.keeps:
+            phase.enter(inputs + params, saved.likes)
+        if call.direct or others:
+            found = ops.forward(call, saved.forward, tensors)
+        else:
+            found = ops.watched_forward(call, saved, tensors)
+        given = inputs + list(map(found.__getitem__, saved.results)) + params
+        # the last result is None
+        extras = list(map([*found, None].__getitem__, saved.extras))
+        if phase is None:
+            ctx.save_for_backward(*given, *extras)
+            ctx.recall, ctx.owns_extras = None, True
+        else:
+            phase.save(ctx, call.name, given, extras, saved.likes)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.saved, ctx.others, ctx.is_free = call, saved, others, phase is None
+        ctx.num_given, ctx.unread = len(given), None
+        if saved.unread:
+            # gradients do not read them, second derivatives do
+            ctx.unread = Versioned(*map(tensors.__getitem__, saved.unread))
+        if len(call.program.results) == 1:
+            return found[0]
+        if saved.constant:
+            ctx.mark_non_differentiable(*map(found.__getitem__, saved.constant))
+        return tuple(found[: len(call.program.results)])
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        """Return the wanted gradients."""
+        call: Call = ctx.call
+        begun = autograd.begin(ctx, *dys)
+        if begun is None:
+            return (None,) * (2 + len(call.metas))
+        flags, tensors, direct = begun
+        wanted, products = tuple(flags[2:]), tensors[ctx.num_given :]
+        given = dict(zip(ctx.saved.names, tensors, strict=False))
+        if ctx.others:
+            given |= ctx.others
+        like = dys[0] if dys[0] is not None else _first(dys)
+        if torch.is_grad_enabled() or (not torch.compiler.is_compiling() and is_batched(like)):
+            return (None, None, *_twin_gradients(ctx, given, dys, wanted))
+        compute = ops.backward if direct or ctx.others else ops.watched_backward
+        if any(map(_IS_GIVEN, products)):
+            args = (call, wanted, dys, like, products, given)
+            grads = donation.run(ctx, products, like, partial(compute, *args))
+        else:
+            grads = compute(call, wanted, dys, like, products, given)
+        for i, dtype in enumerate(call.dtypes):
+            # each sum goes as it is rounded, not after all of them
+            if grads[i] is not None and grads[i].dtype != dtype:
+                grads[i] = grads[i].to(dtype)
+        return (None, None, *grads)
+
+
+# without a call of Python's
+_IS_GIVEN = partial(operator.is_not, None)
+
+
+def _first(dys: Sequence[Tensor | None]) -> Tensor:
+    return next(dy for dy in dys if dy is not None)
+
+
+def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
+    """Run a call on its tensors, x first."""
+    if call.num_seeds:
+        tensors = (*tensors, draw_seeds(x, call.num_seeds))
+    read = x if call.read is None else x.to(call.read)
+    if phase is None and call.shares and hasattr(x.grad_fn, "source"):
+        y = norm_sharing.apply(partial(Block.apply, call, phase), x, read, *tensors)
+    else:
+        y = Block.apply(call, phase, read, *tensors)
+    return x + y if call.adds_after else y
+
+
+def run_linears(
+    options: Any, x: Tensor, norm: Sequence[Any], linears: Sequence[tuple[Any, Any]]
+) -> Any:
+    """Run a call of linears, pairs of weight and bias; None where the eager reference runs."""
+    tensors = given = list(chain.from_iterable(linears))
+    if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
+        return _compiled(options, x, norm, linears)
+    if not _DENSE.issuperset(map(type, given)) and are_adapted(linears):
+        keys = options.linears.keys
+        parts, _ = taken_apart(options.name, keys, linears, options.num_seeds)
+        if keys == PACKED:
+            # views: autograd puts their gradients together again
+            keys, parts = GATED, [parts[0].half(0), parts[0].half(1), parts[1]]
+        options = options._replace(linears=Linears(keys, structure_of(parts)))
+        tensors = [t for linear in parts for t in flat(linear)]
+        given = [t if isinstance(t, Tensor) or t is None else None for t in tensors]
+    call, phase = dispatch.settled(options, x, *norm, *given)
+    if call is None:
+        return None
+    is_free = phase is None or phase.levels is None
+    saves_half = is_free and call.level == "gate"
+    if options.linears.keys == PACKED and (saves_half or options.num_seeds):
+        # halves, so that one is saved alone, or h written over one before its dropout. A
+        # checkpoint's forward and recompute save alike, whatever the level
+        (weight, bias), last = linears
+        pairs = zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True)
+        options = options._replace(linears=Linears(GATED))
+        return run_linears(options, x, norm, [*pairs, last])
+    return apply(call, phase, x, *norm, *tensors)
+
+
+def _compiled(
+    options: Any, x: Tensor, norm: Sequence[Any], linears: Sequence[tuple[Any, Any]]
+) -> Any:
+    """Trace a call as its eager reference; None where a module's children are to be called."""
+    tensors = [t for pair in linears for t in pair]
+    if options.is_module and not dispatch.are_plain(x, *norm, *tensors):
+        return None
+    if not are_adapted(linears):
+        dispatch.settled(options, x, *norm, *tensors)
+    saved = options.saved_gemms([num_adapters(weight) for weight, _ in linears])
+    return compiled.run(lambda x: options.reference(x, norm, linears), saved, x)
+
+
+_DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _twin_gradients(
+    ctx: Any, given: dict[Any, Any], dys: Sequence[Tensor | None], wanted: Flags
+) -> list[Tensor | None]:
+    """Return gradients by the eager reference, as a graph that can be differentiated again."""
+    call: Call = ctx.call
+    program, like, count = call.program, _first(dys), call.num_inputs
+    if ctx.unread is not None:
+        numbers = [index - count for index in ctx.saved.unread]
+        given = given | dict(zip(numbers, ctx.unread.read(), strict=True))
+    there = tuple([dy is not None for dy in dys])
+    whole = schedule.backward(program, wanted, call.flags_of("inputs"), there)
+    for name in whole.names("value"):
+        if name not in given:
+            raise RuntimeError(
+                f"{call.name}: create_graph=True needs {name}, which save='preact' does not save "
+                "where the first weights are frozen: use save='inputs'"
+            )
+    # a sum that was saved is differentiated in place of what it is the sum of
+    firsts = program.keeps or program.inputs
+    names = (*firsts, *range(len(program.params)))
+    flags = [any(wanted[:count])] if program.keeps else list(wanted[:count])
+    flags += wanted[count:]
+    tensors = []
+    for name in names:
+        tensor = given.get(name)
+        if tensor is None:
+            # no gradient depends on it
+            tensor = call.stand_in(name, like)
+        tensors.append(tensor if isinstance(tensor, Tensor) else None)
+
+    def twin(*tensors: Any) -> tuple[Tensor, ...]:
+        values = dict(zip(firsts, tensors, strict=False))
+        others = ctx.others or {}
+        params = [others.get(number, t) for number, t in enumerate(tensors[len(firsts) :])]
+        return program.eager(values, params)
+
+    with torch.autocast(like.device.type, enabled=False):
+        found = twin_gradients(twin, tensors, flags, dys)
+    if program.keeps:
+        found = [found[0] if want else None for want in wanted[:count]] + found[1:]
+    return found

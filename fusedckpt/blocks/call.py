@@ -1,0 +1,202 @@
+"""A checked call of a fused layer: its program, how it runs, and its schedules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from fusedckpt.blocks import schedule
+from fusedckpt.blocks.schedule import Flags, Schedule
+from fusedckpt.blocks.steps import Norm, Program
+from fusedckpt.kernels.runtime import as_matrix, as_vector, as_weight
+
+
+class Layout(NamedTuple):
+    """How kernels take a parameter: "weight", "vector" or "" for as it is, in a dtype or its own."""
+
+    kind: str
+    dtype: torch.dtype | None = None
+
+    @property
+    def num_dims(self) -> int:
+        """Return how many dimensions a parameter has that needs no change."""
+        return {"vector": 1, "weight": 2, "": 0}[self.kind]
+
+    def of(self, given: Any) -> Any:
+        """Return a parameter so laid out."""
+        if self.kind == "vector":
+            return as_vector(given, self.dtype)
+        return as_weight(given, self.dtype or given.dtype) if self.kind else given
+
+
+_numbers = itertools.count()
+
+
+class Saved(NamedTuple):
+    """What a call saves, for the gradients that may be wanted of it.
+
+    inputs, params, results: places among the call's tensors and the forward's results; names: of
+    inputs and results, then numbers of parameters; unread: places of parameters that only second
+    derivatives read; likes: shape and dtype of the products that a checkpoint counts on, None for
+    the others; forward: what computes the results and the products flagged in `products`; extras:
+    the places of products among them, -1 for none; constant: of results that have no gradient.
+    """
+
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
+    params: tuple[int, ...]
+    names: tuple[Any, ...]
+    unread: tuple[int, ...]
+    likes: tuple[Any, ...]
+    forward: Schedule
+    products: Flags
+    extras: tuple[int, ...]
+    constant: tuple[int, ...]
+
+
+class Call:
+    """A checked call, settled once for calls that are alike.
+
+    name: the function's, for errors; layouts: of the parameters; metas: shapes, dtypes and devices
+    of inputs and parameters; others: numbers of the parameters that are no tensors; level: the save
+    level; chunks: of rows; direct: whether nothing traces or watches ops; read: the dtype that x is
+    cast to first, None for none; adds_after: whether x is added to the result outside, in another
+    dtype; num_seeds: how many seeds its dropouts draw.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        layouts: tuple[Layout, ...],
+        metas: Sequence[Any],
+        *,
+        others: tuple[int, ...] = (),
+        level: str = "inputs",
+        chunks: int = 1,
+        direct: bool = False,
+        read: torch.dtype | None = None,
+        adds_after: bool = False,
+        num_seeds: int = 0,
+    ):
+        self.name, self.program, self.layouts, self.metas = name, program, layouts, metas
+        self.others, self.level, self.chunks, self.direct = others, level, chunks, direct
+        self.read, self.adds_after, self.num_seeds = read, adds_after, num_seeds
+        # of what a norm made, it may save the norm's input
+        self.shares = len(program.results) == 1 and not isinstance(program.steps[0].op, Norm)
+        self.num_inputs, self.num_dims = len(program.inputs), program.num_dims
+        # of parameters: dimensions and dtype of those that need no change
+        self.plain = tuple([(layout.num_dims, layout.dtype) for layout in layouts])
+        self.dtypes = tuple([None if meta is None else meta.dtype for meta in metas])
+        # what ops call it by: a description, and a number that tells it from a call on other shapes
+        self.key = f"{name} #{next(_numbers)}: {(program, layouts, self.dtypes, chunks)!r}"
+        CALLS[self.key] = self
+        self._saved: dict[Any, Saved] = {}
+        self._backward: dict[Any, Schedule] = {}
+
+    def flags_of(self, level: str) -> Flags:
+        """Return which products a level saves; of a packed one, "gate" saves it all."""
+        count = len(self.program.products)
+        return tuple([level == "preact" or (level == "gate" and i == 0) for i in range(count)])
+
+    def saved(self, needs: Flags, levels: tuple[str, str] | None) -> Saved:
+        """Return what to save; levels: a phase's, None for the call's own."""
+        key = needs, levels
+        if key not in self._saved:
+            self._saved[key] = self._settled(needs, *(levels or (self.level, self.level)))
+        return self._saved[key]
+
+    def _settled(self, needs: Flags, counted: str, computed: str) -> Saved:
+        program, count = self.program, self.num_inputs
+        every = self._with(needs, self.flags_of("preact"))
+        likes = tuple([name in every.names("value") for name in program.products])
+        keeps, runs = (
+            tuple([a and b for a, b in zip(self.flags_of(level), likes, strict=True)])
+            for level in (counted, computed)
+        )
+        found, whole = self._with(needs, keeps), self._with(needs, self.flags_of("inputs"))
+        values = [name for name in found.names("value") if name not in program.products]
+        params = list(found.names("param"))
+        last = len(program.params) - 1
+        if self.num_seeds and last not in params:
+            # second derivatives draw the same
+            params.append(last)
+        unread = [n for n in whole.names("param") if n not in (*params, *self.others)]
+        forward = schedule.forward(program, runs, self.chunks > 1)
+        names = forward.results
+        inputs = [name for name in values if name in program.inputs]
+        results = [name for name in values if name not in program.inputs]
+        return Saved(
+            tuple(map(program.inputs.index, inputs)),
+            tuple(map(names.index, results)),
+            tuple([count + n for n in params]),
+            (*inputs, *results, *params),
+            tuple([count + n for n in unread]),
+            self._likes(likes),
+            forward,
+            runs,
+            tuple([names.index(n) if n in names else -1 for n in program.products]),
+            tuple([i for i, name in enumerate(program.results) if name not in found.flows]),
+        )
+
+    def _with(self, needs: Flags, products: Flags) -> Schedule:
+        return self.backward(needs, products, (True,) * len(self.program.results), False)
+
+    def _likes(self, flags: Flags) -> tuple[Any, ...]:
+        if not self.program.products:
+            return ()
+        shapes = [() if meta is None else meta.shape for meta in self.metas]
+        known, dtypes = self.described(shapes, self.metas)
+        leading = self.metas[0].shape[:-1]
+        return tuple(
+            [
+                ((*leading, known[name]), dtypes[name]) if flag else None
+                for name, flag in zip(self.program.products, flags, strict=True)
+            ]
+        )
+
+    def backward(self, wanted: Flags, products: Flags, dys: Flags, donates: bool) -> Schedule:
+        """Return the schedule of a backward."""
+        key = wanted, products, dys, donates
+        if key not in self._backward:
+            flags = (wanted, products, dys, donates, self.chunks > 1)
+            self._backward[key] = schedule.backward(self.program, *flags)
+        return self._backward[key]
+
+    def described(self, shapes: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, Any]:
+        """Return features and dtypes of every value, for tensors of these shapes."""
+        inputs, params = shapes[: self.num_inputs], shapes[self.num_inputs :]
+        known = self.program.widths([shape[-1] for shape in inputs], params)
+        return known, self.program.dtypes([x.dtype for x in tensors[: self.num_inputs]])
+
+    def stand_in(self, name: str | int, like: Tensor) -> Tensor | None:
+        """Return zeros in place of an input or parameter, for a dy `like`; None for an absent one."""
+        is_input = isinstance(name, str)
+        index = 0 if is_input else self.num_inputs + int(name)
+        meta = self.metas[index]
+        if meta is None or index - self.num_inputs in self.others:
+            return None
+        shape = meta.shape
+        if is_input:
+            shape = (*like.shape[: -self.num_dims], *shape[-self.num_dims :])
+        return torch.zeros(shape, dtype=meta.dtype, device=meta.device)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return x as a matrix of rows."""
+        is_matrix = self.num_dims == 1 and x.dim() == 2 and x.stride(1) == 1
+        return x if is_matrix else as_matrix(x, self.num_dims)
+
+    def shape(self, like: Sequence[int], features: int) -> tuple[int, ...]:
+        """Return the shape of a result or gradient beside one of shape `like`."""
+        if self.num_dims > 1:
+            return tuple(like)
+        return (*like[:-1], features)
+
+
+# by key; a call lives as long as one may be run again
+CALLS: WeakValueDictionary[str, Call] = WeakValueDictionary()

@@ -1,0 +1,124 @@
+"""What schedules call besides kernels: passes over rows that take a choice when they run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd.quantised import QuantisedWeight
+from fusedckpt.kernels import linear as kernels
+from fusedckpt.kernels.elementwise import HiddenGrad
+from fusedckpt.kernels.products import add_product, product_for, wide_product
+from fusedckpt.kernels.runtime import as_weight
+
+
+def added(y: Tensor, low: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Add scale low W' to y, the output of an adapter to that of its linear."""
+    if y.dtype == low.dtype:
+        return torch.addmm(y, low, weight.t(), alpha=scale, out=y)
+    # rounded once, with the sum
+    return y.add_(torch.mm(low, weight.t()).mul_(scale))
+
+
+def weight_grad(dy: Tensor, x: Tensor, scale: float, wanted: torch.dtype) -> Tensor:
+    """Return scale dy' x, in the weight's dtype where a GEMM writes it."""
+    # the narrow operand of an adapter is scaled
+    x = x if scale == 1 else x * scale
+    return product_for(dy.device, dy.dtype, wanted)(dy.t(), x)
+
+
+def weight_sum(total: Tensor | None, dy: Tensor, x: Tensor, scale: float) -> Tensor:
+    """Add scale dy' x of a chunk of rows, in at least float32."""
+    x = x if scale == 1 else x * scale
+    if total is None:
+        return wide_product(dy.t(), x)
+    add_product(total, dy.t(), x)
+    return total
+
+
+def sum_of(total: Tensor | None, grad: Tensor) -> Tensor:
+    """Add a chunk's gradient, which is in at least float32."""
+    return grad if total is None else total + grad
+
+
+def input_grad(
+    dy: Tensor, weight: Tensor | QuantisedWeight, scale: float, total: Tensor | None
+) -> Tensor:
+    """Return scale dy W, added in place to `total`, for an adapter or a quantised weight."""
+    if isinstance(weight, QuantisedWeight):
+        for rows in weight.pieces(dy.dtype):
+            part = dy if rows is None else dy[:, rows]
+            total = _added_product(total, part, dense(weight, rows, dy.dtype))
+        assert total is not None
+        return total
+    found = torch.mm(dy, weight).mul_(scale)
+    return found if total is None else total.add_(found)
+
+
+def _added_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    if total is None:
+        return torch.mm(a, b)
+    if total.dtype == a.dtype:
+        return torch.addmm(total, a, b, out=total)
+    return total.add_(torch.mm(a, b))
+
+
+def dense(weight: QuantisedWeight, rows: slice | None, dtype: torch.dtype) -> Tensor:
+    """Return rows of a quantised weight as GEMMs read them."""
+    return as_weight(weight.dense(rows), dtype)
+
+
+def dequantised(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """Return x W' + b for a weight of which one piece is dense at a time."""
+    y = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+    for rows in weight.pieces(x.dtype):
+        if rows is None:
+            kernels.linear(x, dense(weight, None, x.dtype), bias, y)
+        else:
+            part = None if bias is None else bias[rows]
+            y[:, rows] = kernels.linear(x, dense(weight, rows, x.dtype), part)
+    return y
+
+
+def packed(z: Tensor, activation: str, kernel: str, out: Tensor | None = None) -> Tensor:
+    """Return act(gate) * up for z that holds the columns of both."""
+    gate, up = z.chunk(2, 1)
+    return kernels.hidden(gate, up, out, activation, kernel=kernel)
+
+
+def hidden_grads(
+    dy: Tensor,
+    weight: Tensor | None,
+    z: Tensor,
+    u: Tensor | None,
+    activation: str,
+    kernel: str,
+    is_packed: bool,
+    sums: tuple[bool, bool],
+    needs_h: bool,
+    h: Tensor | None,
+    dz: Tensor | None,
+    du: Tensor | None,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return h, dz, du and the column sums of dz and du; each of the first three where given.
+
+    dy: the gradient of h; or, with the weight of the next linear, that of its output.
+    """
+    gate, up = (z, u) if not is_packed else z.chunk(2, 1)
+    if needs_h and h is None:
+        h = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    dz = torch.empty_like(z) if dz is None else dz
+    if u is not None and du is None:
+        du = torch.empty_like(u)
+    parts = (dz, du) if not is_packed else dz.chunk(2, 1)
+    grads = HiddenGrad(gate, up, h, *parts)
+    needs_db = (sums[0], sums[0] if is_packed else sums[1])
+    if weight is not None:
+        dbs = kernels.hybrid_grad(dy, weight, grads, activation, needs_db)
+    else:
+        dbs = kernels.hidden_grad(dy, grads, activation, needs_db, kernel=kernel)
+    if is_packed and sums[0]:
+        dbs = torch.cat(dbs), None  # type: ignore[arg-type]  # both are there
+    return h, dz, du, *dbs
