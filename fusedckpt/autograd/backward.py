@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ _will_execute: Callable[[Any], bool] = getattr(
 )
 # a batch of gradients in one tensor, as is_grads_batched=True makes them
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
+_unbatch: Callable[..., Tensor] = torch._remove_batch_dim  # type: ignore[reportPrivateImportUsage]
+_batch: Callable[..., Tensor] = torch._add_batch_dim  # type: ignore[reportPrivateImportUsage]
 # whether a profiler runs
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
@@ -42,21 +44,46 @@ def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] |
     That is: for each argument whether its gradient is wanted; the tensors that were saved; and
     whether nothing traces or watches ops, so that they need not be seen.
     """
-    needs = wanted_gradients(ctx)
-    dy = None
-    for dy in dys:
-        if dy is not None:
-            break
-    if dy is None or not any(needs):
+    needs, given = wanted_gradients(ctx), [dy for dy in dys if dy is not None]
+    if not given or not any(needs):
         return None
     saved = list(ctx.saved_tensors)
     if ctx.recall is not None:
         # GEMM outputs come last
         saved[ctx.num_given :] = ctx.recall(saved[ctx.num_given :])
-    if torch.compiler.is_compiling() or is_batched(dy) or dy.device.type == "meta":
+    if torch.compiler.is_compiling() or is_batch(dys) or given[0].device.type == "meta":
         return needs, saved, False
     # hooks may have handed out tensors of any class
     return needs, saved, is_unwatched() and _PLAIN.issuperset(map(type, (*dys, *saved)))
+
+
+def is_batch(dys: Sequence[Tensor | None]) -> bool:
+    """Whether any of a function's gradients is a batch: one that depends on none is not."""
+    return any(dy is not None and is_batched(dy) for dy in dys)
+
+
+def one_by_one(run: Callable[..., Sequence[Any]], dys: Sequence[Tensor | None]) -> list[Any]:
+    """Return the gradients that `run(dys)` returns, for a batch of dys: run once for each of it."""
+    batch = next(dy for dy in dys if dy is not None and is_batched(dy))
+    level, size = _batch_of(batch)
+    # what is no batch is repeated
+    each = [None if dy is None else _unbatch(dy, level, size, 0) for dy in dys]
+    found = [run([None if dy is None else dy[i] for dy in each]) for i in range(size)]
+    return [
+        None if grads[0] is None else _batch(torch.stack(grads), 0, level)
+        for grads in zip(*found, strict=True)
+    ]
+
+
+def _batch_of(batch: Tensor) -> tuple[int, int]:
+    """Return the level of the innermost vmap that a batch of gradients is of, and its size."""
+    # torch numbers them from 1 to 64; the one of this thread is not that of the caller's
+    for level in range(64, 0, -1):
+        # at another level it would be repeated as often as asked
+        one, two = (_unbatch(batch, level, size, 0).shape[0] for size in (1, 2))
+        if one == two:
+            return level, one
+    raise AssertionError("a batch without a level")
 
 
 def is_unwatched() -> bool:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fusedckpt import reference
 from fusedckpt.autograd import arguments, backward, dispatch, donation
-from fusedckpt.autograd.backward import is_batched
+from fusedckpt.autograd.backward import is_batch, one_by_one
 from fusedckpt.autograd.custom_op import BELOW, Op, below
 from fusedckpt.autograd.dispatch import Meta
-from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.double_backward import stand_in, twin_gradients
 from fusedckpt.autograd.dropout import draw_seeds
 from fusedckpt.autograd.lora import Parts, is_adapted, parts_of
 from fusedckpt.autograd.norm_spec import NormSpec
@@ -119,12 +119,14 @@ class _Adapted(torch.autograd.Function):
         needs = _needs(call, ctx.structure, flags)
         given = saved[: len(saved) - ctx.num_extras]
         extras = saved[len(given) :]
-        like = next(dy for dy in dys if dy is not None)
-        if torch.is_grad_enabled() or is_batched(like):
+        if call.norm is not None:
+            call = call._replace(norm=call.norm._replace(direct=direct))
+        if torch.is_grad_enabled():
             found = _twin_gradients(ctx, given, dys, flags)
+        elif is_batch(dys):
+            found = one_by_one(partial(_one, call, ctx.structure, needs, given, extras), dys)
         else:
-            if call.norm is not None:
-                call = call._replace(norm=call.norm._replace(direct=direct))
+            like = next(dy for dy in dys if dy is not None)
             args = (like, call, ctx.structure, needs, given, extras, dys)
             with below(BELOW):
                 found = donation.run(ctx, _BACKWARD, extras, args, settled=True)
@@ -193,6 +195,13 @@ def _backward(
     return found
 
 
+def _one(*args: Any) -> list[Tensor | None]:
+    """Take the arguments of `_backward` but the first."""
+    like = next(dy for dy in args[-1] if dy is not None)
+    with below(BELOW):
+        return _backward(like, *args)
+
+
 _DONATING = partial(_backward, donates=True)
 _BACKWARD = Op(_backward, _backward), Op(_DONATING, _DONATING)
 
@@ -215,7 +224,7 @@ def _twin_gradients(
             )
         # no gradient depends on it
         _, features = shape_of(_parts(ctx.structure, tensors[2:])[0])
-        x = like.new_zeros(*like.shape[:-1], features, dtype=call.dtypes[0])
+        x = stand_in((*like.shape[:-1], features), call.dtypes[0] or like.dtype, like.device)
     wanted = [flags[0], *flags[2:NUM_FIRST], *flags[NUM_FIXED:]]
     twin = partial(_twin, call, ctx.structure, seeds)
     with dispatch.no_autocast(like.device):

@@ -12,7 +12,7 @@ from fusedckpt import reference
 from fusedckpt.autograd import backward, custom_op, dispatch, donation, levels
 from fusedckpt.autograd.custom_op import BELOW, below
 from fusedckpt.autograd.dispatch import Around, Meta
-from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.double_backward import stand_in, twin_gradients
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.versions import Versioned
@@ -284,15 +284,16 @@ def _double_backward(
             "linear_act: create_graph=True needs x and weight, which save='preact' does not keep "
             "where one of them is frozen: use save='inputs'"
         )
-    # what an identity did not keep, its gradients do not depend on: zeros have the same ones
+    # what an identity did not keep, its gradients do not depend on
     if x is None:
-        x = dy.new_zeros((*dy.shape[:-1], w.shape[1] if w is not None else 0))
+        shape = (*dy.shape[:-1], w.shape[1] if w is not None else 0)
+        x = stand_in(shape, dy.dtype, dy.device)
     if w is None:
-        w = dy.new_zeros((dy.shape[-1], x.shape[-1]), dtype=w_dtype)
+        w = stand_in((dy.shape[-1], x.shape[-1]), w_dtype, dy.device)
     if ctx.unread is not None:
         (b,) = ctx.unread.read()
     elif b is None and b_dtype is not None:
-        b = dy.new_zeros(dy.shape[-1:], dtype=b_dtype)
+        b = stand_in(dy.shape[-1:], b_dtype, dy.device)
 
     def twin(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         b = None if b is None else b.to(x.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedckpt import reference
 from fusedckpt.autograd import backward, custom_op, dispatch, donation
 from fusedckpt.autograd.custom_op import BELOW, below
-from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.double_backward import stand_in, twin_gradients
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.versions import Versioned
@@ -270,7 +270,7 @@ def _double_backward(
     tensors = [t if t is not None else other for t, other in zip(kept, unread, strict=True)]
     if call.dtypes[-1] is not None:
         # no gradient depends on the last bias
-        tensors[-1] = dy.new_zeros(dy.shape[-1:], dtype=call.dtypes[-1])
+        tensors[-1] = stand_in(dy.shape[-1:], call.dtypes[-1], dy.device)
     if x is None:
         if needs.hidden:
             raise RuntimeError(
@@ -278,7 +278,8 @@ def _double_backward(
                 "weights are frozen: use save='inputs'"
             )
         # the last bias's gradient does not depend on x
-        x = dy.new_zeros((*dy.shape[:-1], tensors[2].shape[1]))  # type: ignore[union-attr]  # gate is there
+        shape = (*dy.shape[:-1], tensors[2].shape[1])  # type: ignore[union-attr]  # gate is there
+        x = stand_in(shape, dy.dtype, dy.device)
 
     with torch.autocast(dy.device.type, enabled=False):
         return twin_gradients(partial(_twin, call.options), (x, *tensors), needs, (dy,))

@@ -12,7 +12,7 @@ from fusedckpt import reference
 from fusedckpt.autograd import arguments, backward, custom_op, dispatch
 from fusedckpt.autograd.custom_op import BELOW, below
 from fusedckpt.autograd.dispatch import Around, Meta
-from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.double_backward import stand_in, twin_gradients
 from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels import aten
@@ -307,14 +307,14 @@ def _double_backward(
     """Differentiate the twin of norm(x) beside x itself, which stands for the total."""
     num_dims, rule = ctx.call.num_dims, ctx.call.rule
     _, _, w_dtype, b_dtype = ctx.dtypes
-    # what was not kept, the gradients do not depend on: zeros have the same ones
+    # what was not kept, the gradients do not depend on
     if x is None:
         assert dy is not None
-        x = torch.zeros_like(dy, dtype=ctx.dtypes[0])
+        x = stand_in(dy.shape, ctx.dtypes[0], dy.device)
     shape = x.shape[-num_dims:]
     if weight is None and w_dtype is not None:
-        weight = x.new_zeros(shape, dtype=w_dtype)
-    bias = None if b_dtype is None else x.new_zeros(shape, dtype=b_dtype)
+        weight = stand_in(shape, w_dtype, x.device)
+    bias = None if b_dtype is None else stand_in(shape, b_dtype, x.device)
     out_dtype = x.dtype if dy is None else dy.dtype
 
     def twin(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fusedckpt import reference
 from fusedckpt.autograd import backward, dispatch
-from fusedckpt.autograd.backward import is_batched
+from fusedckpt.autograd.backward import is_batch
 from fusedckpt.autograd.dispatch import Around
-from fusedckpt.autograd.double_backward import twin_gradients
+from fusedckpt.autograd.double_backward import stand_in, twin_gradients
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.autograd.phases import Phase
@@ -226,7 +226,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype)
         product = torch.mm(a, b).to(dtype)
         return product if total is None else product.add_(total)
     # as `out`, not by addmm_, which FlopCounterMode does not count; a batch of gradients takes none
-    batched = not torch.compiler.is_compiling() and is_batched(a)
+    batched = not torch.compiler.is_compiling() and is_batch((total, a))
     return torch.addmm(total, a, b, out=None if batched else total)
 
 
@@ -236,11 +236,11 @@ def _double_backward(
     call: NormCall = ctx.call
     rule: NormRule = call.rule
     like = next(dy for dy in dys if dy is not None)
-    # what was not kept, the gradients do not depend on: zeros have the same ones
+    # what was not kept, the gradients do not depend on
     kept = (*tensors, *(None for _ in dys))
     filled = [
-        like.new_zeros(shape[0], dtype=shape[1]) if t is None and shape is not None else t
-        for t, shape in zip(kept, ctx.likes, strict=True)
+        stand_in(given[0], given[1], like.device) if t is None and given is not None else t
+        for t, given in zip(kept, ctx.likes, strict=True)
     ]
 
     def twin(x: Tensor, norm_weight: Any, norm_bias: Any, *linears: Any) -> tuple[Tensor, ...]:
