@@ -1,10 +1,11 @@
 """Linear layers as a fused block computes them: dense, dequantised where used, with adapters.
 
     y = x W' + b + sum of s drop(x) A' B'        dx = dy W + sum of drop(s dy B A)
-    dA = (s dy B)' drop(x)     dB = dy' (s drop(x) A')     dW = dy' x     db = column sums of dy
+    dA = (s dy B)' drop(x)     dB = s dy' (drop(x) A')     dW = dy' x     db = column sums of dy
 
 for primes as transposes. Nothing wider than the rank is kept: drop(x) and the product with A' are
-made again. Adapters are computed in their own dtype, and their result is added in place.
+made again. Adapters are computed in their own dtype, and their result is added in place. A GEMM
+multiplies by s what it has summed, in float32: no factor overflows where peft's result does not.
 """
 
 from __future__ import annotations
@@ -34,15 +35,25 @@ class Sums:
         key = which, place
         self.found[key] = self.found[key] + grad if key in self.found else grad
 
-    def add_product(self, which: int, place: int, a: Tensor, b: Tensor) -> None:
-        """Add a' b, in float32 where there are several chunks."""
+    def add_product(self, which: int, place: int, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+        """Add scale * a' b, in float32 where there are several chunks."""
         key = which, place
         if self.chunks == 1:
-            self.found[key] = torch.mm(a.t(), b)
+            self.found[key] = scaled_product(a.t(), b, scale)
+        elif scale != 1:
+            self.add(which, place, wide_product(a.t(), b).mul_(scale))
         elif key not in self.found:
             self.found[key] = wide_product(a.t(), b)
         else:
             add_product(self.found[key], a.t(), b)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return scale * a @ b, rounded once."""
+    if scale == 1:
+        return torch.mm(a, b)
+    # what is multiplied by beta is not read
+    return torch.addmm(a.new_empty(1, 1), a, b, beta=0, alpha=scale)
 
 
 class Adapter(NamedTuple):
@@ -61,26 +72,29 @@ class Adapter(NamedTuple):
         """Return what A reads."""
         return dropout(x.to(self.dtype), self.constants.dropout, self.seed, first_row)
 
-    def add_output(self, y: Tensor, x: Tensor, first_row: int) -> None:
-        """Add s drop(x) A' B' to y."""
-        low = torch.mm(self.dropped(x, first_row), self.a.t())
+    def add_output(self, y: Tensor, x: Tensor, first_row: int) -> Tensor:
+        """Return y + s drop(x) A' B', see `_sum`."""
+        low, scale = torch.mm(self.dropped(x, first_row), self.a.t()), self.constants.scale
         if y.dtype == self.dtype:
-            torch.addmm(y, low, self.b.t(), alpha=self.constants.scale, out=y)
-        else:
-            # rounded once, with the sum
-            y += torch.mm(low.mul_(self.constants.scale), self.b.t())
+            return torch.addmm(y, low, self.b.t(), alpha=scale, out=y)
+        return _sum(y, scaled_product(low, self.b.t(), scale))
 
     def low_grad(self, dy: Tensor) -> Tensor:
         """Return s dy B, of which both dA and dx are made."""
-        return torch.mm(dy.to(self.dtype), self.b).mul_(self.constants.scale)
+        return scaled_product(dy.to(self.dtype), self.b, self.constants.scale)
 
-    def add_input_grad(self, total: Tensor, dlow: Tensor, first_row: int) -> None:
-        """Add drop(s dy B A) to the gradient of x."""
+    def add_input_grad(self, total: Tensor, dlow: Tensor, first_row: int) -> Tensor:
+        """Return the gradient of x with drop(s dy B A) added, see `_sum`."""
         if total.dtype == self.dtype and not self.constants.dropout:
-            torch.addmm(total, dlow, self.a, out=total)
-        else:
-            dx = torch.mm(dlow, self.a)
-            total += dropout(dx, self.constants.dropout, self.seed, first_row)
+            return torch.addmm(total, dlow, self.a, out=total)
+        dx = torch.mm(dlow, self.a)
+        return _sum(total, dropout(dx, self.constants.dropout, self.seed, first_row))
+
+
+def _sum(total: Tensor, part: Tensor) -> Tensor:
+    """Return their sum in the dtype that torch promotes to, written over one that has it."""
+    wide = torch.promote_types(total.dtype, part.dtype)
+    return total.add_(part) if wide == total.dtype else part.to(wide).add_(total)
 
 
 class Projection(NamedTuple):
@@ -120,9 +134,11 @@ class Projection(NamedTuple):
             else:
                 part = None if bias is None else bias[rows]
                 y[:, rows] = linear(x, self._dense(rows), part)
+        total = y
         for adapter in self.adapters:
-            adapter.add_output(y, x, first_row)
-        return y
+            total = adapter.add_output(total, x, first_row)
+        # rounded once, as peft does
+        return y if total is y else y.copy_(total)
 
     def low_grads(self, dy: Tensor, needs_dx: bool) -> list[Tensor | None]:
         """Return for every adapter s dy B, None where neither dA nor dx is wanted."""
@@ -140,10 +156,11 @@ class Projection(NamedTuple):
             else:
                 torch.addmm(total, part, self._dense(rows), out=total)
         assert total is not None
+        wide = total
         for adapter, low in zip(self.adapters, lows, strict=True):
             assert low is not None
-            adapter.add_input_grad(total, low, first_row)
-        return total
+            wide = adapter.add_input_grad(wide, low, first_row)
+        return total if wide is total else total.copy_(wide)
 
     def add_grads(
         self,
@@ -169,8 +186,9 @@ class Projection(NamedTuple):
                 assert low is not None
                 sums.add_product(self.which, 2 + 2 * index, low, read)
             if needs_b:
-                scaled = torch.mm(read, adapter.a.t()).mul_(adapter.constants.scale)
-                sums.add_product(self.which, 3 + 2 * index, dy.to(adapter.dtype), scaled)
+                x_low, dy_read = torch.mm(read, adapter.a.t()), dy.to(adapter.dtype)
+                scale = adapter.constants.scale
+                sums.add_product(self.which, 3 + 2 * index, dy_read, x_low, scale)
 
 
 def shape_of(parts: Parts) -> torch.Size:
