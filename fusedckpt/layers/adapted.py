@@ -286,15 +286,16 @@ def run(
     seed = itertools.count(num_dropouts)
     pairs = zip(keys, linears, strict=True)
     parts = [parts_of(plain.name, key, w, b, seeds=seed) for key, (w, b) in pairs]
+    options, structure, tensors = _described(plain, keys, parts)
     if keys == ("gate_weight", "down_weight"):
+        # what does not fit is refused before it is taken apart
+        if dispatch.settled(options, x, *norm, *tensors)[0] is None:
+            return None
         # views: autograd puts their gradients together again
         plain = plain._replace(linears=("gate", "up", "down"))
         keys = ("gate_weight", "up_weight", "down_weight")
         parts = [parts[0].half(0), parts[0].half(1), parts[1]]
-    structure = [refilled(linear, itertools.repeat(None)) for linear in parts]
-    known = [p if p.base is None else p._replace(base=Meta(*p.base[:3])) for p in structure]
-    options = AdaptedOptions(plain, tuple(map(type, plain)), keys, tuple(known))
-    tensors = [t for linear in parts for t in flat(linear)]
+        options, structure, tensors = _described(plain, keys, parts)
     call, phase = dispatch.settled(options, x, *norm, *tensors)
     if call is None:
         return None
@@ -302,6 +303,16 @@ def run(
         call = call._replace(on_aten=True)
     args = (draw_seeds(x, next(seed)), *norm, call, phase, structure, *tensors)
     return _applied(call, x, args)
+
+
+def _described(
+    plain: Any, keys: tuple[str, ...], parts: Sequence[Parts]
+) -> tuple[AdaptedOptions, list[Parts], list[Any]]:
+    """Return a call's options, its linears without tensors, and the tensors."""
+    structure = [refilled(linear, itertools.repeat(None)) for linear in parts]
+    known = [p if p.base is None else p._replace(base=Meta(*p.base[:3])) for p in structure]
+    options = AdaptedOptions(plain, tuple(map(type, plain)), keys, tuple(known))
+    return options, structure, [t for linear in parts for t in flat(linear)]
 
 
 def _applied(call: AdaptedCall, x: Tensor, args: tuple[Any, ...]) -> Any:

@@ -15,7 +15,7 @@ from fusedckpt.autograd.lora import Parts
 from fusedckpt.autograd.norm_spec import NormSpec, output_dtype
 from fusedckpt.layers import validate
 from fusedckpt.layers.norm_function import NormCall
-from fusedckpt.layers.projections import refilled
+from fusedckpt.layers.projections import flat, refilled
 
 
 class AdaptedCall(NamedTuple):
@@ -72,7 +72,7 @@ class AdaptedOptions(NamedTuple):
         found = ["x", "norm.weight?", "norm.bias?"]
         for key, parts in zip(self.keys, self.linears, strict=True):
             weight, bias = key, key.replace("weights", "biases").replace("weight", "bias")
-            found += [weight + ("" if parts.base is None else "?"), f"{bias}?"]
+            found += [weight, f"{bias}?"]
             found += [f"{key}.{part}" for _ in parts.adapters for part in ("A", "B")]
         return tuple(found)
 
@@ -83,12 +83,15 @@ class AdaptedOptions(NamedTuple):
     def settle(self, around: Around, *tensors: Any) -> AdaptedCall | None:
         """Refuse tensors that do not fit."""
         x, norm_weight, norm_bias, *rest = tensors
-        validate.tensors(self.name, self.names, tensors)
+        values = iter(rest)
+        linears = [refilled(parts, values) for parts in self.linears]
+        whole = [p._replace(weight=p.base or p.weight) for p in linears]
+        metas = (*tensors[:3], *(t for parts in whole for t in flat(parts)))
+        validate.tensors(self.name, self.names, metas)
         if getattr(self.plain, "kernel", None) is not None:
             # adapters are GEMMs of their own
             arguments.choice(self.name, "kernel", self.plain.kernel, ("split",))
-        values, read = iter(rest), self._read(around, x, norm_weight)
-        linears = [refilled(parts, values) for parts in self.linears]
+        read = self._read(around, x, norm_weight)
         pairs = [(parts.weight or parts.base._replace(dtype=read), parts.bias) for parts in linears]
         call = self.plain.adapted(around, x, (norm_weight, norm_bias), pairs)
         for key, parts, (weight, _) in zip(self.keys, linears, pairs, strict=True):
