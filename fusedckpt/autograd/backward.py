@@ -14,10 +14,10 @@ _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", l
 _will_execute: Callable[[Any], bool] = getattr(
     torch._C, "_will_engine_execute_node", lambda node: True
 )
-# a batch of gradients in one tensor, as is_grads_batched=True makes them
-is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
-_unbatch: Callable[..., Tensor] = torch._remove_batch_dim  # type: ignore[reportPrivateImportUsage]
-_batch: Callable[..., Tensor] = torch._add_batch_dim  # type: ignore[reportPrivateImportUsage]
+# batches of gradients are made by torch.vmap, and by is_grads_batched=True with an older vmap
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+_legacy: Any = torch
+_is_legacy: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
 # whether a profiler runs
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
@@ -62,25 +62,35 @@ def is_batch(dys: Sequence[Tensor | None]) -> bool:
     return any(dy is not None and is_batched(dy) for dy in dys)
 
 
+def is_batched(dy: Tensor) -> bool:
+    """Whether a gradient is a batch of them."""
+    return _is_legacy(dy) or _functorch.is_batchedtensor(dy)
+
+
 def one_by_one(run: Callable[..., Sequence[Any]], dys: Sequence[Tensor | None]) -> list[Any]:
     """Return the gradients that `run(dys)` returns, for a batch of dys: run once for each of it."""
     batch = next(dy for dy in dys if dy is not None and is_batched(dy))
-    level, size = _batch_of(batch)
+    vmap = _legacy if _is_legacy(batch) else _functorch
+    level, size = _batch_of(batch, vmap)
     # what is no batch is repeated
-    each = [None if dy is None else _unbatch(dy, level, size, 0) for dy in dys]
-    found = [run([None if dy is None else dy[i] for dy in each]) for i in range(size)]
+    each = [None if dy is None else vmap._remove_batch_dim(dy, level, size, 0) for dy in dys]
+    found = []
+    for i in range(size):
+        one = [None if dy is None else dy[i] for dy in each]
+        # of several vmaps
+        found.append(one_by_one(run, one) if is_batch(one) else run(one))
     return [
-        None if grads[0] is None else _batch(torch.stack(grads), 0, level)
+        None if grads[0] is None else vmap._add_batch_dim(torch.stack(grads), 0, level)
         for grads in zip(*found, strict=True)
     ]
 
 
-def _batch_of(batch: Tensor) -> tuple[int, int]:
+def _batch_of(batch: Tensor, vmap: Any) -> tuple[int, int]:
     """Return the level of the innermost vmap that a batch of gradients is of, and its size."""
     # torch numbers them from 1 to 64; the one of this thread is not that of the caller's
     for level in range(64, 0, -1):
         # at another level it would be repeated as often as asked
-        one, two = (_unbatch(batch, level, size, 0).shape[0] for size in (1, 2))
+        one, two = (vmap._remove_batch_dim(batch, level, size, 0).shape[0] for size in (1, 2))
         if one == two:
             return level, one
     raise AssertionError("a batch without a level")

@@ -20,8 +20,13 @@ from fusedckpt.autograd.levels import LEVELS
 
 LORA = [replace(case, name=f"lora-{case.name}") for case in lora_cases.CASES]
 CASES = [*cases.CASES, *LORA, *adapted_cases.CASES]
-# whether gradients are batched, and whether they are differentiated again
-KINDS = {"batched": (True, False), "twice": (False, True), "batched twice": (True, True)}
+# how gradients are batched, and whether they are differentiated again
+KINDS = {
+    "batched": ("is_grads_batched", False),
+    "twice": (None, True),
+    "batched twice": ("is_grads_batched", True),
+    "vmap": ("vmap", False),
+}
 
 
 def masks(case: Case) -> list[tuple[bool, ...]]:
@@ -41,17 +46,31 @@ def inputs_of(case: Case, mask: tuple[bool, ...]):
     return [None if x is None else x.detach().requires_grad_(next(flags)) for x in drawn]
 
 
-def gradients(fn, inputs, is_batched: bool, is_twice: bool):
+def gradients_of(ys, wanted, dys, batches: str | None, is_twice: bool):
+    """Return torch.autograd.grad of one dy each, or of several at once."""
+    if batches != "vmap":
+        options = {"create_graph": is_twice, "is_grads_batched": batches is not None}
+        return torch.autograd.grad(ys, wanted, dys, **options, allow_unused=True)
+
+    def one(*dys):
+        found = torch.autograd.grad(ys, wanted, dys, retain_graph=True, allow_unused=True)
+        # vmap takes no None
+        pairs = zip(found, wanted, strict=True)
+        return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in pairs)
+
+    return torch.vmap(one)(*dys)
+
+
+def gradients(fn, inputs, batches: str | None, is_twice: bool):
     """Return gradients, and with `is_twice` those of their sines' sum, by the first's too."""
     ys = [y for y in as_tuple(fn(*inputs)) if y.requires_grad]
     if not ys:
         return ()
-    generator, lead = torch.Generator().manual_seed(1), (2,) if is_batched else ()
+    generator, lead = torch.Generator().manual_seed(1), (2,) if batches else ()
     dys = [torch.randn(*lead, *y.shape, generator=generator, dtype=y.dtype) for y in ys]
     dys = [dy.to(DEVICE).requires_grad_(is_twice) for dy in dys]
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    options = {"is_grads_batched": is_batched, "create_graph": is_twice, "allow_unused": True}
-    found = torch.autograd.grad(ys, wanted, dys, **options)
+    found = gradients_of(ys, wanted, dys, batches, is_twice)
     total = sum(grad.sin().sum() for grad in found if grad is not None and grad.requires_grad)
     if not isinstance(total, torch.Tensor):
         return found
@@ -81,15 +100,15 @@ def unless_refused(fn, may_be: bool):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_eager(case, kind):
-    is_batched, is_twice = KINDS[kind]
+    batches, is_twice = KINDS[kind]
     count = 0
     for level, mask in product(LEVELS, masks(case)):
         inputs = inputs_of(case, mask)
-        wanted = gradients(case.eager, inputs, is_batched, is_twice)
+        wanted = gradients(case.eager, inputs, batches, is_twice)
         with fusedckpt.saving(level):
             # the limit that README names
             may_be = is_twice and (level == "preact" or "preact" in case.name)
-            fused = partial(gradients, case.fused, inputs, is_batched, is_twice)
+            fused = partial(gradients, case.fused, inputs, batches, is_twice)
             found = unless_refused(fused, may_be)
         if found is not None:
             assert_alike(found, wanted)
