@@ -85,22 +85,22 @@ def choice(name: str, key: str, given: Any, choices: Collection[str]) -> None:
         wrong_value(name, key, f"one of {', '.join(choices)}", given)
 
 
-def device(name: str, given: Any) -> None:
+def device(name: str, given: Any, key: str = "device") -> None:
     """Refuse what torch.device refuses."""
     try:
         torch.device(given)
     except TypeError:
-        wrong_type(name, "device", "a torch.device or what names one", given)
+        wrong_type(name, key, "a torch.device or what names one", given)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{name}: device must be one of torch's, got {given!r} ({reason})"
+            f"{name}: {key} must be one of torch's, got {given!r} ({reason})"
         ) from None
 
 
-def dtype(name: str, given: Any) -> None:
+def dtype(name: str, given: Any, key: str = "dtype") -> None:
     """Refuse a dtype that no layer computes in."""
     if not isinstance(given, torch.dtype):
-        wrong_type(name, "dtype", "a torch.dtype", given)
+        wrong_type(name, key, "a torch.dtype", given)
     if given not in DTYPES:
-        wrong_value(name, "dtype", f"one of {', '.join(map(str, DTYPES))}", given)
+        wrong_value(name, key, f"one of {', '.join(map(str, DTYPES))}", given)

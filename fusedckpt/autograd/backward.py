@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", l
 _will_execute: Callable[[Any], bool] = getattr(
     torch._C, "_will_engine_execute_node", lambda node: True
 )
-# a batch of gradients in one tensor, as is_grads_batched=True makes them
-is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
+# batches of gradients are made by torch.vmap, and by is_grads_batched=True with an older vmap
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+_legacy: Any = torch
+_is_legacy: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
 # whether a profiler runs
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
@@ -42,21 +44,56 @@ def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] |
     That is: for each argument whether its gradient is wanted; the tensors that were saved; and
     whether nothing traces or watches ops, so that they need not be seen.
     """
-    needs = wanted_gradients(ctx)
-    dy = None
-    for dy in dys:
-        if dy is not None:
-            break
-    if dy is None or not any(needs):
+    needs, given = wanted_gradients(ctx), [dy for dy in dys if dy is not None]
+    if not given or not any(needs):
         return None
     saved = list(ctx.saved_tensors)
     if ctx.recall is not None:
         # GEMM outputs come last
         saved[ctx.num_given :] = ctx.recall(saved[ctx.num_given :])
-    if torch.compiler.is_compiling() or is_batched(dy) or dy.device.type == "meta":
+    if torch.compiler.is_compiling() or is_batch(dys) or given[0].device.type == "meta":
         return needs, saved, False
     # hooks may have handed out tensors of any class
     return needs, saved, is_unwatched() and _PLAIN.issuperset(map(type, (*dys, *saved)))
+
+
+def is_batch(dys: Sequence[Tensor | None]) -> bool:
+    """Whether any of a function's gradients is a batch: one that depends on none is not."""
+    return any(dy is not None and is_batched(dy) for dy in dys)
+
+
+def is_batched(dy: Tensor) -> bool:
+    """Whether a gradient is a batch of them."""
+    return _is_legacy(dy) or _functorch.is_batchedtensor(dy)
+
+
+def one_by_one(run: Callable[..., Sequence[Any]], dys: Sequence[Tensor | None]) -> list[Any]:
+    """Return the gradients that `run(dys)` returns, for a batch of dys: run once for each of it."""
+    batch = next(dy for dy in dys if dy is not None and is_batched(dy))
+    vmap = _legacy if _is_legacy(batch) else _functorch
+    level, size = _batch_of(batch, vmap)
+    # what is no batch is repeated
+    each = [None if dy is None else vmap._remove_batch_dim(dy, level, size, 0) for dy in dys]
+    found = []
+    for i in range(size):
+        one = [None if dy is None else dy[i] for dy in each]
+        # of several vmaps
+        found.append(one_by_one(run, one) if is_batch(one) else run(one))
+    return [
+        None if grads[0] is None else vmap._add_batch_dim(torch.stack(grads), 0, level)
+        for grads in zip(*found, strict=True)
+    ]
+
+
+def _batch_of(batch: Tensor, vmap: Any) -> tuple[int, int]:
+    """Return the level of the innermost vmap that a batch of gradients is of, and its size."""
+    # torch numbers them from 1 to 64; the one of this thread is not that of the caller's
+    for level in range(64, 0, -1):
+        # at another level it would be repeated as often as asked
+        one, two = (vmap._remove_batch_dim(batch, level, size, 0).shape[0] for size in (1, 2))
+        if one == two:
+            return level, one
+    raise AssertionError("a batch without a level")
 
 
 def is_unwatched() -> bool:

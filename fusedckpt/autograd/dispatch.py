@@ -309,14 +309,22 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
 def _takes(options: Any, tensors: tuple[Any, ...]) -> bool:
     """Whether the kernels take a call's tensors; raise for those that eager refuses too."""
     name, plain = options.name, True
-    if (options.is_module and not are_plain(*tensors)) or any(is_adapted(t) for t in tensors):
+    if options.is_module and not are_plain(*tensors):
         return False
+    may_be_adapted = hasattr(options, "linears") and not options.linears.parts
     for key, value in zip(options.names, tensors, strict=True):
-        if value is not None:
+        if may_be_adapted and is_linear(key) and is_adapted(value):
+            plain = False
+        elif value is not None:
             plain &= takes(name, key.rstrip("?"), value)
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return plain
     return not any(value is not None and value.is_inference() for value in tensors)
+
+
+def is_linear(key: str) -> bool:
+    """Whether a tensor's name is that of a linear's weight, which a record may stand for."""
+    return "weight" in key and not key.startswith("norm.")
 
 
 # classes of torch's whose parts a function could be called with

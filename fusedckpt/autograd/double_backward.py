@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, of one element in memory, for a tensor that no wanted gradient depends on.
+
+    Not made from a gradient: that may be a batch of gradients, where this is one tensor.
+    """
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
 def twin_gradients(
     twin: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: Sequence[Tensor | None],

@@ -33,6 +33,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Ten
     if seed is None or x.is_meta or type(x) is not Tensor:
         # what has no data: shapes are all that is asked for
         return torch.nn.functional.dropout(x, p)
-    rows = as_matrix(x)
-    kernel = "aten" if x.numel() == 0 else dispatch.path_of(x.device, x.dtype)
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    rows, kernel = as_matrix(x), dispatch.path_of(x.device, x.dtype)
     return kernels.dropout(rows, p, seed, first_row, kernel=kernel).view(x.shape)

@@ -83,6 +83,9 @@ def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) 
         constants.insert(0, Constants(float(lora.scale), float(lora.dropout), seed))
     base = quantised(weight)
     dense = weight if base is None else None
+    if base is not None:
+        source = f"{key}.dense" if base is weight else f"dequantise({key})"
+        base = base.checked(name, key, source)
     return Parts(dense, base, bias, tuple(adapters), tuple(constants))
 
 

@@ -32,7 +32,7 @@ class QuantisedWeight(NamedTuple):
 
     shape, dtype, device: those of the dense weight; dense: called with a slice of rows, or None for
     all, returns them as a dense tensor of any floating dtype; is_sliceable: whether it accepts a
-    slice.
+    slice. Calls check these fields before any work, and each tensor that `dense` returns.
     """
 
     shape: torch.Size
@@ -53,6 +53,41 @@ class QuantisedWeight(NamedTuple):
             return
         for start in range(0, n, step):
             yield slice(start, min(start + step, n))
+
+    def checked(self, name: str, key: str, source: str) -> QuantisedWeight:
+        """Return the record with a check of what `dense` returns; refuse fields that mean nothing.
+
+        name, key: the function and its argument, for errors; source: what `dense` is there.
+        """
+        if not isinstance(self.shape, (tuple, list)):
+            arguments.wrong_type(name, f"{key}.shape", "two sizes, [N, K]", self.shape)
+        if len(self.shape) != 2:
+            arguments.wrong_value(name, f"{key}.shape", "two sizes, [N, K]", self.shape)
+        shape = torch.Size([arguments.integer(name, f"{key}.shape", n) for n in self.shape])
+        arguments.dtype(name, self.dtype, f"{key}.dtype")
+        arguments.device(name, self.device, f"{key}.device")
+        if not callable(self.dense):
+            arguments.wrong_type(name, f"{key}.dense", "a function", self.dense)
+        is_sliceable = arguments.flag(name, f"{key}.is_sliceable", self.is_sliceable)
+        device = torch.device(self.device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        def dense(rows: slice | None) -> Tensor:
+            found: Any = self.dense(rows)
+            wanted = [shape[0] if rows is None else rows.stop - rows.start, shape[1]]
+            expected = f"a dense floating-point tensor {wanted} on {device}"
+            if not isinstance(found, Tensor):
+                came = type(found).__name__
+                raise TypeError(f"{name}: {source} must return {expected}, got {came}")
+            fits = found.layout == torch.strided and not found.is_nested
+            fits = fits and found.is_floating_point() and found.device == device
+            if not fits or list(found.shape) != wanted:
+                came = f"{found.dtype} {list(found.shape)} on {found.device}"
+                raise ValueError(f"{name}: {source} must return {expected}, got {came}")
+            return found
+
+        return QuantisedWeight(shape, self.dtype, device, dense, is_sliceable)
 
     def half(self, index: int) -> QuantisedWeight:
         """Return the first or second half of the rows."""
@@ -76,7 +111,8 @@ def register_quantised(
 
     Args:
         kind: the class, whose shape, dtype and device are those of the dense weight.
-        dequantise: called with a weight, returns it as a dense tensor.
+        dequantise: called with a weight, returns it as a dense tensor of its shape, of any floating
+            dtype. Each call of a layer checks it.
         is_sliceable: whether `weight[start:stop]` is a weight of the class with those rows; then
             large weights are dequantised in pieces.
 
@@ -84,13 +120,15 @@ def register_quantised(
     8 bits, NF4, and bitsandbytes' 4-bit and 8-bit parameters need no registration.
 
     Raises:
-        TypeError: `kind` is not a subclass of Tensor, or `dequantise` is not callable.
+        TypeError: `kind` is not a subclass of Tensor, `dequantise` is not callable, or
+            `is_sliceable` is not a flag.
     """
     if not (isinstance(kind, type) and issubclass(kind, Tensor)):
         arguments.wrong_type("register_quantised", "kind", "a subclass of Tensor", kind)
     if not callable(dequantise):
         arguments.wrong_type("register_quantised", "dequantise", "a function", dequantise)
-    _registered[kind] = dequantise, bool(is_sliceable)
+    is_sliceable = arguments.flag("register_quantised", "is_sliceable", is_sliceable)
+    _registered[kind] = dequantise, is_sliceable
 
 
 def quantised(weight: Any) -> QuantisedWeight | None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fusedckpt.autograd import backward as autograd
 from fusedckpt.autograd import dispatch, donation
-from fusedckpt.autograd.backward import is_batched
+from fusedckpt.autograd.backward import is_batch, one_by_one
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.dropout import draw_seeds
+from fusedckpt.autograd.lora import Parts
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.versions import Versioned
 from fusedckpt.blocks import compiled, norm_sharing, ops, schedule
@@ -81,10 +82,12 @@ class Block(torch.autograd.Function):
         if ctx.others:
             given |= ctx.others
         like = dys[0] if dys[0] is not None else _first(dys)
-        if torch.is_grad_enabled() or (not torch.compiler.is_compiling() and is_batched(like)):
+        if torch.is_grad_enabled():
             return (None, None, *_twin_gradients(ctx, given, dys, wanted))
         compute = ops.backward if direct or ctx.others else ops.watched_backward
-        if any(map(_IS_GIVEN, products)):
+        if not torch.compiler.is_compiling() and is_batch(dys):
+            grads = one_by_one(partial(_of_one, call, wanted, products, given), dys)
+        elif any(map(_IS_GIVEN, products)):
             args = (call, wanted, dys, like, products, given)
             grads = donation.run(ctx, products, like, partial(compute, *args))
         else:
@@ -94,6 +97,13 @@ class Block(torch.autograd.Function):
             if grads[i] is not None and grads[i].dtype != dtype:
                 grads[i] = grads[i].to(dtype)
         return (None, None, *grads)
+
+
+def _of_one(
+    call: Call, wanted: Flags, products: Any, given: dict[Any, Any], dys: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Return the gradients of one of a batch."""
+    return ops.backward(call, wanted, dys, _first(dys), products, given)
 
 
 # without a call of Python's
@@ -126,12 +136,14 @@ def run_linears(
     if not _DENSE.issuperset(map(type, given)) and are_adapted(linears):
         keys = options.linears.keys
         parts, _ = taken_apart(options.name, keys, linears, options.num_seeds)
+        options, tensors, given = _adapted(options, keys, parts)
         if keys == PACKED:
+            # a weight that does not fit is refused whole
+            if dispatch.settled(options, x, *norm, *given)[0] is None:
+                return None
             # views: autograd puts their gradients together again
-            keys, parts = GATED, [parts[0].half(0), parts[0].half(1), parts[1]]
-        options = options._replace(linears=Linears(keys, structure_of(parts)))
-        tensors = [t for linear in parts for t in flat(linear)]
-        given = [t if isinstance(t, Tensor) or t is None else None for t in tensors]
+            parts = [parts[0].half(0), parts[0].half(1), parts[1]]
+            options, tensors, given = _adapted(options, GATED, parts)
     call, phase = dispatch.settled(options, x, *norm, *given)
     if call is None:
         return None
@@ -145,6 +157,16 @@ def run_linears(
         options = options._replace(linears=Linears(GATED))
         return run_linears(options, x, norm, [*pairs, last])
     return apply(call, phase, x, *norm, *tensors)
+
+
+def _adapted(
+    options: Any, keys: tuple[str, ...], parts: Sequence[Parts]
+) -> tuple[Any, list[Any], list[Any]]:
+    """Return the options of linears taken apart, their tensors, and None for quantised ones."""
+    options = options._replace(linears=Linears(keys, structure_of(parts)))
+    tensors = [t for linear in parts for t in flat(linear)]
+    dense = [linear._replace(base=None) for linear in parts]
+    return options, tensors, [t for linear in dense for t in flat(linear)]
 
 
 def _compiled(

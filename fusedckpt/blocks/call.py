@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fusedckpt.autograd.double_backward import stand_in
 from fusedckpt.blocks import schedule
 from fusedckpt.blocks.schedule import Flags, Schedule
 from fusedckpt.blocks.steps import Norm, Program
@@ -184,7 +185,7 @@ class Call:
         shape = meta.shape
         if is_input:
             shape = (*like.shape[: -self.num_dims], *shape[-self.num_dims :])
-        return torch.zeros(shape, dtype=meta.dtype, device=meta.device)
+        return stand_in(shape, meta.dtype, meta.device)
 
     def rows(self, x: Tensor) -> Tensor:
         """Return x as a matrix of rows."""

@@ -12,24 +12,41 @@ from fusedckpt.kernels.products import add_product, product_for, wide_product
 from fusedckpt.kernels.runtime import as_weight
 
 
-def added(y: Tensor, low: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Add scale low W' to y, the output of an adapter to that of its linear."""
+def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return scale a b; the GEMM scales its float32 sum, so that no factor overflows."""
+    if scale == 1:
+        return torch.mm(a, b)
+    # what is multiplied by beta is not read
+    return torch.addmm(a.new_empty(1, 1), a, b, beta=0, alpha=scale)
+
+
+def summed(total: Tensor, part: Tensor) -> Tensor:
+    """Return a sum in the dtype that torch promotes to, written over one that has it."""
+    wide = torch.promote_types(total.dtype, part.dtype)
+    return total.add_(part) if wide == total.dtype else part.to(wide).add_(total)
+
+
+def added(
+    y: Tensor, low: Tensor, weight: Tensor, scale: float, dtype: torch.dtype | None
+) -> Tensor:
+    """Return y + scale low W', the output of a linear and of an adapter, in a dtype if given."""
     if y.dtype == low.dtype:
         return torch.addmm(y, low, weight.t(), alpha=scale, out=y)
-    # rounded once, with the sum
-    return y.add_(torch.mm(low, weight.t()).mul_(scale))
+    total = summed(y, scaled_product(low, weight.t(), scale))
+    return total if dtype is None else total.to(dtype)
 
 
 def weight_grad(dy: Tensor, x: Tensor, scale: float, wanted: torch.dtype) -> Tensor:
     """Return scale dy' x, in the weight's dtype where a GEMM writes it."""
-    # the narrow operand of an adapter is scaled
-    x = x if scale == 1 else x * scale
+    if scale != 1:
+        return scaled_product(dy.t(), x, scale)
     return product_for(dy.device, dy.dtype, wanted)(dy.t(), x)
 
 
 def weight_sum(total: Tensor | None, dy: Tensor, x: Tensor, scale: float) -> Tensor:
     """Add scale dy' x of a chunk of rows, in at least float32."""
-    x = x if scale == 1 else x * scale
+    if scale != 1:
+        return sum_of(total, wide_product(dy.t(), x).mul_(scale))
     if total is None:
         return wide_product(dy.t(), x)
     add_product(total, dy.t(), x)
@@ -51,8 +68,8 @@ def input_grad(
             total = _added_product(total, part, dense(weight, rows, dy.dtype))
         assert total is not None
         return total
-    found = torch.mm(dy, weight).mul_(scale)
-    return found if total is None else total.add_(found)
+    found = scaled_product(dy, weight, scale)
+    return found if total is None else summed(total, found)
 
 
 def _added_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -60,7 +77,7 @@ def _added_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a, b)
     if total.dtype == a.dtype:
         return torch.addmm(total, a, b, out=total)
-    return total.add_(torch.mm(a, b))
+    return summed(total, torch.mm(a, b))
 
 
 def dense(weight: QuantisedWeight, rows: slice | None, dtype: torch.dtype) -> Tensor:

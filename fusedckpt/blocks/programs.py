@@ -90,7 +90,8 @@ class Builder:
         y = self.add(op, name, (read,), (weight, bias))
         for i, (_, b, constants, dtype) in enumerate(adapters):
             name = out if i == len(adapters) - 1 else f"{out}.sum{i}"
-            up = Linear(dtype, constants.scale, sums=self.dtypes[b])
+            rounded = op.dtype if i == len(adapters) - 1 else None
+            up = Linear(dtype, constants.scale, sums=self.dtypes[b], out=rounded)
             y = self.add(up, name, (narrow[i], y), (b, None))
         return y
 
@@ -142,7 +143,7 @@ class Linears(NamedTuple):
         found = []
         for key, parts in zip(self.keys, self.parts or (None,) * len(self.keys), strict=True):
             bias = bias_of(key)
-            found += [key if parts is None or parts.base is None else f"{key}?", f"{bias}?"]
+            found += [key, f"{bias}?"]
             if parts is not None:
                 found += [f"{key}.{part}" for _ in parts.adapters for part in ("A", "B")]
         return tuple(found)
@@ -231,7 +232,7 @@ class LinearOptions(NamedTuple):
         """Refuse arguments that F.linear would refuse."""
         name = self.name
         activation, level = self.chosen(around.level)
-        validate.tensors(name, self.names, (x, *metas))
+        validate.tensors(name, self.names, (x, *_metas(metas, self.linears.of(metas))))
         if self.linears.parts and self.kernel is not None:
             # adapters are GEMMs of their own
             arguments.choice(name, "kernel", self.kernel, ("split",))
@@ -379,11 +380,11 @@ class NormLinearOptions(NamedTuple):
         if isinstance(norm, NormSpec):
             norm = norm._replace(weight=weight, bias=bias)
         validate.norm_spec(name, norm)
-        validate.tensors(name, self.names, (x, weight, bias, *metas))
+        linears = self.linears.of(metas)
+        validate.tensors(name, self.names, (x, weight, bias, *_metas(metas, linears)))
         if self.over is not None:
             shape = validate.normalized_shape(name, self.over)
             validate.norm(name, x, shape, weight, bias=bias)
-        linears = self.linears.of(metas)
         read = validate.normed(name, x, norm, around)
         given = {}
         for key, parts in zip(self.linears.keys, linears, strict=True):
@@ -496,14 +497,15 @@ class MLPOptions(NamedTuple):
             if isinstance(norm, NormSpec):
                 norm = norm._replace(weight=weight, bias=bias)
             validate.norm_spec(name, norm)
-        validate.tensors(name, self.names, (x, *metas))
+        linears = self.linears.of(rest)
+        validate.tensors(name, self.names, (x, weight, bias, *_metas(rest, linears)))
         if not self.is_plain and self.kernel is not None:
             # adapters are GEMMs of their own
             arguments.choice(name, "kernel", self.kernel, ("split",))
         if self.over is not None:
             shape = validate.normalized_shape(name, self.over)
             validate.norm(name, x, shape, weight, bias=bias)
-        linears, read = self.linears.of(rest), x.dtype
+        read = x.dtype
         if norm is not None:
             read = output_dtype(norm, x, weight, around.autocast)
         pairs = [_pair(parts, around.compute_dtype(read)) for parts in linears]
@@ -596,4 +598,4 @@ class MLPOptions(NamedTuple):
         y = b.dropout(self.output_dropout, int(self.dropout > 0), y, "thinned")
         if adds:
             y = b.add(Add(), "y", (y, "x"))
-        return b.program([y], products=names, dtype=dtype if read == "x" else None)
+        return b.program([y], products=names, dtype=dtype if adds or read == "x" else None)

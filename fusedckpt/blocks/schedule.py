@@ -23,7 +23,18 @@ import torch
 from torch.fx import Graph, Node
 
 from fusedckpt.blocks import passes
-from fusedckpt.blocks.steps import Add, Gradient, Hidden, Linear, Norm, Pass, Program, Step, cast
+from fusedckpt.blocks.steps import (
+    Add,
+    Dropout,
+    Gradient,
+    Hidden,
+    Linear,
+    Norm,
+    Pass,
+    Program,
+    Step,
+    cast,
+)
 from fusedckpt.kernels import linear as kernels
 
 Flags = tuple[bool, ...]
@@ -210,7 +221,8 @@ def _place(writer: _Writer, made: list[tuple[Step, Node]], homes: dict[Node, str
     order, taken = _order(writer.graph), dict[Node, Node]()
     for step, node in made:
         if isinstance(step.op, Linear) and len(step.reads) > 1:
-            taken[node] = writer.nodes[step.reads[1]]
+            if step.op.dtype == writer.dtypes[step.reads[1]]:
+                taken[node] = writer.nodes[step.reads[1]]
             continue
         for read in _candidates(step, writer):
             if read not in homes and _is_last(read, node, order):
@@ -271,6 +283,7 @@ class _Walk(_Writer):
         self.grads: dict[str, Node] = {}
         self.grad_dtypes: dict[str, Any] = {}
         self.totals: dict[str, Node] = {}
+        self.total_dtypes = dict(self.dtypes)
         for name, there in zip(program.results, dys, strict=True):
             if there:
                 self.totals[name] = self.given("dy", name)
@@ -303,7 +316,9 @@ class _Walk(_Writer):
             found = step.op.passes(wants)
             for slot in set(wants).difference(*[one.gives for one in found]):
                 # it is that of y
-                self.totals[str(step.at(slot))] = dy
+                value = str(step.at(slot))
+                self.totals[value] = dy
+                self.total_dtypes[value] = self.grad_dtypes.get(step.out)
             due: list[tuple[Step, Pass, Node]] = []
             for one in found:
                 if one.gives[0][0] == "p":
@@ -342,7 +357,13 @@ class _Walk(_Writer):
             self.grads[value] = self.graph.call_method("add_", (self.grads[value], total))
         elif total is not None:
             self.grads[value] = total
-            self.grad_dtypes[value] = self.dtypes[value]
+            self.grad_dtypes[value] = self.total_dtypes[value]
+        maker = self.makers.get(value)
+        if maker is not None and not isinstance(maker.op, Norm):
+            # adapters of another dtype add up in the wider one
+            known, dtype = self.grad_dtypes[value], self.dtypes[value]
+            self.grads[value] = cast(self.graph, self.grads[value], known, dtype)
+            self.grad_dtypes[value] = dtype
         return self.grads[value]
 
     def need(self, value: str) -> Node:
@@ -375,8 +396,8 @@ class _Walk(_Writer):
             elif slot[0] == "r":
                 self.grads[at] = node
                 own = self.dtypes[at]
-                if isinstance(step.op, Linear):
-                    own = step.op.grad_of_x(given.total_dtype)
+                if isinstance(step.op, (Linear, Dropout)):
+                    own = step.op.grad_of_x(given.total_dtype) or own
                 self.grad_dtypes[at] = own
                 node._rename(_label("dy", at))
             else:

@@ -30,7 +30,6 @@ from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.products import add_product, wide_product
 from fusedckpt.kernels.runtime import column_sums
 
-
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -186,7 +185,8 @@ class Linear(NamedTuple):
     """y = scale x W' + b, added to a second value in place where one is read.
 
     dtype: of the GEMM; grad_dtype: of the gradient of x, which several linears add to; sums: of the
-    weight; is_quantised: whether the weight is dense only while a GEMM reads it.
+    weight; is_quantised: whether the weight is dense only while a GEMM reads it; out: of a sum, None
+    for what torch promotes to.
     """
 
     dtype: torch.dtype
@@ -194,6 +194,7 @@ class Linear(NamedTuple):
     grad_dtype: torch.dtype | None = None
     sums: torch.dtype | None = None
     is_quantised: bool = False
+    out: torch.dtype | None = None
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of y."""
@@ -201,7 +202,9 @@ class Linear(NamedTuple):
 
     def out_dtype(self, reads: Sequence[Any]) -> Any:
         """Return the dtype of y."""
-        return reads[1] if len(reads) > 1 else self.dtype
+        if len(reads) == 1:
+            return self.dtype
+        return self.out or torch.promote_types(reads[1], self.dtype)
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
         """Give each by a pass of its own; the gradient of a second value is that of y itself."""
@@ -211,7 +214,8 @@ class Linear(NamedTuple):
     def forward(self, graph: Graph, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y."""
         if len(reads) > 1:
-            return [graph.call_function(passes.added, (*reads[::-1], params[0], self.scale))]
+            args = (*reads[::-1], params[0], self.scale, self.out)
+            return [graph.call_function(passes.added, args)]
         fn = passes.dequantised if self.is_quantised else kernels.linear
         return [graph.call_function(fn, (reads[0], *params))]
 
@@ -243,11 +247,12 @@ class Linear(NamedTuple):
             graph.call_function(add_product, (total, dy, weight))
             return total
         product = graph.call_function(torch.mm, (dy, weight))
-        return graph.call_method("add_", (total, product))
+        return graph.call_function(passes.summed, (total, product))
 
     def grad_of_x(self, total: Any) -> Any:
-        """Return the dtype of the gradient of x, where that so far has another."""
-        return total or self.grad_dtype or self.dtype
+        """Return the dtype of the gradient of x, beside one of dtype `total` so far."""
+        own = self.grad_dtype or self.dtype
+        return own if total is None else torch.promote_types(total, own)
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return y in torch's ops."""
@@ -256,7 +261,10 @@ class Linear(NamedTuple):
             weight = weight.dense(None)
         bias = None if params[1] is None else params[1].to(self.dtype)
         y = F.linear(x, weight.to(self.dtype), bias)
-        return y if len(reads) == 1 else (reads[1] + y * self.scale).to(reads[1].dtype)
+        if len(reads) == 1:
+            return y
+        total = reads[1] + y * self.scale
+        return total if self.out is None else total.to(self.out)
 
 
 class Hidden(NamedTuple):
@@ -374,7 +382,13 @@ class Dropout(NamedTuple):
     def backward(self, graph: Graph, one: Gradient, dtype: Any) -> dict[str, Node]:
         """Write the gradient of x, added to one that exists."""
         dx = self._call(graph, one.dy, one.reads["p0"])
-        return {"r0": dx if one.total is None else graph.call_method("add_", (one.total, dx))}
+        if one.total is None:
+            return {"r0": dx}
+        return {"r0": graph.call_function(passes.summed, (one.total, dx))}
+
+    def grad_of_x(self, total: Any) -> Any:
+        """Return the dtype of the gradient of x, beside one of dtype `total` so far."""
+        return total if None in (total, self.dtype) else torch.promote_types(total, self.dtype)
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return dropout(x) in torch's ops."""

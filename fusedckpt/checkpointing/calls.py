@@ -41,6 +41,8 @@ _PYTHON_GENERATORS = [
     (np.random.get_state, np.random.set_state),
 ]
 _clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", None)
+# on while gradients are batched by is_grads_batched=True
+_BATCHES = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[arg-type]  # it exists
 
 
 class Options(NamedTuple):
@@ -124,6 +126,8 @@ class Surroundings:
             if _clear_stack is not None and torch._C._are_functorch_transforms_active():
                 # vmap of a batched backward: the forward was not in it, random ops refuse it
                 stack.enter_context(_clear_stack())
+            # and that of is_grads_batched, which no stack tells of
+            stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_BATCHES))
             present = []
             for read, _ in self._generators:
                 present.append(read())

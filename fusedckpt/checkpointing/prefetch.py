@@ -54,6 +54,8 @@ def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
 
     Source: GPipe (Huang et al., arXiv 1811.06965), section 2.3, of recomputes before gradients.
     """
+    if isinstance(segments, Tensor):
+        arguments.wrong_type("prefetch_recompute", "segments", "an integer", segments)
     segments = arguments.integer("prefetch_recompute", "segments", segments, 1)
     if torch.compiler.is_compiling() or is_recomputing():
         return 0

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedckpt import reference
+from fusedckpt.autograd import arguments
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.blocks import validate
@@ -36,6 +37,15 @@ def _options(
     """Return the options of a call, with the norm's apart from its tensors, and these."""
     (bare, kinds), tensors = split(norm)
     return MLPOptions(name, Linears(names), norm=bare, kinds=kinds, **given), tensors
+
+
+def _dropping(options: MLPOptions, **dropouts: Any) -> MLPOptions:
+    """Return the options with dropouts; refuse those that are no probabilities."""
+    for key, p in dropouts.items():
+        if type(p) is not float or p:
+            arguments.probability(options.caller, key, p)
+            options = options._replace(**{key: p})
+    return options
 
 
 def mlp(
@@ -88,8 +98,7 @@ def mlp(
     """
     given = {"activation": activation, "residual": residual, "save": save, "kernel": kernel}
     options, norm_tensors = _options("mlp", PLAIN, norm, **given, chunks=chunks, levels=MLP_LEVELS)
-    if dropout or output_dropout:
-        options = options._replace(dropout=dropout, output_dropout=output_dropout)
+    options = _dropping(options, dropout=dropout, output_dropout=output_dropout)
     weights = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
     y = run_linears(options, x, norm_tensors, [weights[:2], weights[2:]])
     if y is not None:
@@ -140,8 +149,7 @@ def gated_mlp(
     options, norm_tensors = _options(
         "gated_mlp", names, norm, **given, chunks=chunks, levels=GATED_LEVELS
     )
-    if dropout or output_dropout:
-        options = options._replace(dropout=dropout, output_dropout=output_dropout)
+    options = _dropping(options, dropout=dropout, output_dropout=output_dropout)
     up = [] if up_weight is None else [(up_weight, up_bias)]
     linears = [(gate_weight, gate_bias), *up, (down_weight, down_bias)]
     y = run_linears(options, x, norm_tensors, linears)

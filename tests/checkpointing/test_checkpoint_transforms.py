@@ -10,7 +10,8 @@ from checkpoints import assert_as_plain, same
 from support import DEVICE, as_tuple, randn
 from torch.autograd import forward_ad
 
-from fusedckpt import checkpoint
+import fusedckpt
+from fusedckpt import checkpoint, checkpoint_sequential
 from fusedckpt.autograd.dispatch import forced_path
 
 
@@ -105,6 +106,53 @@ def test_c16_batched_backward():
         for call in (partial(checkpoint, torch.sin), torch.sin)
     )
     assert same(found, expected)
+
+
+FUSED = fusedckpt.MLP(6, 8, dropout=0.4, output_dropout=0.3).to(DEVICE)
+RANDOM = {
+    "dropout": lambda x: F.dropout(x.sin()).tanh(),
+    "noise": lambda x: x.sin() * torch.rand_like(x),
+    "rrelu": lambda x: F.rrelu(x.sin(), training=True).tanh(),
+    "fused": FUSED,
+    "before a fused layer": lambda x: FUSED(F.dropout(x)).sin(),
+}
+WRAPS = {
+    "checkpoint": lambda fn: partial(checkpoint, fn),
+    "debug": lambda fn: partial(checkpoint, fn, debug=True),
+    "nested": lambda fn: partial(checkpoint, partial(checkpoint, fn)),
+    "sequential": lambda fn: lambda x: checkpoint_sequential([fn, torch.sin, torch.cos], 1, x),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("fn", RANDOM)
+def test_c16_random_numbers_in_a_batched_backward(fn, wrap):
+    x, fn = randn(4, 6), RANDOM[fn]
+    found = []
+    for call in (WRAPS[wrap](fn), fn if wrap != "sequential" else lambda x: fn(x).sin().cos()):
+        torch.manual_seed(1)
+        y = call(x)
+        dys = torch.linspace(-1, 1, 3 * y.numel(), device=DEVICE).view(3, *y.shape)
+        state = torch.get_rng_state()
+        found.append(torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)[0])
+        # what is drawn next is what it was
+        assert torch.equal(torch.get_rng_state(), state)
+        rows = [torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in dys]
+        torch.testing.assert_close(found[-1], torch.stack(rows))
+    torch.testing.assert_close(*found)
+
+
+def test_c16_jacobian_of_dropout():
+    def seeded(call, x):
+        torch.manual_seed(1)
+        return call(x)
+
+    x, fn = randn(4, 6), RANDOM["dropout"]
+    found = [
+        torch.autograd.functional.jacobian(partial(seeded, call), x, vectorize=True)
+        for call in (partial(checkpoint, fn), fn)
+    ]
+    assert same(*found)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])

@@ -53,6 +53,14 @@ BAD: dict[str, list[Any]] = {
     ],
     "eps": ["1e-5", [1e-5], t(), True, np.array(1e-5), NAN, INF, -INF, -1.0, -1, 10**400, 1j],
     "offset": ["1", [1.0], t(), True, np.array(1.0), NAN, INF, 10**400, np.float32("nan"), 1j],
+    "probability": [
+        *("0.1", "", b"", None, [], [0.1], (), {}, t(), True, False, np.array(0.1)),
+        *(NAN, INF, -0.1, 1.5, -1, 2, 1j),
+    ],
+    "sizes": ["64", None, 4, (), (F,), (F, D, 1), (-1, D), ("6", D), (6.0, D), {F, D}, t(F, D)],
+    "callable": [None, 1, "w", t(F, D)],
+    "segments": [None, "1", 1.0, True, [1], t(), t(1, dtype=torch.int64), t(dtype=torch.int64) + 1]
+    + [0, -1, 10**30],
     "flag": ["yes", "", None, t(), t(dtype=torch.bool), np.array(True), [True], 2, -1, 1.0, NAN],
     "size": [
         *("4", None, 4.0, NAN, INF, True, np.True_, [4], (4,), t(), np.float64(4), np.array([4])),

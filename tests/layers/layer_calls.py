@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from bad_values import D, F, N, t
+from bad_values import D, DTensor, F, N, t
 from own_classes import SwiGLU
 from support import DEVICE
 from torch import Tensor, nn
 
 import fusedckpt
-from fusedckpt import NormSpec, functional
+from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional
 
 
 class Target(NamedTuple):
@@ -31,10 +32,12 @@ MLP = {"x": t(N, D), "fc1_weight": t(F, D), "fc1_bias": t(F), "fc2_weight": t(D,
 MLP["fc2_bias"] = t(D)
 GATED = {"x": t(N, D), "gate_weight": t(F, D), "up_weight": t(F, D), "down_weight": t(D, F)}
 GATED |= {"gate_bias": t(F), "up_bias": t(F), "down_bias": t(D)}
+ADAPTED = {"weight": t(2 * F, D), "A": t(2, D), "B": t(2 * F, 2)}
 SIZES = {"in_features": D, "hidden_features": F}
 RMS = {"eps": "none or eps", "offset": "offset", "cast": "name"}
 FACTORY = {"device": "none or device", "dtype": "none or dtype"}
 CALL = {"save": "none or name", "kernel": "none or name", "activation": "activation"}
+DROPOUTS = ("dropout", "output_dropout")
 BLOCK = CALL | {"norm": "none or norm", "residual": "flag", "chunks": "none or chunks"}
 MODULE = {"save": "name", "activation": "activation", "residual": "flag"}
 MODULE["chunks"] = "none or chunks"
@@ -52,6 +55,22 @@ def tensors(valid: dict[str, Any], *required: str) -> dict[str, str]:
 def spec(call: Callable[..., Any], kind: str, **valid: Any) -> Callable[..., Any]:
     """Call with a NormSpec of the fields that are given."""
     return lambda **fields: call(**valid, norm=NormSpec(**{"kind": kind} | fields))
+
+
+def record(**fields: Any) -> QuantisedWeight:
+    """A quantised weight [F, D]."""
+    given = {"shape": (F, D), "dtype": torch.float32, "device": DEVICE, "dense": len}
+    return QuantisedWeight(**given | fields)
+
+
+def mlp_of(**fields: Any) -> Any:
+    return functional.mlp(**MLP | {"fc1_weight": record(**fields)})
+
+
+def packed_lora(gate_bias: Any = None, **fields: Any) -> Any:
+    """Call with a packed weight [2 F, D] under an adapter."""
+    gate = LoRA(**ADAPTED | fields)
+    return functional.gated_mlp(X, gate, None, MLP["fc2_weight"], gate_bias=gate_bias)
 
 
 def attribute(build: Callable[[], Any], *x: Any) -> Callable[..., Any]:
@@ -167,6 +186,28 @@ FUNCTIONS = [
         fusedckpt.repack_gate_up,
         {"packed": t(F, D), "layout": "gate_up"},
         {"packed": "rows", "layout": "name", "to": "name", "dim": "dim"},
+    ),
+    *(
+        Target(call.__name__, call, valid, dict.fromkeys(DROPOUTS, "probability"))
+        for call, valid in ((functional.mlp, MLP), (functional.gated_mlp, GATED))
+    ),
+    Target("mlp", mlp_of, {}, {"shape": "sizes", "dtype": "dtype", "device": "device"}),
+    Target("mlp", mlp_of, {}, {"dense": "callable", "is_sliceable": "flag"}),
+    Target(
+        "gated_mlp",
+        packed_lora,
+        {"gate_bias": t(2 * F)},
+        dict.fromkeys(("weight", "A", "B"), "tensor")
+        | {"gate_bias": "none or tensor", "scale": "offset", "dropout": "probability"},
+    ),
+    Target(
+        "register_quantised",
+        partial(fusedckpt.register_quantised, DTensor, len),
+        {},
+        {"is_sliceable": "flag"},
+    ),
+    Target(
+        "prefetch_recompute", fusedckpt.prefetch_recompute, {"outputs": X}, {"segments": "segments"}
     ),
     Target("saving", lambda level: fusedckpt.saving(level).__enter__(), {}, {"level": "name"}),
     Target(

@@ -1,11 +1,17 @@
 """Many gradients in one backward: batched, and as Jacobians and Hessians, vectorised."""
 
+from dataclasses import replace
+
+import adapted_cases
+import cases
+import lora_cases
 import pytest
 import torch
-from cases import CASES
 from support import as_tuple
 from torch.autograd.functional import hessian, jacobian
 
+LORA = [replace(case, name=f"lora-{case.name}") for case in lora_cases.CASES]
+CASES = [*cases.CASES, *LORA, *adapted_cases.CASES]
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -28,8 +34,10 @@ def test_batched(case, path):
     inputs = case.inputs((3,), 4, 5)
     ys = as_tuple(case.eager(*inputs))
     dys = [torch.randn(6, *y.shape, dtype=y.dtype, device=y.device) for y in ys]
+    # quantised weights get none
+    options = {"is_grads_batched": True, "allow_unused": True}
     found = [
-        torch.autograd.grad(as_tuple(fn(*inputs)), leaves_of(inputs), dys, is_grads_batched=True)
+        torch.autograd.grad(as_tuple(fn(*inputs)), leaves_of(inputs), dys, **options)
         for fn in (case.fused, case.eager)
     ]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

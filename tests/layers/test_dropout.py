@@ -91,6 +91,26 @@ def test_no_rows_and_no_data(path, device):
         assert y.shape == (rows, F)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize(("d", "f"), [(0, F), (D, 0), (0, 0)])
+def test_no_columns(path, d, f, rows, residual):
+    """Dropout of x, of the hidden layer or of the result, of no columns."""
+    shapes = (rows, d), (f, d), (R, d), (f, R), (d, f), (R, f), (d, R)
+    given, dy = [randn(*shape) for shape in shapes], torch.randn(rows, d, device=DEVICE)
+    drops = {"dropout": 0.3, "output_dropout": 0.2}
+    found = []
+    for module in (functional, reference):
+        torch.manual_seed(5)
+        x, w, a, b, v, c, e = given
+        fc1, fc2 = lora(w, a, b, 0.3), lora(v, c, e, 0.1)
+        y = module.mlp(x, fc1, None, fc2, None, residual=residual, **drops)
+        grads = torch.autograd.grad(y, given, dy, retain_graph=True)
+        batch = torch.stack([dy, 2 * dy])
+        found.append([y, *grads, *torch.autograd.grad(y, given, batch, is_grads_batched=True)])
+    torch.testing.assert_close(*found)
+
+
 def lora(w, a, b, p):
     return LoRA(w, a, b, 1.5, p)
 

@@ -58,6 +58,24 @@ def test_counted_inside_of_others_hooks(norm, mlp):
         assert not shares(y)
 
 
+def test_hooks_of_others_get_what_the_layer_reads(norm, mlp):
+    """And so count n beside x, which README says."""
+    x = rows() * 1
+    sizes = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = mlp(norm(x))
+    assert not shares(y)
+    assert sum(sizes.values()) == 2 * 8 * 5 * D
+    torch.testing.assert_close(grads(y, x), grads(alone(norm, mlp, x), x))
+
+
 def test_where_hooks_are_forbidden(norm, mlp):
     x = rows()
     with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
