@@ -31,8 +31,9 @@ def added(
 ) -> Tensor:
     """Return y + scale low W', the output of a linear and of an adapter, in a dtype if given."""
     if y.dtype == low.dtype:
-        return torch.addmm(y, low, weight.t(), alpha=scale, out=y)
-    total = summed(y, scaled_product(low, weight.t(), scale))
+        total = torch.addmm(y, low, weight.t(), alpha=scale, out=y)
+    else:
+        total = summed(y, scaled_product(low, weight.t(), scale))
     return total if dtype is None else total.to(dtype)
 
 

@@ -221,7 +221,8 @@ def _place(writer: _Writer, made: list[tuple[Step, Node]], homes: dict[Node, str
     order, taken = _order(writer.graph), dict[Node, Node]()
     for step, node in made:
         if isinstance(step.op, Linear) and len(step.reads) > 1:
-            if step.op.dtype == writer.dtypes[step.reads[1]]:
+            read = writer.dtypes[step.reads[1]]
+            if step.op.dtype == read and step.op.out in (None, read):
                 taken[node] = writer.nodes[step.reads[1]]
             continue
         for read in _candidates(step, writer):
