@@ -85,10 +85,16 @@ def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
     if was != now:
         return f"{was} was, {now} is"
     for a, b in zip(before, after, strict=True):
-        if not torch.equal(_bytes(a), _bytes(b)):
+        if not same_bits(a, b):
             difference = a.to(torch.complex128) - b.to(torch.complex128)
             return f"by up to {difference.abs().max().item():.3g}"
     return None
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, NaN to itself too."""
+    with _disable_current_modes():
+        return torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

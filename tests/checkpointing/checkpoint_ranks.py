@@ -79,6 +79,17 @@ def fsdp(wrap: Any, call: Any) -> nn.Module:
     )
 
 
+def fsdp_parts(wrap: Any, call: Any) -> nn.Module:
+    """Shard a layer of each block, of which the views are made ahead of its call in the forward."""
+    shard = partial(FullyShardedDataParallel, device_id=torch.device("cpu"), forward_prefetch=True)
+
+    def parts(block: Any) -> nn.Module:
+        block.fc1 = shard(block.fc1)
+        return wrap(block)
+
+    return shard(Model(parts, call))
+
+
 def sharded(wrap: Any, call: Any, inside: bool = False, **options: Any) -> nn.Module:
     """Shard every block, inside of its checkpoint or with it."""
     options["mesh"] = init_device_mesh("cpu", (2,))
@@ -112,6 +123,7 @@ def main(rank: int) -> None:
         "ddp": partial(ddp, find_unused_parameters=True),
         "ddp static": partial(ddp, static_graph=True),
         "fsdp": fsdp,
+        "fsdp of parts": fsdp_parts,
         "fsdp2": sharded,
         "fsdp2 inside": partial(sharded, inside=True),
         "fsdp2 kept": partial(sharded, reshard_after_forward=False),
