@@ -58,6 +58,8 @@ class Segment(Trace, Phase):
         # by storage, while a call runs
         self._arguments: dict[int, Argument] = {}
         self._leaves = Leaves()
+        # while it may turn out that a call writes its arguments: what it saved, and versions
+        self.held: list[tuple[Packed, Tensor, int]] | None = None
         self._recomputes: dict[int, Recompute] = {}
         # one that came before its backward
         self._ahead: Recompute | None = None
@@ -90,9 +92,18 @@ class Segment(Trace, Phase):
             raise RuntimeError("checkpoint: the forward's context suppressed an exception")
         if run is not None:
             run.see("the segment", output)
+        if self.held is not None:
+            self._keep(self.held)
         if around is None:
             self._mark(output, (*args, *kwargs.values()))
         return output
+
+    def _keep(self, held: list[tuple[Packed, Tensor, int]]) -> None:
+        """Keep what was saved, as without a checkpoint; what was written since still raises."""
+        for packed, tensor, version in held:
+            if tensor._version == version:
+                packed.source, packed.layout = Argument(tensor), None
+        self.stops, self.held = True, None
 
     def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
         """Let the nodes of an output be known as the segment's own, but of what it was given."""
@@ -127,6 +138,10 @@ class Segment(Trace, Phase):
             behind = [*map(TensorWeakRef, self._leaves.behind(tensor))]
         like = tensor.shape, tensor.dtype, tensor.device
         self.saved.append(Saved(weakref.ref(packed), like, leaf, behind))
+        if self.held is not None:
+            # without its graph, which would come to hold itself
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            self.held.append((packed, tensor, tensor._version))
         return packed
 
     @uncompiled
