@@ -23,7 +23,8 @@ class Run(TorchDispatchMode, PutsBackBuffers):
     def __init__(self, fn: Any, forward: Run | None = None):
         super().__init__()
         self._forward = forward
-        modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
+        module = getattr(fn, "__self__", fn)
+        modules = module.named_modules() if isinstance(module, nn.Module) else ()
         self._names = {m: f"{name} ({type(m).__name__})" for name, m in modules if name}
         self._operations: list[str] = []
         self._outputs: list[tuple[str, list[Tensor]]] = []

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential
+from fusedckpt.checkpointing.wrapper import checkpoint_in_place
 
 
 class Block(nn.Module):
@@ -131,6 +132,7 @@ def main(rank: int) -> None:
     }
     ways = {
         "wrapped": (Checkpoint, plain),
+        "in place": (checkpoint_in_place, plain),
         "each": (keep, each),
         "together": (keep, together),
         "wrapped together": (Checkpoint, together),
