@@ -7,9 +7,10 @@ arguments.
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,6 +89,22 @@ class Packed:
     source: TensorWeakRef | Argument | None
     layout: tuple[Any, ...] | None
     version: int
+
+    def of(self, source: Tensor) -> Tensor:
+        """Return the tensor, given its source."""
+        return source if self.layout is None else source.detach().as_strided(*self.layout)
+
+
+class Saved(NamedTuple):
+    """A tensor that autograd saved: `like` is its shape, dtype and device.
+
+    leaf: the parameter or other leaf that it is, or is a view of. behind: see `Leaves`.
+    """
+
+    packed: weakref.ref[Packed]
+    like: tuple[Any, ...]
+    leaf: TensorWeakRef | None
+    behind: Sequence[TensorWeakRef] = ()
 
 
 class Surroundings:
@@ -262,8 +279,7 @@ class Trace:
         self.calls: list[Call] = []
         # whether the last call has returned
         self.is_complete = False
-        # in order, what stands for each saved tensor, and what it was like
-        self.saved: list[tuple[weakref.ref[Packed], tuple[Any, ...]]] = []
+        self.saved: list[Saved] = []
         # of fused layers, by the place of what they save: name, and what waits for GEMM outputs
         self.slots: dict[int, tuple[str, weakref.ref[Any]]] = {}
         self.watched: Run | None = None
@@ -277,6 +293,42 @@ def storage_of(tensor: Tensor) -> int:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     plain = plain and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
     return tensor.untyped_storage()._cdata if plain else 0
+
+
+def leaf_of(tensor: Tensor) -> Tensor | None:
+    """Return the parameter or other leaf with gradients that a tensor is, or is a view of."""
+    owner = tensor if tensor._base is None else tensor._base
+    is_leaf = owner.is_leaf and (owner.requires_grad or isinstance(owner, nn.Parameter))
+    return owner if is_leaf else None
+
+
+# how many nodes of autograd's graphs this thread has made
+_num_nodes: Callable[[], float] = getattr(torch.autograd, "_get_sequence_nr", lambda: math.inf)
+
+
+class Leaves:
+    """Finds leaves that a run of a segment reads but does not save, by the graph of what it saves.
+
+    A weight is saved only where its input needs a gradient. The first leaves that are found, here
+    or among what is saved, are enough: weights after them are saved.
+    """
+
+    def __init__(self) -> None:
+        self.is_found, self._since = False, _num_nodes()
+
+    def behind(self, tensor: Tensor) -> list[Tensor]:
+        """Return leaves that a tensor is computed from, by nodes that were made since the last."""
+        found, nodes, seen = list[Tensor](), [tensor.grad_fn], set[Any]()
+        while nodes:
+            node: Any = nodes.pop()
+            if node in seen or node._sequence_nr() < self._since:
+                continue
+            seen.add(node)
+            nodes += [after for after, _ in node.next_functions if after is not None]
+            if not node.next_functions and hasattr(node, "variable"):
+                found.append(node.variable)
+        self.is_found, self._since = len(found) > 0, _num_nodes()
+        return found
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, Any, Any]:

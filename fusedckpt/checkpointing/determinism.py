@@ -23,7 +23,8 @@ class Run(TorchDispatchMode, PutsBackBuffers):
     def __init__(self, fn: Any, forward: Run | None = None):
         super().__init__()
         self._forward = forward
-        modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
+        module = getattr(fn, "__self__", fn)
+        modules = module.named_modules() if isinstance(module, nn.Module) else ()
         self._names = {m: f"{name} ({type(m).__name__})" for name, m in modules if name}
         self._operations: list[str] = []
         self._outputs: list[tuple[str, list[Tensor]]] = []
@@ -85,10 +86,16 @@ def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
     if was != now:
         return f"{was} was, {now} is"
     for a, b in zip(before, after, strict=True):
-        if not torch.equal(_bytes(a), _bytes(b)):
+        if not same_bits(a, b):
             difference = a.to(torch.complex128) - b.to(torch.complex128)
             return f"by up to {difference.abs().max().item():.3g}"
     return None
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, NaN to itself too."""
+    with _disable_current_modes():
+        return torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

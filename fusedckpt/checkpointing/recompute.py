@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import TensorWeakRef
 
@@ -20,8 +20,8 @@ from fusedckpt.autograd.module_calls import PutsBackBuffers, recomputed
 from fusedckpt.autograd.phases import Likes, Phase, Tensors
 from fusedckpt.autograd.uncompiled import uncompiled
 from fusedckpt.checkpointing import calls
-from fusedckpt.checkpointing.calls import Argument, Packed, Trace, stale
-from fusedckpt.checkpointing.determinism import Run
+from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
+from fusedckpt.checkpointing.determinism import Run, same_bits
 
 
 class Stop(BaseException):
@@ -51,8 +51,8 @@ class Recompute(Phase):
         self._leaves: list[tuple[Packed, TensorWeakRef]] = []
         # by index, whether the tensor is dropped: what is kept is compared all the same
         self._wanted: dict[int, bool] = {}
-        for ref, _ in segment.saved:
-            if (packed := ref()) is not None:
+        for saved in segment.saved:
+            if (packed := saved.packed()) is not None:
                 source, is_dropped = packed.source, packed.source is None
                 if isinstance(source, TensorWeakRef):
                     owner = source()
@@ -63,6 +63,10 @@ class Recompute(Phase):
                     self._leaves.append((packed, source))
                 self._wanted[packed.index] = is_dropped or not self._stops
         self._last = max(self._wanted, default=-1)
+        # weights saved after that are not read for it; they tell of others where none is known
+        self._last_leaf = max((i for i, drops in self._wanted.items() if drops), default=-1)
+        if not any(saved.leaf or saved.behind for saved in segment.saved[: self._last_leaf + 1]):
+            self._last_leaf = self._last
 
     @property
     def is_wanted(self) -> bool:
@@ -84,6 +88,7 @@ class Recompute(Phase):
         """Call what the segment called, up to the last tensor that is wanted."""
         segment = self._segment
         run = segment.watched and Run(segment.calls[0].fn, segment.watched)
+        self._leaves_read = calls.Leaves()
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
         try:
             for call in segment.calls:
@@ -152,18 +157,13 @@ class Recompute(Phase):
             self._problems.append(
                 f"trying to save more tensors during recomputation than the {index} of the forward"
             )
+        if index < len(segment.saved) and segment.options.determinism_check == "default":
+            self._compare(index, tensor)
         if requires_grad := tensor.requires_grad:
             # its graph would come to hold itself
             tensor = tensor.detach()
-        if index in self._wanted:
-            if self._wanted[index]:
-                self.values[index] = tensor, tensor._version
-            was, now = segment.saved[index][1], (tensor.shape, tensor.dtype, tensor.device)
-            if was != now and segment.options.determinism_check == "default":
-                self._problems.append(
-                    "Recomputed values for the following tensors have different metadata than "
-                    f"during the forward pass: tensor {index} was {was}, is {now}"
-                )
+        if self._wanted.get(index):
+            self.values[index] = tensor, tensor._version
         if index == self._last and self._stops:
             # what requires no grad may be a mask that is yet to be written
             written = requires_grad and not self._is_after_noise(tensor)
@@ -171,6 +171,75 @@ class Recompute(Phase):
                 self._stop()
         self._before = None if requires_grad else tensor
         return tensor
+
+    def _compare(self, index: int, tensor: Tensor) -> None:
+        """Note where a tensor is not the forward's, or is computed from other leaves."""
+        saved, leaf, behind = self._segment.saved[index], calls.leaf_of(tensor), []
+        if leaf is not None:
+            self._leaves_read.is_found = True
+        elif not self._leaves_read.is_found and tensor.grad_fn is not None:
+            behind = self._leaves_read.behind(tensor)
+        if index not in self._wanted:
+            return
+        now = tensor.shape, tensor.dtype, tensor.device
+        was = None if saved.leaf is None else saved.leaf()
+        if saved.like != now:
+            self._problems.append(
+                "Recomputed values for the following tensors have different metadata than "
+                f"during the forward pass: tensor {index} was {saved.like}, is {now}"
+            )
+        elif index > self._last_leaf or (was is leaf and not saved.behind and not behind):
+            return
+        elif self._is_replaced(saved, was, tensor, leaf, behind):
+            self._problems.append(
+                f"tensor {index} ({tensor.dtype} {list(tensor.shape)}) is, or is computed from, "
+                "another parameter in the recompute than in the forward: it was replaced between "
+                "forward and backward, as functional_call does when it returns; pass such "
+                "parameters as arguments"
+            )
+
+    def _is_replaced(
+        self,
+        saved: Saved,
+        was: Tensor | None,
+        tensor: Tensor,
+        leaf: Tensor | None,
+        behind: list[Tensor],
+    ) -> bool:
+        """Whether a leaf that a tensor is, or is computed from, is not the forward's."""
+        if saved.leaf is None and not saved.behind:
+            # those behind may be so in one run alone: sharding makes views ahead of a module's call
+            return isinstance(leaf, nn.Parameter)
+        # what is loaded for each forward anew is gone
+        before = [old for ref in saved.behind if (old := ref()) is not None]
+        if len(before) == len(behind) and any(map(self._is_other, before, behind)):
+            return True
+        packed = saved.packed()
+        if was is leaf or was is None or packed is None:
+            return False
+        if packed.source is None:
+            # views that only a recompute brings back
+            return isinstance(was, nn.Parameter) and isinstance(leaf, nn.Parameter)
+        return self._is_other(was, tensor, packed)
+
+    def _is_other(self, was: Tensor, now: Tensor, packed: Packed | None = None) -> bool:
+        """Whether a leaf, or the view `packed` of it, has other values than the forward's.
+
+        One that the function makes each time has the same values.
+        """
+        storage = calls.storage_of(was)
+        if was is now or was.is_meta or (storage and was.untyped_storage().nbytes() == 0):
+            # what has no memory now cannot be compared
+            return False
+        if not (storage and calls.storage_of(now)):
+            return isinstance(was, nn.Parameter) and isinstance(now, nn.Parameter)
+        held = [x for call in self._segment.calls for x in call.held]
+        if any(isinstance(x, Argument) and x.storage == storage for x in held):
+            # hooks may return another tensor for an argument
+            return False
+        was = was if packed is None else packed.of(was)
+        is_alike = (was.shape, was.dtype, was.device) == (now.shape, now.dtype, now.device)
+        return not (is_alike and same_bits(was.detach(), now.detach()))
 
     def _stop(self) -> NoReturn:
         self._stopped = True

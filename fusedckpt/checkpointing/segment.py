@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as stock
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
@@ -30,8 +30,10 @@ from fusedckpt.checkpointing.calls import (
     Argument,
     Call,
     Contexts,
+    Leaves,
     Options,
     Packed,
+    Saved,
     Trace,
     layout_of,
     stale,
@@ -55,6 +57,9 @@ class Segment(Trace, Phase):
         super().__init__(options or Options())
         # by storage, while a call runs
         self._arguments: dict[int, Argument] = {}
+        self._leaves = Leaves()
+        # while it may turn out that a call writes its arguments: what it saved, and versions
+        self.held: list[tuple[Packed, Tensor, int]] | None = None
         self._recomputes: dict[int, Recompute] = {}
         # one that came before its backward
         self._ahead: Recompute | None = None
@@ -87,9 +92,18 @@ class Segment(Trace, Phase):
             raise RuntimeError("checkpoint: the forward's context suppressed an exception")
         if run is not None:
             run.see("the segment", output)
+        if self.held is not None:
+            self._keep(self.held)
         if around is None:
             self._mark(output, (*args, *kwargs.values()))
         return output
+
+    def _keep(self, held: list[tuple[Packed, Tensor, int]]) -> None:
+        """Keep what was saved, as without a checkpoint; what was written since still raises."""
+        for packed, tensor, version in held:
+            if tensor._version == version:
+                packed.source, packed.layout = Argument(tensor), None
+        self.stops, self.held = True, None
 
     def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
         """Let the nodes of an output be known as the segment's own, but of what it was given."""
@@ -104,13 +118,14 @@ class Segment(Trace, Phase):
         """Return what autograd keeps in the tensor's place."""
         packed = Packed()
         packed.index, packed.source, packed.layout = len(self.saved), None, None
-        owner = tensor if tensor._base is None else tensor._base
-        if owner.is_leaf and (owner.requires_grad or isinstance(owner, nn.Parameter)):
+        owner, leaf, behind = calls.leaf_of(tensor), None, ()
+        if owner is not None:
+            leaf, self._leaves.is_found = TensorWeakRef(owner), True
             # how a view of another kind of tensor is made again is for a recompute to know
             if tensor is owner or (
                 tensor.dtype == owner.dtype and calls.storage_of(tensor) and calls.storage_of(owner)
             ):
-                packed.source, packed.version = TensorWeakRef(owner), owner._version
+                packed.source, packed.version = leaf, owner._version
                 packed.layout = None if tensor is owner else layout_of(tensor)
         elif self._arguments:
             argument = self._arguments.get(calls.storage_of(tensor))
@@ -119,7 +134,14 @@ class Segment(Trace, Phase):
                 # the whole comes back through any hooks, a view not
                 packed.layout = None if layout == argument.layout else layout
                 packed.source = None if self._is_hooked and packed.layout else argument
-        self.saved.append((weakref.ref(packed), (tensor.shape, tensor.dtype, tensor.device)))
+        if not self._leaves.is_found and tensor.grad_fn is not None:
+            behind = [*map(TensorWeakRef, self._leaves.behind(tensor))]
+        like = tensor.shape, tensor.dtype, tensor.device
+        self.saved.append(Saved(weakref.ref(packed), like, leaf, behind))
+        if self.held is not None:
+            # without its graph, which would come to hold itself
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            self.held.append((packed, tensor, tensor._version))
         return packed
 
     @uncompiled
@@ -136,8 +158,7 @@ class Segment(Trace, Phase):
                 if tensor is not None and tensor._version != packed.version:
                     raise RuntimeError(stale("a parameter saved for backward", tensor))
             if tensor is not None:
-                layout = packed.layout
-                return tensor if layout is None else tensor.detach().as_strided(*layout)
+                return packed.of(tensor)
         backward = backward_id()
         recompute = self._recomputes.get(backward) or self._recompute(backward)
         tensor = recompute.take(packed.index)
@@ -219,6 +240,9 @@ def checkpoint(
       once.
     - Backward raises if a tensor argument, or a parameter that autograd saved, was modified in
       place since the forward, as it does without a checkpoint.
+    - It also raises if such a parameter was replaced by one with other values, which the recompute
+      would read. `torch.func.functional_call` replaces parameters until it returns: call it inside
+      `function`, and pass its parameters as arguments.
 
     Args:
         function: a function or module that computes the same each time it is called.
@@ -227,8 +251,8 @@ def checkpoint(
         use_reentrant: False or None; True is torch's other implementation.
         context_fn: returns two context managers, for the forward and for the recompute, such as
             torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
-        determinism_check: "default" compares shape, dtype and device of recomputed tensors with the
-            forward's; "none" compares nothing.
+        determinism_check: "default" compares shape, dtype and device of recomputed tensors, and the
+            parameters that they are computed from, with the forward's; "none" compares nothing.
         debug: keep a copy of what every module in `function` returns, run the recompute to its end,
             and raise if any bit differs, with the name of the first such module and the operations
             of both runs.
@@ -244,7 +268,8 @@ def checkpoint(
         ValueError: use_reentrant is True, determinism_check is unknown, or debug comes with a
             context_fn.
         TypeError: `function` is not callable.
-        torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward.
+        torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward,
+            or would read another parameter.
         RuntimeError: in backward: an argument or a parameter was modified in place.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.

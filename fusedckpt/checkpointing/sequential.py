@@ -11,8 +11,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fusedckpt.autograd import phases
+from fusedckpt.autograd.versions import versions_of
 from fusedckpt.checkpointing import starts
-from fusedckpt.checkpointing.segment import OPTIONS, checkpoint
+from fusedckpt.checkpointing.calls import storage_of
+from fusedckpt.checkpointing.segment import OPTIONS, Segment, checkpoint, is_plain_call
 
 __all__ = ["checkpoint_sequential"]
 
@@ -39,9 +42,13 @@ def checkpoint_sequential(
     "sqrt" minimises the bytes of all segments' inputs and of the tensors saved by the largest
     segment in its backward: about sqrt(n) segments of n equal functions. "recursive" checkpoints
     the first half, the first half of the rest and so on, and the same within each: it saves log2(n)
-    inputs and runs a function log2(n) / 2 times more. No segment starts at a function that modifies
-    its input in place. The first call for the same functions and training modes runs each of them
-    once more, with its hooks, to measure this; RNG states and buffers are restored.
+    inputs and runs a function log2(n) / 2 times more. The first call for the same functions and
+    training modes runs each of them once more, with its hooks, to measure this; RNG states and
+    buffers are restored.
+
+    No segment starts at a function that modifies its input in place, unless its index is given.
+    Of a number of segments, one that would start there starts after that function, and the tensors
+    that the function saves are kept.
 
     Raises:
         ValueError: `segments` is invalid, `checkpoint` has no such option, or `use_reentrant` is
@@ -56,6 +63,9 @@ def checkpoint_sequential(
     if unknown := {*options} - OPTIONS:
         names = ", ".join(sorted(unknown))
         raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")
+    if hasattr(segments, "__index__"):
+        first = starts.given_starts(segments, len(functions))
+        return _run_evenly(functions, first, options, input)
     parts, spans = _spans(functions, segments, input)
     return _run(parts, spans, options, input)
 
@@ -82,15 +92,62 @@ def halves(count: int, is_inside: bool = False) -> list[Span]:
 def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], input: Any) -> Any:
     for start, stop, within in spans:
         if within is None or isinstance(within, list):
-            # a segment around drops tensors that are arguments, not those in containers
-            is_tensor = isinstance(input, Tensor)
-            leaves, spec = ([input], None) if is_tensor else pytree.tree_flatten(input)
-            run = _run_again, parts[start:stop], within, options, spec
-            input = checkpoint(*run, *leaves, **options)
+            input = _checkpointed(parts[start:stop], within, options, input)
         else:
             with within:
                 input = _chain(parts[start:stop], input)
     return input
+
+
+def _checkpointed(
+    parts: Sequence[Any], spans: Sequence[Span] | None, options: dict[str, Any], input: Any
+) -> Any:
+    # a segment around drops tensors that are arguments, not those in containers
+    is_tensor = isinstance(input, Tensor)
+    leaves, spec = ([input], None) if is_tensor else pytree.tree_flatten(input)
+    return checkpoint(_run_again, parts, spans, options, spec, *leaves, **options)
+
+
+def _run_evenly(
+    functions: Sequence[Any], first: list[int], options: dict[str, Any], input: Any
+) -> Any:
+    for start, stop in pairwise([*first, len(functions)]):
+        while start < stop:
+            stretch = _Stretch(functions[start:stop])
+            input = _checkpointed([stretch], None, options, input)
+            start += stretch.count
+    return input
+
+
+class _Stretch:
+    """Functions that run as one segment; if the first modify its input in place, those alone.
+
+    They cannot run again then, so the segment keeps the tensors that they save.
+    """
+
+    def __init__(self, functions: Sequence[Any]):
+        self.functions, self.count = functions, len(functions)
+
+    def __call__(self, input: Any) -> Any:
+        segment = None if is_plain_call() else phases.current()
+        if not isinstance(segment, Segment):
+            # in the recompute as in the forward
+            return _chain(self.functions[: self.count], input)
+        given = [x for x in pytree.tree_leaves(input) if isinstance(x, Tensor)]
+        # what needs no gradient may go through the whole chain, as masks do
+        followed = {storage_of(x) for x in given if x.requires_grad} or {*map(storage_of, given)}
+        before, segment.held = versions_of(*given), []
+        for number, function in enumerate(self.functions, 1):
+            input = function(input)
+            if segment.held is None:
+                continue
+            if versions_of(*given) != before:
+                self.count = number
+                return input
+            found = {storage_of(x) for x in pytree.tree_leaves(input) if isinstance(x, Tensor)}
+            if number == self.count or not followed & found - {0}:
+                segment.held = None
+        return input
 
 
 def _run_again(

@@ -1,8 +1,8 @@
-"""A module that checkpoints the forward of another module, which it wraps unchanged."""
+"""Modules whose forward is a checkpoint: by a wrapper, or by a forward set on the module itself."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -60,9 +60,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns, saving only its arguments."""
-        module, options = self._checkpoint_wrapped_module, self._checkpoint_options
-        taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & {*kwargs}}
-        return checkpoint(partial(module, **taken) if taken else module, *args, **options, **kwargs)
+        return _run(self._checkpoint_wrapped_module, self._checkpoint_options, args, kwargs)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -111,3 +109,37 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._checkpoint_wrapped_module)
+
+
+def checkpoint_in_place(module: nn.Module, **options: Any) -> nn.Module:
+    """Set `module.forward` to a checkpoint of the module's forward, and return the module.
+
+    The module's class, names, parameters and hooks are unchanged. Its hooks run outside of the
+    checkpoint, once per step. A second call changes the options alone; `del module.forward` undoes
+    both.
+    """
+    own = vars(module).get("forward")
+    module.forward = _Forward(module, own._own if isinstance(own, _Forward) else own, options)
+    return module
+
+
+class _Forward:
+    """Checkpoints a module's forward: `own`, which was set on the module, or that of its class."""
+
+    def __init__(self, module: nn.Module, own: Any, options: dict[str, Any]):
+        # as a bound method has it; in a copy of the module it is the copy
+        self.__self__, self._own, self._options = module, own, options
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward without a checkpoint; fusing changes the module's class."""
+        return self._own or type(self.__self__).forward.__get__(self.__self__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self.__wrapped__, self._options, args, kwargs)
+
+
+def _run(call: Any, options: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Checkpoint a call whose keyword arguments may have names of options."""
+    taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & {*kwargs}}
+    return checkpoint(partial(call, **taken) if taken else call, *args, **options, **kwargs)

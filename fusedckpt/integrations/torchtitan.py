@@ -9,7 +9,7 @@ Blocks are fused where they are built, before tensor parallelism, checkpoints, c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import TransformerBlock
 from torchtitan.tools.logging import logger
 
-from fusedckpt.checkpointing.wrapper import Checkpoint
+from fusedckpt.checkpointing.wrapper import checkpoint_in_place
 from fusedckpt.fusing.swap import fuse
 
 __all__ = ["full_checkpoint", "fused_block"]
@@ -48,11 +48,21 @@ class _FullCheckpoint(FullAC):
         """As full activation checkpointing's."""
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        """Checkpoint the block in place: some releases drop the returned module."""
         names = ("preserve_rng_state", "determinism_check", "debug")
-        return Checkpoint(module, **{name: getattr(self.config, name) for name in names})
+        options = {name: getattr(self.config, name) for name in names}
+        # releases that build on torch_remat accept False alone, as that cannot preserve it
+        options["preserve_rng_state"] |= not _RNG.default
+        return checkpoint_in_place(module, **options)
+
+
+_RNG = next(field for field in fields(FullAC.Config) if field.name == "preserve_rng_state")
 
 
 @override(target=FullAC.Config, description="fusedckpt.checkpoint")
 def full_checkpoint(config: Any) -> Any:
-    """Return a config of full activation checkpointing that wraps blocks in `Checkpoint`."""
+    """Return a config of full activation checkpointing that checkpoints blocks with ours.
+
+    Regions of torch_remat inside blocks are recomputed too.
+    """
     return derive(config, _FullCheckpoint.Config)

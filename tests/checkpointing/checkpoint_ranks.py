@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential
+from fusedckpt.checkpointing.wrapper import checkpoint_in_place
 
 
 class Block(nn.Module):
@@ -79,6 +80,17 @@ def fsdp(wrap: Any, call: Any) -> nn.Module:
     )
 
 
+def fsdp_parts(wrap: Any, call: Any) -> nn.Module:
+    """Shard a layer of each block, of which the views are made ahead of its call in the forward."""
+    shard = partial(FullyShardedDataParallel, device_id=torch.device("cpu"), forward_prefetch=True)
+
+    def parts(block: Any) -> nn.Module:
+        block.fc1 = shard(block.fc1)
+        return wrap(block)
+
+    return shard(Model(parts, call))
+
+
 def sharded(wrap: Any, call: Any, inside: bool = False, **options: Any) -> nn.Module:
     """Shard every block, inside of its checkpoint or with it."""
     options["mesh"] = init_device_mesh("cpu", (2,))
@@ -112,6 +124,7 @@ def main(rank: int) -> None:
         "ddp": partial(ddp, find_unused_parameters=True),
         "ddp static": partial(ddp, static_graph=True),
         "fsdp": fsdp,
+        "fsdp of parts": fsdp_parts,
         "fsdp2": sharded,
         "fsdp2 inside": partial(sharded, inside=True),
         "fsdp2 kept": partial(sharded, reshard_after_forward=False),
@@ -119,6 +132,7 @@ def main(rank: int) -> None:
     }
     ways = {
         "wrapped": (Checkpoint, plain),
+        "in place": (checkpoint_in_place, plain),
         "each": (keep, each),
         "together": (keep, together),
         "wrapped together": (Checkpoint, together),

@@ -7,11 +7,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from checkpoints import assert_as_called, chain, conv_net, same, step
+from checkpoints import assert_as_called, chain, conv_net, reset, same, step, stock
 from support import DEVICE, randn
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+import fusedckpt
 from fusedckpt import checkpoint_sequential
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 
@@ -161,6 +164,137 @@ def test_cut_before_what_writes_its_input():
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)).to(DEVICE)
     checkpoint_sequential(model, [2], randn(4, 6)).sum().backward()
     y = checkpoint_sequential(model, [1], randn(4, 6))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+class Writing(nn.Module):
+    """It writes its input, and then saves more."""
+
+    def __init__(self, number=6):
+        super().__init__()
+        self.linear = nn.Linear(number, number)
+
+    def forward(self, x):
+        return self.linear(x.relu_()).sin()
+
+
+def twice(x):
+    return x.mul_(2)
+
+
+def written():
+    """Chains in which segments of some number start with what writes its input."""
+    linear = partial(nn.Linear, 6, 6)
+    return {
+        "relu": [linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear()],
+        "first": [nn.ReLU(inplace=True), linear()],
+        "functions": [linear(), twice, torch.sin, torch.Tensor.relu_, linear(), twice],
+        "views": [linear(), nn.Unflatten(1, (2, 3)), nn.Flatten(), nn.ReLU(inplace=True), linear()],
+        "dropout": [
+            linear(),
+            nn.Dropout(inplace=True),
+            nn.BatchNorm1d(6),
+            nn.Dropout(inplace=True),
+        ],
+        "blocks": [linear(), Writing(), Writing(), Writing()],
+        "fused": [fusedckpt.MLP(6, 6), twice, fusedckpt.MLP(6, 6), twice, fusedckpt.MLP(6, 6)],
+    }
+
+
+WRITTEN = [(name, k) for name, parts in written().items() for k in range(1, len(parts) + 1)]
+
+
+def run_in(parts, segments, x, **options):
+    """Run a chain in segments, None for none, on what is no leaf."""
+    reset(nn.ModuleList(part for part in parts if isinstance(part, nn.Module)))
+    x = x * 1
+    if segments is not None:
+        return checkpoint_sequential(parts, segments, x, **options)
+    for part in parts:
+        x = part(x)
+    return x
+
+
+def assert_as_plain(name, segments, wrap=lambda fn, x: fn(x), **options):
+    parts, x = written()[name], randn(4, 6)
+    modules = nn.ModuleList(part for part in parts if isinstance(part, nn.Module)).to(DEVICE)
+    runs = partial(run_in, parts, segments, **options), partial(run_in, parts, None)
+    with forced_path("aten"):
+        found = [step(partial(wrap, run), x, parameters=[*modules.parameters()]) for run in runs]
+    assert all(map(same, *found))
+
+
+@pytest.mark.parametrize(("name", "segments"), WRITTEN)
+def test_a_number_of_segments_of_what_writes_its_input(name, segments):
+    assert_as_plain(name, segments)
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+
+@pytest.mark.parametrize(
+    "options", [{"debug": True}, {"early_stop": False}, {"context_fn": SELECTIVE}]
+)
+@pytest.mark.parametrize("name", written())
+def test_options_with_what_writes_its_input(name, options):
+    assert_as_plain(name, 4 if len(written()[name]) > 3 else 2, **options)
+
+
+@pytest.mark.parametrize("wrap", [fusedckpt.checkpoint, stock], ids=["ours", "torch"])
+@pytest.mark.parametrize("name", written())
+def test_what_writes_its_input_inside_a_checkpoint(name, wrap):
+    assert_as_plain(name, 3 if len(written()[name]) > 3 else 2, wrap)
+
+
+def test_what_writes_its_input_runs_once_in_the_forward():
+    """Its result, which it saves, is the next segment's input."""
+    x, calls = randn(4, 6), []
+
+    def counted(function, x):
+        calls.append(function)
+        return function(x)
+
+    parts = [partial(counted, f) for f in (torch.sin, torch.relu_) * 3]
+    with saved_tensors() as saved:
+        y = checkpoint_sequential(parts, 6, x * 1)
+    assert len(calls) == 6
+    # of each sine: its input, and the ReLU's result, which is the next one's input
+    assert saved.nbytes == 4 * x.nbytes
+    y.sum().backward(retain_graph=True)
+    # no function runs again: relu saves its result, sin its input
+    assert len(calls) == 6
+    first, x.grad = x.grad, None
+    y.sum().backward()
+    assert torch.equal(x.grad, first)
+
+
+def test_what_passes_through_is_not_kept():
+    """A mask goes through the chain: what the functions save is dropped after the first."""
+    x, mask = randn(1 << 12), torch.ones(1 << 12, device=DEVICE)
+
+    def part(both):
+        return both[0].sin().sin().sin() * both[1], both[1]
+
+    def run():
+        checkpoint_sequential([part] * 8, 1, (x * 1, mask))
+
+    run()
+    # 8 functions save 32
+    assert peak_bytes(run, DEVICE) < 7 * x.nbytes
+
+
+def test_what_was_saved_and_written_since_raises():
+    """As without a checkpoint."""
+    x, w = randn(4, 6), randn(4, 6)
+
+    def multiply(x):
+        x.mul_(w)
+        y = x * w
+        x.add_(1)
+        return y
+
+    y = checkpoint_sequential([torch.sin, multiply], 2, x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 

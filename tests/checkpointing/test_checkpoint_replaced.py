@@ -1,0 +1,305 @@
+"""Parameters that are replaced between a checkpoint's forward and its backward raise."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import same, step
+from support import DEVICE, randn
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import CheckpointError
+
+import fusedckpt
+from fusedckpt import checkpoint
+from fusedckpt.autograd.dispatch import forced_path
+
+MODELS = {
+    "linears": lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)),
+    "relu": lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 6)),
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 1), nn.GELU(), nn.Conv1d(2, 2, 1)
+    ),
+    "norms": lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.SiLU(), nn.LayerNorm(6)),
+    "fused": lambda: nn.Sequential(fusedckpt.MLP(6, 8), nn.Tanh(), fusedckpt.MLP(6, 8)),
+    "fused norms": lambda: nn.Sequential(fusedckpt.RMSNorm(6), nn.Tanh(), fusedckpt.RMSNorm(6)),
+}
+OTHERS = {
+    "leaves": lambda p: (p * 2).detach().requires_grad_(),
+    "parameters": lambda p: nn.Parameter(p.detach() * 2),
+    "frozen": lambda p: p.detach() * 2,
+    "computed": lambda p: p * 2,
+}
+REPLACED = "replaced between forward and backward"
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.options = inner, {}
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, **self.options)
+
+
+@pytest.fixture(autouse=True)
+def on_aten():
+    with forced_path("aten"):
+        yield
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]().to(DEVICE)
+
+
+@pytest.mark.parametrize("needs_dx", [False, True])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_functional_call(model, kind, needs_dx):
+    """Its values are gone when the recompute runs."""
+    model = Checkpointed(model)
+    others = {name: OTHERS[kind](p) for name, p in model.named_parameters()}
+    x = randn(4, 6, requires_grad=needs_dx or kind == "frozen")
+    # what is frozen saves fewer tensors
+    with pytest.raises(CheckpointError, match=None if kind == "frozen" else REPLACED):
+        functional_call(model, others, (x,)).square().sum().backward()
+
+
+@pytest.mark.parametrize("needs_dx", [False, True])
+@pytest.mark.parametrize("wraps", [1, 2])
+def test_a_replaced_parameter(model, wraps, needs_dx):
+    whole = Checkpointed(model) if wraps == 1 else Checkpointed(Checkpointed(model))
+    y = whole(randn(4, 6, requires_grad=needs_dx))
+    name = next(name for name, _ in model.named_parameters() if name.endswith("weight"))
+    layer = model.get_submodule(name.removesuffix(".weight"))
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+    with pytest.raises(CheckpointError, match=REPLACED):
+        y.square().sum().backward()
+
+
+def test_a_replaced_layer():
+    model = MODELS["linears"]().to(DEVICE)
+    y = checkpoint(model, randn(4, 6))
+    model[0] = nn.Linear(6, 6).to(DEVICE)
+    with pytest.raises(CheckpointError, match=REPLACED):
+        y.sum().backward()
+
+
+def test_a_parameter_behind_all_that_is_recomputed():
+    """Its own gradient, and those through it, are of the one that the forward used."""
+    model, x = MODELS["linears"]().to(DEVICE), randn(4, 6)
+    wanted = [x, *model.parameters()]
+    expected = step(model, x, parameters=model.parameters())
+    y = checkpoint(model, x)
+    model[2].weight = nn.Parameter(model[2].weight.detach() * 2)
+    assert all(map(same, torch.autograd.grad(y.square().sum(), wanted), expected[1:]))
+
+
+def test_a_replaced_leaf_without_modules():
+    weights = [randn(6, 6), randn(6, 6)]
+    y = checkpoint(lambda x: (x @ weights[0]).sin() @ weights[1], randn(4, 6))
+    weights[0] = randn(6, 6)
+    with pytest.raises(CheckpointError, match=REPLACED):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"debug": True}, {"early_stop": False}])
+def test_options(options):
+    model = Checkpointed(MODELS["linears"]().to(DEVICE))
+    model.options = options
+    others = {name: OTHERS["leaves"](p) for name, p in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=REPLACED):
+        functional_call(model, others, (randn(4, 6),)).sum().backward()
+
+
+def test_nothing_compares_where_nothing_is_to_be_compared():
+    model = Checkpointed(MODELS["linears"]().to(DEVICE))
+    model.options = {"determinism_check": "none"}
+    others = {name: OTHERS["leaves"](p) for name, p in model.named_parameters()}
+    functional_call(model, others, (randn(4, 6),)).sum().backward()
+    assert all(other.grad is not None for other in others.values())
+
+
+def linears():
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()).to(DEVICE)
+
+
+def assert_as_plain(model, run=None, between=lambda model: None):
+    """Assert that a checkpoint changes no gradient where `between` comes before the backward."""
+    x, found = randn(4, 6), []
+    for call in (lambda fn, x: fn(x), checkpoint):
+        inner = copy.deepcopy(model)
+        wanted = [x, *inner.parameters()]
+        y = call(partial(run or nn.Module.__call__, inner), x)
+        between(inner)
+        found.append(torch.autograd.grad(y.square().sum(), wanted, allow_unused=True))
+    assert all(map(same, *found))
+
+
+def with_copies(model):
+    """Give equal parameters to a model, as loading it does."""
+    for layer in model[::2]:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def with_other_memory(model):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def test_equal_values_do_not_raise():
+    assert_as_plain(linears(), between=with_copies)
+    assert_as_plain(linears(), between=with_other_memory)
+
+
+def test_tied_weights_do_not_raise():
+    model = linears()
+    model[2].weight = model[0].weight
+    assert_as_plain(model)
+
+
+@pytest.mark.parametrize(
+    "parametrization",
+    [parametrizations.weight_norm, parametrizations.orthogonal, torch.nn.utils.weight_norm],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_computed_weights_do_not_raise(parametrization):
+    model, x = linears(), randn(4, 6)
+    for layer in model[::2]:
+        parametrization(layer)
+    expected = step(model, x, parameters=model.parameters())
+    assert all(
+        map(same, step(partial(checkpoint, model), x, parameters=model.parameters()), expected)
+    )
+    with parametrize.cached():
+        y = checkpoint(model, x)
+    found = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+    assert all(map(same, found, expected[1:]))
+
+
+class Flat(nn.Module):
+    """Its weights are views of one parameter, made anew for each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.Parameter(torch.randn(72, device=DEVICE))
+
+    def forward(self, x):
+        first, second = self.flat.split([36, 36])
+        return (x @ first.view(6, 6)).sin() @ second.view(6, 6).T
+
+
+class Making(nn.Module):
+    """It makes parameters and other leaves anew in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, device=DEVICE))
+
+    def forward(self, x):
+        made = nn.Parameter(self.weight.detach() * 2)
+        scale = torch.full((6,), 2.0, device=DEVICE, requires_grad=True)
+        drawn = torch.rand(6, device=DEVICE).requires_grad_()
+        return ((x @ self.weight).sin() @ made * scale * drawn).sin()
+
+
+@pytest.mark.parametrize("cls", [Flat, Making])
+def test_leaves_that_the_function_makes_do_not_raise(cls):
+    torch.manual_seed(0)
+    model, x = cls(), randn(4, 6)
+    expected = step(model, x, parameters=model.parameters())
+    assert all(
+        map(same, step(partial(checkpoint, model), x, parameters=model.parameters()), expected)
+    )
+
+
+def test_what_has_no_memory_does_not_raise():
+    model, x = linears(), randn(4, 6)
+    expected = step(model, x, parameters=[model[2].weight])
+    y, weight, freed = checkpoint(model, x), model[2].weight, model[0].weight
+    with_copies(model)
+    freed.untyped_storage().resize_(0)
+    assert same(torch.autograd.grad(y.square().sum(), weight)[0], expected[2])
+    x = torch.ones(6, device="meta", requires_grad=True)
+    checkpoint(
+        lambda x: (x * torch.ones_like(x, requires_grad=True)).sin().sin(), x
+    ).sum().backward()
+
+
+def test_weights_that_are_elsewhere_between_do_not_raise():
+    """As sharding and offloading do: memory is freed and filled again, or parameters are new."""
+    model, x = linears(), randn(4, 6)
+    expected = step(model, x, parameters=model.parameters())
+    full = [p.detach().clone() for p in model.parameters()]
+
+    def gather():
+        for p, value in zip(model.parameters(), full, strict=True):
+            p.untyped_storage().resize_(value.nbytes)
+            with torch.autograd._unsafe_preserve_version_counter(p):
+                p.data.copy_(value)
+
+    y = checkpoint(model, x)
+    for p in model.parameters():
+        p.untyped_storage().resize_(0)
+    y.register_hook(lambda _: gather())
+    found = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+    assert all(map(same, found, expected[1:]))
+
+    def load(layer, _):
+        layer.weight = nn.Parameter(values[layer].clone(), requires_grad=False)
+
+    def drop(layer, *_):
+        layer.weight = nn.Parameter(values[layer].to("meta"), requires_grad=False)
+
+    values = {layer: layer.weight.detach() for layer in model[::2]}
+    for layer in values:
+        layer.register_forward_pre_hook(load)
+        layer.register_forward_hook(drop)
+    assert same(step(partial(checkpoint, model), x)[1], expected[1])
+
+
+@pytest.mark.parametrize("arguments", ["kept", "rounded"])
+def test_hooks_around_do_not_raise(arguments):
+    """They may return another tensor than the leaf that was an argument."""
+    model, x, w = linears(), randn(4, 6), randn(6, 6)
+
+    def run(x, w):
+        return model((x @ w).sin())
+
+    hooks = {
+        "kept": torch.autograd.graph.save_on_cpu(),
+        "rounded": torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.bfloat16(), lambda t: t.float()
+        ),
+    }
+    with hooks[arguments]:
+        y = checkpoint(run, x, w)
+    found = torch.autograd.grad(y.square().sum(), [x, w])
+    expected = torch.autograd.grad(run(x, w).square().sum(), [x, w])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.1, atol=0.1)
+
+
+def test_functional_call_inside_does_not_raise():
+    layer, x, w = nn.Linear(6, 6).to(DEVICE), randn(4, 6), randn(6, 6)
+
+    def run(x, w):
+        return functional_call(layer, {"weight": w}, (x.sin(),)).sin()
+
+    expected = step(run, x, w)
+    assert all(map(same, step(partial(checkpoint, run), x, w), expected))
+    found = torch.func.grad(lambda w: checkpoint(run, x, w).square().sum())(w)
+    assert same(found, expected[2])
+
+
+def test_an_in_place_change_is_named_as_such():
+    model, x = linears(), randn(4, 6)
+    y = checkpoint(model, x)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
