@@ -1,4 +1,4 @@
-"""Which tile a GEMM launch uses, and where it may be one of ours: data, and two lookups.
+"""Which tile a GEMM launch uses: data, and one lookup.
 
 The sm_80 to sm_100 and gfx942 rows were chosen by compiling: none spills, none serialises its
 tensor-core instructions. No row was timed on a device yet.
@@ -7,8 +7,6 @@ tensor-core instructions. No row was timed on a device yet.
 from __future__ import annotations
 
 from typing import NamedTuple
-
-from .tuned import tuned
 
 
 class Tile(NamedTuple):
@@ -96,16 +94,13 @@ def tile_for(
 ) -> Tile:
     """Return the tile of a GEMM with contraction length k on operands of `itemsize` bytes.
 
-    What was measured on this machine comes before the tables, see `tuned`.
-
     `descriptors`: whether both operands are aligned as those want them; `precision`: "tf32" or
     "ieee", for float32 operands.
     """
     if itemsize == 4 and precision == "ieee" and arch != "interpreter":
         return SCALAR_TILE
     slot = slot_of(k, hybrid, descriptors)
-    measured = tuned().tile(arch, itemsize, slot)
-    return getattr(TILES[family(arch), itemsize], slot) if measured is None else Tile(*measured)
+    return getattr(TILES[family(arch), itemsize], slot)
 
 
 def slot_of(k: int, hybrid: bool = False, descriptors: bool = True) -> str:
@@ -113,18 +108,3 @@ def slot_of(k: int, hybrid: bool = False, descriptors: bool = True) -> str:
     if not descriptors:
         return "pointers"
     return ("hybrid_" if hybrid else "") + ("short" if k <= SHORT_K else "long")
-
-
-def may_pay(
-    arch: str, itemsize: int, sizes: tuple[int, int, int], hybrid: bool, multiprocessors: int
-) -> bool:
-    """Whether a GEMM [m, n, k] of ours, where it was the faster one once, can be so at these sizes.
-
-    Not where rows off 16 bytes take it past tensor descriptors, nor with fewer tiles than
-    multiprocessors: the vendor's GEMM has kernels for both. The interpreter runs all that there is.
-    """
-    m, n, k = sizes
-    tile = tile_for(arch, itemsize, k, hybrid)
-    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
-    is_aligned = n * itemsize % 16 == 0 and k * itemsize % 16 == 0
-    return arch == "interpreter" or (is_aligned and tiles >= multiprocessors)

@@ -11,16 +11,8 @@ from support import randn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, linear_act
-from fusedckpt.kernels import tuned
 from fusedckpt.kernels.runtime import HAS_TRITON
-from fusedckpt.kernels.tiles import (
-    SCALAR_TILE,
-    SHORT_K,
-    TILES,
-    family,
-    tile_for,
-)
-from fusedckpt.kernels.tuned import Tuned
+from fusedckpt.kernels.tiles import SCALAR_TILE, SHORT_K, TILES, family, tile_for
 
 
 @pytest.mark.parametrize(
@@ -67,29 +59,20 @@ def test_tiles_are_what_triton_takes():
             assert tile.block_n // tile.slices >= 16
 
 
-def test_split_is_shipped_and_measured_gemms_are_for_whole_gpus(monkeypatch):
+def test_split_is_shipped_for_gpus_and_may_be_overridden(monkeypatch):
     monkeypatch.setattr(dispatch, "path_of", lambda device, dtype: "triton")
     monkeypatch.setattr(dispatch, "arch", lambda: "sm_90")
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(dispatch, "IS_INTERPRETED", False)
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta")
 
-    def variant(
-        m: int, n: int = 4096, k: int = 1024, op: str = "mlp", fused: str = "hybrid"
-    ) -> str:
-        x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
-        return dispatch.variant_for(op, x, x.dtype, (m, n, k), None, fused)
+    def variant(kernel: str | None = None, op: str = "mlp", fused: str = "hybrid") -> str:
+        return dispatch.variant_for(op, x, x.dtype, (8192, 4096, 1024), kernel, fused)
 
-    assert variant(8192) == variant(8192, op="linear_act", fused="fused") == "split"
-    keys = [("mlp", 4096, 1024), ("mlp", 4096, 1001), ("mlp", 431, 1024), ("mlp", 512, 1024)]
-    chosen = Tuned({}, {(op, "sm_90", 2, n, k, 13): "hybrid" for op, n, k in keys})
-    with tuned.using(chosen):
-        assert variant(8192) == variant(640) == "hybrid"
-        # four rows of 32 tiles
-        assert variant(512) == variant(1) == "split"
-        # rows that no tensor descriptor takes
-        assert variant(8192, k=1001) == variant(8192, n=431) == "split"
-        # as it says on an older chip, for which nothing was measured
-        monkeypatch.setattr(dispatch, "arch", lambda: "sm_80")
-        assert variant(8192) == "split"
+    assert variant() == variant(op="linear_act", fused="fused") == "split"
+    assert variant("hybrid") == "hybrid"
+    monkeypatch.setattr(dispatch, "_PREFERRED", "hybrid")
+    assert variant() == "hybrid"
+    assert variant("split") == variant(op="linear_act", fused="fused") == "split"
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
