@@ -19,7 +19,7 @@ from fusedckpt.kernels import gemm, linear
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.linear import hybrid_grad
-from fusedckpt.kernels.tiles import TILES, slot_of
+from fusedckpt.kernels.tiles import SHORT_K, TILES
 
 DTYPES = (torch.float32, *HALF)
 # m, n, k
@@ -37,16 +37,26 @@ def real_tiles(monkeypatch):
 def covered(monkeypatch):
     """Collect how many tiles along M and N and steps along K every launch takes."""
     found = []
-    launch = gemm.launch_tile
+    launch, choose = gemm.gemm, gemm.tile_for
 
-    def recorded(x, w, *args):
-        tile = launch(x, w, *args)
-        sizes = (x.shape[0], w.shape[0], x.shape[1])
-        found.append([-(-size // block) for size, block in zip(sizes, tile, strict=False)])
+    def recorded(x, w, *args, **options):
+        found.append((x.shape[0], w.shape[0], x.shape[1]))
+        return launch(x, w, *args, **options)
+
+    def chosen(*args):
+        tile = choose(*args)
+        found[-1] = [-(-size // block) for size, block in zip(found[-1], tile, strict=False)]
         return tile
 
-    monkeypatch.setattr(gemm, "launch_tile", recorded)
+    monkeypatch.setattr(linear, "gemm", recorded)
+    monkeypatch.setattr(gemm, "tile_for", chosen)
     return found
+
+
+def kind_of(x: Tensor, w: Tensor) -> str:
+    if not gemm.fits_descriptors(x, w):
+        return "pointers"
+    return "short" if x.shape[1] <= SHORT_K else "long"
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -72,11 +82,11 @@ def eager_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> list[Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("slot", SHAPES)
-def test_fused_linear(slot, dtype, covered):
-    m, n, k = SHAPES[slot]
+@pytest.mark.parametrize("kind", SHAPES)
+def test_fused_linear(kind, dtype, covered):
+    m, n, k = SHAPES[kind]
     x, w, b, dy = (draw(*s, dtype=dtype) for s in ((m, k), (n, k), (n,), (m, n)))
-    assert slot_of(k, descriptors=gemm.fits_descriptors(x, w)) == slot
+    assert kind_of(x, w) == kind
     theirs = eager_linear(x, w, b, dy)
     truth = eager_linear(*(t.double() for t in (x, w, b, dy)))
     h, z = linear.linear_act(x, w, b, "gelu", True, "fused")
@@ -102,12 +112,11 @@ def eager_hidden(dy: Tensor, down: Tensor, z: Tensor, up: Tensor | None) -> list
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("slot", SHAPES)
-def test_hybrid(slot, gated, dtype, covered):
-    m, n, k = SHAPES[slot]
+@pytest.mark.parametrize("kind", SHAPES)
+def test_hybrid(kind, gated, dtype, covered):
+    m, n, k = SHAPES[kind]
     dy, down, z, up = (draw(*s, dtype=dtype) for s in ((m, k), (k, n), (m, n), (m, n)))
-    aligned = gemm.fits_descriptors(dy, down.t())
-    assert slot_of(k, True, aligned).removeprefix("hybrid_") == slot
+    assert kind_of(dy, down.t()) == kind
     up = up if gated else None
     theirs = eager_hidden(dy, down, z, up)
     truth = eager_hidden(*(None if t is None else t.double() for t in (dy, down, z, up)))

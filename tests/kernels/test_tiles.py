@@ -12,7 +12,7 @@ from support import randn
 from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, linear_act
 from fusedckpt.kernels.runtime import HAS_TRITON
-from fusedckpt.kernels.tiles import SCALAR_TILE, SHORT_K, TILES, family, tile_for
+from fusedckpt.kernels.tiles import SCALAR, SHORT_K, TILES, Tile, family, tile_for
 
 
 @pytest.mark.parametrize(
@@ -33,30 +33,31 @@ from fusedckpt.kernels.tiles import SCALAR_TILE, SHORT_K, TILES, family, tile_fo
 def test_every_architecture_has_a_row(arch, row):
     assert family(arch) == row
     for itemsize in (2, 4):
-        assert tile_for(arch, itemsize, 4096) == TILES[row, itemsize].long
+        assert tile_for(arch, itemsize, 4096, False, True, "tf32") == TILES[row, itemsize][0]
 
 
 def test_what_a_launch_is_like_picks_its_tile():
-    tiles = TILES["sm_90", 2]
-    assert tile_for("sm_90", 2, SHORT_K) == tiles.short
-    assert tile_for("sm_90", 2, SHORT_K + 1) == tiles.long
-    assert tile_for("sm_90", 2, SHORT_K, hybrid=True) == tiles.hybrid_short
-    assert tile_for("sm_90", 2, SHORT_K + 1, hybrid=True) == tiles.hybrid_long
-    assert tile_for("sm_90", 2, 4096, hybrid=True, descriptors=False) == tiles.pointers
-    assert tile_for("sm_90", 4, 4096, precision="ieee") == SCALAR_TILE
-    assert tile_for("sm_90", 2, 4096, precision="ieee") == tiles.long
+    long, short, hybrid_long, hybrid_short, pointers = TILES["sm_90", 2]
+
+    def tile(k: int, hybrid: bool = False, aligned: bool = True, itemsize: int = 2) -> Tile:
+        return tile_for("sm_90", itemsize, k, hybrid, aligned, "ieee")
+
+    assert tile(SHORT_K) == short
+    assert tile(SHORT_K + 1) == long
+    assert tile(SHORT_K, hybrid=True) == hybrid_short
+    assert tile(SHORT_K + 1, hybrid=True) == hybrid_long
+    assert tile(4096, hybrid=True, aligned=False) == pointers
+    assert tile(4096, itemsize=4) == SCALAR
     # unequal sides: the tests would not see an axis swapped between equal ones
-    interpreted = tile_for("interpreter", 4, 4096, precision="ieee")
-    assert len({interpreted.block_m, interpreted.block_n, interpreted.block_k}) == 3
+    assert len(set(tile_for("interpreter", 4, 4096, False, True, "ieee")[:3])) == 3
 
 
 def test_tiles_are_what_triton_takes():
-    for tiles in [*TILES.values(), (SCALAR_TILE,)]:
-        for tile in tiles:
-            for size in (*tile[:3], tile.num_warps, tile.slices):
-                assert size > 0
-                assert size & (size - 1) == 0
-            assert tile.block_n // tile.slices >= 16
+    for tile in (SCALAR, *(tile for tiles in TILES.values() for tile in tiles)):
+        for size in (*tile[:3], tile.num_warps, tile.SLICES):
+            assert size > 0
+            assert size & (size - 1) == 0
+        assert tile.BLOCK_N // tile.SLICES >= 16
 
 
 def test_split_is_shipped_for_gpus_and_may_be_overridden(monkeypatch):
