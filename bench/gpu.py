@@ -31,7 +31,7 @@ from bench.settings import CASE_NAMES, PARTS
 
 STATE = "gpu.json"
 # what steps measured and take up again: files and a folder
-MEASURED = (STATE, "run.jsonl", "launched", "profile.jsonl", "tuned.json", "capacity.jsonl")
+MEASURED = (STATE, "run.jsonl", "launched", "profile.jsonl", "capacity.jsonl")
 # tests spend their time in the kernels' compiler, a process each, and hold little of the GPU
 PROCESSES = 14
 # what differs between a GPU and the interpreter
@@ -98,16 +98,9 @@ class Commands(NamedTuple):
     tiny: bool
 
     def run(self, *options: str, place: str = "", **chosen: Any) -> Words:
-        """Measure cases, with the choices that were measured in an earlier step."""
+        """Measure cases."""
         chosen = {"repeat": 1, **TOYS, **ALONE} if self.tiny else chosen
-        return (*self.cached, *_bench("run", "--resume", *options, out=self.out / place, **chosen))
-
-    def tune(self, *size: str) -> Words:
-        """Measure tiles and variants at widths."""
-        if self.tiny:
-            options = {"size": "tiny", "tokens": 48, "dtype": "float32", "repeat": 1}
-            return ("env", "TRITON_INTERPRET=1", *_bench("tune", cache=self.cache, **options))
-        return _bench("tune", cache=self.cache, size=size, tokens=8192, minutes=2)
+        return _bench("run", "--resume", *options, out=self.out / place, **chosen)
 
     def profile(self, *options: str) -> Words:
         """Look at the kernels one by one."""
@@ -116,7 +109,7 @@ class Commands(NamedTuple):
     def capacity(self) -> Words:
         """Fill memory with tokens."""
         options = {"memory": 1, "repeat": 1, **TOYS} if self.tiny else {"repeat": 5}
-        return (*self.cached, *_bench("capacity", out=self.out, **options, **ALONE))
+        return _bench("capacity", out=self.out, **options, **ALONE)
 
     def tests(self, *options: str) -> Words:
         """Test in many processes, where pytest can."""
@@ -126,16 +119,6 @@ class Commands(NamedTuple):
             # what takes most of the memory is in one group, and so never beside itself
             command = (*command, "-n", str(count), "--dist=loadgroup")
         return (*command, *(("tests/kernels/test_tiles.py", "-k", "row") if self.tiny else options))
-
-    @property
-    def cache(self) -> Path:
-        """What `bench tune` writes."""
-        return self.out / "tuned.json"
-
-    @property
-    def cached(self) -> Words:
-        """What makes a command read it, where it is there."""
-        return ("env", f"FUSEDCKPT_CACHE={self.cache}")
 
 
 def steps_of(out: Path, tiny: bool) -> list[Step]:
@@ -154,8 +137,6 @@ def steps_of(out: Path, tiny: bool) -> list[Step]:
         Step(1, "numbers-short", do.run(size=short, **blocks, **ALONE, repeat=20), 0.3),
         Step(1, "kernel-tests", do.tests(*first)),
         Step(2, "profile", do.profile(), 0.2),
-        Step(2, "tune-short", do.tune(*short), 0.35),
-        Step(2, "tune", do.tune("llama-3-8b"), 0.5),
         Step(2, "layers", do.run(**wide, **layers, **ALONE, repeat=40), 0.6),
         Step(2, "widths", do.run(size="llama-3.2-1b", **every, **ALONE, repeat=20)),
         Step(3, "final", do.run(**wide, **final), 0.5),

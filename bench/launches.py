@@ -25,14 +25,16 @@ def linears(
     m, n, k = sizes
     x, w, b, dy = (meta(*shape, dtype=dtype) for shape in ((m, k), (n, k), (n,), (m, n)))
     for activation in activations:
-        linear.linear_act(x, w, b, activation, keep_z=True, kernel=kernel)
-        linear.linear_act(x, w, None, activation, keep_z=False, kernel=kernel)
-        linear.linear_act_dz(
-            dy, x, w, b, z=None, activation=activation, needs_db=True, kernel=kernel
-        )
-        linear.linear_act_dz(
-            dy, x, w, None, z=None, activation=activation, needs_db=False, kernel=kernel
-        )
+        if kernel == "fused":
+            linear.linear_act(x, w, b, activation, keep_z=True)
+            linear.linear_act(x, w, None, activation, keep_z=False)
+            linear.linear_act_dz(dy, x, w, b, activation, needs_db=True)
+            linear.linear_act_dz(dy, x, w, None, activation, needs_db=False)
+            continue
+        for needs_db in (True, False):
+            linear.hidden(dy, None, None, activation, kernel)
+            grads = HiddenGrad(dy, None, None, torch.empty_like(dy), None)
+            linear.hidden_grad(dy, grads, activation, (needs_db, False), kernel)
 
 
 def hybrids(

@@ -185,24 +185,6 @@ def model(add: Options) -> None:
     add.one("arch", "the chip", "sm_90", choices=("sm_80", "sm_90", "sm_100"))
 
 
-def tune(add: Options) -> None:
-    """Measure tiles and variants on this machine's GPU, for layers to use.
-
-    Checks each candidate numerically, and stores the fastest in the user's cache, where layers find
-    them.
-    """
-    sizes = ("gpt2", "vit-l", "llama-3.2-1b", "llama-3-8b")
-    add.many("size", "widths", sizes, choices=SIZES)
-    add.many("tokens", "rows of x", (2048, 8192), type=POSITIVE, metavar="N")
-    add.one("dtype", "dtype of every tensor", "bfloat16", choices=DTYPES)
-    add.count("repeat", "timed rounds", 10)
-    add.one("minutes", "start no measurement after that", 30.0, type=MINUTES, metavar="N")
-    add.flag("variants", "measure variants only, with the tiles as they are")
-    text = "file to write; default: the user's cache, which layers read"
-    add.one("cache", text, type=Path, metavar="FILE")
-    add.one("device", "cpu, cuda or cuda:N; default: cuda where there is one")
-
-
 def profile(add: Options) -> None:
     """List the kernels that fusedckpt launches, and their times.
 
@@ -219,12 +201,13 @@ def profile(add: Options) -> None:
 
 
 def gpu(add: Options) -> None:
-    """Test, measure and tune everything on a machine with a GPU, in minutes.
+    """Test and measure everything on a machine with a GPU, in minutes.
 
-    Measures all cases and runs the kernels' tests (part 1), profiles and tunes (2), and takes the
-    final times (3), each step within a share of its part's time. Call it again to continue.
+    Measures all cases and runs the kernels' tests (part 1), profiles and measures more widths (2),
+    and takes the final times (3), each step within a share of its part's time. Call it again to
+    continue.
     """
-    text = "numbers and kernel tests, profile and tuning, or final times; default: all three"
+    text = "numbers and kernel tests, profile and widths, or final times; default: all three"
     add.many("part", text, type=int, choices=PARTS, metavar="1|2|3")
     add.one("minutes", "how long a part may take", 9.0, type=MINUTES, metavar="N")
     text = "folder for results; default: bench/results/gpu-<device>"
@@ -261,7 +244,7 @@ def env(add: Options) -> None:
 
 
 # a command is the module of its name
-COMMANDS = (demo, finetune, run, classics, ways, capacity, profile, model, tune)
+COMMANDS = (demo, finetune, run, classics, ways, capacity, profile, model)
 COMMANDS += (gpu, table, plot, compare, env)
 
 

@@ -1,7 +1,10 @@
-"""Every activation, one row each: its Triton value and derivative, its ATen form, its names.
+"""Every activation: its Triton value and derivative, its ATen form, its names.
 
-To add one, write `<name>` and `<name>_grad` below and add a row to ACTIVATIONS; everything else
-(functions, modules, fusing, tests) reads the table.
+To add an activation, write its device functions `<name>(z, EXACT) -> h` and `<name>_grad(z, dh,
+EXACT) -> (h, dz)` in float32, and add a row to ACTIVATIONS; functions, modules, fusing and tests
+read the table. EXACT: to the last digits, for results that stay in float32; else to the digits of
+half precision, in fewer registers. Selections treat NaN and inf as torch does: a zero derivative
+stops an inf in dh.
 """
 
 from __future__ import annotations
@@ -15,15 +18,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .runtime import exp, tl, triton
-from .special import log1p, mills, normal_cdf, sigmoids
+from .runtime import INTERPRETED, libdevice, tl, triton
 
 aten = torch.ops.aten
 
-# device functions: `<name>(z, EXACT) -> h` and `<name>_grad(z, dh, EXACT) -> (h, dz)`, in float32.
-# EXACT: to the last digits, for results that stay in float32; else as well as half precision shows,
-# in fewer registers. Selections are written so that NaN and inf go where torch sends them (a zero
-# derivative stops an inf in dh).
+
+@triton.jit
+def exp(z, EXACT: tl.constexpr):
+    """Exponentiate float32; EXACT: to about its last digit."""
+    # tl.exp compiles to exp2 of a rounded product, which is off by six epsilons at -12
+    return libdevice.exp(z) if EXACT and not INTERPRETED else tl.exp(z)
+
+
+@triton.jit
+def sigmoids(z, EXACT: tl.constexpr):
+    """Return the sigmoids of z and of -z."""
+    # their sum is 1, but 1 minus the larger has lost the digits of the smaller
+    e = exp(-z, EXACT)
+    s = 1.0 / (1.0 + e)
+    return s, tl.where(z > 0.0, e * s, 1.0 - s) if EXACT else 1.0 - s
+
+
+@triton.jit
+def normal_cdf(z):
+    """Return the distribution function of the standard normal distribution at z."""
+    return 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+
+
+@triton.jit
+def mills(a):
+    """Return R(a) and exp(-a^2 / 2), a >= 0: their product is normal_cdf(-a)."""
+    # below float32 one exponential serves both cdf and density. R = t P(t), t = 1 / (1 + p a), has
+    # the form of Abramowitz and Stegun 7.1.26; p and P are fitted anew to least relative error,
+    # 3.7e-6, so that the tail keeps its digits until the exponential underflows
+    t = 1.0 / (1.0 + 0.3077 * a)
+    p = 0.1913706 - 0.07577838 * t
+    p = 0.1372274 + t * (0.005570812 + t * p)
+    p = 0.1230173 + t * (0.1185905 + t * p)
+    # exp(-a^2 / 2) is a power of two
+    return t * p, tl.exp2(-0.7213475 * a * a)
 
 
 @triton.jit
@@ -97,7 +130,7 @@ def gelu_grad(z, dh, EXACT: tl.constexpr):
     else:
         a = tl.abs(z)
         r, e = mills(a)
-        # of a negative z; of a positive one both are one minus that
+        # for a negative z; for a positive z both are 1 minus this
         cdf, slope = r * e, (r - 0.3989422804014327 * a) * e
         cdf = tl.where(z < 0.0, cdf, 1.0 - cdf)
         slope = tl.where(z < 0.0, slope, 1.0 - slope)
@@ -164,7 +197,11 @@ def tanh_grad(z, dh, EXACT: tl.constexpr):
 
 @triton.jit
 def softplus(z, EXACT: tl.constexpr):
-    return tl.where(z > 20.0, z, log1p(exp(tl.where(z > 20.0, 0.0, z), EXACT)))
+    e = exp(tl.where(z > 20.0, 0.0, z), EXACT)
+    # log(1 + e) by Kahan: the rounding of 1 + e cancels in the quotient
+    u = 1.0 + e
+    log1p = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
+    return tl.where(z > 20.0, z, log1p)
 
 
 @triton.jit
@@ -175,7 +212,7 @@ def softplus_grad(z, dh, EXACT: tl.constexpr):
 @triton.jit
 def tanh_of_softplus(z, EXACT: tl.constexpr):
     # tanh(log(1 + e)) = n / (n + 2), n = e (e + 2); 1 in float32 from z = 20 on, if e is a power
-    # of two: only those have an exact quotient on a GPU, and mish_grad multiplies what is left by z
+    # of two: only those have an exact quotient on a GPU, and mish_grad multiplies 1 - t^2 by z
     e = tl.where(z > 20.0, 1073741824.0, exp(z, EXACT))
     n = e * (e + 2.0)
     return n / (n + 2.0)
@@ -192,7 +229,7 @@ def mish_grad(z, dh, EXACT: tl.constexpr):
     return z * t, dh * (t + z * sigmoid(z, EXACT) * (1.0 - t * t))
 
 
-# ATen forms where one call does not do
+# ATen forms that take several calls
 
 
 def _write_relu2_grad(dh: Tensor, z: Tensor, grad_input: Tensor) -> Tensor:
@@ -211,8 +248,9 @@ def _write_quick_gelu_grad(dh: Tensor, z: Tensor, grad_input: Tensor) -> Tensor:
 class Activation:
     """One activation for every path.
 
-    `write(z, out=)` and `write_grad(dh, z, grad_input=)` are the ATen form of `value` and the
-    gradient half of `value_and_grad`; what they write may be z or dh itself.
+    `write(z, out=)` and `write_grad(dh, z, grad_input=)` are the ATen form of `value` and of the
+    gradient of `value_and_grad`; their output may be z or dh itself. `module` computes this
+    activation where its attributes are `module_state`.
     """
 
     value: Any
@@ -222,110 +260,76 @@ class Activation:
     write_grad: Callable[..., Tensor]
     aliases: tuple[str, ...] = ()
     module: type[nn.Module] | None = None
-    # what the module's attributes must be for it to be this activation
     module_state: dict[str, Any] = field(default_factory=dict)
 
 
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(
-        identity,
-        identity_grad,
-        lambda z: z,
-        lambda z, out: out.copy_(z),
-        lambda dh, z, grad_input: grad_input.copy_(dh),
+        *(identity, identity_grad, lambda z: z),
+        write=lambda z, out: out.copy_(z),
+        write_grad=lambda dh, z, grad_input: grad_input.copy_(dh),
         aliases=("linear", "none"),
     ),
     "relu": Activation(
-        relu,
-        relu_grad,
-        F.relu,
-        partial(torch.clamp_min, min=0),
-        partial(aten.threshold_backward.grad_input, threshold=0),
+        *(relu, relu_grad, F.relu),
+        write=partial(torch.clamp_min, min=0),
+        write_grad=partial(aten.threshold_backward.grad_input, threshold=0),
         module=nn.ReLU,
     ),
     "relu2": Activation(
-        relu2,
-        relu2_grad,
-        lambda z: F.relu(z).square(),
-        lambda z, out: torch.clamp_min(z, 0, out=out).square_(),
-        _write_relu2_grad,
+        *(relu2, relu2_grad, lambda z: F.relu(z).square()),
+        write=lambda z, out: torch.clamp_min(z, 0, out=out).square_(),
+        write_grad=_write_relu2_grad,
         aliases=("relu_squared", "squared_relu"),
     ),
     "leaky_relu": Activation(
-        leaky_relu,
-        leaky_relu_grad,
-        F.leaky_relu,
-        aten.leaky_relu.out,
+        *(leaky_relu, leaky_relu_grad, F.leaky_relu, aten.leaky_relu.out),
         partial(aten.leaky_relu_backward.grad_input, negative_slope=0.01, self_is_result=False),
         module=nn.LeakyReLU,
         module_state={"negative_slope": 0.01},
     ),
     "gelu": Activation(
-        gelu,
-        gelu_grad,
-        F.gelu,
-        aten.gelu.out,
-        aten.gelu_backward.grad_input,
+        *(gelu, gelu_grad, F.gelu, aten.gelu.out, aten.gelu_backward.grad_input),
         aliases=("gelu_python",),
         module=nn.GELU,
         module_state={"approximate": "none"},
     ),
     "gelu_tanh": Activation(
-        gelu_tanh,
-        gelu_tanh_grad,
-        lambda z: F.gelu(z, approximate="tanh"),
-        partial(aten.gelu.out, approximate="tanh"),
-        partial(aten.gelu_backward.grad_input, approximate="tanh"),
+        *(gelu_tanh, gelu_tanh_grad, lambda z: F.gelu(z, approximate="tanh")),
+        write=partial(aten.gelu.out, approximate="tanh"),
+        write_grad=partial(aten.gelu_backward.grad_input, approximate="tanh"),
         aliases=("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"),
         module=nn.GELU,
         module_state={"approximate": "tanh"},
     ),
     "quick_gelu": Activation(
-        quick_gelu,
-        quick_gelu_grad,
-        lambda z: z * torch.sigmoid(1.702 * z),
-        lambda z, out: torch.mul(z, torch.sigmoid(1.702 * z), out=out),
-        _write_quick_gelu_grad,
+        *(quick_gelu, quick_gelu_grad, lambda z: z * torch.sigmoid(1.702 * z)),
+        write=lambda z, out: torch.mul(z, torch.sigmoid(1.702 * z), out=out),
+        write_grad=_write_quick_gelu_grad,
     ),
     "silu": Activation(
-        silu,
-        silu_grad,
-        F.silu,
-        aten.silu.out,
-        aten.silu_backward.grad_input,
+        *(silu, silu_grad, F.silu, aten.silu.out, aten.silu_backward.grad_input),
         aliases=("swish",),
         module=nn.SiLU,
     ),
     "sigmoid": Activation(
-        sigmoid,
-        sigmoid_grad,
-        torch.sigmoid,
-        torch.sigmoid,
+        *(sigmoid, sigmoid_grad, torch.sigmoid, torch.sigmoid),
         lambda dh, z, **to: aten.sigmoid_backward.grad_input(dh, torch.sigmoid(z), **to),
         module=nn.Sigmoid,
     ),
     "tanh": Activation(
-        tanh,
-        tanh_grad,
-        torch.tanh,
-        torch.tanh,
+        *(tanh, tanh_grad, torch.tanh, torch.tanh),
         lambda dh, z, **to: aten.tanh_backward.grad_input(dh, torch.tanh(z), **to),
         module=nn.Tanh,
     ),
     "softplus": Activation(
-        softplus,
-        softplus_grad,
-        F.softplus,
-        aten.softplus.out,
+        *(softplus, softplus_grad, F.softplus, aten.softplus.out),
         partial(aten.softplus_backward.grad_input, beta=1, threshold=20),
         module=nn.Softplus,
         module_state={"beta": 1.0, "threshold": 20.0},
     ),
     "mish": Activation(
-        mish,
-        mish_grad,
-        F.mish,
-        aten.mish.out,
+        *(mish, mish_grad, F.mish, aten.mish.out),
         lambda dh, z, grad_input: grad_input.copy_(aten.mish_backward(dh, z)),
         module=nn.Mish,
     ),
@@ -337,7 +341,7 @@ CANONICAL: dict[str, str] = {
 
 
 def name_of(module: nn.Module) -> str | None:
-    """Return the activation that `module` computes, None if it is not one of the table's."""
+    """Return the name of the activation that `module` computes, None if the table lacks it."""
     for name, act in ACTIVATIONS.items():
         if type(module) is act.module and all(
             getattr(module, key) == value for key, value in act.module_state.items()

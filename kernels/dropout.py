@@ -1,9 +1,9 @@
-"""Dropout by a counter-based generator: an element's fate is a function of seed and place alone.
+"""Dropout by a counter-based generator: the seed and an element's index alone decide its mask.
 
-So nothing but the seed need be kept, and neither chunks nor layouts change a result. Element i of
-all rows reads 32 bits: half i % 8, low ones first, of the four words that Philox4x64-10 makes of
-the seed and the counter i // 8 + 1. On a CPU numpy's generator makes the same bits, at 1.5 ns an
-element where ATen's integers took 19, and all of F.dropout 9.
+So only the seed is saved, and neither chunks nor layouts change a result. Element i of the whole
+matrix reads 32 bits: half i % 8, low halves first, of the four words that Philox4x64-10 makes of
+the seed and the counter i // 8 + 1. On a CPU numpy's generator makes the same bits, in 1.5 ns per
+element, where ATen's integers took 19 and F.dropout 9.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 """
@@ -22,13 +22,13 @@ WORDS = 8
 
 
 def threshold_of(p: float) -> int:
-    """Return what a word, as int32, must reach for its element to stay."""
+    """Return the least word, as int32, whose element is not zeroed."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 @triton.jit
 def dropout_kernel(x, y, seed, first, numel, threshold, scale, BLOCK: tl.constexpr):
-    """Write x times 0 or `scale` into y; `first` is the place of x[0]."""
+    """Write x times 0 or `scale` into y; `first` is the index of x[0] in the whole matrix."""
     group = (first // 8 + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     zero = group * 0
     c0, c1, c2, c3 = tl.philox(tl.load(seed), group + 1, zero, zero, zero)
@@ -46,8 +46,8 @@ def dropout_kernel(x, y, seed, first, numel, threshold, scale, BLOCK: tl.constex
 def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> Tensor:
     """Return x [M, N] with elements zeroed at probability p, the others divided by 1 - p.
 
-    seed: int64, one element, on x's device; first_row: which row of the whole matrix x begins with;
-    kernel: "aten", or anything else for Triton. Its own gradient: dx = dropout(dy).
+    seed: int64, one element, on x's device; first_row: the row of the whole matrix at which x
+    begins; kernel: "aten", or any other name for Triton. The gradient is dx = dropout(dy).
     """
     x, scale = x.contiguous(), 1 / (1 - p) if p < 1 else 0.0
     y = torch.empty_like(x)
@@ -69,7 +69,7 @@ def on_aten(x: Tensor, y: Tensor, p: float, seed: int, first: int, scale: float)
     for rows in row_blocks(x):
         words = drawn_words(seed, first + rows.start * x.shape[1], x[rows].numel())
         keeps = (words >= threshold_of(p)).view(-1, x.shape[1]).to(x.device)
-        # not a choice: what is dropped of inf and NaN is NaN, as torch's is
+        # a product, not a selection: a dropped inf or NaN becomes NaN, as in torch
         torch.mul(x[rows], keeps.to(wide).mul_(scale), out=y[rows])
 
 

@@ -1,11 +1,9 @@
-"""The one GEMM mainloop: x [M, K] @ w [N, K].T, tile by tile, each tile handed to an epilogue.
+"""The GEMM kernel: x [M, K] @ w [N, K].T, tile by tile, each tile passed to an epilogue.
 
-w may lie in memory as it is or as the transpose of a [K, N] matrix: both are read in place.
-
-An epilogue is two jit functions and a record of their operands, None where absent. The first loads
-what it reads of rows `rm` (int64) and columns `rn`; the second gets the float32 accumulator, what
-was loaded, and the row tile's number for what it reduces over rows. Another is
-`elementwise.HIDDEN_GRAD`, of the hybrid variant.
+w may be stored as it is or as its transpose [K, N]; both are read in place. An epilogue is two jit
+functions and a record of operands, None where absent. The first function loads the operands' rows
+`rm` (int64) and columns `rn`. The second gets the float32 accumulator, the loaded values, and the
+number of the row tile, for sums over rows. `elementwise.HIDDEN_GRAD` is the hybrid variant's.
 """
 
 from __future__ import annotations
@@ -15,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .partials import partial_sums, store_summed, sum_partials
 from .runtime import INTERPRETED, TensorDescriptor, arch, is_exact, load, store, tl, triton
-from .tiles import Tile, has_tensor_maps, tile_for
+from .tiles import family, tile_for
 
-GROUP_M = 8
+# rows of tiles that share their columns of w in L2
+GROUP_M = tl.constexpr(8)
 
 
 class StoreAct(NamedTuple):
@@ -30,26 +30,19 @@ class StoreAct(NamedTuple):
 
 
 @triton.jit
-def load_bias(rm, rn, m, n, out):
-    """Return the bias of a tile's columns, 0 for none."""
-    bias = 0.0
-    if out.bias is not None:
-        bias = load(out.bias + rn, rn < n)[None, :]
-    return bias
+def load_bias(rm, rn, mask, n, out):
+    """Return the bias of a tile's columns, or 0."""
+    return load(out.bias + rn, rn < n)[None, :] if out.bias is not None else 0.0
 
 
 @triton.jit
-def store_act(acc, bias, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
-    """Y = act(acc + bias), and the pre-activation itself where z is wanted."""
-    mask = (rm < m)[:, None] & (rn < n)[None, :]
+def store_act(acc, bias, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.constexpr):
+    """Store y = act(acc + bias) and, where z is given, the pre-activation."""
     offsets = rm[:, None] * n + rn[None, :]
     acc += bias
     if out.z is not None:
         store(out.z + offsets, acc, mask)
     store(out.y + offsets, ACTIVATION(acc, is_exact(out.y)), mask)
-
-
-ACT = load_bias, store_act
 
 
 class StoreActGrad(NamedTuple):
@@ -59,80 +52,36 @@ class StoreActGrad(NamedTuple):
     dy: Tensor
     stride_dym: int
     bias: Tensor | None
-    db: Tensor | None
+    db: Tensor | None = None
 
 
 @triton.jit
-def load_dy(rm, rn, m, n, out):
-    """Return dy as it lies in memory, where it takes half the registers, and the bias."""
-    mask = (rm < m)[:, None] & (rn < n)[None, :]
+def load_dy(rm, rn, mask, n, out):
+    """Return dy in its own dtype, which takes half the registers, and the bias."""
     dy = tl.load(out.dy + rm[:, None] * out.stride_dym + rn[None, :], mask, 0.0)
-    return dy, load_bias(rm, rn, m, n, out)
+    return dy, load_bias(rm, rn, mask, n, out)
 
 
 @triton.jit
-def store_act_grad(acc, loaded, rm, rn, m, n, tile_m, out, ACTIVATION: tl.constexpr):
-    """Dz = dy * act'(acc + bias), and this row tile's share of db in float32."""
-    mask = (rm < m)[:, None] & (rn < n)[None, :]
+def store_act_grad(acc, loaded, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.constexpr):
+    """Store dz = dy * act'(acc + bias) and the row tile's part of db."""
     dy, bias = loaded
     _, dz = ACTIVATION(acc + bias, dy.to(tl.float32), is_exact(out.dz))
-    store(out.dz + rm[:, None] * n + rn[None, :], dz, mask)
-    if out.db is not None:
-        tl.store(out.db + tile_m * n + rn, tl.sum(tl.where(mask, dz, 0.0), axis=0), mask=rn < n)
+    store_summed(out.dz, out.db, rm[:, None] * n + rn[None, :], dz, mask, rn, n, tile_m)
 
 
-ACT_GRAD = load_dy, store_act_grad
+ACT, ACT_GRAD = (load_bias, store_act), (load_dy, store_act_grad)
 
 
 @triton.jit
 def column_slices(acc, SLICES: tl.constexpr):
-    """Cut a tile into a tuple of narrower ones without leaving registers."""
+    """Cut a tile into a tuple of narrower tiles without leaving registers."""
     if SLICES == 1:
         result = (acc,)
     else:
         left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
         result = column_slices(left, SLICES // 2) + column_slices(right, SLICES // 2)
     return result
-
-
-@triton.jit
-def grouped_tile(pid, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Number tiles so that GROUP_M rows of tiles share their columns of w in L2."""
-    tiles_m = tl.cdiv(m, BLOCK_M)
-    per_group = GROUP_M * tl.cdiv(n, BLOCK_N)
-    first_m = pid // per_group * GROUP_M
-    height = min(tiles_m - first_m, GROUP_M)
-    return first_m + pid % per_group % height, pid % per_group // height
-
-
-@triton.jit
-def store_slices(
-    acc,
-    rm,
-    column,
-    m,
-    n,
-    tile_m,
-    out,
-    LOAD: tl.constexpr,
-    STORE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLICES: tl.constexpr,
-):
-    """Run the epilogue on column slices: a narrower tile at a time keeps it in registers.
-
-    What a slice reads is on its way before the slice before it is written.
-    """
-    WIDTH: tl.constexpr = acc.shape[1] // SLICES
-    slices = column_slices(acc, SLICES)
-    rn = column + tl.arange(0, WIDTH)
-    loaded = LOAD(rm, rn, m, n, out)
-    for index in tl.static_range(SLICES):
-        current = loaded
-        if index + 1 < SLICES:
-            loaded = LOAD(rm, rn + WIDTH, m, n, out)
-        STORE(slices[index], current, rm, rn, m, n, tile_m, out, ACTIVATION)
-        rn += WIDTH
 
 
 @triton.jit
@@ -144,7 +93,8 @@ def gemm_kernel(
     n,
     k,
     stride_xm,
-    stride_w,
+    stride_wn,
+    stride_wk,
     LOAD: tl.constexpr,
     STORE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -154,16 +104,16 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """One output tile.
-
-    TRANSPOSED: w lies as [K, N]; DESCRIPTORS: x and w are tensor descriptors instead of pointers.
-    """
-    tile_m, tile_n = grouped_tile(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
+    """Compute one tile. DESCRIPTORS: x and w are tensor descriptors, TRANSPOSED: w as [K, N]."""
+    group, place = GROUP_M * tl.cdiv(n, BLOCK_N), tl.program_id(0)
+    first_m = place // group * GROUP_M
+    height = min(tl.cdiv(m, BLOCK_M) - first_m, GROUP_M)
+    tile_m, tile_n = first_m + place % group % height, place % group // height
     rm = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tile_n.to(tl.int64) * BLOCK_N
+    rn = column + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # without the assumption and this form of range, triton 3.6 serialises every wgmma of the loop
@@ -179,104 +129,75 @@ def gemm_kernel(
             inside = start + rk < k
             a_offsets = rm[:, None] * stride_xm + (start + rk)[None, :]
             a = tl.load(x + a_offsets, (rm < m)[:, None] & inside[None, :], 0.0)
-            if TRANSPOSED:
-                b_offsets = (start + rk).to(tl.int64)[:, None] * stride_w + rn[None, :]
-            else:
-                b_offsets = (start + rk)[:, None] + rn[None, :] * stride_w
+            # one stride is 1, for which triton specialises
+            b_offsets = (start + rk).to(tl.int64)[:, None] * stride_wk + rn[None, :] * stride_wn
             b = tl.load(w + b_offsets, inside[:, None] & (rn < n)[None, :], 0.0)
         if INTERPRETED:
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    column = tile_n.to(tl.int64) * BLOCK_N
-    store_slices(acc, rm, column, m, n, tile_m, out, LOAD, STORE, ACTIVATION, SLICES)
+    # column slices keep the epilogue in registers; a slice is loaded before the previous is stored
+    slices = column_slices(acc, SLICES)
+    WIDTH: tl.constexpr = BLOCK_N // SLICES
+    rn = column + tl.arange(0, WIDTH)
+    mask = (rm < m)[:, None] & (rn < n)[None, :]
+    loaded = LOAD(rm, rn, mask, n, out)
+    for index in tl.static_range(SLICES):
+        current, inner = loaded, mask
+        if index + 1 < SLICES:
+            mask = (rm < m)[:, None] & (rn + WIDTH < n)[None, :]
+            loaded = LOAD(rm, rn + WIDTH, mask, n, out)
+        STORE(slices[index], current, rm, rn, inner, n, tile_m, out, ACTIVATION)
+        rn += WIDTH
 
 
 def gemm(
     x: Tensor,
     w: Tensor,
-    out: NamedTuple,
+    out: Any,
     epilogue: tuple[Any, Any],
     activation: Any,
+    needs_db: tuple[bool, bool] = (False, False),
     hybrid: bool = False,
-) -> None:
-    """Run an epilogue, what it loads and what it does with a tile of x @ w.T, over all tiles.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Run an epilogue over all tiles of x @ w.T; return db and db_up [N] where needed.
 
-    x [M, K] and w [N, K] have one dtype and no empty side, x adjacent columns, w those or adjacent
-    rows; `hybrid` takes the tiles for epilogues that read as much as they write.
+    x [M, K] and w [N, K] have one dtype and no empty side; columns of x are adjacent, and columns
+    or rows of w. `hybrid`: the epilogue reads as much as it writes.
     """
-    (m, k), n = x.shape, w.shape[0]
+    (m, k), n, target, stored = x.shape, w.shape[0], arch(), as_stored(w)
     assert x.stride(1) == 1 or k == 1
     assert 1 in w.stride() or w.numel() == 1
-    tile = launch_tile(x, w, hybrid)
-    descriptors = has_tensor_maps(arch()) and fits_descriptors(x, w)
-    grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    aligned = fits_descriptors(x, w)
+    tile = tile_for(target, x.element_size(), k, hybrid, aligned, precision)
+    options = {"TRANSPOSED": stored is not w, "PRECISION": precision} | tile._asdict()
+    # from Hopper on, tiles are loaded by tensor descriptors that the host makes
+    options["DESCRIPTORS"] = aligned and family(target) in ("sm_90", "sm_100", "interpreter")
+    operands: Any = x, w
+    if options["DESCRIPTORS"]:
+        block = [tile.BLOCK_N, tile.BLOCK_K]
+        blocks = [tile.BLOCK_M, tile.BLOCK_K], block if stored is w else block[::-1]
+        operands = [
+            TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block)
+            for t, block in zip((x, stored), blocks, strict=True)
+        ]
+    row_tiles = triton.cdiv(m, tile.BLOCK_M)
+    sums = partial_sums(x, needs_db, row_tiles, n)
+    sizes = m, n, k, x.stride(0), *w.stride()
+    grid = (row_tiles * triton.cdiv(n, tile.BLOCK_N),)
     with torch.cuda.device_of(x):
-        gemm_kernel[grid](
-            describe(x, tile.block_m, tile.block_k) if descriptors else x,
-            describe(w, tile.block_n, tile.block_k) if descriptors else w,
-            out,
-            m,
-            n,
-            k,
-            x.stride(0),
-            lead_stride(w),
-            LOAD=epilogue[0],
-            STORE=epilogue[1],
-            ACTIVATION=activation,
-            TRANSPOSED=is_transposed(w),
-            DESCRIPTORS=descriptors,
-            PRECISION=matmul_precision(),
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            GROUP_M=GROUP_M,
-            SLICES=tile.slices,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+        gemm_kernel[grid](*operands, out._replace(**sums), *sizes, *epilogue, activation, **options)
+    return sum_partials(sums.get("db"), sums.get("db_up"))
 
 
-def launch_tile(x: Tensor, w: Tensor, hybrid: bool = False) -> Tile:
-    """Return the tile with which `gemm` covers x @ w.T."""
-    precision = matmul_precision()
-    return tile_for(
-        arch(),
-        x.element_size(),
-        x.shape[1],
-        hybrid,
-        descriptors=fits_descriptors(x, w),
-        precision=precision,
-    )
-
-
-def is_transposed(w: Tensor) -> bool:
-    """Whether w [N, K] lies in memory as [K, N]."""
-    return w.stride(0) == 1 and w.stride(1) != 1
-
-
-def matmul_precision() -> str:
-    """Return the input precision of float32 products under torch's current TF32 setting."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def lead_stride(w: Tensor) -> int:
-    """Return the stride of the dimension of w that is not adjacent."""
-    return w.stride(1) if is_transposed(w) else w.stride(0)
+def as_stored(w: Tensor) -> Tensor:
+    """Return w, or its transpose where rows of w are adjacent."""
+    return w.t() if w.stride(0) == 1 and w.stride(1) != 1 else w
 
 
 def fits_descriptors(x: Tensor, w: Tensor) -> bool:
     """Whether tensor descriptors can address both: bases and rows on 16 bytes, rows apart."""
-    width = w.shape[0 if is_transposed(w) else 1]
     return all(
-        t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0 and stride >= columns
-        # x goes by rows, also where its one column may have any stride
-        for t, stride, columns in ((x, x.stride(0), x.shape[1]), (w, lead_stride(w), width))
+        t.data_ptr() % 16 == 0 and lead * t.element_size() % 16 == 0 and lead >= t.shape[1]
+        for t, lead in ((t, t.stride(0)) for t in (x, as_stored(w)))
     )
-
-
-def describe(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Describe tiles [rows, columns] of t to the copy engine, or their transposes as t lies."""
-    block = [rows, columns]
-    if is_transposed(t):
-        t, block = t.t(), block[::-1]
-    return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block)

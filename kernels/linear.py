@@ -1,6 +1,6 @@
 """A linear layer with its activation, and the gradients of both, in one of two variants.
 
-Fused: one GEMM kernel, whose epilogue is elementwise. Split: the vendor's GEMM, then an elementwise
+Fused: one GEMM kernel with an elementwise epilogue. Split: the vendor's GEMM, then an elementwise
 kernel over its output, in place; on ATen the same in blocks of rows, in the same buffers.
 """
 
@@ -12,78 +12,35 @@ from torch import Tensor
 from . import elementwise
 from .activations import ACTIVATIONS, Activation
 from .elementwise import HIDDEN_GRAD, HiddenGrad
-from .gemm import ACT, ACT_GRAD, StoreAct, StoreActGrad, gemm, launch_tile
-from .partials import sum_partials
-from .runtime import column_sums, row_blocks, triton
+from .gemm import ACT, ACT_GRAD, StoreAct, StoreActGrad, gemm
+from .runtime import column_sums, row_blocks
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Return x @ w.T + b by the vendor's GEMM, in `out` if given."""
-    if b is None:
-        return torch.mm(x, w.t(), out=out)
-    return torch.addmm(b, x, w.t(), out=out)
+    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
 
 
 def linear_act(
-    x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool, kernel: str
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return h [M, N], and the pre-activation z [M, N] if `keep_z`.
+    """Return h [M, N] = act(x @ w.T + b), and the pre-activation z [M, N] if `keep_z`, by one GEMM.
 
-    x [M, K] and w [N, K] share a dtype; `kernel` is "fused", "split", or "aten".
+    x [M, K] and w [N, K] share a dtype.
     """
-    if kernel == "fused":
-        h = x.new_empty(x.shape[0], w.shape[0])
-        z = torch.empty_like(h) if keep_z else None
-        gemm(x, w, StoreAct(h, b, z), ACT, activation=ACTIVATIONS[activation].value)
-        return h, z
-    z = linear(x, w, b)
-    if activation == "identity":
-        return z, None
-    h = hidden(z, None, torch.empty_like(z) if keep_z else z, activation, kernel=kernel)
-    return h, z if keep_z else None
+    h = x.new_empty(x.shape[0], w.shape[0])
+    z = torch.empty_like(h) if keep_z else None
+    gemm(x, w, StoreAct(h, b, z), ACT, ACTIVATIONS[activation].value)
+    return h, z
 
 
 def linear_act_dz(
-    dy: Tensor,
-    x: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    z: Tensor | None,
-    activation: str,
-    needs_db: bool,
-    kernel: str,
-    donates: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return dz [M, N] = dy * act'(z) and, where needed, db [N] in at least float32.
-
-    Without z it is recomputed from x, w and b. dy [M, N] is only read; so is a given z, unless
-    `donates`: then dz is written over it.
-    """
-    if activation == "identity":
-        return dy, column_sums(dy) if needs_db else None
-    if z is not None:
-        dz = z if donates else torch.empty_like(z)
-    else:
-        assert x is not None
-        assert w is not None
-        if kernel == "fused":
-            return fused_dz(dy, x, w, b, activation=activation, needs_db=needs_db)
-        z = dz = linear(x, w, b)
-    grads = HiddenGrad(z, None, None, dz, dup=None)
-    return dz, hidden_grad(dy, grads, activation, (needs_db, False), kernel=kernel)[0]
-
-
-def fused_dz(
     dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, activation: str, needs_db: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Recompute z tile by tile, each tile turned into dz before it leaves the chip."""
-    dz, db = torch.empty_like(dy, memory_format=torch.contiguous_format), None
-    if needs_db:
-        tiles = triton.cdiv(dy.shape[0], launch_tile(x, w).block_m)
-        db = dy.new_empty(tiles, dy.shape[1], dtype=torch.float32)
-    operands = StoreActGrad(dz, dy, dy.stride(0), b, db=db)
-    gemm(x, w, operands, ACT_GRAD, activation=ACTIVATIONS[activation].value_and_grad)
-    return dz, sum_partials(db, None)[0]
+    """Return dz [M, N] = dy * act'(z) and, where needed, db [N]; z is recomputed tile by tile."""
+    dz = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    act, needs = ACTIVATIONS[activation].value_and_grad, (needs_db, False)
+    return dz, gemm(x, w, StoreActGrad(dz, dy, dy.stride(0), b), ACT_GRAD, act, needs)[0]
 
 
 def hidden(z: Tensor, up: Tensor | None, h: Tensor | None, activation: str, kernel: str) -> Tensor:
@@ -99,7 +56,7 @@ def hidden(z: Tensor, up: Tensor | None, h: Tensor | None, activation: str, kern
         act.write(z, out=h)
     else:
         for rows in row_blocks(z):
-            # a block's value stays in cache until up meets it
+            # the value of a block is in cache when up is read
             torch.mul(act.write(z[rows], out=torch.empty_like(z[rows])), up[rows], out=h[rows])
     return h
 
@@ -109,18 +66,14 @@ def hidden_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write the h, dz and dup of `grads` from dh [M, N], columns adjacent; return db, db_up [N].
 
-    On ATen dz may share memory with z, where not gated with dh, where h is not wanted with up;
-    h and dup may share it with any of those read.
+    On ATen dz may share memory with z; where not gated with dh; where h is not wanted with up.
+    h and dup may share memory with any tensor that is read.
     """
     act = ACTIVATIONS[activation]
     if kernel != "aten":
-        grads = grads.launched(needs_db, elementwise.row_tiles(dh))
-        elementwise.act_grad(dh, grads, act.value_and_grad)
-        return sum_partials(grads.db, grads.db_up)
-    if grads.up is None:
-        plain_on_aten(act, dh, grads)
-    else:
-        gated_on_aten(act, dh, grads)
+        return elementwise.act_grad(dh, grads, act.value_and_grad, needs_db)
+    on_aten = plain_on_aten if grads.up is None else gated_on_aten
+    on_aten(act, dh, grads)
     db = column_sums(grads.dz) if needs_db[0] else None
     return db, column_sums(grads.dup) if needs_db[1] and grads.dup is not None else None
 
@@ -128,20 +81,17 @@ def hidden_grad(
 def hybrid_grad(
     dy: Tensor, down: Tensor, grads: HiddenGrad, activation: str, needs_db: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Do what `hidden_grad` does for dh = dy @ down, down [K, N], without dh leaving the chip."""
-    tile = launch_tile(dy, down.t(), hybrid=True)
-    grads = grads.launched(needs_db, triton.cdiv(dy.shape[0], tile.block_m))
-    value_and_grad = ACTIVATIONS[activation].value_and_grad
-    gemm(dy, down.t(), grads, HIDDEN_GRAD, activation=value_and_grad, hybrid=True)
-    return sum_partials(grads.db, grads.db_up)
+    """Do as `hidden_grad` with dh = dy @ down, down [K, N], of which no tile is stored."""
+    act = ACTIVATIONS[activation].value_and_grad
+    return gemm(dy, down.t(), grads.launched(), HIDDEN_GRAD, act, needs_db, hybrid=True)
 
 
 def plain_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:
     """Write h = act(z) and dz = dh * act'(z), a block of rows at a time."""
     z, _, h, dz = grads[:4]
     blocks = row_blocks(z)
-    # straight over a z that was saved, GELU's took 2.0 ms a block, by way of scratch 0.5;
-    # one for all blocks: an allocation per block costs its page faults
+    # over a saved z, GELU's gradient took 2.0 ms a block, through scratch 0.5. One scratch for all
+    # blocks: an allocation per block costs its page faults
     scratch = z.new_empty(blocks[0].stop, z.shape[1]) if dz is z else None
     for rows in blocks:
         place = dz[rows] if scratch is None else scratch[: rows.stop - rows.start]
@@ -163,7 +113,7 @@ def gated_on_aten(act: Activation, dh: Tensor, grads: HiddenGrad) -> None:
         value, product = scratch[:, : rows.stop - rows.start]
         act.write(z[rows], out=value)
         torch.mul(dh[rows], up[rows], out=product)
-        # z is read for the last time, then up, then dh
+        # the last read of z, below of up, then of dh
         act.write_grad(product, z[rows], grad_input=dz[rows])
         if h is not None:
             torch.mul(up[rows], value, out=product)

@@ -1,22 +1,30 @@
-"""The second stage of sums over rows: what programs or row tiles summed alone becomes one row."""
+"""Sums over rows in two stages: row tiles or programs write rows of sums, one launch adds them."""
 
 from __future__ import annotations
+
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .runtime import load, store, tl, triton
 
-BLOCK_M, BLOCK_N = 128, 32
+TILE = {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8}
+
+
+def partial_sums(like: Tensor, needs: tuple[bool, bool], row_tiles: int, n: int) -> dict[str, Any]:
+    """Return the float32 buffers [row_tiles, n] for `db` and `db_up` that are needed, by name."""
+    names = compress(("db", "db_up"), needs)
+    return {name: like.new_empty(row_tiles, n, dtype=torch.float32) for name in names}
 
 
 @triton.jit
-def sum_rows(partial, total, m, n, rn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, m, BLOCK_M):
-        rm = start + tl.arange(0, BLOCK_M)[:, None]
-        acc += load(partial + rm.to(tl.int64) * n + rn[None, :], (rm < m) & (rn < n)[None, :])
-    store(total + rn, tl.sum(acc, axis=0), rn < n)
+def store_summed(out, sums, offsets, value, mask, rn, n, tile_m):
+    """Store a tile and, unless `sums` is None, its column sums as row `tile_m` of `sums`."""
+    store(out + offsets, value, mask)
+    if sums is not None:
+        tl.store(sums + tile_m * n + rn, tl.sum(tl.where(mask, value, 0.0), axis=0), mask=rn < n)
 
 
 @triton.jit
@@ -24,34 +32,29 @@ def sum_partials_kernel(
     first, second, total, second_total, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if first is not None:
-        sum_rows(first, total, m, n, rn, BLOCK_M, BLOCK_N)
-    if second is not None:
-        sum_rows(second, second_total, m, n, rn, BLOCK_M, BLOCK_N)
+    partials, totals = (first, second), (total, second_total)
+    for index in tl.static_range(2):
+        if partials[index] is not None:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for start in range(0, m, BLOCK_M):
+                rm = start + tl.arange(0, BLOCK_M)[:, None]
+                offsets = rm.to(tl.int64) * n + rn[None, :]
+                acc += load(partials[index] + offsets, (rm < m) & (rn < n)[None, :])
+            store(totals[index] + rn, tl.sum(acc, axis=0), rn < n)
 
 
 def sum_partials(
     first: Tensor | None, second: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Sum one or two float32 matrices [M, N] over rows in one launch, rounded once, to `dtype`."""
+    """Sum one or two float32 matrices [M, N] over rows in one launch; round once, to `dtype`."""
+    pair = first, second
     given = second if first is None else first
     if given is None:
-        return None, None
-    assert all(t is None or t.is_contiguous() for t in (first, second))
+        return pair
+    assert all(t is None or t.is_contiguous() for t in pair)
     m, n = given.shape
-    total, second_total = (
-        None if t is None else t.new_empty(n, dtype=dtype) for t in (first, second)
-    )
+    total, second_total = (None if t is None else t.new_empty(n, dtype=dtype) for t in pair)
+    grid = (triton.cdiv(n, TILE["BLOCK_N"]),)
     with torch.cuda.device_of(given):
-        sum_partials_kernel[(triton.cdiv(n, BLOCK_N),)](
-            first,
-            second,
-            total,
-            second_total,
-            m,
-            n,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            num_warps=8,
-        )
+        sum_partials_kernel[grid](*pair, total, second_total, m, n, **TILE)
     return total, second_total

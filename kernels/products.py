@@ -1,4 +1,4 @@
-"""Sums of matrix products that are rounded once, however many there are."""
+"""Matrix products and sums of products that are rounded once."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 def writes_wider(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device has a GEMM that reads this half precision and writes float32."""
-    is_cuda = device.type == "cuda" and torch.version.hip is None
-    return is_cuda and dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and torch.version.hip is None and dtype.itemsize == 2
 
 
 def product_for(device: torch.device, dtype: torch.dtype, wanted: torch.dtype) -> Product:
-    """Return what multiplies `dtype`: into float32 where wanted and a GEMM writes it, else mm."""
+    """Return mm for operands of `dtype`, into float32 where wanted and a GEMM writes it."""
     if wanted == torch.float32 and writes_wider(device, dtype):
         return partial(torch.mm, out_dtype=wanted)
     return torch.mm
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to total, which has their dtype or is float32 where they are half precision.
+    """Add a @ b to total, which has their dtype, or is float32 where they are half precision.
 
-    No product is rounded to half precision on its way. Where no GEMM writes wider than it reads,
-    operands are widened, in blocks that together take no more memory than total.
+    No product is rounded to half precision: without a GEMM that writes float32, operands are
+    widened, in blocks that together take no more memory than total.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -36,13 +35,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         step = max(1, total.numel() // max(1, sum(total.shape)))
-        for start in range(0, a.shape[1], step):
-            block = slice(start, start + step)
-            total.addmm_(a[:, block].to(total.dtype), b[block].to(total.dtype))
+        for block in zip(a.split(step, 1), b.split(step), strict=True):
+            total.addmm_(*(t.to(total.dtype) for t in block))
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in at least float32, to add others to."""
+    """Return a @ b in at least float32."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.dtype == wide or writes_wider(a.device, a.dtype):
         return product_for(a.device, a.dtype, wide)(a, b)
@@ -52,7 +50,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sum_of_products(*pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the sum of a @ b over pairs; of several in half precision as float32, unrounded."""
+    """Return the sum of a @ b over pairs; of several pairs in half precision as float32."""
     if len(pairs) == 1:
         return torch.mm(*pairs[0])
     total = wide_product(*pairs[0])

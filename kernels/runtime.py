@@ -1,4 +1,4 @@
-"""Triton where it exists, and the few things that differ between compiled and interpreted kernels.
+"""Triton where it exists, and the differences between compiled and interpreted kernels.
 
 `TRITON_INTERPRET=1` at import runs every kernel in Triton's interpreter, on CPU tensors. There bf16
 arithmetic is wrong and casts to bf16 truncate, so kernels load through `load`, compute in float32
@@ -22,18 +22,15 @@ try:
 except ImportError:  # no wheel for this platform: every tensor takes the ATen path
     triton: Any = SimpleNamespace(jit=lambda fn: fn)
     tl: Any = SimpleNamespace(constexpr=lambda value: value)
-    libdevice: Any = None
-    TensorDescriptor: Any = None
+    libdevice = TensorDescriptor = None  # type: ignore[assignment]
 
 HAS_TRITON = hasattr(triton, "__version__")
 # fixed for the process when triton was imported
 IS_INTERPRETED = bool(HAS_TRITON and triton.knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
-
-# the dtypes that kernels take; float64 always runs on ATen
+# float64 always runs on ATen
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# of a block of rows on a CPU: its float32 temporaries stay in cache
+# of a block of rows on a CPU, whose float32 temporaries then stay in cache
 BLOCK_ELEMENTS = 1 << 19
 
 
@@ -45,19 +42,16 @@ def arch() -> str:
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 
-# what kernels take: an op sends every tensor that it gets through one of these first, so that a
-# launcher meets nothing else. Each copies only where no view will do
-
-
+# an op passes every tensor through one of these four functions; they copy where no view will do
 def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
-    """Return x as [M, N], N counting its last dimensions, with adjacent columns."""
+    """Return x as [M, N] with adjacent columns, N the product of its last `num_dims` dimensions."""
     if x.dim() != 2 or num_dims != 1:
         x = x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def as_dense(x: Tensor) -> Tensor:
-    """Return x as a contiguous matrix: what elementwise kernels read and write."""
+    """Return x as a contiguous matrix, for elementwise kernels."""
     return as_matrix(x).contiguous()
 
 
@@ -68,11 +62,11 @@ def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_vector(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Return a bias or a norm's weight as [N], contiguous, in a dtype where one is given."""
+    """Return a bias or a norm's weight as [N], contiguous, in `dtype` if given."""
     if x is None:
         return None
     x = x if x.dim() == 1 else x.reshape(-1)
-    return x.contiguous() if dtype is None or x.dtype == dtype else x.to(dtype).contiguous()
+    return x.to(dtype or x.dtype).contiguous()
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -81,12 +75,10 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Cut x [M, N] into blocks of rows that fit a core's cache: one off the CPU, one of no rows."""
+    """Cut x [M, N] into blocks of rows that fit a core's cache; one block off the CPU."""
     m, n = x.shape
-    step = max(1, BLOCK_ELEMENTS // max(n, 1))
-    if m <= step or x.device.type != "cpu":
-        return [slice(0, m)]
-    return [slice(start, min(start + step, m)) for start in range(0, m, step)]
+    step = max(1, BLOCK_ELEMENTS // max(n, 1) if x.device.type == "cpu" else m)
+    return [slice(start, min(start + step, m)) for start in range(0, m, step)] or [slice(0, m)]
 
 
 @triton.jit
@@ -104,19 +96,8 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def exp(z, EXACT: tl.constexpr):
-    """Exponentiate float32; EXACT: to about its last digit."""
-    if EXACT and not INTERPRETED:
-        result = libdevice.exp(z)
-    else:
-        # compiles to exp2 of a rounded product, which is off by six epsilons at -12
-        result = tl.exp(z)
-    return result
-
-
-@triton.jit
 def is_exact(pointer):
-    """Whether what is stored there keeps all digits of float32."""
+    """Whether a store through the pointer keeps all digits of float32."""
     return pointer.dtype.element_ty == tl.float32
 
 

@@ -1,130 +1,72 @@
-"""Which tile a GEMM launch uses, and where it may be one of ours: data, and two lookups.
+"""The tile of a GEMM launch: a table and its lookup.
 
-The sm_80 to sm_100 and gfx942 rows were chosen by compiling: none spills, none serialises its
-tensor-core instructions. No row was timed on a device yet.
+Tiles were chosen by compiling: none spills, none serialises its tensor-core instructions. None was
+timed on a device.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from .tuned import tuned
-
 
 class Tile(NamedTuple):
-    """Block sizes and launch options of one GEMM; the epilogue runs in `slices` column slices."""
+    """Launch options by their names in the kernel; the epilogue runs in SLICES column slices."""
 
-    block_m: int
-    block_n: int
-    block_k: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
     num_warps: int
     num_stages: int
-    slices: int = 1
+    SLICES: int = 1
 
 
-class Tiles(NamedTuple):
-    """An architecture's tiles, by what the launch is like.
-
-    `short` contractions end soon: two blocks per multiprocessor hide one's epilogue under the
-    other's main loop. `hybrid` epilogues read as much as they write, and want registers for it.
-    `pointers` replace tensor descriptors where alignment forbids those, and want registers too.
-    """
-
-    long: Tile
-    short: Tile
-    hybrid_long: Tile
-    hybrid_short: Tile
-    pointers: Tile
-
-
+# the longest short contraction: two blocks of its tile fit on a multiprocessor, so that the
+# epilogue of one overlaps with the main loop of the other
 SHORT_K = 1024
+# float32 without TF32 runs on the scalar units, which need small tiles
+SCALAR = Tile(64, 64, 16, 8, 2)
 
-_SMALL = Tile(64, 64, 32, 8, 3, 1)
-_HOPPER = Tiles(
-    long=Tile(128, 256, 64, 8, 3, 8),
-    short=Tile(128, 128, 64, 8, 3, 2),
-    hybrid_long=Tile(256, 128, 64, 8, 3, 8),
-    hybrid_short=Tile(128, 128, 64, 8, 3, 4),
-    pointers=_SMALL,
-)
+_LONG, _SHORT = Tile(128, 256, 64, 8, 3, 8), Tile(128, 128, 64, 8, 3, 2)
+_HYBRID_LONG, _HYBRID_SHORT = Tile(256, 128, 64, 8, 3, 8), Tile(128, 128, 64, 8, 3, 4)
+_SMALL = Tile(64, 64, 32, 8, 3)
 _TF32 = Tile(128, 128, 32, 8, 3, 2)
-_HOPPER_TF32 = Tiles(_TF32, _TF32, _SMALL, _SMALL, _SMALL)
 _AMPERE = Tile(128, 128, 32, 8, 3, 4)
 _NARROW = Tile(128, 64, 32, 8, 3, 2)
 _CDNA = Tile(128, 128, 64, 8, 2, 2)
 # unequal sides, so that a test sees a swapped axis
-_INTERPRETED = Tiles(*5 * [Tile(32, 64, 16, 4, 1, 2)])
+_INTERPRETED = 5 * (Tile(32, 64, 16, 4, 1, 2),)
 
-# (architecture family, bytes per element)
-TILES: dict[tuple[str, int], Tiles] = {
-    ("sm_80", 2): Tiles(_AMPERE, _AMPERE, _NARROW, _NARROW, _SMALL),
-    ("sm_80", 4): Tiles(*5 * [_SMALL]),
-    ("sm_90", 2): _HOPPER,
-    ("sm_90", 4): _HOPPER_TF32,
-    # 256 rows of dh spill there
-    ("sm_100", 2): _HOPPER._replace(hybrid_long=_HOPPER.hybrid_short),
-    ("sm_100", 4): _HOPPER_TF32,
-    ("gfx9", 2): Tiles(_CDNA, _CDNA, _NARROW, _NARROW, _SMALL),
-    ("gfx9", 4): Tiles(*5 * [_SMALL]),
+# (architecture family, bytes per element) -> tiles of long and short contractions, of both with a
+# hybrid epilogue, and of operands that tensor descriptors cannot address; the last three need
+# registers, as a hybrid epilogue reads as much as it writes
+TILES = {
+    ("sm_80", 2): (_AMPERE, _AMPERE, _NARROW, _NARROW, _SMALL),
+    ("sm_80", 4): 5 * (_SMALL,),
+    ("sm_90", 2): (_LONG, _SHORT, _HYBRID_LONG, _HYBRID_SHORT, _SMALL),
+    ("sm_90", 4): (_TF32, _TF32, _SMALL, _SMALL, _SMALL),
+    # 256 rows of dh spill
+    ("sm_100", 2): (_LONG, _SHORT, _HYBRID_SHORT, _HYBRID_SHORT, _SMALL),
+    ("sm_100", 4): (_TF32, _TF32, _SMALL, _SMALL, _SMALL),
+    ("gfx9", 2): (_CDNA, _CDNA, _NARROW, _NARROW, _SMALL),
+    ("gfx9", 4): 5 * (_SMALL,),
     ("interpreter", 2): _INTERPRETED,
     ("interpreter", 4): _INTERPRETED,
 }
-# float32 without TF32 runs on the scalar units, which want small tiles
-SCALAR_TILE = Tile(64, 64, 16, 8, 2)
 
 
 def family(arch: str) -> str:
-    """Return the table's row for an architecture name such as `sm_86` or `gfx942`."""
+    """Return the table's name for an architecture such as `sm_86` or `gfx942`."""
     if arch.startswith("sm_"):
-        major = int(arch[3:]) // 10
-        return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
+        return {9: "sm_90", 10: "sm_100"}.get(int(arch[3:]) // 10, "sm_80")
     return "gfx9" if arch.startswith("gfx") else arch
 
 
-def has_tensor_maps(arch: str) -> bool:
-    """Whether kernels load tiles by tensor descriptors that the host made: from Hopper on."""
-    return family(arch) in ("sm_90", "sm_100", "interpreter")
-
-
-def tile_for(
-    arch: str,
-    itemsize: int,
-    k: int,
-    hybrid: bool = False,
-    descriptors: bool = True,
-    precision: str = "tf32",
-) -> Tile:
+def tile_for(arch: str, itemsize: int, k: int, hybrid: bool, aligned: bool, precision: str) -> Tile:
     """Return the tile of a GEMM with contraction length k on operands of `itemsize` bytes.
 
-    What was measured on this machine comes before the tables, see `tuned`.
-
-    `descriptors`: whether both operands are aligned as those want them; `precision`: "tf32" or
-    "ieee", for float32 operands.
+    `aligned`: tensor descriptors can address the operands; `precision`: "tf32" or "ieee".
     """
     if itemsize == 4 and precision == "ieee" and arch != "interpreter":
-        return SCALAR_TILE
-    slot = slot_of(k, hybrid, descriptors)
-    measured = tuned().tile(arch, itemsize, slot)
-    return getattr(TILES[family(arch), itemsize], slot) if measured is None else Tile(*measured)
-
-
-def slot_of(k: int, hybrid: bool = False, descriptors: bool = True) -> str:
-    """Return which of Tiles a GEMM of contraction length k takes."""
-    if not descriptors:
-        return "pointers"
-    return ("hybrid_" if hybrid else "") + ("short" if k <= SHORT_K else "long")
-
-
-def may_pay(
-    arch: str, itemsize: int, sizes: tuple[int, int, int], hybrid: bool, multiprocessors: int
-) -> bool:
-    """Whether a GEMM [m, n, k] of ours, where it was the faster one once, can be so at these sizes.
-
-    Not where rows off 16 bytes take it past tensor descriptors, nor with fewer tiles than
-    multiprocessors: the vendor's GEMM has kernels for both. The interpreter runs all that there is.
-    """
-    m, n, k = sizes
-    tile = tile_for(arch, itemsize, k, hybrid)
-    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
-    is_aligned = n * itemsize % 16 == 0 and k * itemsize % 16 == 0
-    return arch == "interpreter" or (is_aligned and tiles >= multiprocessors)
+        return SCALAR
+    tiles = TILES[family(arch), itemsize]
+    return tiles[2 * hybrid + (k <= SHORT_K)] if aligned else tiles[-1]

@@ -10,8 +10,6 @@ import torch
 # before triton is imported, which fixes it for the process
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# tests take what is shipped, not what was tuned on this machine
-os.environ["FUSEDCKPT_CACHE"] = ""
 # what inductor compiles is for this machine, these settings and this process
 _compiled = tempfile.TemporaryDirectory(prefix="inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name

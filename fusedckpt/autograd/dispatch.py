@@ -29,14 +29,11 @@ from fusedckpt.autograd import arguments, levels, phases
 from fusedckpt.autograd.backward import is_profiled
 from fusedckpt.autograd.lora import is_adapted
 from fusedckpt.autograd.phases import Phase
-from fusedckpt.kernels import tuned as tuning
-from fusedckpt.kernels.norm import num_multiprocessors
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
-from fusedckpt.kernels.tiles import may_pay
-from fusedckpt.kernels.tuned import VARIANTS, tuned
 
 logger = logging.getLogger("fusedckpt")
 
+VARIANTS = ("split", "hybrid", "fused")
 # read once: the variant of every layer that has it, unless a call names one
 _PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
 if _PREFERRED not in (None, *VARIANTS):
@@ -85,7 +82,7 @@ class Around(NamedTuple):
     grad: whether grad mode is on; autocast: autocast's dtype for the first tensor's device, None
     where it is off; level: that of `saving`; chunks: that of `chunking`, for modules; twin: whether
     only the eager reference may run; direct: whether nothing traces or watches ops, so that kernels
-    may be called without them; choices: what variants are chosen by.
+    may be called without them; forced: the path and the variant that are forced, or None.
     """
 
     grad: bool
@@ -94,7 +91,7 @@ class Around(NamedTuple):
     chunks: int | None
     twin: bool
     direct: bool
-    choices: tuple[Any, ...]
+    forced: tuple[str | None, ...]
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that nn.Linear multiplies an input of `dtype` in."""
@@ -111,21 +108,15 @@ def variant_for(
 ) -> str:
     """Return the variant of a layer on tensors like x: "aten", "split", or `fused`.
 
-    `sizes` are the GEMM's m, n and k; `kernel` is what the call asked for. Next come the
-    environment's preference, what `bench tune` measured on this machine where that may still pay,
-    and "split", but in the interpreter, whose tests are to see every kernel. The choice is logged
-    at level DEBUG, once for calls that are alike.
+    `sizes` are the GEMM's m, n and k; `kernel` is the call's own choice. Next comes the
+    environment's preference, then "split", or `fused` in the interpreter, so that tests run those
+    kernels. The choice is logged at level DEBUG, once for equal calls.
     """
     if 0 in sizes or path_of(x.device, dtype) == "aten":
         return "aten"
     if kernel is None and _PREFERRED in ("split", fused):
         kernel = _PREFERRED
-    if kernel is None:
-        measured = tuned().variant(op, arch(), dtype.itemsize, sizes)
-        shipped = fused if arch() == "interpreter" else "split"
-        kernel = measured if measured in ("split", fused) else shipped
-        launch = dtype.itemsize, sizes, fused == "hybrid", num_multiprocessors(x.device)
-        kernel = kernel if may_pay(arch(), *launch) else "split"
+    kernel = kernel or (fused if IS_INTERPRETED else "split")
     logger.debug("%s %s %s on %s: %s", op, "x".join(map(str, sizes)), dtype, arch(), kernel)
     return kernel
 
@@ -264,7 +255,7 @@ def settled(options: Any, *tensors: Any) -> tuple[Any, Phase | None]:
             or torch._C._len_torch_function_stack()
             or is_profiled()
         ),
-        (_forced, _PREFERRED, tuning.generation),
+        (_forced, _PREFERRED),
     )
     try:
         return _remembered(around, tuple(metas), type(options), *options), phase
@@ -300,7 +291,7 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0,
         direct=False,
-        choices=(),
+        forced=(),
     )
     metas = [None if t is None else Meta(t.shape, t.dtype, t.device) for t in tensors]
     return options.settle(around, *metas)

@@ -300,14 +300,16 @@ class Hidden(NamedTuple):
 
     def with_gemm(self, graph: Graph, x: Node, weight: Node, bias: Any, keeps: bool) -> list[Node]:
         """Write h = act(x W' + b), and z where it is kept, by one kernel."""
-        args = (x, weight, bias, self.activation, keeps, self.kernel)
+        args = (x, weight, bias, self.activation, keeps)
         return parts_of(graph, graph.call_function(kernels.linear_act, args), 2)
 
     def backward(self, graph: Graph, one: Gradient, dtype: Any) -> dict[str, Node]:
         """Write dz, du and h, and the sums over the columns of dz and du."""
         if "x" in one.reads:
             args = (one.dy, one.reads["x"], one.weight, one.reads.get("b"))
-            node = graph.call_function(kernels.fused_dz, (*args, self.activation, "b0" in one.sums))
+            node = graph.call_function(
+                kernels.linear_act_dz, (*args, self.activation, "b0" in one.sums)
+            )
             dz, db = parts_of(graph, node, 2)
             return {"r0": dz} | ({"b0": db} if "b0" in one.sums else {})
         reads = one.reads["r0"], one.reads.get("r1")

@@ -42,8 +42,7 @@ def linear_act(
             pre-activation in backward: one more GEMM. "preact" saves the pre-activation too,
             out_features elements per token, and recomputes no GEMM.
         kernel: "fused" (one Triton GEMM with the activation in its epilogue) or "split" (the
-            vendor's GEMM, then an elementwise kernel in place); by default split, or what `bench
-            tune` measured.
+            vendor's GEMM, then an elementwise kernel in place); by default split.
 
     Returns:
         [..., out_features], in the dtype that F.linear would give.

@@ -80,8 +80,8 @@ def mlp(
             gradients then accumulate in float32, 4 bytes per weight. The default is one, unless the
             temporaries exceed 512 MiB and chunks save more than the accumulators take.
         kernel: "split" (vendor GEMMs and elementwise kernels in place) or "hybrid" (the GEMM of dh
-            turns it into h and dz in its epilogue); by default split, unless `python -m bench tune`
-            measured hybrid to be faster. With adapters, quantised weights or dropout only "split".
+            turns it into h and dz in its epilogue); by default split. With adapters, quantised
+            weights or dropout only "split".
         dropout, output_dropout: dropout probabilities of the hidden layer, and of the result before
             x is added. Each saves a seed of 8 bytes instead of a mask, drawn from the default
             generator of x's device.

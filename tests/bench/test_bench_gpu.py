@@ -163,7 +163,7 @@ if not mark.exists():
 
 def test_a_restart_measures_again_and_keeps_what_was(tmp_path, steps):
     (tmp_path / "launched").mkdir()
-    for name in ("run.jsonl", "launched/run.jsonl", "tuned.json", "mine.txt"):
+    for name in ("run.jsonl", "launched/run.jsonl", "mine.txt"):
         (tmp_path / name).write_text("old")
     steps += [Step(1, "cases", python(f"open({str(tmp_path / 'run.jsonl')!r}, 'x').write('new')"))]
     for number in (1, 2):
@@ -173,7 +173,7 @@ def test_a_restart_measures_again_and_keeps_what_was(tmp_path, steps):
         assert (tmp_path / f"before-{number}" / "run.jsonl").exists()
     first = tmp_path / "before-1"
     assert {str(path.relative_to(first)) for path in first.rglob("*")} == {
-        *("run.jsonl", "launched", "launched/run.jsonl", "tuned.json"),
+        *("run.jsonl", "launched", "launched/run.jsonl"),
     }
     assert (tmp_path / "mine.txt").exists()
 
@@ -275,8 +275,8 @@ def test_the_steps_of_a_gpu_are_commands_that_exist(tmp_path, monkeypatch, tiny)
     for step in sorted(steps, key=lambda step: step.part):
         if "bench" in step.command:
             assert command.main(step.command[step.command.index("bench") + 1 :]) == 0
-    names = ["env", "run", "run", "profile", "profile", "tune", "tune", *["run"] * 4, "capacity"]
-    toys = ["env", "run", "profile", "profile", "tune", "run", "capacity"]
+    names = ["env", "run", "run", "profile", "profile", *["run"] * 4, "capacity"]
+    toys = ["env", "run", "profile", "profile", "run", "capacity"]
     assert [args.command for args in seen] == (toys if tiny else names)
     assert all((gpu.ROOT / "tests" / name).exists() for name in gpu.KERNEL_TESTS)
     for args in seen:

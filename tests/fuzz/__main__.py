@@ -32,7 +32,6 @@ def main() -> int:
         from tests import quick_interpreter
 
         quick_interpreter.patch()
-    os.environ["FUSEDCKPT_CACHE"] = ""
     from .loop import reproduce, search
 
     if args.config is not None:

@@ -15,12 +15,11 @@ from fusedckpt.kernels.runtime import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("kernels need Triton", allow_module_level=True)
 
-from fusedckpt.kernels import gemm, linear, tuned
+from fusedckpt.kernels import gemm, linear
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.linear import hybrid_grad
-from fusedckpt.kernels.runtime import IS_INTERPRETED, arch
-from fusedckpt.kernels.tiles import TILES, slot_of
+from fusedckpt.kernels.tiles import SHORT_K, TILES
 
 DTYPES = (torch.float32, *HALF)
 # m, n, k
@@ -28,31 +27,36 @@ SHAPES = {"short": (300, 520, 200), "long": (300, 264, 1064), "pointers": (300, 
 
 
 @pytest.fixture(autouse=True)
-def real_tiles():
+def real_tiles(monkeypatch):
     """Give the interpreter the tiles of sm_90; a chip has its own."""
-    if not IS_INTERPRETED:
-        yield
-        return
-    rows = {(arch(), size, slot): size for size in (2, 4) for slot in TILES["sm_90", 2]._fields}
-    tiles = {key: tuple(getattr(TILES["sm_90", size], key[2])) for key, size in rows.items()}
-    with tuned.using(tuned.NOTHING._replace(tiles=tiles)):
-        yield
+    for size in (2, 4):
+        monkeypatch.setitem(TILES, ("interpreter", size), TILES["sm_90", size])
 
 
 @pytest.fixture
 def covered(monkeypatch):
     """Collect how many tiles along M and N and steps along K every launch takes."""
     found = []
-    launch = gemm.launch_tile
+    launch, choose = gemm.gemm, gemm.tile_for
 
-    def recorded(x, w, *args):
-        tile = launch(x, w, *args)
-        sizes = (x.shape[0], w.shape[0], x.shape[1])
-        found.append([-(-size // block) for size, block in zip(sizes, tile, strict=False)])
+    def recorded(x, w, *args, **options):
+        found.append((x.shape[0], w.shape[0], x.shape[1]))
+        return launch(x, w, *args, **options)
+
+    def chosen(*args):
+        tile = choose(*args)
+        found[-1] = [-(-size // block) for size, block in zip(found[-1], tile, strict=False)]
         return tile
 
-    monkeypatch.setattr(gemm, "launch_tile", recorded)
+    monkeypatch.setattr(linear, "gemm", recorded)
+    monkeypatch.setattr(gemm, "tile_for", chosen)
     return found
+
+
+def kind_of(x: Tensor, w: Tensor) -> str:
+    if not gemm.fits_descriptors(x, w):
+        return "pointers"
+    return "short" if x.shape[1] <= SHORT_K else "long"
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -78,19 +82,19 @@ def eager_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> list[Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("slot", SHAPES)
-def test_fused_linear(slot, dtype, covered):
-    m, n, k = SHAPES[slot]
+@pytest.mark.parametrize("kind", SHAPES)
+def test_fused_linear(kind, dtype, covered):
+    m, n, k = SHAPES[kind]
     x, w, b, dy = (draw(*s, dtype=dtype) for s in ((m, k), (n, k), (n,), (m, n)))
-    assert slot_of(k, descriptors=gemm.fits_descriptors(x, w)) == slot
+    assert kind_of(x, w) == kind
     theirs = eager_linear(x, w, b, dy)
     truth = eager_linear(*(t.double() for t in (x, w, b, dy)))
-    h, z = linear.linear_act(x, w, b, "gelu", True, "fused")
-    dz, db = linear.linear_act_dz(dy, x, w, b, None, "gelu", True, "fused")
+    h, z = linear.linear_act(x, w, b, "gelu", True)
+    dz, db = linear.linear_act_dz(dy, x, w, b, "gelu", True)
     for found in zip((h, z, dz, db), theirs, truth, strict=True):
         agree(*found)
     # w as the transpose of what lies in memory
-    turned, _ = linear.linear_act(x, w.t().contiguous().t(), b, "gelu", False, "fused")
+    turned, _ = linear.linear_act(x, w.t().contiguous().t(), b, "gelu", False)
     agree(turned, theirs[0], truth[0])
     assert len(covered) == 3
     assert all(count > 1 for counts in covered for count in counts)
@@ -108,12 +112,11 @@ def eager_hidden(dy: Tensor, down: Tensor, z: Tensor, up: Tensor | None) -> list
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("slot", SHAPES)
-def test_hybrid(slot, gated, dtype, covered):
-    m, n, k = SHAPES[slot]
+@pytest.mark.parametrize("kind", SHAPES)
+def test_hybrid(kind, gated, dtype, covered):
+    m, n, k = SHAPES[kind]
     dy, down, z, up = (draw(*s, dtype=dtype) for s in ((m, k), (k, n), (m, n), (m, n)))
-    aligned = gemm.fits_descriptors(dy, down.t())
-    assert slot_of(k, True, aligned).removeprefix("hybrid_") == slot
+    assert kind_of(dy, down.t()) == kind
     up = up if gated else None
     theirs = eager_hidden(dy, down, z, up)
     truth = eager_hidden(*(None if t is None else t.double() for t in (dy, down, z, up)))

@@ -11,16 +11,8 @@ from support import randn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, linear_act
-from fusedckpt.kernels import tuned
 from fusedckpt.kernels.runtime import HAS_TRITON
-from fusedckpt.kernels.tiles import (
-    SCALAR_TILE,
-    SHORT_K,
-    TILES,
-    family,
-    tile_for,
-)
-from fusedckpt.kernels.tuned import Tuned
+from fusedckpt.kernels.tiles import SCALAR, SHORT_K, TILES, Tile, family, tile_for
 
 
 @pytest.mark.parametrize(
@@ -41,55 +33,47 @@ from fusedckpt.kernels.tuned import Tuned
 def test_every_architecture_has_a_row(arch, row):
     assert family(arch) == row
     for itemsize in (2, 4):
-        assert tile_for(arch, itemsize, 4096) == TILES[row, itemsize].long
+        assert tile_for(arch, itemsize, 4096, False, True, "tf32") == TILES[row, itemsize][0]
 
 
 def test_what_a_launch_is_like_picks_its_tile():
-    tiles = TILES["sm_90", 2]
-    assert tile_for("sm_90", 2, SHORT_K) == tiles.short
-    assert tile_for("sm_90", 2, SHORT_K + 1) == tiles.long
-    assert tile_for("sm_90", 2, SHORT_K, hybrid=True) == tiles.hybrid_short
-    assert tile_for("sm_90", 2, SHORT_K + 1, hybrid=True) == tiles.hybrid_long
-    assert tile_for("sm_90", 2, 4096, hybrid=True, descriptors=False) == tiles.pointers
-    assert tile_for("sm_90", 4, 4096, precision="ieee") == SCALAR_TILE
-    assert tile_for("sm_90", 2, 4096, precision="ieee") == tiles.long
+    long, short, hybrid_long, hybrid_short, pointers = TILES["sm_90", 2]
+
+    def tile(k: int, hybrid: bool = False, aligned: bool = True, itemsize: int = 2) -> Tile:
+        return tile_for("sm_90", itemsize, k, hybrid, aligned, "ieee")
+
+    assert tile(SHORT_K) == short
+    assert tile(SHORT_K + 1) == long
+    assert tile(SHORT_K, hybrid=True) == hybrid_short
+    assert tile(SHORT_K + 1, hybrid=True) == hybrid_long
+    assert tile(4096, hybrid=True, aligned=False) == pointers
+    assert tile(4096, itemsize=4) == SCALAR
     # unequal sides: the tests would not see an axis swapped between equal ones
-    interpreted = tile_for("interpreter", 4, 4096, precision="ieee")
-    assert len({interpreted.block_m, interpreted.block_n, interpreted.block_k}) == 3
+    assert len(set(tile_for("interpreter", 4, 4096, False, True, "ieee")[:3])) == 3
 
 
 def test_tiles_are_what_triton_takes():
-    for tiles in [*TILES.values(), (SCALAR_TILE,)]:
-        for tile in tiles:
-            for size in (*tile[:3], tile.num_warps, tile.slices):
-                assert size > 0
-                assert size & (size - 1) == 0
-            assert tile.block_n // tile.slices >= 16
+    for tile in (SCALAR, *(tile for tiles in TILES.values() for tile in tiles)):
+        for size in (*tile[:3], tile.num_warps, tile.SLICES):
+            assert size > 0
+            assert size & (size - 1) == 0
+        assert tile.BLOCK_N // tile.SLICES >= 16
 
 
-def test_split_is_shipped_and_measured_gemms_are_for_whole_gpus(monkeypatch):
+def test_split_is_shipped_for_gpus_and_may_be_overridden(monkeypatch):
     monkeypatch.setattr(dispatch, "path_of", lambda device, dtype: "triton")
     monkeypatch.setattr(dispatch, "arch", lambda: "sm_90")
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(dispatch, "IS_INTERPRETED", False)
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta")
 
-    def variant(
-        m: int, n: int = 4096, k: int = 1024, op: str = "mlp", fused: str = "hybrid"
-    ) -> str:
-        x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
-        return dispatch.variant_for(op, x, x.dtype, (m, n, k), None, fused)
+    def variant(kernel: str | None = None, op: str = "mlp", fused: str = "hybrid") -> str:
+        return dispatch.variant_for(op, x, x.dtype, (8192, 4096, 1024), kernel, fused)
 
-    assert variant(8192) == variant(8192, op="linear_act", fused="fused") == "split"
-    keys = [("mlp", 4096, 1024), ("mlp", 4096, 1001), ("mlp", 431, 1024), ("mlp", 512, 1024)]
-    chosen = Tuned({}, {(op, "sm_90", 2, n, k, 13): "hybrid" for op, n, k in keys})
-    with tuned.using(chosen):
-        assert variant(8192) == variant(640) == "hybrid"
-        # four rows of 32 tiles
-        assert variant(512) == variant(1) == "split"
-        # rows that no tensor descriptor takes
-        assert variant(8192, k=1001) == variant(8192, n=431) == "split"
-        # as it says on an older chip, for which nothing was measured
-        monkeypatch.setattr(dispatch, "arch", lambda: "sm_80")
-        assert variant(8192) == "split"
+    assert variant() == variant(op="linear_act", fused="fused") == "split"
+    assert variant("hybrid") == "hybrid"
+    monkeypatch.setattr(dispatch, "_PREFERRED", "hybrid")
+    assert variant() == "hybrid"
+    assert variant("split") == variant(op="linear_act", fused="fused") == "split"
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
