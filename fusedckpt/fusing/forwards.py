@@ -20,8 +20,8 @@ from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.subclass import made_of
 from fusedckpt.blocks import norm_sharing
-from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken, child_at
-from fusedckpt.fusing.operands import Linear, MLPMatch, drops_of, layout_of, tensors_of
+from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
+from fusedckpt.fusing.operands import Linear, MLPMatch, dropped, drops_of, layout_of, tensors_of
 from fusedckpt.layers import parallel
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
@@ -198,9 +198,7 @@ class FusedMLP(Swapped):
             return _COMPUTE[block.kind](x, options, block, *tensors)
 
         y = computed(x) if layout is None else parallel.spread(computed, x, layout)
-        if match.last is None or options[2]:
-            return y
-        return child_at(self, match.last)(y)  # type: ignore[misc]  # held
+        return y if options[2] else dropped(self, match, y)
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""

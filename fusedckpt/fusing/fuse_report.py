@@ -12,7 +12,7 @@ from torch import nn
 
 from fusedckpt.autograd import dispatch, fallbacks
 from fusedckpt.fusing import left, reasons
-from fusedckpt.fusing.held import MARK, Original, Part
+from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.layers.sequential import Sequential
 
@@ -44,7 +44,7 @@ class FuseReport:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Fused modules that ran the forward of their own class: name -> the last reason.
+        """Fused modules that ran their original forward: name -> the last reason.
 
         Counts calls with gradients since `fuse`; for blocks of a Sequential, their state now. Empty
         once the model is gone.
@@ -105,11 +105,15 @@ class FuseReport:
     def _unfused(self) -> Iterator[str]:
         """Yield what did not run fused, and what that costs."""
         known, found = {**self.swapped, **self.already}, self.fallbacks
-        if found:
-            yield f"not run fused: {len(found)} of {len(known)}"
-        groups = {name: (known[name], reason) for name, reason in found.items()}
-        costs = {name: self.saved.get(name) for name in groups}
-        yield from (f"  {line}" for line in _grouped(groups, costs))
+        model = self._model[0]() if self._model else None
+        ahead = {} if model is None else dict(_dropping(model))
+        ahead = {name: why for name, why in ahead.items() if name in known.keys() - found.keys()}
+        for why, what in ((found, "not run fused"), (ahead, "not run fused in training")):
+            if why:
+                yield f"{what}: {len(why)} of {len(known)}"
+            groups = {name: (known[name], reason) for name, reason in why.items()}
+            costs = {name: self.saved.get(name) for name in groups}
+            yield from (f"  {line}" for line in _grouped(groups, costs))
 
     def _row(self, kind: str) -> str:
         names = [name for name, one in self.kinds.items() if one == kind]
@@ -145,7 +149,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Part]]:
 
 
 def reason_now(module: nn.Module, inner: str) -> str | None:
-    """Return why a part of a swapped module ran last as its class would, None if it ran fused."""
+    """Return why a part of a swapped module ran its original forward last, None if it ran fused."""
     note = module.__dict__.get(fallbacks.NOTE)
     if dispatch.DISABLED:
         return "FUSEDCKPT_DISABLE is set"
@@ -159,6 +163,14 @@ def reason_now(module: nn.Module, inner: str) -> str | None:
     return dict(left.apart(module)).get(
         inner, f"{inner} no longer forms a block with the layers after it"
     )
+
+
+def _dropping(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the modules that a dropout's rate will keep from running fused in training, and why."""
+    for name, module, _, _ in parts(model):
+        for path, rate in getattr(module.__dict__.get("_fusedckpt_match"), "rates", ()):
+            if getattr(child_at(module, path), rate, 0) > 0:
+                yield name, reasons.of_call(module, ("dropout", ".".join(path) or rate))
 
 
 def forget(model: nn.Module) -> None:

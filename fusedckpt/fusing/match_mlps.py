@@ -152,30 +152,48 @@ def _with_dropouts(
         for name in rates_of(child_at(module, path) or module)
         if any((name,) in log.reads.get(path, {}) for log in logs)
     ]
-    dropped: dict[str, Path] = {}
-    for path, _ in rates:
-        if path and isinstance(child_at(module, path), nn.Dropout):
-            places = _dropped_by(module, found[0].shapes[0], path, block)
-            if not dropped.keys() & places:
-                dropped |= dict.fromkeys(places, path)
-    inside = tuple(rate for rate in rates if rate[0] not in dropped.values())
-    last, hidden = dropped.get("last"), dropped.get("hidden")
-    return MLPMatch(block, held_by(logs, rates), inside, last, dtypes=dtypes, hidden=hidden)
+    dropped: dict[str, tuple[Path, str]] = {}
+    for rate in rates:
+        places = _dropped_by(module, found[0].shapes[0], rate, block)
+        if not dropped.keys() & places:
+            dropped |= dict.fromkeys(places, rate)
+    inside = tuple(rate for rate in rates if rate not in dropped.values())
+    last, rate = dropped.get("last", (None, "p"))
+    hidden, _ = dropped.get("hidden", (None, ""))
+    held = held_by(logs, rates)
+    return MLPMatch(block, held, inside, last, dtypes=dtypes, hidden=hidden, last_rate=rate)
 
 
-def _dropped_by(module: nn.Module, shape: tuple[int, ...], path: Path, block: Block) -> list[str]:
+def _dropped_by(
+    module: nn.Module, shape: tuple[int, ...], rate: tuple[Path, str], block: Block
+) -> list[str]:
     """Return what a dropout of a block applies to: "hidden", the last linear's input, or "last",
-    the result.
+    the result; a function's to "last" alone.
 
     If it drops everything, that is multiplied by zeros. None if the block is then another one.
     """
-    found = record(module, shape, training=True, dropping=path)
+    path, name = rate
+    is_module = path and isinstance(child_at(module, path), nn.Dropout)
+    if not is_module and not _is_probability(module, shape, (*path, name)):
+        return []
+    found = record(module, shape, training=True, rate=((*path, name), 1.0))
     y, places = found.y, []
     if y is not None and _is_dropped(y):
         y, places = y.of[0], ["last"]
     if y is not None and y.kind == "product" and _is_dropped(y.of[0]):
         y, places = replace(y, of=(y.of[0].of[0], *y.of[1:])), [*places, "hidden"]
+    if not is_module and places != ["last"]:
+        return []
     return places if block_of(replace(found, y=y)) == block else []
+
+
+def _is_probability(module: nn.Module, shape: tuple[int, ...], rate: Path) -> bool:
+    """Whether a number of a module is, as it is, the probability of one call of F.dropout."""
+    for value in (0.25, 0.625):
+        log = record(module, shape, training=True, rate=(rate, value)).log
+        if log.dropped.count(value) != 1 or {*log.dropped} - {0.0, value}:
+            return False
+    return True
 
 
 def _is_dropped(node: Node) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fusedckpt.autograd import dispatch, fallbacks
 from fusedckpt.autograd.dispatch import has_hooks
@@ -26,7 +27,8 @@ class MLPMatch(NamedTuple):
 
     held: state that must not change; rates: paths and names of dropout rates that must be 0 in
     training; last: the path of the dropout of the result; dtypes: of the weights, for which the
-    match was verified; hidden: the path of the dropout of the last linear's input.
+    match was verified; hidden: the path of the dropout of the last linear's input; last_rate: the
+    name of the rate at `last`, where a module with a number calls F.dropout.
     """
 
     block: Block
@@ -36,6 +38,7 @@ class MLPMatch(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     # of those that were pickled without
     hidden: Path | None = None
+    last_rate: str = "p"
 
 
 def drops_of(module: nn.Module, match: MLPMatch) -> dict[str, Any]:
@@ -43,13 +46,23 @@ def drops_of(module: nn.Module, match: MLPMatch) -> dict[str, Any]:
 
     None if only the result has a dropout: then the child runs, and draws as before.
     """
-    hidden, last = _rate(module, match.hidden), _rate(module, match.last)
+    hidden, last = _rate(module, match.hidden), _rate(module, match.last, match.last_rate)
     return {"dropout": hidden, "output_dropout": last} if hidden else {}
 
 
-def _rate(module: nn.Module, path: Path | None) -> float:
+def _rate(module: nn.Module, path: Path | None, name: str = "p") -> float:
     part: Any = None if path is None else child_at(module, path)
-    return part.p if part is not None and part.training else 0.0
+    return getattr(part, name) if part is not None and part.training else 0.0
+
+
+def dropped(module: nn.Module, match: MLPMatch, y: Tensor) -> Tensor:
+    """Return a result after its dropout, which draws as before."""
+    part: Any = None if match.last is None else child_at(module, match.last)
+    if part is None:
+        return y
+    if isinstance(part, nn.Dropout):
+        return part(y)
+    return functional.dropout(y, getattr(part, match.last_rate), part.training)
 
 
 def tensors_of(
@@ -65,6 +78,9 @@ def tensors_of(
         part: Any = child_at(module, path)
         if part.training and getattr(part, name) > 0:
             return "dropout", ".".join(path) or name
+    if match.last is not None and match.last_rate != "p" and _is_mixed(module):
+        # whose mode its forward goes by was not recorded
+        return "dropout", match.last_rate
     if layout is None and not dispatch.are_plain(x):
         return fallbacks.unplain(x)
     if layout is not None and not parallel.takes(x, layout):
@@ -80,6 +96,10 @@ def tensors_of(
         weight = weight.t() if linear.transposed else weight
         linears.append((adapters.adapted(_outermost(module, linear), weight), bias))
     return linears
+
+
+def _is_mixed(module: nn.Module) -> bool:
+    return len({part.training for part in module.modules()}) > 1
 
 
 def layout_of(module: nn.Module, block: Block) -> Layout | None:

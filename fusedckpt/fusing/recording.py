@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +31,7 @@ _ROWS = ("x", "product", "part", "point")
 _COPIES = ("_unsafe_view", "clone")
 _AUTOCASTING = ("cpu", "cuda")
 # the op of a tensor that the forward did not create
-_FOREIGN = "a tensor of its own"
+FOREIGN_OP = "a tensor of its own"
 
 
 @dataclass(eq=False)
@@ -77,21 +78,21 @@ def record(
     dtype: torch.dtype | None = None,
     *,
     training: bool = False,
-    dropping: Path | None = None,
+    rate: tuple[Path, float] | None = None,
     autocast: bool = False,
     strided: bool = False,
 ) -> Recording:
     """Record what a module's forward does to an input of this shape, in some dtype or its own.
 
-    training: with gradients, too; dropping: the nn.Dropout that drops everything, while all others
-    drop nothing; autocast: whether it is enabled, which meta tensors ignore; strided: whether the
-    input's first two dimensions are transposed in memory.
+    training: with gradients, too; rate: the path of a dropout rate and its value, while all others
+    are 0; autocast: whether it is enabled, which meta tensors ignore; strided: whether the input's
+    first two dimensions are transposed in memory.
     """
     log = Log()
     own = next((p.dtype for p in module.parameters()), torch.float32)
     try:
         with _python_random(log), undisturbed("meta"):
-            clone = spied(module, log, dtype, training, dropping=dropping)
+            clone = spied(module, log, dtype, training, rate=rate)
             x = torch.empty(shape, dtype=dtype or own, device="meta")
             x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
             x.requires_grad_(training)
@@ -159,6 +160,8 @@ class _Watch(TorchFunctionMode):
             raise self.log.stopped("its forward uses an autograd.Function, or switches autocast")
         if getattr(func, "__name__", "") in ("register_hook", "retain_grad"):
             raise self.log.stopped("its forward registers hooks on tensors")
+        if func in (F.dropout, torch.dropout):
+            self.log.dropped.append((kwargs or {})["p"] if len(args) < 2 else args[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -190,7 +193,7 @@ class _Recorder(TorchDispatchMode):
     def node(self, tensor: Tensor) -> Node:
         """Return a tensor's node; a tensor that the forward did not create is of unknown kind."""
         found = self.nodes.get(id(tensor))
-        return Node("other", op=_FOREIGN) if found is None else found[1]
+        return Node("other", op=FOREIGN_OP) if found is None else found[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -200,7 +203,7 @@ class _Recorder(TorchDispatchMode):
             raise self.log.stopped("its forward draws random numbers")
         written = _written(func, args, kwargs)
         for node in map(self.node, written):
-            if node.kind in ("x", "weight") or node.op == _FOREIGN:
+            if node.kind in ("x", "weight") or node.op == FOREIGN_OP:
                 raise self.log.stopped("its forward writes to a tensor that it did not create")
         given = _tensors((args, kwargs))
         call = _Call(func, args, kwargs, given, of=tuple(map(self.node, given)))

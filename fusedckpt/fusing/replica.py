@@ -44,9 +44,9 @@ def replica(
 ) -> Any:
     """Return a copy of a module tree with other parameters, shared buffers and no hooks.
 
-    parameter: maps a parameter and its path to the copy's; rate: maps a path to the dropout rate of
-    its module, None keeps rates; sizes: replacements for numbers that are sizes; enter: returns the
-    class of a module's copy, and attributes for it.
+    parameter: maps a parameter and its path to the copy's; rate: maps the path of an attribute that
+    is a dropout rate to the copy's, None keeps rates; sizes: replacements for numbers that are
+    sizes; enter: returns the class of a module's copy, and attributes for it.
     """
     kind, own = (type(module), {}) if enter is None else enter(module, path)
     clone = object.__new__(kind)
@@ -54,7 +54,7 @@ def replica(
     made: dict[str, Any] = {name: type(given[name])() for name in _HOOKS}
     made |= {n: sizes[v] for n, v in given.items() if type(v) is int and v > 1 and v in sizes}
     if rate is not None:
-        made |= dict.fromkeys(rates_of(module), rate(path))
+        made |= {name: rate((*path, name)) for name in rates_of(module)}
     made["_parameters"] = {
         name: None if one is None else parameter(one, (*path, name))
         for name, one in module._parameters.items()

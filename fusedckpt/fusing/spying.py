@@ -40,6 +40,8 @@ class Log:
         self.containers: list[tuple[str, Any, Any]] = []
         self.parameters: dict[int, tuple[Path, Tensor]] = {}
         self.kinds: dict[Path, tuple[type[nn.Module], int]] = {}
+        # of the calls of F.dropout
+        self.dropped: list[float] = []
         self.stop: str | None = None
 
     def stopped(self, reason: str) -> Stopped:
@@ -141,12 +143,16 @@ def _spying(spy: type, kind: type) -> type:
 
 
 def spied(
-    module: nn.Module, log: Log, dtype: torch.dtype | None, training: bool, dropping: Path | None
+    module: nn.Module,
+    log: Log,
+    dtype: torch.dtype | None,
+    training: bool,
+    rate: tuple[Path, float] | None,
 ) -> Any:
     """Return a copy of a module tree over meta tensors; shared modules are copied once per place.
 
-    dtype: of all floating parameters and buffers, their own if None. While training, dropouts and
-    rates are 0, but for the dropout at `dropping`, whose rate is 1.
+    dtype: of all floating parameters and buffers, their own if None; rate: the path of a dropout
+    rate and its value. While training, all others are 0.
     """
 
     def meta(given: Tensor) -> Tensor:
@@ -169,5 +175,6 @@ def spied(
         buffers = {n: None if b is None else meta(b) for n, b in part._buffers.items()}
         return _spying(_SpyModule, type(part)), {_LOG: (log, path, ()), "_buffers": buffers}
 
-    rate = (lambda path: float(path == dropping)) if training else None
-    return replica(module, parameter, training=training, rate=rate, enter=enter)
+    dropping, value = rate or ((), 0.0)
+    rates = (lambda path: value if path == dropping else 0.0) if training else None
+    return replica(module, parameter, training=training, rate=rates, enter=enter)

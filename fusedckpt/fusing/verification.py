@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.accuracy import FLOOR, Errors
 from fusedckpt.fusing.forwards import Swap
+from fusedckpt.fusing.held import child_at
 from fusedckpt.fusing.replica import Draw, call, replica, undisturbed
 from fusedckpt.memory import saved_tensors
 
@@ -108,7 +109,7 @@ class _Run:
         self.dout: Tensor | None = None
 
     def results(self, dtype: torch.dtype, device: torch.device, swap: Swap | None = None) -> Any:
-        """Return the output and the gradients of x and of every parameter; ours for a swap."""
+        """Return the output and the gradients of x and of every parameter, fused for a swap."""
 
         def leaf(value: Tensor) -> Tensor:
             # rounded to the module's dtype first, as inputs are exact for both
@@ -138,8 +139,8 @@ def results(module: Any, wanted: list[Tensor], dout: Any) -> list[Tensor]:
 def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None:
     """Return the bytes saved per token before and after a swap; None if the module cannot run.
 
-    Measured on meta tensors with the module's shapes, dtype and dropout; the module's input counts
-    as an activation.
+    Measured on meta tensors with the module's shapes, dtype and dropout, but for the dropouts with
+    which it does not run fused; the module's input counts as an activation.
     """
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     # so many that the seeds of a call are less than a byte per token
@@ -154,6 +155,9 @@ def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None
             clone = replica(module, lambda p, _, made=leaves: made[id(p)], training=True)
             if change is not None:
                 change.apply(clone)
+                match = change.attributes.get("_fusedckpt_match")
+                for path, name in getattr(match, "rates", ()):
+                    vars(child_at(clone, path))[name] = 0.0
             x = torch.empty(1, tokens, *swap.features, dtype=dtype, device="meta")
             x.requires_grad_(True)
             with saved_tensors() as saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,6 +18,11 @@ from fusedckpt.integrations.first_batch import at_first_batch
 
 __all__ = ["FuseCallback", "use_checkpoint"]
 
+_REENTRANT = (
+    "fusedckpt.checkpoint has no use_reentrant=True: pass "
+    'gradient_checkpointing_kwargs={"use_reentrant": False} to use it'
+)
+
 
 class FuseCallback(TrainerCallback):
     """Fuse a Trainer's model, take our checkpoint, and plan and report on the first batch.
@@ -28,7 +34,9 @@ class FuseCallback(TrainerCallback):
     `fuse` in `model_init`. Budgets are of the module inside DDP, its buckets apart.
 
     Args:
-        checkpoint: whether `gradient_checkpointing=True` takes ours, see `use_checkpoint`.
+        checkpoint: whether `gradient_checkpointing=True` takes `fusedckpt.checkpoint`, see
+            `use_checkpoint`. Where it cannot, as with use_reentrant=True or offload=True, gradient
+            checkpointing is unchanged, with one warning.
         plan, report: as in `at_first_batch`, once for each `train()`. Under FSDP no plan: apply one
             to the model before the Trainer gets it.
         log: gets the FuseReport, Plan and MemoryReport, of the first process alone.
@@ -49,6 +57,7 @@ class FuseCallback(TrainerCallback):
     ):
         self.checkpoint, self.plan, self.report = checkpoint, plan, report
         self.log, self.options = log, options
+        self._has_warned = False
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -64,7 +73,7 @@ class FuseCallback(TrainerCallback):
         if not any(MARK in vars(module) for module in model.modules()):
             self._fuse(model, state)
         if self.checkpoint and args.gradient_checkpointing:
-            use_checkpoint(model)
+            self._use_checkpoint(model, state)
         # not even a hook: inside what DDP or FSDP compiles, one would end the compilation
         if self.plan is None and not self.report:
             return
@@ -81,6 +90,18 @@ class FuseCallback(TrainerCallback):
             optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
             log=self._log(state),
         )
+
+    def _use_checkpoint(self, model: nn.Module, state: TrainerState) -> None:
+        try:
+            functions = [function for _, function in _checkpointing(model)]
+            reason = _REENTRANT if any(map(_is_reentrant, functions)) else None
+        except ValueError as error:
+            reason = str(error)
+        if reason is None:
+            use_checkpoint(model)
+        elif state.is_world_process_zero and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"FuseCallback: gradient checkpointing unchanged: {reason}", stacklevel=2)
 
     def _fuse(self, model: nn.Module, state: TrainerState) -> None:
         self._log(state)(fuse(model, **self.options))
@@ -101,12 +122,25 @@ def use_checkpoint(model: nn.Module) -> None:
         ValueError: no gradient checkpointing is enabled, or it runs another function than torch's
             checkpoint, as `offload=True` has it; on the first call: use_reentrant=True.
     """
-    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
-    if not found:
-        raise ValueError("use_checkpoint: call model.gradient_checkpointing_enable() before")
-    for module in found:
-        function: Any = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(function, "func", None) not in (stock.checkpoint, checkpoint):
-            raise ValueError(f"use_checkpoint: expected torch's checkpoint, found {function}")
+    for module, function in _checkpointing(model):
         ours: Any = partial(checkpoint, *function.args, **function.keywords)
         module._gradient_checkpointing_func = ours
+
+
+def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, partial[Any]]]:
+    """Return the modules that gradient checkpointing runs, and the function that each calls."""
+    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
+    if not found:
+        raise ValueError(
+            "use_checkpoint: no module has gradient_checkpointing set: call "
+            "model.gradient_checkpointing_enable() before"
+        )
+    functions: list[Any] = [getattr(each, "_gradient_checkpointing_func", None) for each in found]
+    for function in functions:
+        if getattr(function, "func", None) not in (stock.checkpoint, checkpoint):
+            raise ValueError(f"use_checkpoint: expected torch's checkpoint, found {function}")
+    return [*zip(found, functions, strict=True)]
+
+
+def _is_reentrant(function: partial[Any]) -> bool:
+    return bool(function.keywords.get("use_reentrant"))

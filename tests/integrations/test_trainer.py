@@ -1,9 +1,12 @@
 """A callback for transformers' Trainer, and our checkpoint under its gradient checkpointing."""
 
+import functools
 import types
+import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint as stock
 from little_llama import LAYERS, VOCAB, build, history, trainer, transformers
 from support import DEVICE, flops
 
@@ -119,6 +122,55 @@ def test_gradient_checkpointing_is_ours(tmp_path, segments):
     callbacks = [FuseCallback(checkpoint=False, log=lambda found: None)]
     history(trainer(tmp_path, model=build(), callbacks=callbacks, **given))
     assert not segments
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_reentrant_checkpoint_stays_with_one_warning(tmp_path, segments, every):
+    kwargs = {"use_reentrant": True, "every_n_layers": every}
+    given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+    theirs = history(trainer(tmp_path, model=build(dropout=0.1), **given))
+    callbacks = [FuseCallback(log=lambda found: None)]
+    ours = trainer(tmp_path, model=build(dropout=0.1), callbacks=callbacks, **given)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = history(ours)
+        ours.train()
+    said = [str(one.message) for one in caught if "FuseCallback" in str(one.message)]
+    assert len(said) == 1
+    assert "use_reentrant=True" in said[0]
+    assert fused(ours.model) == [True] * LAYERS
+    assert not segments
+    torch.testing.assert_close(found, theirs, rtol=1e-4, atol=0)
+
+
+def by_itself(model):
+    """Return a model whose gradient checkpointing is no flag of its modules."""
+    model.gradient_checkpointing_enable = lambda **kwargs: None
+    return model
+
+
+def by_another(model):
+    """Return a model that calls another function than torch's checkpoint, as offload has it."""
+
+    def run(function, *args, **kwargs):
+        return stock.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    def enable(**kwargs):
+        model._set_gradient_checkpointing(True, functools.partial(run))
+
+    model.activation_checkpointing_enable = enable
+    return model
+
+
+@pytest.mark.parametrize("make", [by_itself, by_another])
+def test_a_checkpoint_that_cannot_be_ours_stays(tmp_path, segments, make):
+    callbacks = [FuseCallback(log=lambda found: None)]
+    model = make(build())
+    ours = trainer(tmp_path, model=model, callbacks=callbacks, gradient_checkpointing=True)
+    with pytest.warns(UserWarning, match="FuseCallback: gradient checkpointing unchanged: "):
+        found = history(ours)
+    assert not segments
+    torch.testing.assert_close(found, history(trainer(tmp_path, model=build())), rtol=1e-4, atol=0)
 
 
 def step(model):

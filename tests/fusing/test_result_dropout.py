@@ -1,0 +1,257 @@
+"""fuse: F.dropout on an MLP's result trains fused; another one is named, with its bytes."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, randn, saved_bytes
+from swap_cases import results
+from test_swap_mlps import Gated, Plain, Rate, is_fused
+from torch import nn
+
+from fusedckpt import fuse, report, unfuse
+from fusedckpt.fusing.operands import MLPMatch
+
+T, D, H, P = 5, 12, 20, 0.4
+DRAWN = "applies dropout inside the block in training"
+
+
+class SeedOss(Gated):
+    def __init__(self, p=P):
+        super().__init__(bias=True)
+        self.residual_dropout = p
+
+    def forward(self, x):
+        y = super().forward(x)
+        return F.dropout(y, p=self.residual_dropout, training=self.training)
+
+
+class ByTorch(Plain):
+    """Positional, in place of nothing, by torch's own function."""
+
+    def __init__(self, p=P):
+        super().__init__()
+        self.drop_rate = p
+
+    def forward(self, x):
+        return torch.dropout(super().forward(x), self.drop_rate, self.training)
+
+
+class InPlace(ByTorch):
+    def forward(self, x):
+        y = Plain.forward(self, x)
+        return F.dropout(y, self.drop_rate, self.training, True) if self.drop_rate > 0 else y
+
+
+class Both(ByTorch):
+    """A module on the hidden layer, a number on the result."""
+
+    def __init__(self, p=P):
+        super().__init__(p)
+        self.inner = nn.Dropout(p)
+
+    def forward(self, x):
+        y = self.second(self.inner(self.act(self.first(x))))
+        return F.dropout(y, self.drop_rate, self.training)
+
+
+def pair(make, dtype=torch.float64, **options):
+    module = make(**options).to(DEVICE, dtype)
+    return module, copy.deepcopy(module)
+
+
+def seeded(fn, *args):
+    torch.manual_seed(3)
+    return fn(*args)
+
+
+@pytest.mark.parametrize("make", [SeedOss, ByTorch, InPlace])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+def test_it_trains_fused_and_draws_what_it_did(make, p):
+    module, eager = pair(make, p=p)
+    x = randn(T, D, dtype=torch.float64)
+    said = fuse(module)
+    assert said.swapped
+    assert "not run fused" not in str(said)
+    for training in (True, False):
+        ours, theirs = (seeded(results, m.train(training), x) for m in (module, eager))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert is_fused(module, x)
+    module.train()(x)
+    assert said.fallbacks == {}
+    [found] = report(module, x.detach()).fused
+    assert (found.reason, found.extra_bytes) == (None, 0)
+
+
+def test_the_rate_is_that_of_the_call():
+    module, eager = pair(SeedOss, p=0.0)
+    said, x = fuse(module), randn(T, D, dtype=torch.float64)
+    for rate in (0.7, 0.0, 1.0):
+        module.residual_dropout = eager.residual_dropout = rate
+        torch.testing.assert_close(seeded(module, x), seeded(eager, x), rtol=1e-12, atol=1e-12)
+    assert said.fallbacks == {}
+
+
+def test_it_saves_the_input_and_a_mask():
+    module, x = SeedOss().to(DEVICE), randn(T, D)
+    mask = saved_bytes(lambda y: F.dropout(y, P), [randn(T, D)])
+    said = fuse(module)
+    assert saved_bytes(module, [x]) == 4 * T * D + mask
+    before, after = said.saved[""]
+    assert (before, after) == (4 * (D + 4 * H) + mask / T, 4 * D + mask / T)
+
+
+def test_two_dropouts_run_fused_by_seeds():
+    module, x = Both().to(DEVICE), randn(T, D)
+    said = fuse(module)
+    assert torch.equal(seeded(module, x), seeded(module, x))
+    assert saved_bytes(module, [x]) == 4 * T * D + 2 * 8
+    assert said.fallbacks == {}
+    share = (module(randn(400, D)) == 0).double().mean().item()
+    assert abs(share - P) < 0.05
+
+
+def test_compiled_in_one_graph():
+    module, eager = pair(SeedOss, torch.float32)
+    fuse(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = randn(T, D)
+    torch.testing.assert_close(seeded(compiled, x), seeded(eager, x))
+
+
+def test_copies_files_and_back():
+    module, eager = pair(SeedOss)
+    fuse(module)
+    x = randn(T, D, dtype=torch.float64)
+    expected = seeded(eager, x)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), unfuse(module)):
+        torch.testing.assert_close(seeded(other, x), expected, rtol=1e-12, atol=1e-12)
+    assert type(module) is SeedOss
+
+
+def test_matches_that_were_pickled_before():
+    module, eager = pair(SeedOss)
+    said = fuse(module)
+    match: Any = module._fusedckpt_match
+    old = match._replace(last=None, rates=(((), "residual_dropout"),))
+    vars(module)["_fusedckpt_match"] = MLPMatch(*old[:6])
+    x = randn(T, D, dtype=torch.float64)
+    assert torch.equal(seeded(module, x), seeded(eager, x))
+    assert said.fallbacks == {"": f"residual_dropout {DRAWN}"}
+
+
+class Squared(ByTorch):
+    def forward(self, x):
+        return F.dropout(Plain.forward(self, x), self.drop_rate**2, self.training)
+
+
+class Capped(ByTorch):
+    def forward(self, x):
+        return F.dropout(Plain.forward(self, x), min(self.drop_rate, 0.5), self.training)
+
+
+class Alpha(ByTorch):
+    def forward(self, x):
+        return F.alpha_dropout(Plain.forward(self, x), self.drop_rate, self.training)
+
+
+class Channels(ByTorch):
+    def forward(self, x):
+        return F.dropout1d(Plain.forward(self, x), self.drop_rate, self.training)
+
+
+class Twice(ByTorch):
+    def forward(self, x):
+        y = F.dropout(Plain.forward(self, x), self.drop_rate, self.training)
+        return F.dropout(y, self.drop_rate, self.training)
+
+
+class Everywhere(ByTorch):
+    """One number for the hidden layer and for the result."""
+
+    def forward(self, x):
+        h = F.dropout(self.act(self.first(x)), self.drop_rate, self.training)
+        return F.dropout(self.second(h), self.drop_rate, self.training)
+
+
+OTHERS = {
+    "squared": (Squared, "drop_rate"),
+    "capped": (Capped, "drop_rate"),
+    "alpha": (Alpha, "drop_rate"),
+    "channels": (Channels, "drop_rate"),
+    "twice": (Twice, "drop_rate"),
+    "inside, too": (Everywhere, "drop_rate"),
+    "inside": (Rate, "dropout"),
+}
+
+
+@pytest.mark.parametrize(("make", "name"), OTHERS.values(), ids=list(OTHERS))
+def test_others_are_named_with_their_bytes_before_and_after_a_step(make, name):
+    module = make(P).to(DEVICE)
+    eager, x = copy.deepcopy(module), randn(1, T, D)
+    said = fuse(module)
+    assert said.swapped
+    assert said.fallbacks == {}
+    before, after = said.saved[""]
+    more = round(before - after)
+    assert more >= 2 * 4 * H
+    line = f"1 x {said.swapped['']}: {name} {DRAWN} (root): up to {more:,} bytes per token more"
+    assert str(said).endswith(f"not run fused in training: 1 of 1\n  {line}")
+    for training in (True, False):
+        ours, theirs = (seeded(m.train(training), x) for m in (module, eager))
+        torch.testing.assert_close(ours, theirs)
+    module.train()(x)
+    assert said.fallbacks == {"": f"{name} {DRAWN}"}
+    assert str(said).endswith(f"not run fused: 1 of 1\n  {line}")
+    [found] = report(module, x.detach()).fused
+    assert found.reason == said.fallbacks[""]
+    assert found.extra_bytes is not None
+    assert 0 < found.extra_bytes <= T * more
+    setattr(module, name, 0.0)
+    assert "not run fused" not in str(fuse(module))
+
+
+class Always(ByTorch):
+    def forward(self, x):
+        return F.dropout(Plain.forward(self, x), self.drop_rate)
+
+
+class Config:
+    rate = 0.0
+
+
+class OfConfig(ByTorch):
+    def __init__(self, p):
+        super().__init__(p)
+        self.config = Config()
+        self.config.rate = p
+
+    def forward(self, x):
+        return F.dropout(Plain.forward(self, x), self.config.rate, self.training)
+
+
+@pytest.mark.parametrize("make", [Always, OfConfig])
+def test_what_draws_by_another_rule_is_left(make):
+    assert "draws random numbers" in fuse(make(P).to(DEVICE)).left[""]
+
+
+def test_parts_in_different_modes_run_the_original():
+    """Whose mode decides, the recording did not see."""
+
+    class OfChild(ByTorch):
+        def forward(self, x):
+            return F.dropout(Plain.forward(self, x), self.drop_rate, self.second.training)
+
+    module, eager = pair(OfChild)
+    said, x = fuse(module), randn(T, D, dtype=torch.float64)
+    torch.testing.assert_close(seeded(module, x), seeded(eager, x), rtol=1e-12, atol=1e-12)
+    assert said.fallbacks == {}
+    module.second.eval()
+    eager.second.eval()
+    assert torch.equal(seeded(module, x), seeded(eager, x))
+    assert said.fallbacks == {"": f"drop_rate {DRAWN}"}
