@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedckpt.memory import nbytes_of, saved_tensors, storage_ref
+from fusedckpt.planning import roles
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, live_by_phase
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -23,6 +25,7 @@ __all__ = [
     "Run",
     "Times",
     "Unclear",
+    "calls_of",
     "flows",
     "graph_of",
     "kind_of",
@@ -248,6 +251,19 @@ class Call:
     def _clear(self) -> None:
         for parameter in self._made:
             parameter.grad = None
+
+
+def calls_of(modules: Mapping[str, nn.Module], run: Callable[[], None]) -> dict[str, list[Any]]:
+    """Return by name the forward, args and kwargs of each call of modules while `run` runs."""
+    calls: dict[str, list[Any]] = {name: [] for name in modules}
+
+    def noted(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        calls[name].append((forward, *aliased((args, kwargs))))
+        return forward(*args, **kwargs)
+
+    with roles.assigned({module: partial(noted, name) for name, module in modules.items()}):
+        run()
+    return calls
 
 
 def seconds(device: torch.device) -> float:

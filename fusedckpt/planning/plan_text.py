@@ -64,7 +64,8 @@ def _cells(plan: PlanRecord, item: Item) -> Row:
         f"{' and '.join(parts)} checkpointed": parts,
     }
     planned = ", ".join(text for text, applies in changes.items() if applies) or "unchanged"
-    if unit.fixed and not unit.code:
+    # a unit whose forward is not the same twice is named below
+    if unit.fixed and not unit.code and unit.name not in plan.left_out:
         holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)
         planned += ", holds tensors that no checkpoint frees" if holds else ", modifies its input"
     return planned, kept, *(("", "") if unit.code else (extra, forward))

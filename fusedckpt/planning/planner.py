@@ -20,6 +20,7 @@ from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
+from fusedckpt.planning.repeats import Repeats
 from fusedckpt.planning.solver import least_outcome, solve
 from fusedckpt.planning.survey import Kinds, Survey, ticking
 from fusedckpt.planning.trials import Trials
@@ -64,7 +65,9 @@ def plan(
     under `no_sync()`. The output of the step before is counted until the model returns again, as in
     `output = model(x)`.
 
-    A unit that modifies its arguments in place is left unchanged. For a DistributedDataParallel the
+    A unit that modifies its arguments in place is left unchanged. A unit whose forward is not the
+    same twice from the same arguments and random states (torch's, Python's and NumPy's) is never
+    recomputed; `left_out` names it. For a DistributedDataParallel the
     module inside is planned and its buckets are counted. Plan a model first, then shard it, then
     compile it.
 
@@ -199,18 +202,19 @@ def _planned(step: Step, cuts: Sequence[Cut], goal: _Goal) -> Plan:
         # of one cut there is nothing to choose
         best = min(range(len(chains)), key=lambda i: len(chains) > 1 and _cost(chains[i], limit))
         title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(cuts[0].names)}"
-        trials, survey = Trials(step, chains[best], title, limit), surveys[best]
+        trials = Trials(step, chains[best], title, limit, surveys[best].left_out())
         found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
         found = trials.timed(found, surveys[0].forward_ms)
     gradients = nbytes_of(step.gradients.values())
-    return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
+    return replace(found, gradient_bytes=gradients)
 
 
 def _surveys(step: Step, cuts: Sequence[Cut], ways: Ways, progress: bool) -> list[Survey]:
     """Return what the units of cuts cost, of those that have some."""
     kinds: Kinds = {}
+    repeats = Repeats()
     with ticking(sum(len(cut.names) for cut in cuts), progress) as tick:
-        surveys = [Survey(cut, kinds, tick, ways) for cut in cuts]
+        surveys = [Survey(cut, kinds, repeats, tick, ways) for cut in cuts]
         for survey in surveys:
             survey.run(step)
     if found := [survey for survey in surveys if survey.units()]:

@@ -7,8 +7,10 @@ steps under it and steps that keep everything, in turns: whatever adds up in a s
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from statistics import median, quantiles
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fusedckpt.planning.budget import Policy, spare_bytes
@@ -37,18 +39,22 @@ _LEAST = 0.5
 
 
 class Trials(NamedTuple):
-    """Steps of a model that is such a chain, under plans with this title and limit."""
+    """Steps of a model that is such a chain, under plans with this title and limit.
+
+    left_out: by name why modules are no units, or are never recomputed.
+    """
 
     step: Step
     chain: Chain
     title: str
     limit: int | None = None
+    left_out: Mapping[str, str] = MappingProxyType({})
 
     def _plan(self, solution: Outcome) -> Plan:
         model, names = self.step.model, [u.name for u in self.chain.units[1:-1] if not u.code]
         return Plan(
             type(model).__name__, self.title, self.limit, self.chain, solution.items,
-            solution.peak, solution.extra, solution.lower_bound,
+            solution.peak, solution.extra, solution.lower_bound, left_out=dict(self.left_out),
             structure={x: structure_of(model.get_submodule(x)) for x in ["", *names]},
         )  # fmt: skip
 
@@ -110,6 +116,11 @@ class Trials(NamedTuple):
         return nearer if _peak(nearer) <= limit else found
 
     def _rule(self, name: str) -> Outcome:
+        rule, _, count = name.partition(":")
+        if count:
+            # fixed units are in no segment
+            free = sum(not unit.fixed for unit in self.chain.units)
+            name = f"{rule}:{max(1, min(int(count), free))}"
         return simulate(self.chain, by_rule(self.chain, name))
 
     def by_policy(self, policy: Policy) -> Plan:
@@ -117,7 +128,7 @@ class Trials(NamedTuple):
         if policy == "memory":
             return min(self._lowest(), key=lambda found: (_peak(found), found.extra_ms))
         if policy == "speed":
-            return self.tried(simulate(self.chain, _selective(self.chain)))
+            return self.tried(simulate(self.chain, _selective(self.chain, self.left_out)))
         # modules that were listed: each on its own
         return self.tried(self._rule(policy if isinstance(policy, str) else "all"))
 
@@ -181,9 +192,11 @@ def _peak(found: Plan) -> int:
     return found.measured_bytes
 
 
-def _selective(chain: Chain) -> tuple[Item, ...]:
+def _selective(chain: Chain, left_out: Container[str]) -> tuple[Item, ...]:
     """Keep the outputs of products, but where the next unit writes into what it is given."""
-    overwritten = [unit.fixed and not unit.code for unit in chain.units[1:]]
+    overwritten = [
+        unit.fixed and not unit.code and unit.name not in left_out for unit in chain.units[1:]
+    ]
     return tuple(
         Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
         for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))
