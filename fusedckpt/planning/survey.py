@@ -25,6 +25,7 @@ from fusedckpt.planning.calls import (
     flows,
     graph_of,
     kind_of,
+    leaf_bytes,
     made_of,
     once,
     seconds,
@@ -160,7 +161,8 @@ class Survey:
     """What the units of a cut cost.
 
     kinds, repeats: what is known. tick: called for every unit. ways: see `measured`.
-    forward_ms, last: ms that the forward took beside measuring, and bytes that the model returned.
+    forward_ms, last: ms that the forward took beside measuring, and bytes of the model's output and
+    of leaves that its graph keeps.
     trained: parameters that the loss reaches, in units as far as the call that was measured did.
     """
 
@@ -206,6 +208,8 @@ class Survey:
         ms = self.forward_ms + 1e3 * (seconds(self._device) - start)
         self.forward_ms = once((step_kind(step), "forward"), lambda: ms)
         self.last = nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
+        self.last += leaf_bytes(tensors_of([output]), held)
+        self.last += sum(costs.leaves for costs in self._costs.values() if costs)
         self._repeats.finish()
         losses = [*tensors_of([step.loss(output)])]
         nodes = [*graph_of(losses)]

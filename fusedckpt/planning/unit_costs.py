@@ -58,8 +58,8 @@ class Costs(NamedTuple):
     again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
     hooks, as in a segment, where norms are not shared. given: bytes of arguments that require grad;
     flows: whether each was made for this unit alone. writes: whether it writes into them. reached:
-    names of parameters that got a gradient. returned: which tensors that it made and returned
-    require grad. repeats: whether its forward is the same twice.
+    names of parameters that got a gradient. leaves: see `leaf_bytes`. returned: which tensors that
+    it made and returned require grad. repeats: whether its forward is the same twice.
     """
 
     levels: dict[str, Bytes]
@@ -71,6 +71,7 @@ class Costs(NamedTuple):
     writes: bool
     composed: bool
     reached: frozenset[str]
+    leaves: int
     returned: tuple[bool, ...]
     flows: tuple[bool, ...] = ()
     repeats: bool = True
@@ -239,7 +240,7 @@ def measured(
         name = least + BUT + name
         levels[name], ms.extra[name] = found, ms.extra[least] + more
     seen = call.given, call.output, call.writes, any(module.children()), frozenset(call.reached)
-    return Costs(levels, again, packed, ms, *seen, call.differentiable)
+    return Costs(levels, again, packed, ms, *seen, call.leaves, call.differentiable)
 
 
 def _taken(call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Bytes]:
