@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
 from fusedckpt.planning.repeats import Repeats
+from fusedckpt.planning.roles import assigned
 from fusedckpt.planning.solver import least_outcome, solve
 from fusedckpt.planning.survey import Kinds, Survey, ticking
 from fusedckpt.planning.trials import Trials
@@ -221,10 +224,31 @@ def _surveys(step: Step, cuts: Sequence[Cut], ways: Ways, progress: bool) -> lis
         return found
     why = [f"{name} {reason}" for name, reason in surveys[0].left_out().items()]
     told = "; ".join([*why[:3], f"{len(why) - 3} more"] if len(why) > 4 else why)
+    others = [name for name in _run_once(step) if name not in surveys[0].left_out()]
+    advice = f", name some with units=, such as {', '.join(others[:3])}" if others else ""
     raise ValueError(
-        f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, "
-        f"name some with units=: {told or 'it has no parts'}"
+        f"plan: expected a unit of {type(step.model).__name__} that runs exactly once{advice}: "
+        f"{told or 'it has no parts'}"
     )
+
+
+def _run_once(step: Step) -> list[str]:
+    """Return the names of modules with trained parameters that the forward calls exactly once."""
+    trained = {
+        name: module
+        for name, module in step.model.named_modules()
+        if name and any(p.requires_grad for p in module.parameters())
+    }
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        calls[name] += 1
+        return forward(*args, **kwargs)
+
+    step, _ = step.fresh()
+    with torch.no_grad(), assigned({x: partial(counted, name) for name, x in trained.items()}):
+        step.model(*step.args, **step.kwargs)
+    return [name for name, count in calls.items() if count == 1]
 
 
 def _cost(chain: Chain, limit: int | None) -> tuple[float, int]:

@@ -218,6 +218,6 @@ def check_repeats(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
         if after[name, kind] != state:
             raise ValueError(
                 "plan: expected units that do the same each time they are called, one changes its "
-                f"argument {name}, a {kind.__name__}: for a cache of keys and values, pass "
-                "use_cache=False to the model"
+                f"argument {name}, a {kind.__name__}: for a cache of keys and values, call plan "
+                "and the model with (..., use_cache=False)"
             )

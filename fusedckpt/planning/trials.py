@@ -96,7 +96,7 @@ class Trials(NamedTuple):
         needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
         raise ValueError(
             f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
-            f"got {limit - rest} bytes" + (f": {finer}" if finer else "")
+            f"got {limit - rest} bytes" + (f": {finer}" if finer else "") + _left_out(self.left_out)
         )
 
     def _nearer(self, found: Plan, limit: int) -> Plan:
@@ -190,6 +190,18 @@ class Trials(NamedTuple):
 def _peak(found: Plan) -> int:
     assert found.measured_bytes is not None
     return found.measured_bytes
+
+
+def _left_out(reasons: Mapping[str, str]) -> str:
+    """Say which modules are never recomputed, by reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    told = []
+    for reason, alike in names.items():
+        others = f" and {len(alike) - 1} other{'s' * (len(alike) > 2)}" if len(alike) > 1 else ""
+        told.append(f"{alike[0]}{others} ({reason})")
+    return f"; not planned: {', '.join(told)}" if told else ""
 
 
 def _selective(chain: Chain, left_out: Container[str]) -> tuple[Item, ...]:
