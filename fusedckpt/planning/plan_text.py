@@ -113,14 +113,11 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
 
 
 def _extra(plan: PlanRecord) -> str:
-    """Say what the plan costs in ms, and how that is known."""
+    """Return the plan's extra time, and whether it was measured or predicted."""
     ms, error, forward = plan.extra_ms, plan.error_ms, plan.chain.forward
-    is_resolved = ms >= 2 * error
-    most = ms if is_resolved else ms + 2 * error
-    told = f"{most:.2f} ms" + (f", {most / forward:.1%} of the forward" if forward else "")
-    if not plan.rounds:
-        return told + (", predicted" if ms else "")
-    pairs = f"{plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"
-    if is_resolved:
+    told = f"{ms:.2f} ms" + (f", {ms / forward:.1%} of the forward" if forward else "")
+    if plan.rounds:
+        pairs = f"{plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"
         return f"{told}, measured in {pairs}, give or take {error:.2f} ms"
-    return f"less than {told}: {pairs} cannot tell how much"
+    why = f": steps differ by {error:.2f} ms, too much to measure it" if error else ""
+    return told + (f", predicted{why}" if ms else "")

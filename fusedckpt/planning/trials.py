@@ -162,8 +162,11 @@ class Trials(NamedTuple):
             adds.append(found.extra_ms)
         low, extra, high = quantiles(adds, n=4) if pairs else 3 * adds
         ratio = max(_LEAST, extra / found.extra_ms) if found.extra_ms else 1.0
-        error = (high - low) / math.sqrt(len(adds))
-        return replace(_scaled(found, ratio, forward), rounds=len(pairs), error_ms=error)
+        error, rounds = (high - low) / math.sqrt(len(adds)), len(pairs)
+        if ratio * found.extra_ms < 2 * error:
+            # steps cannot tell
+            ratio, rounds = 1.0, 0
+        return replace(_scaled(found, ratio, forward), rounds=rounds, error_ms=error)
 
     def _pairs(self, plain: Plan, found: Plan) -> list[tuple[Times, Times]]:
         """Return what steps of two plans take, in turns: what slows one down slows both."""
