@@ -94,12 +94,15 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
     }
     if between:
         kept = size(sum(unit.levels[0].kept for unit in between))
-        names = ", ".join(unit.name.strip("()") for unit in between[:2])
-        names += ", ..." if len(between) > 2 else ""
-        places = "1 place" if len(between) == 1 else f"{len(between)} places"
+        units = chain.units
+        pairs = [
+            f"{units[i - 1].name} and {units[i + 1].name}"
+            for i, unit in enumerate(units)
+            if unit in between
+        ]
+        names = ", ".join(pairs[:2]) + (f", and {len(pairs) - 2} more" if pairs[2:] else "")
         figures["limited by"] = (
-            f"code between units at {places} ({names}), "
-            f"which saves {kept}: the units that it separates cannot be one segment"
+            f"code between these modules prevents one segment across them: {names}; it saves {kept}"
         )
     every = simulate(chain, policy(chain, "all"))
     is_better = every.extra <= plan.extra_ms and every.peak <= plan.predicted_bytes

@@ -86,7 +86,7 @@ def plan(
         activation_budget: the same without parameters, gradients, optimizer state and the
             optimizer's step, for a step that accumulates into existing gradients.
         policy: "budget"; or, without a budget, "none" (save everything), "all" (checkpoint every
-            unit), "sqrt", "recursive" (halves of halves, as in `checkpoint_sequential`: each unit
+            unit), "sqrt", "recursive" (nested segments, as in `checkpoint_sequential`: each unit
             runs log2(n) / 2 more times), "uniform:k" (k segments), "memory" (the least measured
             peak of five plans: the predicted best, "all", "sqrt", "recursive" and "none"), "speed"
             (save matmul and convolution outputs), or a list of modules, or their names, to

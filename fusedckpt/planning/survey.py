@@ -233,7 +233,7 @@ class Survey:
         name, (forward, args, kwargs) = self._cut.names[i], call
         if current() is not None:
             raise ValueError(
-                f"plan: unit {name} runs inside a checkpoint: a plan says itself what runs again; "
+                f"plan: unit {name} runs inside a checkpoint: a plan chooses what is recomputed; "
                 f"{_TAKE_AWAY}, or name the module that it is around in units="
             )
         if any(x.is_nested for x in tensors_of(call)):
@@ -274,7 +274,7 @@ class Survey:
         if _is_in_reentrant():
             raise ValueError(
                 f"plan: unit {self._cut.names[i]} runs inside a reentrant checkpoint, whose "
-                "forward runs without gradients: a plan says itself what runs again; "
+                "forward runs without gradients: a plan chooses what is recomputed; "
                 f"{_TAKE_AWAY}, or, with use_reentrant=False, name the module that it is around "
                 "in units="
             )
