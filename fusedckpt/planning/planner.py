@@ -89,8 +89,8 @@ def plan(
             unit), "sqrt", "recursive" (nested segments, as in `checkpoint_sequential`: each unit
             runs log2(n) / 2 more times), "uniform:k" (k segments), "memory" (the least measured
             peak of five plans: the predicted best, "all", "sqrt", "recursive" and "none"), "speed"
-            (save matmul and convolution outputs), or a list of modules, or their names, to
-            checkpoint one by one.
+            (save matmul and convolution outputs, in units that save less that way), or a list of
+            modules, or their names, to checkpoint one by one.
         units: the modules to plan, or their names. By default the entries of every nn.Sequential,
             nn.ModuleList and nn.ModuleDict; if there are none, the fused layers; else the model's
             children. For a budget and for "memory" default units are split, or parts of them

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fusedckpt.planning.budget import Policy, spare_bytes
 from fusedckpt.planning.calls import Times, once, seconds, step_kind
-from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, simulate
+from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, Unit, simulate
 from fusedckpt.planning.plan_record import PRODUCTS
 from fusedckpt.planning.plans import Plan, structure_of
 from fusedckpt.planning.policies import policy as by_rule
@@ -208,14 +208,23 @@ def _left_out(reasons: Mapping[str, str]) -> str:
 
 
 def _selective(chain: Chain, left_out: Container[str]) -> tuple[Item, ...]:
-    """Keep the outputs of products, but where the next unit writes into what it is given."""
+    """Save the outputs of products where a unit saves less that way.
+
+    Not where the next unit writes into what it is given. A unit that is one linear would save its
+    output beside its input, and an activation its input in place of its output.
+    """
     overwritten = [
         unit.fixed and not unit.code and unit.name not in left_out for unit in chain.units[1:]
     ]
     return tuple(
-        Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
+        Keep(i, PRODUCTS if _saves_less(unit) and not spoilt else unit.levels[0].name)
         for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))
     )
+
+
+def _saves_less(unit: Unit) -> bool:
+    """Whether a unit saves less if it saves the outputs of products."""
+    return unit.has(PRODUCTS) and unit.level(PRODUCTS).kept < unit.levels[0].kept
 
 
 def _scaled(found: Plan, ratio: float, forward: float) -> Plan:
