@@ -36,10 +36,10 @@ POLICIES = ("all", "sqrt", "recursive", "speed", "memory")
 NUM_PLANS = len(POLICIES) + len(BUDGETS)
 NOTES = (
     "saved: for backward; peak: of a step, above parameters and gradients that exist before;",
-    "asked, predicted: activation budget and predicted peak of a plan; again: FLOPs that backward",
-    "recomputes, relative to the forward; ms: forward and backward; MiB per ms: reduction of the",
-    "peak per extra millisecond; last loss: of the last step; diff.: the largest difference from",
-    "the first row's in any step",
+    "budget, predicted: activation budget and predicted peak of a plan; recomputed: FLOPs of the",
+    "recomputation, relative to the forward; ms: forward and backward; MiB per ms: reduction of",
+    "the peak per extra millisecond; last loss: of the last step; diff.: the largest difference",
+    "from the first row's in any step",
 )
 
 
@@ -296,10 +296,10 @@ def show_ways(title: str, notes: Sequence[str], rows: Sequence[Row]) -> None:
     columns: Columns = {
         "way": lambda row: row["name"],
         "saved\nMiB": lambda row: mib(row["saved_bytes"]),
-        "asked\nMiB": lambda row: mib(row["asked_bytes"]),
+        "budget\nMiB": lambda row: mib(row["asked_bytes"]),
         "predicted\nMiB": lambda row: mib(row["predicted_bytes"]),
         "peak\nMiB": lambda row: mib(row["rise_bytes"]),
-        "again\n%": lambda row: f"{100 * row['recomputed']:.0f}",
+        "recomputed\n%": lambda row: f"{100 * row['recomputed']:.0f}",
         "MiB\nper ms": lambda row: _trade(row, rows[0]),
         "ms": lambda row: significant(median(row["ms"])),
         f"of\n{rows[0]['name']}": lambda row: f"{slowdown(row, rows[0]):.2f}x",

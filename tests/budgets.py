@@ -4,13 +4,14 @@
 
 Prints a line per run: what was asked, predicted and measured in the loop that follows, in MiB, the
 extra time that the plan claims, its error, and what it takes, in per cent of the forward; the ratio
-of the two after x, or ~ where the plan's page says that steps cannot tell. Exits with 1 if a
+of the two after x, or ~ where the plan's page has a prediction. Exits with 1 if a
 budget was exceeded. Peaks are of a step of its own, times medians of steps in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -298,6 +299,7 @@ def run(name: str, draw: random.Random, rounds: int) -> Result:
     if rounds:
         actual = statistics.median(slower) / statistics.median(forward for forward, _ in times[0])
     claimed, error = (ms / found.chain.forward for ms in (found.extra_ms, found.error_ms))
+    error = error if found.rounds else math.inf
     return Result(budget, found.predicted_bytes, measured, claimed, error, actual, planning, step)
 
 
@@ -326,7 +328,7 @@ def main() -> int:
         flag = "EXCEEDED" if found.measured > found.asked else ""
         if args.rounds and found.claimed and max(found.claimed, found.actual) > 0.05:
             ratio = found.actual / found.claimed
-            # of the others the page says that steps cannot tell
+            # the others are predicted
             if is_told := found.claimed >= 2 * found.error:
                 ratios.append(ratio)
             flag += f" {'x' if is_told else '~'}{ratio:.2f}"

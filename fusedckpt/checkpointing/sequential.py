@@ -60,6 +60,9 @@ def checkpoint_sequential(
         kind = type(others[0]).__name__
         raise TypeError(f"checkpoint_sequential: expected something to call, got {kind}")
     options["use_reentrant"] = use_reentrant
+    if hasattr(segments, "spans"):
+        # a plan's, as of the modules that it is applied to
+        options.setdefault("preserve_python_rng", True)
     if unknown := {*options} - OPTIONS:
         names = ", ".join(sorted(unknown))
         raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")

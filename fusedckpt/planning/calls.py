@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedckpt.memory import nbytes_of, saved_tensors, storage_ref
+from fusedckpt.planning import roles
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.timeline import Watch, live_by_phase
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -23,9 +25,11 @@ __all__ = [
     "Run",
     "Times",
     "Unclear",
+    "calls_of",
     "flows",
     "graph_of",
     "kind_of",
+    "leaf_bytes",
     "made_of",
     "once",
     "seconds",
@@ -108,6 +112,17 @@ def graph_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
             todo += [before for before, _ in node.next_functions]
 
 
+def leaf_bytes(outputs: Iterable[Tensor], known: list[Tensor]) -> int:
+    """Return the bytes of leaves that a forward made, and of their gradients.
+
+    The graph of the outputs keeps them. known: leaves that live anyway.
+    """
+    ids = {*map(id, known)}
+    leaves = [node.variable for node in graph_of(outputs) if hasattr(node, "variable")]
+    made = [x for x in leaves if id(x) not in ids and not isinstance(x, nn.Parameter)]
+    return nbytes_of([*made, *known]) - nbytes_of(known) + sum(map(_size, made))
+
+
 def _is_fused(node: Any) -> bool:
     """Whether a node is a layer's function, of a module or called as it is."""
     function = getattr(type(node), "_forward_cls", None)
@@ -137,6 +152,10 @@ class Call:
         # tokens, as linears see them
         self.rows = max((x[..., 0].numel() for x in tensors if x.dim() and x.shape[-1]), default=0)
         self.output = 0
+        # of leaves that it makes, and of their gradients
+        self.leaves = 0
+        # what the arguments are copies of
+        self._sources: list[Tensor] = []
         # of tensors that it made and returned, which require grad
         self.differentiable: tuple[bool, ...] = ()
         # whether it was seen to write into an argument
@@ -163,6 +182,7 @@ class Call:
             wanted = [x for x in given if x.requires_grad]
             kept = tuple(n if x in saved else 0 for n, x in zip(self.given, wanted, strict=True))
             self.is_fused = self.is_fused or any(map(_is_fused, graph_of([root])))
+            self.leaves = leaf_bytes([root], self._sources)
             # what several share counts with the first
             totals = [nbytes_of(outputs[:i]) for i in range(len(outputs) + 1)]
             made, own = ([storage_ref(x) for x in y] for y in (outputs, given))
@@ -219,6 +239,7 @@ class Call:
         # as in a step, whose autocast casts weights anew
         torch.clear_autocast_cache()
         given = aliased(self._given)
+        self._sources = [*tensors_of(given)]
         # as if another unit had computed them, at no cost in backward
         computed = {id(x): x.clone() for x in tensors_of(given) if x.requires_grad}
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: computed.get(id(x), x), given)
@@ -248,6 +269,19 @@ class Call:
     def _clear(self) -> None:
         for parameter in self._made:
             parameter.grad = None
+
+
+def calls_of(modules: Mapping[str, nn.Module], run: Callable[[], None]) -> dict[str, list[Any]]:
+    """Return by name the forward, args and kwargs of each call of modules while `run` runs."""
+    calls: dict[str, list[Any]] = {name: [] for name in modules}
+
+    def noted(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        calls[name].append((forward, *aliased((args, kwargs))))
+        return forward(*args, **kwargs)
+
+    with roles.assigned({module: partial(noted, name) for name, module in modules.items()}):
+        run()
+    return calls
 
 
 def seconds(device: torch.device) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -19,11 +21,13 @@ __all__ = ["draw"]
 
 _MIB = 2**20
 _POINTS = 24
+# a budget is drawn up to so much of an axis beyond its end
+_FAR = 0.25
 _RULES = {
     "none": "save everything",
     "sqrt": "sqrt(n) segments",
-    "all": "every unit again",
-    "recursive": "halves of halves",
+    "all": "checkpoint every unit",
+    "recursive": "recursive",
 }
 
 
@@ -55,15 +59,24 @@ def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
     spot = plan.predicted_bytes / _MIB, 100 * plan.extra_ms / forward
     axes.plot(*spot, "o", color=RED, markersize=10, label=f"this plan ({plan.policy})")
     if plan.budget_bytes is not None:
-        axes.axvline(plan.budget_bytes / _MIB, color=FAINT, linewidth=1, linestyle=":")
-        axes.annotate(
-            " budget", (plan.budget_bytes / _MIB, 1), xycoords=("data", "axes fraction"), va="top"
-        )
+        _draw_budget(axes, plan.budget_bytes)
     axes.set_title(f"{plan.model}: time against memory", color=INK)
     axes.set_xlabel("peak of a training step, MiB")
     axes.set_ylabel("extra time, % of the forward")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.legend(frameon=False)
+
+
+def _draw_budget(axes: Axes, budget: int) -> None:
+    """Draw a line at the budget; where that is far above all points, an arrow towards it."""
+    start, end = axes.get_xlim()
+    where: Any = {"xycoords": ("data", "axes fraction"), "va": "top"}
+    if budget / _MIB <= end + _FAR * (end - start):
+        axes.axvline(budget / _MIB, color=FAINT, linewidth=1, linestyle=":")
+        axes.annotate(" budget", (budget / _MIB, 1), **where)
+    else:
+        told = f"budget {enough(budget)} \N{RIGHTWARDS ARROW}"
+        axes.annotate(told, (end, 1), **where, ha="right")
 
 
 def _draw_step(axes: Axes, plan: PlanRecord) -> None:
@@ -78,10 +91,12 @@ def _draw_step(axes: Axes, plan: PlanRecord) -> None:
         axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {peak}")
     # a forward is a moment for each unit
     axes.axvline(len(plan.chain.units) + 0.5, color=FAINT, linewidth=1, linestyle=":")
-    if plan.budget_bytes is not None:
-        axes.axhline(plan.budget_bytes / _MIB, color=FAINT, linewidth=1, linestyle=":")
+    budget = math.inf if plan.budget_bytes is None else plan.budget_bytes / _MIB
+    # one far above would flatten the curves
+    if budget <= (1 + _FAR) * axes.get_ylim()[1]:
+        axes.axhline(budget, color=FAINT, linewidth=1, linestyle=":")
     axes.set_title("One step, as predicted: live MiB and their peak")
-    axes.set_xlabel("unit by unit: forward, then backward with what runs again")
+    axes.set_xlabel("unit by unit: forward, then backward, with recomputation")
     axes.set_ylim(bottom=0)
     axes.legend(facecolor="white", edgecolor="none", framealpha=1.0, loc="lower center")
 

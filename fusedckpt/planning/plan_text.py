@@ -64,7 +64,8 @@ def _cells(plan: PlanRecord, item: Item) -> Row:
         f"{' and '.join(parts)} checkpointed": parts,
     }
     planned = ", ".join(text for text, applies in changes.items() if applies) or "unchanged"
-    if unit.fixed and not unit.code:
+    # a unit whose forward is not the same twice is named below
+    if unit.fixed and not unit.code and unit.name not in plan.left_out:
         holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)
         planned += ", holds tensors that no checkpoint frees" if holds else ", modifies its input"
     return planned, kept, *(("", "") if unit.code else (extra, forward))
@@ -93,12 +94,15 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
     }
     if between:
         kept = size(sum(unit.levels[0].kept for unit in between))
-        names = ", ".join(unit.name.strip("()") for unit in between[:2])
-        names += ", ..." if len(between) > 2 else ""
-        places = "1 place" if len(between) == 1 else f"{len(between)} places"
+        units = chain.units
+        pairs = [
+            f"{units[i - 1].name} and {units[i + 1].name}"
+            for i, unit in enumerate(units)
+            if unit in between
+        ]
+        names = ", ".join(pairs[:2]) + (f", and {len(pairs) - 2} more" if pairs[2:] else "")
         figures["limited by"] = (
-            f"code between units at {places} ({names}), "
-            f"which saves {kept}: the units that it separates cannot be one segment"
+            f"code between these modules prevents one segment across them: {names}; it saves {kept}"
         )
     every = simulate(chain, policy(chain, "all"))
     is_better = every.extra <= plan.extra_ms and every.peak <= plan.predicted_bytes
@@ -112,14 +116,11 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
 
 
 def _extra(plan: PlanRecord) -> str:
-    """Say what the plan costs in ms, and how that is known."""
+    """Return the plan's extra time, and whether it was measured or predicted."""
     ms, error, forward = plan.extra_ms, plan.error_ms, plan.chain.forward
-    is_resolved = ms >= 2 * error
-    most = ms if is_resolved else ms + 2 * error
-    told = f"{most:.2f} ms" + (f", {most / forward:.1%} of the forward" if forward else "")
-    if not plan.rounds:
-        return told + (", predicted" if ms else "")
-    pairs = f"{plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"
-    if is_resolved:
+    told = f"{ms:.2f} ms" + (f", {ms / forward:.1%} of the forward" if forward else "")
+    if plan.rounds:
+        pairs = f"{plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"
         return f"{told}, measured in {pairs}, give or take {error:.2f} ms"
-    return f"less than {told}: {pairs} cannot tell how much"
+    why = f": steps differ by {error:.2f} ms, too much to measure it" if error else ""
+    return told + (f", predicted{why}" if ms else "")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ from fusedckpt.planning.chain import Chain
 from fusedckpt.planning.code_between import chain_of
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
+from fusedckpt.planning.repeats import Repeats
+from fusedckpt.planning.roles import assigned
 from fusedckpt.planning.solver import least_outcome, solve
 from fusedckpt.planning.survey import Kinds, Survey, ticking
 from fusedckpt.planning.trials import Trials
@@ -64,7 +68,9 @@ def plan(
     under `no_sync()`. The output of the step before is counted until the model returns again, as in
     `output = model(x)`.
 
-    A unit that modifies its arguments in place is left unchanged. For a DistributedDataParallel the
+    A unit that modifies its arguments in place is left unchanged. A unit whose forward is not the
+    same twice from the same arguments and random states (torch's, Python's and NumPy's) is never
+    recomputed; `left_out` names it. For a DistributedDataParallel the
     module inside is planned and its buckets are counted. Plan a model first, then shard it, then
     compile it.
 
@@ -80,11 +86,11 @@ def plan(
         activation_budget: the same without parameters, gradients, optimizer state and the
             optimizer's step, for a step that accumulates into existing gradients.
         policy: "budget"; or, without a budget, "none" (save everything), "all" (checkpoint every
-            unit), "sqrt", "recursive" (halves of halves, as in `checkpoint_sequential`: each unit
+            unit), "sqrt", "recursive" (nested segments, as in `checkpoint_sequential`: each unit
             runs log2(n) / 2 more times), "uniform:k" (k segments), "memory" (the least measured
             peak of five plans: the predicted best, "all", "sqrt", "recursive" and "none"), "speed"
-            (save matmul and convolution outputs), or a list of modules, or their names, to
-            checkpoint one by one.
+            (save matmul and convolution outputs, in units that save less that way), or a list of
+            modules, or their names, to checkpoint one by one.
         units: the modules to plan, or their names. By default the entries of every nn.Sequential,
             nn.ModuleList and nn.ModuleDict; if there are none, the fused layers; else the model's
             children. For a budget and for "memory" default units are split, or parts of them
@@ -199,28 +205,50 @@ def _planned(step: Step, cuts: Sequence[Cut], goal: _Goal) -> Plan:
         # of one cut there is nothing to choose
         best = min(range(len(chains)), key=lambda i: len(chains) > 1 and _cost(chains[i], limit))
         title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(cuts[0].names)}"
-        trials, survey = Trials(step, chains[best], title, limit), surveys[best]
+        trials = Trials(step, chains[best], title, limit, surveys[best].left_out())
         found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
         found = trials.timed(found, surveys[0].forward_ms)
     gradients = nbytes_of(step.gradients.values())
-    return replace(found, left_out=survey.left_out(), gradient_bytes=gradients)
+    return replace(found, gradient_bytes=gradients)
 
 
 def _surveys(step: Step, cuts: Sequence[Cut], ways: Ways, progress: bool) -> list[Survey]:
     """Return what the units of cuts cost, of those that have some."""
     kinds: Kinds = {}
+    repeats = Repeats()
     with ticking(sum(len(cut.names) for cut in cuts), progress) as tick:
-        surveys = [Survey(cut, kinds, tick, ways) for cut in cuts]
+        surveys = [Survey(cut, kinds, repeats, tick, ways) for cut in cuts]
         for survey in surveys:
             survey.run(step)
     if found := [survey for survey in surveys if survey.units()]:
         return found
     why = [f"{name} {reason}" for name, reason in surveys[0].left_out().items()]
     told = "; ".join([*why[:3], f"{len(why) - 3} more"] if len(why) > 4 else why)
+    others = [name for name in _run_once(step) if name not in surveys[0].left_out()]
+    advice = f", name some with units=, such as {', '.join(others[:3])}" if others else ""
     raise ValueError(
-        f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, "
-        f"name some with units=: {told or 'it has no parts'}"
+        f"plan: expected a unit of {type(step.model).__name__} that runs exactly once{advice}: "
+        f"{told or 'it has no parts'}"
     )
+
+
+def _run_once(step: Step) -> list[str]:
+    """Return the names of modules with trained parameters that the forward calls exactly once."""
+    trained = {
+        name: module
+        for name, module in step.model.named_modules()
+        if name and any(p.requires_grad for p in module.parameters())
+    }
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        calls[name] += 1
+        return forward(*args, **kwargs)
+
+    step, _ = step.fresh()
+    with torch.no_grad(), assigned({x: partial(counted, name) for name, x in trained.items()}):
+        step.model(*step.args, **step.kwargs)
+    return [name for name, count in calls.items() if count == 1]
 
 
 def _cost(chain: Chain, limit: int | None) -> tuple[float, int]:

@@ -40,12 +40,13 @@ class Plan(PlanRecord):
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
     latter is None if no step was run under the plan. Times are in ms per step. `extra_ms` is the
     time over a step that saves everything: the median difference of `rounds` pairs of steps. With
-    one pair it is the mean of that difference and of the prediction from units; with 0 rounds,
-    where a step that saves everything may not fit, the prediction alone. `error_ms` is the standard
-    error of the measurement. `lower_bound_ms` bounds every plan within the budget whose segments do
-    not nest. `left_out` says why modules were not made units; `structure` has the classes of the
-    model and its units. `gradient_bytes` counts the gradients that exist when the planned step
-    begins, `held` the bytes of the measured step outside saved tensors, as in a report.
+    one pair it is the mean of that difference and of the prediction from units. With 0 rounds it is
+    the prediction alone: a step that saves everything may not fit, or steps differ by more.
+    `error_ms` is the standard error of the measurement. `lower_bound_ms` bounds every plan within
+    the budget whose segments do not nest. `left_out` says why modules were not made units, or are
+    never recomputed; `structure` has the classes of the model and its units. `gradient_bytes`
+    counts the gradients that exist when the planned step begins, `held` the bytes of the measured
+    step outside saved tensors, as in a report.
     """
 
     _applied: list[weakref.ref[nn.Module]] = field(

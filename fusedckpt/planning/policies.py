@@ -72,7 +72,7 @@ def _cut(chain: Chain, starts: Sequence[int] | None) -> tuple[Item, ...]:
 
 
 def _halved(chain: Chain) -> Iterator[Item]:
-    """Yield halves of halves of the units between fixed ones, and these as they are."""
+    """Yield nested segments of the units between fixed ones, and these as they are."""
     for is_fixed, group in groupby(range(len(chain.units)), lambda i: chain.units[i].fixed):
         numbers = [*group]
         if is_fixed:

@@ -44,6 +44,8 @@ from fusedckpt.checkpointing.segment import Segment, checkpoint, is_plain_call
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
+# of the segments of a plan: units may draw from Python's and NumPy's generators
+OPTIONS = Options(preserve_python_rng=True)
 
 # what happens in place of a module's forward: gets that, its args and its kwargs
 Role: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
@@ -155,7 +157,8 @@ def keep_products(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if is_plain_call() or current() is not None:
         return forward(*args, **kwargs)
     contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
-    return checkpoint(functools.partial(forward, **kwargs), *args, context_fn=contexts)
+    run = functools.partial(forward, **kwargs)
+    return checkpoint(run, *args, context_fn=contexts, preserve_python_rng=True)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -200,7 +203,7 @@ class _Part(Call):
 class HandingOn(Segment):
     """A segment of several calls in a row, which hand on their outputs instead of keeping them."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options = OPTIONS) -> None:
         super().__init__(options)
         # by place in memory, while they live as they were returned
         self._outputs: dict[Any, tuple[weakref.ref[Tensor], tuple[int, ...], _Output]] = {}

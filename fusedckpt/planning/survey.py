@@ -25,15 +25,17 @@ from fusedckpt.planning.calls import (
     flows,
     graph_of,
     kind_of,
+    leaf_bytes,
     made_of,
     once,
     seconds,
     step_kind,
 )
+from fusedckpt.planning.repeats import NOT_THE_SAME, Repeats, cut_off
 from fusedckpt.planning.unit_costs import Costs, Ways, measured
 from fusedckpt.planning.units import Cut
 from fusedckpt.reporting.step import Step
-from fusedckpt.reporting.trial import tensors_of
+from fusedckpt.reporting.trial import kept, tensors_of
 
 __all__ = ["Kinds", "Survey", "dropping", "ticking"]
 
@@ -158,13 +160,17 @@ Kinds = dict[Any, Costs | None]
 class Survey:
     """What the units of a cut cost.
 
-    kinds: what is known. tick: called for every unit. ways: see `measured`.
-    forward_ms, last: ms that the forward took beside measuring, and bytes that the model returned.
+    kinds, repeats: what is known. tick: called for every unit. ways: see `measured`.
+    forward_ms, last: ms that the forward took beside measuring, and bytes of the model's output and
+    of leaves that its graph keeps.
     trained: parameters that the loss reaches, in units as far as the call that was measured did.
     """
 
-    def __init__(self, cut: Cut, kinds: Kinds, tick: Callable[[], None], ways: Ways):
+    def __init__(
+        self, cut: Cut, kinds: Kinds, repeats: Repeats, tick: Callable[[], None], ways: Ways
+    ):
         self._cut, self._kinds, self._tick, self._ways = cut, kinds, tick, ways
+        self._repeats = repeats
         self._modules: list[nn.Module] = []
         # by unit of several outputs, which the loss depends on; None: not known yet
         self._used: dict[str, tuple[bool, ...]] | None = None
@@ -202,6 +208,9 @@ class Survey:
         ms = self.forward_ms + 1e3 * (seconds(self._device) - start)
         self.forward_ms = once((step_kind(step), "forward"), lambda: ms)
         self.last = nbytes_of([*tensors_of([output]), *held]) - nbytes_of(held)
+        self.last += leaf_bytes(tensors_of([output]), held)
+        self.last += sum(costs.leaves for costs in self._costs.values() if costs)
+        self._repeats.finish()
         losses = [*tensors_of([step.loss(output)])]
         nodes = [*graph_of(losses)]
         edges = {(x.grad_fn, x.output_nr) for x in losses}
@@ -224,7 +233,7 @@ class Survey:
         name, (forward, args, kwargs) = self._cut.names[i], call
         if current() is not None:
             raise ValueError(
-                f"plan: unit {name} runs inside a checkpoint: a plan says itself what runs again; "
+                f"plan: unit {name} runs inside a checkpoint: a plan chooses what is recomputed; "
                 f"{_TAKE_AWAY}, or name the module that it is around in units="
             )
         if any(x.is_nested for x in tensors_of(call)):
@@ -240,18 +249,23 @@ class Survey:
             module, parts = self._modules[i], tuple(self._cut.parts.get(name, ()))
             used = () if self._used is None else self._used.get(name)
             kind = kind_of(module, args, kwargs), used or None
+            start = seconds(self._device)
             if (kind, parts) not in self._kinds and not self._unclear:
-                start = seconds(self._device)
                 try:
-                    self._kinds[kind, parts] = measured(
-                        module, forward, args, kwargs, kind, parts, self._ways, used
-                    )
+                    # its many calls may bring counters and buffers to where they stay
+                    with kept(module):
+                        cut_off(module)
+                        self._kinds[kind, parts] = measured(
+                            module, forward, args, kwargs, kind, parts, self._ways, used
+                        )
                 except NoGraph:
                     self._kinds[kind, parts] = None
                 except Unclear:
                     self._unclear = True
-                self.forward_ms -= 1e3 * (seconds(self._device) - start)
-            self._costs[name] = self._kinds.get((kind, parts))
+            self._costs[name] = costs = self._kinds.get((kind, parts))
+            if costs is not None and not costs.writes:
+                self._repeats.begin(name, module, *call)
+            self.forward_ms -= 1e3 * (seconds(self._device) - start)
         self._tick()
         return list(tensors_of([args, kwargs]))
 
@@ -260,7 +274,7 @@ class Survey:
         if _is_in_reentrant():
             raise ValueError(
                 f"plan: unit {self._cut.names[i]} runs inside a reentrant checkpoint, whose "
-                "forward runs without gradients: a plan says itself what runs again; "
+                "forward runs without gradients: a plan chooses what is recomputed; "
                 f"{_TAKE_AWAY}, or, with use_reentrant=False, name the module that it is around "
                 "in units="
             )
@@ -272,6 +286,7 @@ class Survey:
 
     def left(self, i: int, output: Any, made: list[Tensor]) -> None:
         """See what it returns, and whether that hides tensors, as a dict does not."""
+        self._repeats.end(self._cut.names[i], output)
         if len(made) > 1:
             self._made[self._cut.names[i]] = [(x.grad_fn, x.output_nr) for x in made]
         for part in output if isinstance(output, (tuple, list)) else [output]:
@@ -281,7 +296,7 @@ class Survey:
     def units(self) -> dict[str, Costs]:
         """Return what the units cost, in the order in which they run."""
         return {
-            name: costs._replace(
+            name: (costs.not_recomputed() if name in self._repeats.others else costs)._replace(
                 # what several units get belongs to none, but what each gets first
                 flows=tuple(not i or self._counts[x.cdata] == 1 for i, x in enumerate(given))
             )
@@ -290,8 +305,8 @@ class Survey:
         }
 
     def left_out(self) -> dict[str, str]:
-        """Return why others of the cut are no units."""
-        units = self.units()
+        """Return why other modules of the cut are no units, or are never recomputed."""
+        units = {*self.units()} - self._repeats.others
         return {name: self._why_not(name) for name in self._cut.names if name not in units}
 
     def _why_not(self, name: str) -> str:
@@ -299,6 +314,8 @@ class Survey:
             return "is not called in a step with gradients"
         if calls > 1:
             return f"is called {calls} times in a step"
+        if name in self._repeats.others:
+            return NOT_THE_SAME
         if hidden := self._hidden.get(name):
             return (
                 f"returns a dataclass, {hidden}, whose tensors are not seen: let it return a "

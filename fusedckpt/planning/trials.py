@@ -7,13 +7,15 @@ steps under it and steps that keep everything, in turns: whatever adds up in a s
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from statistics import median, quantiles
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fusedckpt.planning.budget import Policy, spare_bytes
 from fusedckpt.planning.calls import Times, once, seconds, step_kind
-from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, simulate
+from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, Unit, simulate
 from fusedckpt.planning.plan_record import PRODUCTS
 from fusedckpt.planning.plans import Plan, structure_of
 from fusedckpt.planning.policies import policy as by_rule
@@ -37,18 +39,22 @@ _LEAST = 0.5
 
 
 class Trials(NamedTuple):
-    """Steps of a model that is such a chain, under plans with this title and limit."""
+    """Steps of a model that is such a chain, under plans with this title and limit.
+
+    left_out: by name why modules are no units, or are never recomputed.
+    """
 
     step: Step
     chain: Chain
     title: str
     limit: int | None = None
+    left_out: Mapping[str, str] = MappingProxyType({})
 
     def _plan(self, solution: Outcome) -> Plan:
         model, names = self.step.model, [u.name for u in self.chain.units[1:-1] if not u.code]
         return Plan(
             type(model).__name__, self.title, self.limit, self.chain, solution.items,
-            solution.peak, solution.extra, solution.lower_bound,
+            solution.peak, solution.extra, solution.lower_bound, left_out=dict(self.left_out),
             structure={x: structure_of(model.get_submodule(x)) for x in ["", *names]},
         )  # fmt: skip
 
@@ -90,7 +96,7 @@ class Trials(NamedTuple):
         needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
         raise ValueError(
             f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
-            f"got {limit - rest} bytes" + (f": {finer}" if finer else "")
+            f"got {limit - rest} bytes" + (f": {finer}" if finer else "") + _left_out(self.left_out)
         )
 
     def _nearer(self, found: Plan, limit: int) -> Plan:
@@ -110,6 +116,11 @@ class Trials(NamedTuple):
         return nearer if _peak(nearer) <= limit else found
 
     def _rule(self, name: str) -> Outcome:
+        rule, _, count = name.partition(":")
+        if count:
+            # fixed units are in no segment
+            free = sum(not unit.fixed for unit in self.chain.units)
+            name = f"{rule}:{max(1, min(int(count), free))}"
         return simulate(self.chain, by_rule(self.chain, name))
 
     def by_policy(self, policy: Policy) -> Plan:
@@ -117,7 +128,7 @@ class Trials(NamedTuple):
         if policy == "memory":
             return min(self._lowest(), key=lambda found: (_peak(found), found.extra_ms))
         if policy == "speed":
-            return self.tried(simulate(self.chain, _selective(self.chain)))
+            return self.tried(simulate(self.chain, _selective(self.chain, self.left_out)))
         # modules that were listed: each on its own
         return self.tried(self._rule(policy if isinstance(policy, str) else "all"))
 
@@ -151,8 +162,11 @@ class Trials(NamedTuple):
             adds.append(found.extra_ms)
         low, extra, high = quantiles(adds, n=4) if pairs else 3 * adds
         ratio = max(_LEAST, extra / found.extra_ms) if found.extra_ms else 1.0
-        error = (high - low) / math.sqrt(len(adds))
-        return replace(_scaled(found, ratio, forward), rounds=len(pairs), error_ms=error)
+        error, rounds = (high - low) / math.sqrt(len(adds)), len(pairs)
+        if ratio * found.extra_ms < 2 * error:
+            # steps cannot tell
+            ratio, rounds = 1.0, 0
+        return replace(_scaled(found, ratio, forward), rounds=rounds, error_ms=error)
 
     def _pairs(self, plain: Plan, found: Plan) -> list[tuple[Times, Times]]:
         """Return what steps of two plans take, in turns: what slows one down slows both."""
@@ -181,13 +195,36 @@ def _peak(found: Plan) -> int:
     return found.measured_bytes
 
 
-def _selective(chain: Chain) -> tuple[Item, ...]:
-    """Keep the outputs of products, but where the next unit writes into what it is given."""
-    overwritten = [unit.fixed and not unit.code for unit in chain.units[1:]]
+def _left_out(reasons: Mapping[str, str]) -> str:
+    """Say which modules are never recomputed, by reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    told = []
+    for reason, alike in names.items():
+        others = f" and {len(alike) - 1} other{'s' * (len(alike) > 2)}" if len(alike) > 1 else ""
+        told.append(f"{alike[0]}{others} ({reason})")
+    return f"; not planned: {', '.join(told)}" if told else ""
+
+
+def _selective(chain: Chain, left_out: Container[str]) -> tuple[Item, ...]:
+    """Save the outputs of products where a unit saves less that way.
+
+    Not where the next unit writes into what it is given. A unit that is one linear would save its
+    output beside its input, and an activation its input in place of its output.
+    """
+    overwritten = [
+        unit.fixed and not unit.code and unit.name not in left_out for unit in chain.units[1:]
+    ]
     return tuple(
-        Keep(i, PRODUCTS if unit.has(PRODUCTS) and not spoilt else unit.levels[0].name)
+        Keep(i, PRODUCTS if _saves_less(unit) and not spoilt else unit.levels[0].name)
         for i, (unit, spoilt) in enumerate(zip(chain.units, [*overwritten, False], strict=True))
     )
+
+
+def _saves_less(unit: Unit) -> bool:
+    """Whether a unit saves less if it saves the outputs of products."""
+    return unit.has(PRODUCTS) and unit.level(PRODUCTS).kept < unit.levels[0].kept
 
 
 def _scaled(found: Plan, ratio: float, forward: float) -> Plan:

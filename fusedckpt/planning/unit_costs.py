@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.levels import LEVELS
-from fusedckpt.checkpointing.calls import Options
 from fusedckpt.planning import roles
-from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times, once
+from fusedckpt.planning.calls import Bytes, Call, NoGraph, Run, Times, calls_of, once
 from fusedckpt.planning.chain import Level, Unit
 from fusedckpt.planning.chunks import chunks_in, has_mlps, in_less, kept_in
 from fusedckpt.planning.plan_record import BUT, PLAIN, PRODUCTS
-from fusedckpt.reporting.trial import aliased
+from fusedckpt.planning.repeats import check_repeats, states_of
 
 __all__ = ["Costs", "measured"]
 
@@ -59,8 +58,8 @@ class Costs(NamedTuple):
     again: bytes of a segment of this unit alone. packed: bytes made where saved tensors go through
     hooks, as in a segment, where norms are not shared. given: bytes of arguments that require grad;
     flows: whether each was made for this unit alone. writes: whether it writes into them. reached:
-    names of parameters that got a gradient. returned: which tensors that it made and returned
-    require grad.
+    names of parameters that got a gradient. leaves: see `leaf_bytes`. returned: which tensors that
+    it made and returned require grad. repeats: whether its forward is the same twice.
     """
 
     levels: dict[str, Bytes]
@@ -72,8 +71,15 @@ class Costs(NamedTuple):
     writes: bool
     composed: bool
     reached: frozenset[str]
+    leaves: int
     returned: tuple[bool, ...]
     flows: tuple[bool, ...] = ()
+    repeats: bool = True
+
+    def not_recomputed(self) -> Costs:
+        """Return the costs of a unit that may not be recomputed."""
+        levels = {x: y for x, y in self.levels.items() if x != PRODUCTS and BUT not in x}
+        return self._replace(levels=levels, again={}, repeats=False)
 
     def own(self, given: Sequence[int]) -> int:
         """Return the bytes, of those of each argument, that are of arguments for this unit."""
@@ -151,7 +157,7 @@ class Costs(NamedTuple):
             # while it runs again in a segment: the states that are put back afterwards
             forward_transient=self.replay + most,
             left=left,
-            fixed=self.writes or self.hoards,
+            fixed=self.writes or self.hoards or not self.repeats,
             composed=self.composed,
         )
 
@@ -234,16 +240,16 @@ def measured(
         name = least + BUT + name
         levels[name], ms.extra[name] = found, ms.extra[least] + more
     seen = call.given, call.output, call.writes, any(module.children()), frozenset(call.reached)
-    return Costs(levels, again, packed, ms, *seen, call.differentiable)
+    return Costs(levels, again, packed, ms, *seen, call.leaves, call.differentiable)
 
 
 def _taken(call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Bytes]:
     """Return what a call holds at each level; refuse one that changes what it is given."""
-    before, taken = _states(args, kwargs), dict[str, Bytes]()
+    before, taken = states_of(args, kwargs), dict[str, Bytes]()
     for name in LEVELS:
         taken[name] = call.bytes(partial(roles.save_at(name), forward))
         # before the next call, which would find another argument
-        _check_repeats(before, _states(args, kwargs))
+        check_repeats(before, states_of(args, kwargs))
         if not call.is_fused:
             # no level tells it anything
             return {PLAIN: taken[name]}
@@ -292,7 +298,8 @@ def _packed(run: Run, args: Any, kwargs: Any) -> Any:
 
 def _whole(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a unit as in the middle of a segment, whose recompute needs all of it."""
-    return roles.HandingOn(Options(early_stop=False)).go_on(forward, args, kwargs, level)
+    segment = roles.HandingOn(roles.OPTIONS._replace(early_stop=False))
+    return segment.go_on(forward, args, kwargs, level)
 
 
 def _timed(kind: Any, call: Call, runs: Mapping[str, Run]) -> dict[str, Times]:
@@ -311,20 +318,13 @@ def _with_parts(
     if not parts or call.writes:
         return {}
     modules = {name: module.get_submodule(name) for name in parts}
-    calls: dict[str, list[Any]] = {name: [] for name in parts}
-
-    def noted(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        calls[name].append((forward, *aliased((args, kwargs))))
-        return forward(*args, **kwargs)
 
     def bytes_with(chosen: Sequence[str]) -> Bytes:
         with roles.assigned({modules[name]: roles.again() for name in chosen}):
             return call.bytes(run)
 
-    with roles.assigned({part: partial(noted, name) for name, part in modules.items()}):
-        call.once(run)
     costs: dict[str, tuple[float, float]] = {}
-    for name, seen in calls.items():
+    for name, seen in calls_of(modules, lambda: call.once(run)).items():
         # one without a graph of its own is none
         with suppress(NoGraph):
             for forward, *given in seen if len(seen) == 1 else ():
@@ -346,34 +346,3 @@ def _with_parts(
                 chosen, least, ms = [*chosen, name], _all(taken), ms + costs[name][1]
                 found[", ".join(chosen)] = taken, ms
     return found
-
-
-def _states(args: Any, kwargs: Any) -> dict[Any, list[Any]]:
-    """Return, by place and kind, what tells whether an object among the arguments was changed."""
-    given = [*enumerate(args), *kwargs.items()]
-    objects = [(name, x) for name, x in given if hasattr(x, "__dict__")]
-    known = (Tensor, nn.Module)
-    return {(name, type(x)): [*_state(x)] for name, x in objects if not isinstance(x, known)}
-
-
-def _state(value: Any, depth: int = 5) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        yield id(value), value._version
-    elif isinstance(value, (bool, int, float, str, type(None))):
-        yield value
-    elif depth and not isinstance(value, nn.Module):
-        is_list = isinstance(value, (list, tuple))
-        parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        for part in value if is_list else parts.values():
-            yield from _state(part, depth - 1)
-
-
-def _check_repeats(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
-    """Refuse a unit that changes an object it is given, such as a cache of keys and values."""
-    for (name, kind), state in before.items():
-        if after[name, kind] != state:
-            raise ValueError(
-                "plan: expected units that do the same each time they are called, one changes its "
-                f"argument {name}, a {kind.__name__}: for a cache of keys and values, pass "
-                "use_cache=False to the model"
-            )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,7 +21,15 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import strided
 
-__all__ = ["aliased", "tensors_of", "trial"]
+__all__ = ["aliased", "kept", "tensors_of", "trial"]
+
+# generators that a module may have for itself: how to read their state, and to write it
+_GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] = [
+    (torch.Generator, torch.Generator.get_state, lambda x, state: x.set_state(state)),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
+    (np.random.Generator, lambda x: x.bit_generator.state, lambda x, state: _set_bits(x, state)),
+]
 
 
 @contextmanager
@@ -35,9 +44,10 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
     Inside, every `.grad` is None, as after `zero_grad()`. Put back are: every `.grad`, the same
     object as before, and gradients that FSDP2 has not reduced yet; buffers, the optimizer's state,
     options and parameters, and the tensors in `inputs`, from copies in host memory; attributes of
-    modules, such as `training`, and of the optimizer; the random state of Python, NumPy, the CPU
-    and all CUDA devices. A tensor that did not change is not written to. Parameters that
-    `optimizer` does not have are not copied.
+    modules, such as `training`, with the containers, tensors, arrays and random number generators
+    among them, and of the optimizer; the random state of Python, NumPy, the CPU and all CUDA
+    devices. A tensor that did not change is not written to. Parameters that `optimizer` does not
+    have are not copied.
 
     Objects of other kinds, such as caches of keys and values, are not looked into.
 
@@ -68,6 +78,14 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
             undo.callback(_put_memory_back, parameter, parameter.detach())
             if id(parameter) not in seen:
                 watched.append((name, parameter, parameter._version))
+        yield
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Put back on leaving what calls of the model's modules change, as `trial` does."""
+    with torch.inference_mode(False), ExitStack() as undo:
+        _keep_modules(model, undo, set())
         yield
 
 
@@ -174,6 +192,44 @@ def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:
         for slot in ("_buffers", "_parameters"):
             if isinstance(attributes.get(slot), dict):
                 undo.callback(_refill_dict, attributes[slot], dict(attributes[slot]))
+        for name, value in attributes.items():
+            if name not in ("_buffers", "_parameters", "_modules"):
+                _keep_attribute(value, undo, seen)
+
+
+def _keep_attribute(value: Any, undo: ExitStack, seen: set[int]) -> None:
+    """Copy the state of an attribute of a module: a tensor, array, generator or container."""
+    if isinstance(value, Tensor):
+        if type(value) is Tensor and not (value.requires_grad or value.is_meta):
+            _keep(value, undo, seen)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for kind, read, write in _GENERATORS:
+            if isinstance(value, kind):
+                undo.callback(write, value, read(value))
+        if isinstance(value, np.ndarray) and value.flags.writeable:
+            undo.callback(np.copyto, value, value.copy())
+        elif type(value).__module__ in ("builtins", "collections"):
+            _keep_container(value, undo)
+            items = value.values() if isinstance(value, dict) else value
+            for item in items if isinstance(value, (dict, list, tuple, deque)) else ():
+                _keep_attribute(item, undo, seen)
+
+
+def _keep_container(value: Any, undo: ExitStack) -> None:
+    if isinstance(value, dict):
+        undo.callback(_refill_dict, value, dict(value))
+    elif isinstance(value, list):
+        undo.callback(value.__setitem__, slice(None), list(value))
+    elif isinstance(value, (set, deque)):
+        refill: Any = value.update if isinstance(value, set) else value.extend
+        undo.callback(refill, list(value))
+        # undone in reverse
+        undo.callback(value.clear)
+
+
+def _set_bits(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
 
 
 def _keep(value: Any, undo: ExitStack, seen: set[int]) -> None:

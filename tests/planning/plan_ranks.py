@@ -187,7 +187,7 @@ def _note(outputs: list[StorageWeakRef], block: nn.Module, args: Any, output: to
 
 
 def check_nested_in_ddp(rank: int) -> None:
-    """Halves of halves train as one process does."""
+    """Nested segments train as one process does."""
     torch.manual_seed(0)
     model, batch = transformer(4), torch.randint(128, (8, 64))
     whole = copy.deepcopy(model)

@@ -68,7 +68,9 @@ def test_what_cannot_be_joined_is_not(code, pairs):
         found = planned(model, policy=policy)
         assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
         assert all(len(item.levels) == 1 for item in segments(found))
-    assert "limited by      code between units at 5 places (after layers.0, after" in str(found)
+    told = "code between these modules prevents one segment across them"
+    places = "layers.0 and layers.1, layers.1 and layers.2, and 3 more; it saves"
+    assert f"limited by      {told}: {places}" in str(found)
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["handed on", "held in a list, too"])

@@ -109,3 +109,12 @@ def test_bfloat16_parameters_and_a_single_block():
     assert found.measured_bytes <= found.predicted_bytes
     found.apply(model)
     assert_equal(step(model, x), step(plain, x))
+
+
+def test_t5_without_a_cache():
+    """Its decoder has a configuration of its own, beside `model.config`."""
+    model, x = hugging_face("t5"), tokens()
+    with pytest.raises(ValueError, match=r"call plan and the model with \(\.\.\., use_cache=False"):
+        planned(model, input_ids=x, labels=x, policy="all")
+    found = planned(model, input_ids=x, labels=x, use_cache=False, policy="all")
+    assert found.left_out == {}

@@ -218,3 +218,43 @@ def test_the_last_output_lives_until_the_next():
 
     peak = nbytes_of([*model.parameters(), x]) + peak_bytes(loop)
     assert peak <= found.measured_bytes <= found.predicted_bytes <= 1.02 * peak
+
+
+class Leaves(nn.Module):
+    """Its forward makes a leaf, as wav2vec2's does, or peft where embeddings are frozen."""
+
+    def __init__(self, where, is_view):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(LAYERS))
+        self.where, self.is_view = where, is_view
+        if where == "unit":
+            self.layers[0].register_forward_pre_hook(lambda _, args: self.leaf(*args))
+            self.layers[0] = nn.Sequential(self.layers[0], nn.GELU())
+
+    def leaf(self, x):
+        leaf = x.detach()[:] if self.is_view else x.detach().clone()
+        return leaf.requires_grad_()
+
+    def forward(self, x):
+        if self.where == "code":
+            x = self.leaf(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.mean(1)
+
+
+@pytest.mark.parametrize("policy", ["none", "all"])
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("where", ["code", "unit"])
+def test_leaves_of_the_last_forward_live_with_its_output(where, is_view, policy):
+    model, x = Leaves(where, is_view), torch.randn(2048, 64)
+    found = planned(model, x, policy=policy)
+    found.apply(model)
+
+    def loop():
+        for _ in range(3):
+            zero(model, to_none=True)
+            output = model(x)
+            output.square().mean().backward()
+
+    assert_kept(found, found.measured_bytes, nbytes_of([*model.parameters(), x]) + peak_bytes(loop))

@@ -68,6 +68,7 @@ def test_what_all_units_get_is_counted_once(by_code, policy):
 
 OUTPUTS = {
     "twice": lambda x, y: (y, y),
+    "what it keeps": lambda x, y: (2 * y, y),
     "a view": lambda x, y: (y, y[:3]),
     "its input": lambda x, y: (y, x),
     "nothing": lambda x, y: (y, None),

@@ -260,3 +260,41 @@ def test_everything_is_as_before(fails_at):
     assert_same([p[:3] for p in before[1]], [p[:3] for p in after[1]])
     assert_same(before[2:], after[2:])
     assert len(parameters) > 0
+
+
+def flat(*layers, count=4):
+    """Return a net whose layers are units of their own."""
+    return nn.Sequential(*(layer() for _ in range(count) for layer in layers))
+
+
+SPEEDS = {
+    "flat mlp": (lambda: flat(lambda: nn.Linear(64, 64), nn.ReLU), lambda: torch.randn(512, 64)),
+    "mlp": (
+        lambda: flat(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU())),
+        lambda: torch.randn(512, 64),
+    ),
+    "flat conv": (
+        lambda: flat(lambda: nn.Conv2d(8, 8, 3), nn.GELU, lambda: nn.MaxPool2d(2, 1)),
+        lambda: torch.randn(4, 8, 32, 32),
+    ),
+    **{name: MODELS[name] for name in ("transformer", "fused", "conv", "flat", "in place")},
+}
+
+
+@pytest.mark.parametrize("name", SPEEDS)
+def test_speed_never_saves_more_than_a_plain_step(name):
+    model, example = SPEEDS[name]
+    model, x = model(), example()
+    found, plain = (planned(model, x, policy=policy) for policy in ("speed", "none"))
+    assert found.measured_bytes <= min(found.predicted_bytes, plain.measured_bytes)
+    twin = copy.deepcopy(model)
+    found.apply(model)
+    assert_equal(step(model, x), step(twin, x))
+
+
+@pytest.mark.parametrize(("name", "share"), [("transformer", 0.9), ("flat conv", 0.9)])
+def test_speed_saves_less_where_activations_are_recomputed(name, share):
+    model, example = SPEEDS[name]
+    model, x = model(), example()
+    found, plain = (planned(model, x, policy=policy) for policy in ("speed", "none"))
+    assert found.measured_bytes < share * plain.measured_bytes

@@ -20,6 +20,7 @@ from fusedckpt.planning.budget import bytes_of
 from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.solver import solve
+from fusedckpt.reporting.tables import enough
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +222,32 @@ def test_a_plan_in_checkpoint_sequential():
         assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     with pytest.raises(ValueError, match="a plan of 2 functions was expected"):
         fusedckpt.checkpoint_sequential(layers[:2], found, x)
+
+
+def axes_of(plan):
+    """Return the axes of a plan's figure: time against memory, and a step."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawing = pytest.importorskip("fusedckpt.planning.plan_plot", exc_type=ImportError)
+    trade, through = figures.Figure().subplots(1, 2)
+    drawing._draw_trade(trade, plan)
+    drawing._draw_step(through, plan)
+    return trade, through
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 1.1, 20.0, 1e6])
+def test_a_budget_far_above_all_points_does_not_collapse_them(plan, times):
+    most = simulate(plan.chain, by_rule(plan.chain, "none")).peak
+    plain, found = axes_of(plan), axes_of(replace(plan, budget_bytes=int(times * most)))
+    assert found[0].get_xlim()[1] <= 1.3 * plain[0].get_xlim()[1]
+    assert found[1].get_ylim()[1] <= 1.3 * plain[1].get_ylim()[1]
+    (told,) = [text.get_text() for text in found[0].texts]
+    is_near = times < 2
+    assert told == (" budget" if is_near else f"budget {enough(int(times * most))} \u2192")
+    # the plain one's lines, and the budget's
+    assert [len(b.lines) - len(a.lines) for a, b in zip(plain, found, strict=True)] == [is_near] * 2
+
+
+def test_a_figure_names_policies(plan):
+    trade, _ = axes_of(plan)
+    labels = [text.get_text() for text in trade.get_legend().get_texts()]
+    assert {"checkpoint every unit", "recursive", "sqrt(n) segments", "save everything"} < {*labels}

@@ -268,7 +268,7 @@ def test_caches_are_refused(fused):
     if fused:
         # which is called at each of its levels
         fusedckpt.fuse(model)
-    with pytest.raises(ValueError, match=r"^plan: .*past_key_values.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"^plan: .*past_key_values.*\(\.\.\., use_cache=False\)"):
         planned(model, input_ids=x, labels=x, policy="all")
 
 
@@ -280,3 +280,65 @@ def test_a_hopeless_budget_is_not_tried(monkeypatch):
     with pytest.raises(ValueError, match="plan: the least feasible budget is"):
         planned(transformer(2), tokens(), budget="10KiB")
     assert not tried
+
+
+class Siamese(nn.Module):
+    """One encoder for two inputs, and a head."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(16, 16) for _ in range(encoder))
+        self.head = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def encode(self, x):
+        for layer in self.encoder:
+            x = layer(x).relu()
+        return x
+
+    def forward(self, x):
+        x = self.encode(x) - self.encode(-x)
+        for layer in self.head:
+            x = layer(x).relu()
+        return x
+
+
+def test_the_least_budget_names_what_was_left_out():
+    least = r"^plan: the least feasible .*budget is \d+ bytes \(.*\), got 1000 bytes; not planned: "
+    for kind, count, others in (("budget", 6, "5 others"), ("activation_budget", 2, "1 other")):
+        told = rf"{least}encoder\.0 and {others} \(is called 2 times in a step\)$"
+        with pytest.raises(ValueError, match=told):
+            planned(Siamese(count), torch.randn(64, 16), **{kind: 1000})
+
+
+class Twice(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
+
+
+NO_UNITS = {
+    "no parts": (nn.Linear(16, 16), "it has no parts"),
+    "all twice": (Twice(nn.Linear(16, 16)), "inner is called 2 times in a step"),
+    "a part that is frozen": (
+        Twice(nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))),
+        r"inner\.1 is called 2 times in a step",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_UNITS)
+def test_units_are_only_asked_for_where_some_can_be_named(name):
+    model, why = NO_UNITS[name]
+    with pytest.raises(ValueError, match=f"that runs exactly once: .*{why}") as caught:
+        planned(model, torch.randn(8, 16), policy="all")
+    assert "units=" not in str(caught.value)
+
+
+def test_units_that_could_be_named_are():
+    model = nn.Sequential(Twice(nn.Linear(16, 16)), Twice(nn.Linear(16, 16)))
+    told = r"that runs exactly once, name some with units=, such as 0, 1: 0\.inner is called 2"
+    with pytest.raises(ValueError, match=told):
+        planned(model, torch.randn(8, 16), policy="all", units=["0.inner", "1.inner"])

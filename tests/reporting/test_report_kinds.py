@@ -247,3 +247,45 @@ def test_the_figures_kinds_add_up(adam):
     layers = drawing.by_layer(found.saved_by_module)
     assert set(layers) == {"0", "1"}
     assert sum(layers.values()) == found.saved_bytes
+
+
+class Tied(nn.Module):
+    """Gradients of one weight come from several nodes, and wait for the others."""
+
+    def __init__(self, head, uses, tokens=2):
+        super().__init__()
+        self.embedding = nn.Embedding(256, D)
+        self.inner, self.head, self.uses, self.tokens = nn.Linear(D, D), head, uses, tokens
+
+    def forward(self, ids):
+        x = sum(self.embedding(ids[:, i]) for i in range(self.uses))
+        x = self.inner(x) + x
+        return F.linear(x, self.embedding.weight).logsumexp(-1) if self.head else x
+
+
+@pytest.mark.parametrize(("head", "uses"), [(True, 1), (True, 2), (False, 2), (False, 3)])
+def test_gradients_that_are_added_up_are_no_activations(head, uses):
+    model, ids = Tied(head, uses), torch.randint(256, (2, 3))
+    found = report(model, ids)
+    weight = model.embedding.weight.nbytes
+    assert max(found.live_by_kind["activations"]) < weight
+    gradients = [moment.gradient_bytes for moment in found.timeline]
+    # one that waits, and the next
+    assert max(gradients) >= 2 * weight
+    assert gradients[-1] == found.gradient_bytes == found.parameter_bytes
+    assert {m.gradient_bytes for m in found.timeline if m.phase == "forward"} == {0}
+
+
+def test_activations_gradients_that_are_added_up_are_activations():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+
+        def forward(self, x):
+            x = self.parts[0](x)
+            return self.parts[1](x) * self.parts[2](x) * x
+
+    found = report(Branches(), torch.randn(100, D))
+    gradients = [moment.gradient_bytes for moment in found.timeline]
+    assert gradients == sorted(gradients)

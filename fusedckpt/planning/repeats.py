@@ -1,0 +1,223 @@
+"""Whether a unit does the same each time it is called, as a recompute expects."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd.module_calls import PutsBackBuffers, recomputed
+from fusedckpt.checkpointing.calls import Argument, Call
+from fusedckpt.memory import nbytes_of, storages_of, strided
+from fusedckpt.planning.budget import spare_bytes
+from fusedckpt.planning.roles import OPTIONS
+from fusedckpt.reporting.trial import tensors_of
+
+__all__ = ["NOT_THE_SAME", "Repeats", "check_repeats", "cut_off", "states_of"]
+
+NOT_THE_SAME = "its forward is not the same twice"
+
+# the share of the spare memory that calls and their results take at most
+_SHARE = 0.25
+# by so many eps of the largest value two results may differ where atomics add in any order
+_ROUNDING = 64
+
+
+class _Noted(NamedTuple):
+    """A call of a unit: results, buffers, their states before it, and those that it wrote."""
+
+    call: Call
+    results: list[Any]
+    buffers: list[Tensor]
+    states: list[tuple[int, Tensor]]
+    written: list[Tensor]
+
+
+class Repeats:
+    """Finds units whose forward is not the same twice.
+
+    Each unit is called twice more, before its own call and after the model's forward, with the same
+    arguments and random states, and with buffers put back, as in a recompute. The second call finds
+    counters and other generators as the model's forward left them. It finds other values in the
+    buffers that the unit writes: a power iteration that has converged reads them all the same.
+
+    On a CPU the bits of outputs and of saved floating-point tensors are compared. On other devices
+    outputs are compared up to rounding, as atomics add in any order; saved tensors are not, as
+    kernels for attention leave parts of them unwritten. If the calls take too much memory until
+    the model's forward ends, they are made again at once.
+    """
+
+    def __init__(self):
+        self._calls: dict[str, _Noted] = {}
+        self._nbytes = 0
+        # the unit that runs
+        self._now: str | None = None
+        # names of units with equal results, and with others
+        self._same: set[str] = set()
+        self.others: set[str] = set()
+
+    def begin(self, name: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> None:
+        """Note a unit that is about to be called."""
+        if name in self.others or any(f"{name}.".startswith(f"{x}.") for x in self._same):
+            return
+        noted = Call(_with_hooks(module, forward), args, kwargs, OPTIONS)
+        buffers = [x for x in module.buffers() if x.is_floating_point()]
+        states = [(x._version, x.detach().clone()) for x in buffers]
+        self._calls[name] = _Noted(noted, _results(noted, buffers), buffers, states, [])
+        self._now = name
+
+    def end(self, name: str, output: Any) -> None:
+        """Note that a unit returned."""
+        if name != self._now:
+            return
+        self._now = None
+        noted, outputs = self._calls[name], [*tensors_of([output])]
+        # BatchNorm writes without a new version, a settled power iteration without a new value
+        written = [
+            x
+            for x, (version, value) in zip(noted.buffers, noted.states, strict=True)
+            if x._version != version or not torch.equal(x, value)
+        ]
+        self._calls[name] = noted._replace(states=[], written=written)
+        # arguments are about as large
+        self._nbytes += 2 * nbytes_of(outputs)
+        if outputs and self._nbytes > _SHARE * spare_bytes(outputs[0].device):
+            self.finish()
+
+    def finish(self) -> None:
+        """Make the calls again, in their order."""
+        for name, noted in self._calls.items():
+            (self._same if _is_same(noted) else self.others).add(name)
+        self._calls, self._nbytes = {}, 0
+
+
+def _hooked(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield attributes, name and value of weights made by hooks, such as weight_norm's."""
+    if module._forward_pre_hooks:
+        for child in module.modules():
+            for name, x in vars(child).items():
+                if isinstance(x, Tensor) and x.grad_fn is not None:
+                    yield vars(child), name, x
+
+
+def cut_off(module: nn.Module) -> None:
+    """Detach weights made by hooks, whose graph one backward would free for the next."""
+    for attributes, name, x in [*_hooked(module)]:
+        attributes[name] = x.detach().requires_grad_()
+
+
+def _with_hooks(module: nn.Module, forward: Any) -> Any:
+    """Return the forward of a module, after the hooks that make its weights, if any do."""
+    if next(_hooked(module), None) is None:
+        return forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for key, hook in module._forward_pre_hooks.items():
+            if key not in module._forward_pre_hooks_with_kwargs:
+                hook(module, args)
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _is_same(noted: _Noted) -> bool:
+    """Whether the second call gives the results of the first."""
+    call = noted.call
+    try:
+        for held in call.held:
+            if isinstance(held, Argument):
+                held.tensor()
+        if call.inner is not None:
+            call.inner.read()
+    except RuntimeError:
+        # an argument was written since: in a segment backward raises for that
+        return True
+    states = [(buffer, buffer.detach().clone()) for buffer in noted.written]
+    try:
+        for buffer in noted.written:
+            buffer.data.mul_(2).add_(1)
+        again = _results(call, noted.buffers)
+    except Exception:
+        # so would a recompute
+        return False
+    finally:
+        for buffer, state in states:
+            buffer.data.copy_(state)
+    same = len(again) == len(noted.results)
+    return same and all(map(_is_close, again, noted.results))
+
+
+def _results(call: Call, buffers: Iterable[Tensor]) -> list[Any]:
+    """Make a call; return its outputs, or digests of these and of the tensors that it saves."""
+    saved: list[Tensor] = []
+    # batch_norm saves running statistics, and does not read them
+    own = {x._cdata for x in storages_of(buffers)}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        # an output packed as it is would hold its own node
+        return saved[-1]
+
+    with (
+        call.surroundings.restored(),
+        recomputed(call.fn, PutsBackBuffers()),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        found = [part for x in tensors_of([call.again({})]) for part in strided(x.detach())]
+    if any(x.device.type != "cpu" for x in [*found, *saved]):
+        return [x.clone() for x in found]
+    # integers may be a workspace that nobody wrote; random masks among them change the output
+    found += [part for x in saved if x.is_floating_point() for part in strided(x)]
+    return [_digest(x) for x in found if x.untyped_storage()._cdata not in own]
+
+
+def _digest(tensor: Tensor) -> Any:
+    """Return shape and dtype of a tensor on a CPU, and a checksum of its bits."""
+    bits = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.shape, tensor.dtype, zlib.crc32(bits.numpy().data)
+
+
+def _is_close(again: Any, result: Any) -> bool:
+    """Whether digests are equal, or tensors but for rounding."""
+    if not isinstance(result, Tensor):
+        return again == result
+    if again.shape != result.shape or again.dtype != result.dtype:
+        return False
+    atol = 0.0
+    if result.numel() and (result.is_floating_point() or result.is_complex()):
+        atol = _ROUNDING * torch.finfo(result.dtype).eps * result.abs().max().item()
+    return torch.allclose(again, result, rtol=0, atol=atol, equal_nan=True)
+
+
+def states_of(args: Any, kwargs: Any) -> dict[Any, list[Any]]:
+    """Return, by place and kind, what tells whether an object among the arguments was changed."""
+    given = [*enumerate(args), *kwargs.items()]
+    objects = [(name, x) for name, x in given if hasattr(x, "__dict__")]
+    known = (Tensor, nn.Module)
+    return {(name, type(x)): [*_state(x)] for name, x in objects if not isinstance(x, known)}
+
+
+def _state(value: Any, depth: int = 5) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        yield id(value), value._version
+    elif isinstance(value, (bool, int, float, str, type(None))):
+        yield value
+    elif depth and not isinstance(value, nn.Module):
+        is_list = isinstance(value, (list, tuple))
+        parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        for part in value if is_list else parts.values():
+            yield from _state(part, depth - 1)
+
+
+def check_repeats(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
+    """Refuse a unit that changes an object it is given, such as a cache of keys and values."""
+    for (name, kind), state in before.items():
+        if after[name, kind] != state:
+            raise ValueError(
+                "plan: expected units that do the same each time they are called, one changes its "
+                f"argument {name}, a {kind.__name__}: for a cache of keys and values, call plan "
+                "and the model with (..., use_cache=False)"
+            )
