@@ -23,6 +23,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases
 from fusedckpt.autograd.backward import at_end_of_backward, backward_id
+from fusedckpt.autograd.levels import saving
 from fusedckpt.autograd.phases import Likes, Phase, Tensors
 from fusedckpt.autograd.uncompiled import uncompiled
 from fusedckpt.checkpointing import calls
@@ -284,7 +285,7 @@ def checkpoint(
             # Dynamo does not take the default where it is named
             kwargs["context_fn"] = context_fn
         return stock.checkpoint(
-            function,
+            partial(_at_inputs, function),
             *args,
             use_reentrant=False,
             determinism_check=determinism_check,
@@ -323,6 +324,12 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
         function = function.func
     options = options._replace(debug=debug, early_stop=early_stop)
     return Segment(options).run(Call(function, args, kwargs, options), args, kwargs)
+
+
+def _at_inputs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose fused layers save nothing of their own in a compiled checkpoint."""
+    with saving("inputs"):
+        return function(*args, **kwargs)
 
 
 def is_plain_call() -> bool:
