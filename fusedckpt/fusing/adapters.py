@@ -53,7 +53,7 @@ def is_dequantising(layer: nn.Module) -> bool:
 
 
 def casts(layer: Any, x: Tensor) -> bool:
-    """Whether a linear that dequantises computes in another dtype than its input's, or ours would.
+    """Whether a linear that dequantises, or its fused form, computes in a dtype that is not x's.
 
     It knows no autocast. Its first call sets its dtype to the input's, where that is not float16.
     """

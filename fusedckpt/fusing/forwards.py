@@ -79,7 +79,7 @@ _FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__
 
 
 class Swapped(nn.Module):
-    """Forward of a swapped module: fused if proven equal for this call, else that of its class.
+    """Forward of a swapped module: fused if proven equal for this call, else the original one.
 
     Decided only here; why a call did not run fused is noted for `FuseReport` and `report`.
     """
@@ -150,7 +150,10 @@ class FusedNorm(Swapped):
         for name, tensor in ((match.weight, weight), (match.bias, bias)):
             if name is not None and tensor is None:
                 return "changed", name
-        if (x.dtype, x.dtype if weight is None else weight.dtype) not in match.dtypes:
+        own = x.dtype if weight is None else weight.dtype
+        # F.layer_norm takes two dtypes on a CPU, and where autocast casts them
+        is_taken = match.kind == "rms" or x.device.type in ("cpu", "meta") or own == x.dtype
+        if (x.dtype, own) not in match.dtypes or not (is_taken or dispatch.autocasts(x.device)):
             return "dtype", x.dtype
         return self._normalised(match, x, weight, bias)
 

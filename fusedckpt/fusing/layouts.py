@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fusedckpt.fusing.held import Block, Weight
-from fusedckpt.fusing.recording import Node, Recording
+from fusedckpt.fusing.recording import FOREIGN_OP, Node, Recording
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8
 NONE = "is no activation that can be fused"
+FOREIGN = "its forward reads a tensor that is neither its input nor a parameter"
+# functions of single elements that are lines
+_LINES = frozenset(("_to_copy", "add", "clone", "copy", "div", "mul", "neg", "rsub", "sub"))
 
 
 def block_of(recording: Recording) -> Block | str:
@@ -92,12 +95,32 @@ def activation_by(recording: Recording) -> str | None:
     return _looked_up(y, *_leaves(y))
 
 
+def is_foreign(recording: Recording) -> bool:
+    """Whether a recorded forward reads a tensor that is neither its input nor a parameter."""
+    seen = [] if recording.y is None else walk(recording.y)
+    return any(node.op == FOREIGN_OP for node in seen)
+
+
+def is_bent(recording: Recording) -> bool:
+    """Whether a recorded forward computes a function of single elements that is no line.
+
+    False if it computes anything but such functions, products and parts.
+    """
+    seen = [] if recording.y is None else walk(recording.y)
+    ops = [
+        node for node in seen if node.kind in ("point", "other") and not isinstance(node.op, str)
+    ]
+    if any(torch.Tag.pointwise not in node.op.tags for node in ops if node.kind == "other"):
+        return False
+    return any(node.name.rstrip("_") not in _LINES for node in ops)
+
+
 def _weight(product: Node) -> Weight:
     _, weight, *bias = product.of
     return Weight(weight.path, bias[0].path if bias else None, product.is_transposed)
 
 
-def _walk(y: Node, through: str | None = None) -> list[Node]:
+def walk(y: Node, through: str | None = None) -> list[Node]:
     """Return a node and what it was made from in order, past nodes of that kind alone if given."""
     seen: set[Node] = set()
     todo = [y]
@@ -111,24 +134,24 @@ def _walk(y: Node, through: str | None = None) -> list[Node]:
 
 def _leaves(y: Node) -> list[Node]:
     """Return the products and parts, and whatever is no op on single elements, that make a node."""
-    return [node for node in _walk(y, "point") if node.kind not in ("point", "number")]
+    return [node for node in walk(y, "point") if node.kind not in ("point", "number")]
 
 
 def _ops(y: Node) -> str:
     """Name the ops on single elements that make a node, the first one first."""
-    points = (node for node in _walk(y, "point") if node.kind == "point")
+    points = (node for node in walk(y, "point") if node.kind == "point")
     return ", ".join(dict.fromkeys(one.op.overloadpacket.__name__.rstrip("_") for one in points))
 
 
 def _strange(y: Node) -> str | None:
     """Return what a forward computes that no block has, None where all of it is known."""
-    seen = _walk(y)
+    seen = walk(y)
     others = [node for node in seen if node.kind == "other"]
     if others:
         # the first ones: what they make is strange, too
         sources = [node for node in others if all(one.kind != "other" for one in node.of)]
         if any(isinstance(node.op, str) for node in sources):
-            return "its forward reads a tensor that is neither its input nor a parameter"
+            return FOREIGN
         return f"its forward computes {', '.join(dict.fromkeys(map(_described, sources)))}"
     if any(node.kind != "product" and any(one.kind == "x" for one in node.of) for node in seen):
         return "its forward uses its input outside its linears"
@@ -177,7 +200,7 @@ def _evaluated(h: Node, known: dict[Node, Tensor]) -> Any:
     def value(given: Any) -> Any:
         return values[given] if isinstance(given, Node) else given
 
-    for node in _walk(h, "point"):
+    for node in walk(h, "point"):
         if node in values:
             continue
         args, kwargs = tree_map(value, (node.args, node.kwargs or {}))

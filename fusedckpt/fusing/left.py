@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from functools import cache
+from itertools import permutations
 from types import CodeType
 
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn import functional
@@ -19,13 +21,13 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.layouts import NONE, activation_by
+from fusedckpt.fusing.layouts import NONE, activation_by, is_bent
 from fusedckpt.fusing.reasons import children_of, is_transposed
 from fusedckpt.fusing.recording import record
 from fusedckpt.fusing.replica import takes_one
 from fusedckpt.layers.linear import Linear
 
-__all__ = ["apart", "holds", "reason_of"]
+__all__ = ["activates", "apart", "holds", "reason_of"]
 
 _MODULES = tuple(getattr(activations, name) for name in activations.__all__)
 # of these, what is no function of single elements
@@ -35,10 +37,22 @@ _OTHERS = (
 )
 _NAMES = frozenset(
     ("celu", "elu", "gelu", "glu", "hardswish", "leaky_relu", "mish", "prelu", "quick_gelu")
-    + ("relu", "relu6", "selu", "silu", "softplus", "swish", "swiglu")
+    + ("relu", "relu6", "selu", "silu", "softplus", "swish", "swiglu", "hardsigmoid", "hardtanh")
+    + ("logsigmoid", "sigmoid", "softsign", "tanh", "tanhshrink", "xielu")
 )
-_FUNCTIONS = tuple(getattr(functional, name) for name in _NAMES if hasattr(functional, name))
+# in code: in place, and transformers' tables of activations
+_CALLED = _NAMES | {f"{name}_" for name in _NAMES} | {"ACT2FN", "get_activation"}
+_FUNCTIONS = tuple(
+    getattr(library, name)
+    for library in (functional, torch)
+    for name in _NAMES
+    if hasattr(library, name)
+)
+# these cap logits, after a linear, in a model
+_CAPS = ("softcap", "soft_cap")
 _NORMS = ("layernorm", "rmsnorm", "layer_norm", "rms_norm")
+# what a norm's code calls
+_NORMALISES = frozenset(("rsqrt", "layer_norm", "rms_norm"))
 # what does nothing to a block, or drops in it
 _BETWEEN = (nn.Dropout, nn.Identity, nn.modules.dropout._DropoutNd)
 
@@ -58,6 +72,12 @@ def holds(module: nn.Module) -> str | None:
     return "linear" if count == 1 else "mlp"
 
 
+def activates(module: nn.Module) -> bool:
+    """Whether an activation in a module's forward is its own, and not a child's with weights."""
+    inside = (one for one in _beside(module).values() for one in one.parameters())
+    return _has_activation(module) or all(not is_lazy(p) and p.dim() < 2 for p in inside)
+
+
 def reason_of(module: nn.Module, found: str | None) -> str:
     """Say why a module that `holds` something was left; `found` is what a matcher said."""
     linears = _linears(module)
@@ -66,18 +86,56 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return of_parts
     if _is_norm(module):
         return found or _of_norm(module)
-    beside = ", ".join(_beside(module))
-    if beside:
-        return f"its linears and activation are called together with {beside}, not alone"
-    if found is not None:
-        return (_of_activation(module) if found.endswith(NONE) else None) or found
-    if any(module.get_parameter(name).dim() == 3 for name in _own(module)):
+    own = _own(module)
+    if any(module.get_parameter(name).dim() == 3 for name in own):
         return "its weights are 3-dimensional: a mixture of experts is not fused"
+    beside = _beside(module)
+    if beside and (linears or own):
+        return _written_inside(linears, beside)
+    if found is not None:
+        return _of_activation(module, found.endswith(NONE)) or found
     if not takes_one(module):
         return "its forward takes more than one tensor"
     # too many, of any kind, or empty ones
     parts = [*linears, *(name for name, one in module._parameters.items() if one is not None)]
     return f"its layers and parameters do not form an MLP: {', '.join(parts)}"
+
+
+def _written_inside(linears: dict[str, nn.Module], beside: dict[str, nn.Module]) -> str:
+    """Say that a layer calls linears and an activation itself, beside other layers."""
+    where = f"written inside this layer's forward (beside {', '.join(beside)})"
+    if _holds_mlp(linears, beside):
+        return f"its MLP is {where}; move it into its own module to fuse it"
+    what = "linear and activation" if len(linears) == 1 else "linears and activation"
+    return f"its {what} are {where}; fuse takes them only from a module of their own"
+
+
+def _holds_mlp(linears: dict[str, nn.Module], beside: dict[str, nn.Module]) -> bool:
+    """Whether two or three linears go to a hidden width and back, no norm at that width."""
+    if not 2 <= len(linears) <= 3 or any(isinstance(one, _ConvNd) for one in beside.values()):
+        return False
+    norms = {p.numel() for one in beside.values() if _is_norm(one) for p in one.parameters()}
+    sizes = [*enumerate(_sizes(one) for one in linears.values())]
+    return any(
+        up[0] == width
+        # what lies in another order is one if it widens
+        and (i < j or hidden > width)
+        and hidden not in norms - {width}
+        # q, k and v are as wide as their input
+        and (up[1] == hidden if hidden == width else up[1] in (hidden, 2 * hidden))
+        and (hidden != width or len(sizes) == 2)
+        for (i, up), (j, (hidden, width)) in permutations(sizes, 2)
+    )
+
+
+def _sizes(linear: nn.Module) -> tuple[int, int]:
+    """Return a linear's features: in and out."""
+    base: nn.Module = getattr(linear, "base_layer", linear)
+    weight = base._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return 0, 0
+    out, given = weight.shape
+    return (out, given) if reasons.is_transposed(base) else (given, out)
 
 
 def _of_linears(linears: dict[str, nn.Module]) -> str | None:
@@ -91,15 +149,23 @@ def _of_linears(linears: dict[str, nn.Module]) -> str | None:
 def _of_norm(module: nn.Module) -> str:
     if isinstance(module, (_NormBase, nn.GroupNorm)):
         return "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
+    if not takes_one(module):
+        return "its forward takes more than one tensor"
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() > 1:
+            return f"{name} has {parameter.dim()} dimensions, not one"
     return f"{type(module).__name__} computes no known norm"
 
 
-def _of_activation(module: nn.Module) -> str | None:
-    """Name the activation that is unknown: it says more than the ops that it computes."""
-    acts = [(name, act) for name, act in module.named_children() if _is_activation(act)]
-    known = (None, "identity")
-    unknown = (pair for pair in acts if activation_by(record(pair[1], (2, 3, 8))) in known)
-    return next((f"{name}: {act} {NONE}" for name, act in unknown), None)
+def _of_activation(module: nn.Module, is_unknown: bool) -> str | None:
+    """Name the activation that has tensors or is unknown: it says more than its ops."""
+    for name, act in module.named_children():
+        has_tensors = any(True for _ in (*act.parameters(), *act.buffers()))
+        if not (is_unknown or has_tensors) or not _is_activation(act):
+            continue
+        if activation_by(record(act, (2, 3, 8))) in (None, "identity"):
+            return f"{name}: {act} {NONE}"
+    return None
 
 
 def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
@@ -122,10 +188,14 @@ def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
 def _is_norm(module: nn.Module) -> bool:
     if isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)):
         return True
-    name = type(module).__name__.lower()
-    own = sum(p is not None for p in module._parameters.values())
-    named = any(norm in name for norm in _NORMS) or ("norm" in name and own > 0)
-    return named and own <= 2 and not module._modules
+    kind = type(module)
+    own = [p for p in module._parameters.values() if p is not None]
+    if module._modules or len(own) > 2 or kind.forward is nn.Module.forward:
+        return False
+    name = kind.__name__.lower()
+    named = any(norm in name for norm in _NORMS) or ("norm" in name and len(own) > 0)
+    are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in own)
+    return named or (are_vectors and bool(_called_by(kind) & _NORMALISES))
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -149,17 +219,14 @@ def _is_linear(child: nn.Module) -> bool:
     return not lazy and (is_transposed(child) or reasons.is_adapter(child))
 
 
-def _has_nothing(module: nn.Module) -> bool:
-    """Whether a module has neither parameters, buffers nor children, as activations have none."""
-    return not (module._parameters or module._buffers or module._modules)
-
-
-def _beside(module: nn.Module) -> list[str]:
-    return [
-        name
+def _beside(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children that are no linears, activations or dropouts."""
+    return {
+        name: child
         for name, child in children_of(module)
-        if not (_is_linear(child) or _has_nothing(child) or isinstance(child, _BETWEEN))
-    ]
+        if not (_is_linear(child) or _is_activation(child) or isinstance(child, _BETWEEN))
+        and (child._parameters or child._buffers or child._modules)
+    }
 
 
 def _has_activation(module: nn.Module) -> bool:
@@ -169,23 +236,37 @@ def _has_activation(module: nn.Module) -> bool:
     own = (getattr(value, "func", value) for value in vars(module).values())
     if any(value is function for value in own for function in _FUNCTIONS):
         return True
-    kind = type(module)
-    # FSDP's class of a module is made in torch, the forward is not
-    by = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
-    return not by.__module__.startswith("torch.") and _calls(kind)
+    called = _called_by(type(module))
+    return bool(called & _CALLED) and not (
+        called & _CALLED == {"tanh"} and any(cap in name for cap in _CAPS for name in called)
+    )
 
 
 def _is_activation(child: nn.Module) -> bool:
+    """Whether a child is an activation: by its class, or by what it computes."""
     if isinstance(child, _MODULES):
         return not isinstance(child, _OTHERS)
-    kind = child.original_name if isinstance(child, ScriptModule) else type(child).__name__
-    return _has_nothing(child) and any(known in kind.lower() for known in _NAMES)
+    # one with weights is no function of single elements
+    if any(is_lazy(p) or p.dim() > 1 for p in child.parameters()):
+        return False
+    if isinstance(child, ScriptModule):
+        return any(known in child.original_name.lower() for known in _NAMES)
+    kind = type(child)
+    if any(known in kind.__name__.lower() for known in _NAMES):
+        return True
+    is_own = not (child._modules or kind.__module__.startswith("torch."))
+    return is_own and takes_one(child) and is_bent(record(child, (2, 3, 8)))
 
 
 @cache
-def _calls(kind: type[nn.Module]) -> bool:
-    """Whether a forward's code, or that of the methods it calls, names an activation."""
+def _called_by(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names in a forward's code, and in that of the methods it calls."""
+    # FSDP's class of a module is made in torch, the forward is not
+    by = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+    if by.__module__.startswith("torch."):
+        return frozenset()
     seen: set[str] = set()
+    called: set[str] = set()
     names = {"forward"}
     while names:
         seen |= names
@@ -193,10 +274,9 @@ def _calls(kind: type[nn.Module]) -> bool:
         methods = [vars(base).get(name) for base in kind.__mro__ for name in names]
         codes = [inspect.unwrap(method) for method in methods if callable(method)]
         found = {name for one in codes for name in _names(getattr(one, "__code__", None))}
-        if found & _NAMES:
-            return True
+        called |= found
         names = {n for n in found - seen if n not in vars(nn.Module)}
-    return False
+    return frozenset(called)
 
 
 def _names(code: CodeType | None) -> Iterator[str]:

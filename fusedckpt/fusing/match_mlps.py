@@ -18,7 +18,7 @@ from fusedckpt.autograd.subclass import subclass
 from fusedckpt.fusing import adapters, left, reasons
 from fusedckpt.fusing.forwards import FusedMLP, Swap, of_chunks
 from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
-from fusedckpt.fusing.layouts import block_of
+from fusedckpt.fusing.layouts import block_of, is_bent
 from fusedckpt.fusing.operands import MLPMatch
 from fusedckpt.fusing.recording import Node, Recording, record
 from fusedckpt.fusing.replica import rates_of, takes_one
@@ -112,7 +112,8 @@ def _match(module: nn.Module) -> MLPMatch | str | None:
     first = _first_recording(module)
     block = block_of(first)
     if isinstance(block, str):
-        return block if left.holds(module) else None
+        is_one = left.holds(module) or (is_bent(first) and left.activates(module))
+        return block if is_one else None
     width = first.shapes[0][-1:]
     found = [first]
     for when, how in _RUNS.items():

@@ -2,12 +2,13 @@
 
 torch's own norms, and subclasses that inherit their forward, are known. Any other module with at
 most two vectors of weights is recorded: it may be a LayerNorm if its forward is one layer_norm of
-its input, an RMSNorm if it has at most one vector. It is one if a rule of `functional` gives the
-same bits on random numbers, in the dtypes where it does.
+its input or subtracts a mean, an RMSNorm if it has at most one vector. It is one if a rule of
+`functional` gives the same bits on random numbers, in the dtypes where it does.
 """
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from fusedckpt import reference
 from fusedckpt.autograd.subclass import subclass
+from fusedckpt.fusing import left
 from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap
+from fusedckpt.fusing.layouts import FOREIGN, is_foreign, walk
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import Draw, call, replica, takes_one, undisturbed
 from fusedckpt.fusing.spying import held_by
@@ -32,6 +35,11 @@ _RULES = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"))
 # of elements that may differ by a rounding: a rule that rounds elsewhere differs in a tenth of them
 _STRAYS = 1 / 50
 _ELEMENTS = 4096
+# ops by which a norm shows: of a LayerNorm, of all, means and roots
+_CENTRES = frozenset(("native_layer_norm", "std", "std_mean", "sub", "var", "var_mean"))
+_STATISTICS = frozenset(("_fused_rms_norm", "linalg_vector_norm", "norm")) | _CENTRES - {"sub"}
+_MEANS = frozenset(("mean", "sum"))
+_ROOTS = frozenset(("rsqrt", "sqrt"))
 # F.normalize's, of a row's norm
 _LEAST = 1e-12
 
@@ -66,56 +74,115 @@ def _of_torch(
 
 
 def _of_any_class(module: nn.Module, kind: str) -> Swap | str | None:
+    weights = [*module.parameters(recurse=False)]
     given = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    weights = [*given.values()]
-    if module._modules or [*module.buffers(recurse=False)] or len(weights) > 2:
+    if module._modules or len(given) > 2 or not _has_own_forward(type(module)):
         return None
-    if any(w.dim() != 1 or w.shape[0] == 0 for w in weights) or not takes_one(module):
+    if any(w.dim() > 1 or w.numel() == 0 for w in weights) or not takes_one(module):
         return None
-    shape: Any = getattr(module, "normalized_shape", None)
-    is_one = isinstance(shape, (tuple, list)) and len(shape) == 1
-    width = weights[0].shape[0] if weights else int(shape[0]) if is_one else 64
-    eps = next((n for n in _EPSILONS if isinstance(getattr(module, n, None), float)), None)
-    if not weights and eps is None:
-        return None
+    eps = next((n for n in _EPSILONS if _is_number(getattr(module, n, None))), None)
+    width = _width(module, weights)
     recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
     if stop is not None:
-        return f"{kind}: {stop}" if eps is not None else None
-    candidates = _candidates(module, recordings, [*given], eps, width=width)
-    if candidates is None:
-        return None
-    match = _proven(_Draws(module, [*given], width), candidates)
-    own = weights[0].dtype if weights else torch.float32
+        return f"{kind}: {stop}" if eps is not None or left.holds(module) == "norm" else None
+    ops = _ops(recordings[0])
+    is_norm = _normalises(recordings[0], ops) or bool(weights and eps is not None)
+    if any(is_foreign(recording) for recording in recordings):
+        return f"{kind}: {FOREIGN}" if is_norm else None
+    match = None
+    if (is_norm or weights or eps is not None) and all(w.numel() > 1 for w in weights):
+        candidates = _candidates(module, recordings, [*given], eps, width=width)
+        match = _proven(_Draws(module, [*given], width), candidates)
+    if match is not None and not weights and not _shape(module):
+        # a width that its code knows is no rule
+        match = _proven(_Draws(module, [], width // 2), [match])
+    form = f"known form of {'LayerNorm' if ops & _CENTRES or len(given) > 1 else 'RMSNorm'}"
     if match is None:
-        # without weights it need not be a norm at all
-        return f"{kind} is not a known form of RMSNorm" if weights and eps is not None else None
+        # what norm_swap says of torch's subclasses says more
+        is_norm = is_norm and not isinstance(module, (nn.RMSNorm, nn.LayerNorm))
+        return f"{kind} is not a {form}" if is_norm else None
+    own = weights[0].dtype if weights else torch.float32
     if (own, own) not in match.dtypes:
-        return f"{kind} is a known form of RMSNorm, but not in {own}"
+        return f"{kind} is a {form}, but not in {own}"
+    return _swap(module, match, recordings, width)
+
+
+def _swap(module: nn.Module, match: NormMatch, recordings: list[Recording], width: int) -> Swap:
     # an epsilon is read in every call
     held = held_by([r.log for r in recordings], [((), str(match.eps))])
     rule = f"{match.cast} cast" + (f", offset {match.offset:g}" if match.offset else "")
     change = f"rms_norm ({rule})" if match.kind == "rms" else "layer_norm"
     attributes = {"_fusedckpt_match": match._replace(held=held)}
-    to = subclass(FusedNorm, type(module))
-    return Swap("norm", f"{kind} -> {change}", to, attributes, features=(width,))
+    kind = type(module)
+    to = subclass(FusedNorm, kind)
+    return Swap("norm", f"{kind.__name__} -> {change}", to, attributes, features=(width,))
+
+
+def _width(module: nn.Module, weights: list[nn.Parameter]) -> int:
+    """Return the width of a module's weights or buffers, or one of many where it has none."""
+    tensors = [*weights, *module.buffers(recurse=False)]
+    widths = [one.shape[0] for one in tensors if one.dim() == 1 and one.numel() > 1]
+    return next(iter([*widths[: len(weights)], *_shape(module), *widths]), 64)
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    """Return the one size that a module normalises, nothing where it knows none or several."""
+    shape: Any = getattr(module, "normalized_shape", None)
+    return (int(shape[0]),) if isinstance(shape, (tuple, list)) and len(shape) == 1 else ()
+
+
+def _has_own_forward(kind: type[nn.Module]) -> bool:
+    by = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+    return not by.__module__.startswith("torch.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _ops(recording: Recording) -> set[str]:
+    """Return the names of the ops that make a forward's result, a root by pow as "rsqrt"."""
+    nodes = [] if recording.y is None else walk(recording.y)
+    return {
+        "rsqrt" if one.name == "pow" and one.args[1] in (0.5, -0.5) else one.name
+        for one in nodes
+        if one.kind in ("point", "other")
+    }
+
+
+def _normalises(recording: Recording, ops: set[str]) -> bool:
+    """Whether a forward divides by a root of a mean, and leaves the shape."""
+    is_scaled = bool(ops & _STATISTICS or (ops & _MEANS and ops & _ROOTS))
+    return is_scaled and recording.shapes[0] == recording.shapes[1]
 
 
 def _candidates(
-    module: nn.Module, recordings: list[Recording], names: list[str], eps: str | None, width: int
-) -> list[NormMatch] | None:
-    """Return the rules that a module may compute by, None for what cannot be a norm."""
+    module: nn.Module,
+    recordings: list[Recording],
+    names: list[str],
+    eps: str | None,
+    width: int,
+) -> list[NormMatch]:
+    """Return the rules that a module may compute by."""
     layers = {_layer_norm(recording, width) for recording in recordings}
     if None not in layers:
         return [*layers] if len(layers) == 1 else []  # type: ignore[list-item]  # none of them None
+    found = []
+    if eps is not None and _ops(recordings[0]) & _CENTRES:
+        slots = permutations(names) if len(names) == 2 else [(*names, None, None)]
+        found = [
+            NormMatch(weight, eps, 0.0, "torch", dtypes=(), kind="layer", bias=bias)
+            for weight, bias, *_ in slots
+        ]
     if len(names) > 1:
-        return None
+        return found
     name = names[0] if names else None
     code = getattr(type(module).forward, "__code__", None)
     calls_torch = code is not None and "rms_norm" in code.co_names
     rules = ((0.0, "torch"), *_RULES) if calls_torch else _RULES
     # without an epsilon the root is clamped, as F.normalize does
-    found = [
+    found += [
         NormMatch(name, eps or _LEAST**2 / width, offset, cast, dtypes=()) for offset, cast in rules
     ]
     return [match for match in found if name is not None or not match.offset]

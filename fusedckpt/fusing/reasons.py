@@ -1,4 +1,4 @@
-"""Why a module was left, or ran as its class would, in words."""
+"""Why a module was left, or ran its original forward, in words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SHARDED = (
 
 
 def of_call(module: nn.Module, fallback: Fallback) -> str:
-    """Say why a call of a swapped module ran the forward of its own class."""
+    """Say why a call of a swapped module ran the original forward."""
     (what, about), reason = fallback, None
     if what == "weight":
         reason = of_weight(about, _attribute(module, about))
@@ -50,7 +50,7 @@ def of_call(module: nn.Module, fallback: Fallback) -> str:
 
 
 def of_linear(name: str, child: nn.Module) -> str | None:
-    """Say why a child that stands for a linear is not computed by ours, None if it can be."""
+    """Say why a fused forward does not compute a child that stands for a linear, None if it can."""
     return of_class(name, child) or of_hooks(name, child)
 
 
@@ -83,7 +83,7 @@ def of_hooks(name: str, child: nn.Module) -> str | None:
 
 
 def of_weight(name: str, weight: Any) -> str | None:
-    """Say why ours cannot take a parameter, None if it can."""
+    """Say why a fused forward cannot take a parameter, None if it can."""
     if (
         not isinstance(weight, Tensor)
         or dispatch.are_plain(weight)
@@ -143,9 +143,9 @@ def of_storage(module: nn.Module) -> str | None:
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children, those of lists in their place."""
+    """Yield the children, those of lists and dicts in their place."""
     for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from ((f"{name}.{key}", inner) for key, inner in child.named_children())
         else:
             yield name, child

@@ -44,14 +44,15 @@ def fuse(
 
     They are found by what they compute, not by their classes:
 
-    - norms: nn.RMSNorm, nn.LayerNorm, subclasses that inherit their forward, and RMSNorms of any
-      class that round as torch, Llama or Gemma do, with their epsilon, if any, in an attribute;
+    - norms: nn.RMSNorm, nn.LayerNorm, subclasses that inherit their forward; of any class, RMSNorms
+      that round as torch, Llama or Gemma do, and LayerNorms that round as torch does, over one
+      dimension, with their epsilon, if any, in an attribute;
     - MLPs and gated MLPs of any class: two or three linears (gate and up may be packed, weights may
       lie as [in, out]), an activation of `functional.linear_act`, dropouts;
     - a linear with its activation, of any class;
     - an nn.Sequential with [norm,] linear, activation, linear, or part of that.
 
-    A module gets a subclass of its class, or our class where it was one of torch's. A call that was
+    A module gets a subclass of its class, or fusedckpt's class for one of torch's. A call that was
     not proven equal (another dtype, a child replaced or hooked since) runs the original forward.
     Parameter objects, hooks, module names and the state_dict are unchanged; `unfuse` restores the
     classes. A module that is fused already is unchanged.

@@ -201,7 +201,7 @@ def test_a_norm_whose_flag_changes_runs_the_original():
 
 
 def test_an_inlined_mlp_is_named():
-    reason = "its linears and activation are called together with self_attn, norm1, norm2"
+    reason = "its MLP is written inside this layer's forward (beside self_attn, norm1, norm2)"
     assert reason in fuse(nn.TransformerEncoderLayer(D, 2).to(DEVICE), norm=False).left[""]
 
 

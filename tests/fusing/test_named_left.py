@@ -79,13 +79,13 @@ class ScaleNorm(nn.Module):
         return x / x.norm(dim=-1, keepdim=True) * self.g * math.sqrt(D)
 
 
-BESIDE = "its linears and activation are called together with"
+BESIDE = "its MLP is written inside this layer's forward (beside"
 OTHER = "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
 LEFT = {
     "pooler": (Pooler, {"": "its result has the shape [2, 6] for an input of [2, 3, 6]"}),
     "transformer layer": (
         lambda: nn.TransformerEncoderLayer(D, 2, H, norm_first=True),
-        {"": f"{BESIDE} self_attn, norm1, norm2"},
+        {"": f"{BESIDE} self_attn, norm1, norm2); move it into its own module to fuse it"},
     ),
     "convolutional": (ResNet, {"bn1": OTHER}),
     "gate without its linear": (GEGLU, {"": ""}),

@@ -167,7 +167,7 @@ LEFT = {
     "RReLU": (lambda: Plain(nn.RReLU()), "its forward draws random numbers"),
     "dtypes": (with_two_dtypes, "its weights have several dtypes: torch.bfloat16, torch.float32"),
     "scaled": (Scaled, "after its last linear it computes mul"),
-    "inlined": (Inlined, "its linears and activation are called together with norm"),
+    "inlined": (Inlined, "its MLP is written inside this layer's forward (beside norm)"),
     "own parameter": (Own, "its forward computes mul of scale"),
     "in training": (Noisy, "Noisy computes something else while training"),
     "experts": (Experts, "its weights are 3-dimensional: a mixture of experts is not fused"),

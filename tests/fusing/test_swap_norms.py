@@ -198,8 +198,8 @@ class Broken(Norm):
         (EpsOutside, {"": "EpsOutside is not a known form of RMSNorm"}),
         (OtherEps, {"": "OtherEps is not a known form of RMSNorm"}),
         (Broken, {"": "Broken is not a known form of RMSNorm"}),
-        (Twice, {}),
-        (Buffered, {}),
+        (Twice, {"": "its forward takes more than one tensor"}),
+        (Buffered, {"": "Buffered: its forward writes to a tensor that it did not create"}),
     ],
 )
 def test_others_are_left(kind, left):

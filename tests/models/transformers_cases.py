@@ -98,8 +98,8 @@ def bert_like(name: str, left: dict[str, str]) -> Model:
 
 
 NORM = "nn.LayerNorm -> LayerNorm"
-BESIDE = "its linears and activation are called together with"
-LAYER = f"{BESIDE} self_attn"
+INSIDE = "written inside this layer's forward (beside"
+LAYER = f"its MLP is {INSIDE} self_attn"
 SEQ2SEQ = {"vocab_size": VOCAB, "decoder_start_token_id": 1, **IDS}
 T5 = {
     **SEQ2SEQ,
@@ -176,8 +176,10 @@ MODELS = {
         {NORM: 5},
         {f"model.decoder.layers.{i}": LAYER for i in range(2)},
     ),
-    "bert": bert_like("Bert", {"cls.predictions.transform": f"{BESIDE} LayerNorm"}),
-    "roberta": bert_like("Roberta", {"lm_head": f"{BESIDE} layer_norm"}),
+    "bert": bert_like(
+        "Bert", {"cls.predictions.transform": f"its linear and activation are {INSIDE} LayerNorm"}
+    ),
+    "roberta": bert_like("Roberta", {"lm_head": f"linears and activation are {INSIDE} layer_norm"}),
     "vit": Model(
         "ViTForImageClassification",
         "ViTConfig",
