@@ -215,6 +215,9 @@ class _Rest:
         self._replays = sum(x for x, joins in zip(replays, self._joins, strict=True) if joins)
 
     def _begin(self, phase: str, i: int, of_unit: int) -> int:
+        if phase == f"enter {i}" and phase not in self._live:
+            # a unit that the forward leaves out at random
+            return self._live["backward"][0] - self._counted[-1]
         if phase not in self._live:
             # a unit that no gradient reaches
             return self._begin(f"enter {i}", i, self._inputs[i])

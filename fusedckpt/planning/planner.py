@@ -31,7 +31,7 @@ from fusedckpt.planning.unit_costs import Ways
 from fusedckpt.planning.units import Cut, check_model, cuts_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss
-from fusedckpt.reporting.trial import tensors_of, trial
+from fusedckpt.reporting.trial import random_states, tensors_of, trial
 
 __all__ = ["plan"]
 
@@ -127,7 +127,8 @@ def plan(
         is_rest = activation_budget is not None
         is_there = _accumulates(accumulate) or is_rest
         step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
-        step, assumed = _in_state(step._replace(caller="plan"), parallel, is_there)
+        step = step._replace(caller="plan", reseed=random_states())
+        step, assumed = _in_state(step, parallel, is_there)
         goal = _Goal(policy, limit, is_rest, assumed, progress)
         facts = facts_of(step, cuts[0].names, policy, limit, is_rest)
         return facts, lambda: _planned(step, cuts, goal)

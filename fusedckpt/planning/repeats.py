@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from fusedckpt.checkpointing.calls import Argument, Call
 from fusedckpt.memory import nbytes_of, storages_of, strided
 from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.roles import OPTIONS
-from fusedckpt.reporting.trial import tensors_of
+from fusedckpt.reporting.trial import is_state, tensors_of
 
 __all__ = ["NOT_THE_SAME", "Repeats", "check_repeats", "cut_off", "states_of"]
 
@@ -26,23 +27,27 @@ _SHARE = 0.25
 _ROUNDING = 64
 
 
+# where a module has tensors, as attributes or as buffers, and the name of one
+_Slot = tuple[dict[str, Any], str]
+
+
 class _Noted(NamedTuple):
-    """A call of a unit: results, buffers, their states before it, and those that it wrote."""
+    """A call of a unit, its results, and the tensors of the unit that it writes."""
 
     call: Call
+    module: nn.Module
     results: list[Any]
-    buffers: list[Tensor]
-    states: list[tuple[int, Tensor]]
-    written: list[Tensor]
+    written: list[_Slot]
 
 
 class Repeats:
     """Finds units whose forward is not the same twice.
 
     Each unit is called twice more, before its own call and after the model's forward, with the same
-    arguments and random states, and with buffers put back, as in a recompute. The second call finds
-    counters and other generators as the model's forward left them. It finds other values in the
-    buffers that the unit writes: a power iteration that has converged reads them all the same.
+    arguments and random states, the second time as in a recompute. That call finds counters and
+    other generators as the model's forward left them. Of buffers and other tensors that the unit's
+    own call writes it finds other values, as they may be what they were: a power iteration may have
+    converged, and a state may depend on the last arguments alone.
 
     On a CPU the bits of outputs and of saved floating-point tensors are compared. On other devices
     outputs are compared up to rounding, as atomics add in any order; saved tensors are not, as
@@ -53,8 +58,9 @@ class Repeats:
     def __init__(self):
         self._calls: dict[str, _Noted] = {}
         self._nbytes = 0
-        # the unit that runs
+        # the unit that runs, and its tensors before that
         self._now: str | None = None
+        self._tensors: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
         # names of units with equal results, and with others
         self._same: set[str] = set()
         self.others: set[str] = set()
@@ -63,25 +69,28 @@ class Repeats:
         """Note a unit that is about to be called."""
         if name in self.others or any(f"{name}.".startswith(f"{x}.") for x in self._same):
             return
-        noted = Call(_with_hooks(module, forward), args, kwargs, OPTIONS)
-        buffers = [x for x in module.buffers() if x.is_floating_point()]
-        states = [(x._version, x.detach().clone()) for x in buffers]
-        self._calls[name] = _Noted(noted, _results(noted, buffers), buffers, states, [])
-        self._now = name
+        run = _with_hooks(module, forward)
+        call = Call(run, args, kwargs, OPTIONS)
+        self._now, tensors = name, _copied(module)
+        self._calls[name] = _Noted(call, module, _results(call, module, is_again=False), [])
+        # what is made once, and read ever after, is not written by the unit's own call; what hooks
+        # write was written before that
+        self._tensors = _copied(module) if run is forward else tensors
 
     def end(self, name: str, output: Any) -> None:
         """Note that a unit returned."""
         if name != self._now:
             return
-        self._now = None
         noted, outputs = self._calls[name], [*tensors_of([output])]
-        # BatchNorm writes without a new version, a settled power iteration without a new value
         written = [
-            x
-            for x, (version, value) in zip(noted.buffers, noted.states, strict=True)
-            if x._version != version or not torch.equal(x, value)
+            (place, key)
+            for place, key, x in _tensors_in(noted.module)
+            if (known := self._tensors.get((id(place), key))) is not None
+            # BatchNorm writes without a new version
+            if known[0] is not x or known[1] != x._version or not torch.equal(known[2], x)
         ]
-        self._calls[name] = noted._replace(states=[], written=written)
+        self._calls[name] = noted._replace(written=written)
+        self._now, self._tensors = None, {}
         # arguments are about as large
         self._nbytes += 2 * nbytes_of(outputs)
         if outputs and self._nbytes > _SHARE * spare_bytes(outputs[0].device):
@@ -92,6 +101,20 @@ class Repeats:
         for name, noted in self._calls.items():
             (self._same if _is_same(noted) else self.others).add(name)
         self._calls, self._nbytes = {}, 0
+
+
+def _tensors_in(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield the floating-point buffers of modules, and such tensors among attributes."""
+    for child in module.modules():
+        for place in (child._buffers, vars(child)):
+            for name, x in place.items():
+                if is_state(x) and x.is_floating_point():
+                    yield place, name, x
+
+
+def _copied(module: nn.Module) -> dict[tuple[int, str], tuple[Tensor, int, Tensor]]:
+    found = _tensors_in(module)
+    return {(id(place), name): (x, x._version, x.clone()) for place, name, x in found}
 
 
 def _hooked(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -135,40 +158,41 @@ def _is_same(noted: _Noted) -> bool:
     except RuntimeError:
         # an argument was written since: in a segment backward raises for that
         return True
-    states = [(buffer, buffer.detach().clone()) for buffer in noted.written]
+    values = [(place, name, place[name]) for place, name in noted.written if name in place]
     try:
-        for buffer in noted.written:
-            buffer.data.mul_(2).add_(1)
-        again = _results(call, noted.buffers)
+        for place, name, x in values:
+            place[name] = 2 * x + 1
+        again = _results(call, noted.module, is_again=True)
     except Exception:
         # so would a recompute
         return False
     finally:
-        for buffer, state in states:
-            buffer.data.copy_(state)
+        for place, name, x in values:
+            place[name] = x
     same = len(again) == len(noted.results)
     return same and all(map(_is_close, again, noted.results))
 
 
-def _results(call: Call, buffers: Iterable[Tensor]) -> list[Any]:
+def _results(call: Call, module: nn.Module, is_again: bool) -> list[Any]:
     """Make a call; return its outputs, or digests of these and of the tensors that it saves."""
     saved: list[Tensor] = []
-    # batch_norm saves running statistics, and does not read them
-    own = {x._cdata for x in storages_of(buffers)}
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor.detach())
         # an output packed as it is would hold its own node
         return saved[-1]
 
+    own = [x for _, _, x in _tensors_in(module)]
     with (
         call.surroundings.restored(),
-        recomputed(call.fn, PutsBackBuffers()),
+        recomputed(call.fn, PutsBackBuffers()) if is_again else nullcontext(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         found = [part for x in tensors_of([call.again({})]) for part in strided(x.detach())]
     if any(x.device.type != "cpu" for x in [*found, *saved]):
         return [x.clone() for x in found]
+    # batch_norm saves running statistics, and does not read them
+    own = {x._cdata for x in storages_of([*own, *(x for _, _, x in _tensors_in(module))])}
     # integers may be a workspace that nobody wrote; random masks among them change the output
     found += [part for x in saved if x.is_floating_point() for part in strided(x)]
     return [_digest(x) for x in found if x.untyped_storage()._cdata not in own]

@@ -25,7 +25,7 @@ class Step(NamedTuple):
     gradients: those that are there when it begins, by parameter. beside: bytes that live through it
     unseen, such as a reducer's buckets. last: bytes of the output of the step before, which lives
     until the model returns the next one. is_last: whether the optimizer steps after it. caller: the
-    public function that takes it.
+    public function that takes it. reseed: puts random states to those that each step begins with.
     """
 
     model: nn.Module
@@ -38,6 +38,7 @@ class Step(NamedTuple):
     last: int = 0
     is_last: bool = True
     caller: str = "report"
+    reseed: Callable[[], None] | None = None
 
     def take(
         self, watch: Watch, held: list[Tensor], calls: FusedCalls | None = None
@@ -67,6 +68,8 @@ class Step(NamedTuple):
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
         """Return the step from `gradients` alone, on aliases of its inputs, and what is held."""
+        if self.reseed is not None:
+            self.reseed()
         # weights that autocast has cast already would not be seen to take memory
         torch.clear_autocast_cache()
         for parameter in self.parameters():

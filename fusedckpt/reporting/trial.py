@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.memory import strided
 
-__all__ = ["aliased", "kept", "tensors_of", "trial"]
+__all__ = ["aliased", "is_state", "kept", "random_states", "tensors_of", "trial"]
 
 # generators that a module may have for itself: how to read their state, and to write it
 _GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] = [
@@ -66,7 +66,7 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
         watched: list[tuple[str, nn.Parameter, int]] = []
         # undone in reverse: this raises once all else is put back
         undo.callback(_check_unwritten, watched)
-        _keep_rng(undo)
+        undo.callback(random_states())
         for parameter in dict.fromkeys(parameters):
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -83,8 +83,9 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Put back on leaving what calls of the model's modules change, as `trial` does."""
+    """Put back on leaving what calls of the model's modules change, and random states."""
     with torch.inference_mode(False), ExitStack() as undo:
+        undo.callback(random_states())
         _keep_modules(model, undo, set())
         yield
 
@@ -144,12 +145,19 @@ def _parameters_of(given: Any) -> list[Any]:
     return [tensor for tensor in tensors_of(given) if isinstance(tensor, nn.Parameter)]
 
 
-def _keep_rng(undo: ExitStack) -> None:
-    undo.callback(random.setstate, random.getstate())
-    undo.callback(np.random.set_state, np.random.get_state())
-    undo.callback(torch.set_rng_state, torch.get_rng_state())
-    if torch.cuda.is_initialized():
-        undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+def random_states() -> Callable[[], None]:
+    """Return what puts the random states of Python, NumPy, the CPU and CUDA to those of now."""
+    python, numpys, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def put_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpys)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return put_back
 
 
 def _keep_unreduced(model: nn.Module, undo: ExitStack) -> None:
@@ -197,10 +205,17 @@ def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:
                 _keep_attribute(value, undo, seen)
 
 
+def is_state(value: Any) -> bool:
+    """Whether an attribute of a module is a tensor that calls of the module may write."""
+    if type(value) is not Tensor or value.layout != torch.strided:
+        return False
+    return not (value.requires_grad or value.is_meta or value.is_inference())
+
+
 def _keep_attribute(value: Any, undo: ExitStack, seen: set[int]) -> None:
     """Copy the state of an attribute of a module: a tensor, array, generator or container."""
     if isinstance(value, Tensor):
-        if type(value) is Tensor and not (value.requires_grad or value.is_meta):
+        if is_state(value):
             _keep(value, undo, seen)
     elif id(value) not in seen:
         seen.add(id(value))

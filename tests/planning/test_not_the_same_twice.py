@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -38,6 +39,19 @@ class Python(Unit):
 class Numpy(Unit):
     def scale(self, x):
         return torch.from_numpy(np.random.rand(*x.shape)).to(x)
+
+
+class Dropped(Unit):
+    """A block that is left out at random, as in stochastic depth."""
+
+    draws = staticmethod(random.random)
+
+    def forward(self, x):
+        return x if self.draws() < 0.5 else super().forward(x)
+
+
+class DroppedByNumpy(Dropped):
+    draws = staticmethod(np.random.rand)
 
 
 class Dropout(Unit):
@@ -125,6 +139,16 @@ class InPlain(Unit):
         return x - self.mean
 
 
+class Carrying(Unit):
+    """It reads a function of the arguments of the call before."""
+
+    last = None
+
+    def scale(self, x):
+        last, self.last = self.last, x.detach().tanh()
+        return self.last if last is None else last
+
+
 class Spectral(Unit):
     def __init__(self, norm=nn.utils.spectral_norm):
         super().__init__()
@@ -140,10 +164,10 @@ class Parametrized(Spectral):
 
 
 # what the recompute is given as the forward was
-RESTORED = [Python, Numpy, Dropout, Statistics]
+RESTORED = [Python, Numpy, Dropped, DroppedByNumpy, Dropout, Statistics]
 LEFT = [
-    OwnTorch, OwnNumpy, OwnPython, Counting, CountingInList, Buffered, InPlain, Spectral,
-    Parametrized,
+    OwnTorch, OwnNumpy, OwnPython, Counting, CountingInList, Buffered, InPlain, Carrying,
+    Spectral, Parametrized,
 ]  # fmt: skip
 
 
@@ -155,14 +179,16 @@ def made(kind, count=2):
 
 
 def steps(model, x, count=3):
-    """Return outputs and gradients of some steps, and the buffers after them."""
+    """Return outputs and gradients of steps with other arguments each, and buffers after them."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     found = []
     for _ in range(count):
         model.zero_grad()
+        x = x.detach().cos().requires_grad_()
         y = model(x)
         y.square().mean().backward()
-        found += [y.detach(), *(p.grad.clone() for p in model.parameters())]
+        grads = [p.grad for p in (x, *model.parameters())]
+        found += [y.detach(), *(torch.zeros(()) if x is None else x.clone() for x in grads)]
     return [*found, *model.buffers()]
 
 
@@ -193,7 +219,7 @@ def test_gradients_are_those_without_a_plan(kind, policy):
 
 
 @pytest.mark.parametrize("policy", ["all", "sqrt", "recursive", "uniform:1"])
-@pytest.mark.parametrize("kind", RESTORED)
+@pytest.mark.parametrize("kind", [kind for kind in RESTORED if not issubclass(kind, Dropped)])
 def test_what_is_restored_is_planned(kind, policy):
     found = planned(made(kind), torch.randn(64, WIDTH), policy=policy)
     assert recomputed(found) == list("012345")
@@ -244,3 +270,39 @@ def test_checkpoint_itself_stays_as_torchs():
     random.seed(1)
     torch.utils.checkpoint.checkpoint(unit, x, use_reentrant=False).sum().backward()
     assert torch.equal(ours, x.grad)
+
+
+class LayerDrop(nn.Module):
+    """Layers that the model's own code leaves out at random, as wav2vec2's does."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.layers, self.draws = nn.ModuleList(Unit() for _ in range(6)), draws
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x if self.draws() < 0.4 else layer(x)
+        return x
+
+
+DRAWS = {
+    "Python": random.random,
+    "NumPy": lambda: np.random.rand(),
+    "torch": lambda: torch.rand(()).item(),
+    "own": np.random.default_rng(1).random,
+}
+
+
+@pytest.mark.parametrize("policy", ["all", "memory", "speed"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_layers_that_are_left_out_at_random(name, policy):
+    for seed in range(3):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        model = LayerDrop(DRAWS[name])
+        plain, x = copy.deepcopy(model), torch.randn(64, WIDTH, requires_grad=True)
+        found = planned(model, x, policy=policy)
+        left = {"is not called in a step with gradients"}
+        assert {*found.left_out.values()} <= left or name == "own"
+        found.apply(model)
+        if name != "own":
+            assert_equal(steps(model, x), steps(plain, x))

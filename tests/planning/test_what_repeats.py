@@ -135,6 +135,26 @@ def frozen(model):
     return model
 
 
+class Caching(nn.Linear):
+    """Tables that are made in the first call, or replaced for longer sequences, and then read."""
+
+    def __init__(self, is_buffer, count):
+        super().__init__(WIDTH, WIDTH)
+        self.count = count
+        table = torch.zeros(count, 1) if count else None
+        if is_buffer:
+            self.register_buffer("table", table, persistent=False)
+        else:
+            self.table = table
+        with torch.inference_mode():
+            self.inferred = torch.ones(WIDTH)
+
+    def forward(self, x):
+        if self.count < len(x):
+            self.count, self.table = len(x), torch.arange(len(x))[:, None].sin()
+        return super().forward(x).tanh() * self.table * self.inferred.clone()
+
+
 class Recurrent(nn.LSTM):
     """It saves memory that nobody wrote."""
 
@@ -154,6 +174,14 @@ NORMAL = {
         nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8)),
         torch.randn(16, 8),
     ),
+    **{
+        f"caching {is_buffer} {count}": lambda is_buffer=is_buffer, count=count: (
+            nn.Sequential(*(Caching(is_buffer, count) for _ in range(3))),
+            torch.randn(9, WIDTH),
+        )
+        for is_buffer in (True, False)
+        for count in (0, 4)
+    },
     "frozen": lambda: (frozen(convolutional(3)), images()),
     "scaled": lambda: (nn.Sequential(*(Scaled() for _ in range(3))), torch.randn(4, WIDTH)),
     "recurrent": lambda: (nn.Sequential(*(Recurrent() for _ in "012")), torch.randn(4, 9, WIDTH)),
