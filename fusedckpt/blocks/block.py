@@ -19,10 +19,11 @@ from fusedckpt.autograd.dropout import draw_seeds
 from fusedckpt.autograd.lora import Parts
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.versions import Versioned
-from fusedckpt.blocks import compiled, norm_sharing, ops, schedule
+from fusedckpt.blocks import backward_schedule, compiled, norm_sharing, ops
+from fusedckpt.blocks.builder import Linears
 from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.mlp_program import GATED, PACKED
 from fusedckpt.blocks.operands import are_adapted, flat, num_adapters, structure_of, taken_apart
-from fusedckpt.blocks.programs import GATED, PACKED, Linears
 from fusedckpt.blocks.schedule import Flags
 
 
@@ -94,8 +95,8 @@ class Block(torch.autograd.Function):
             grads = compute(call, wanted, dys, like, products, given)
         for i, dtype in enumerate(call.dtypes):
             # each sum goes as it is rounded, not after all of them
-            if grads[i] is not None and grads[i].dtype != dtype:
-                grads[i] = grads[i].to(dtype)
+            grad = grads[i]
+            grads[i] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
         return (None, None, *grads)
 
 
@@ -195,7 +196,7 @@ def _twin_gradients(
         numbers = [index - count for index in ctx.saved.unread]
         given = given | dict(zip(numbers, ctx.unread.read(), strict=True))
     there = tuple([dy is not None for dy in dys])
-    whole = schedule.backward(program, wanted, call.flags_of("inputs"), there)
+    whole = backward_schedule.backward(program, wanted, call.flags_of("inputs"), there)
     for name in whole.names("value"):
         if name not in given:
             raise RuntimeError(

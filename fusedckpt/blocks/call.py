@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd.double_backward import stand_in
-from fusedckpt.blocks import schedule
+from fusedckpt.blocks import backward_schedule, forward_schedule
+from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.schedule import Flags, Schedule
-from fusedckpt.blocks.steps import Norm, Program
+from fusedckpt.blocks.steps import Norm
 from fusedckpt.kernels.runtime import as_matrix, as_vector, as_weight
 
 
 class Layout(NamedTuple):
-    """How kernels take a parameter: "weight", "vector" or "" for as it is, in a dtype or its own."""
+    """How kernels take a parameter: "weight", "vector" or "" for unchanged, and its dtype there."""
 
     kind: str
     dtype: torch.dtype | None = None
@@ -128,7 +129,7 @@ class Call:
             # second derivatives draw the same
             params.append(last)
         unread = [n for n in whole.names("param") if n not in (*params, *self.others)]
-        forward = schedule.forward(program, runs, self.chunks > 1)
+        forward = forward_schedule.forward(program, runs, self.chunks > 1)
         names = forward.results
         inputs = [name for name in values if name in program.inputs]
         results = [name for name in values if name not in program.inputs]
@@ -166,7 +167,7 @@ class Call:
         key = wanted, products, dys, donates
         if key not in self._backward:
             flags = (wanted, products, dys, donates, self.chunks > 1)
-            self._backward[key] = schedule.backward(self.program, *flags)
+            self._backward[key] = backward_schedule.backward(self.program, *flags)
         return self._backward[key]
 
     def described(self, shapes: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, Any]:
@@ -176,7 +177,7 @@ class Call:
         return known, self.program.dtypes([x.dtype for x in tensors[: self.num_inputs]])
 
     def stand_in(self, name: str | int, like: Tensor) -> Tensor | None:
-        """Return zeros in place of an input or parameter, for a dy `like`; None for an absent one."""
+        """Return zeros for an input or parameter, given a dy `like`; None for an absent one."""
         is_input = isinstance(name, str)
         index = 0 if is_input else self.num_inputs + int(name)
         meta = self.metas[index]

@@ -2,7 +2,7 @@
 
 The compiler makes the kernels, and fuses them with the code around the block. The reference runs in
 torch's checkpoint, which torch.compile traces; a policy saves the GEMM outputs that the level
-names. "inputs" needs none. Inside an outer compiled checkpoint "inputs" saves nothing, as it should,
+names. "inputs" needs none. Inside an outer compiled checkpoint "inputs" saves nothing of its own,
 but a policy saves its outputs there too.
 """
 

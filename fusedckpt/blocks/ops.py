@@ -16,10 +16,10 @@ from torch import Tensor
 from fusedckpt.autograd import custom_op
 from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.custom_op import BELOW, below
-from fusedckpt.blocks import run, schedule
+from fusedckpt.blocks import forward_schedule, run
 from fusedckpt.blocks.call import CALLS, Call, Saved
+from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.schedule import Flags, Schedule
-from fusedckpt.blocks.steps import Program
 from fusedckpt.kernels.runtime import as_dense, as_matrix
 
 # of the empty tensor in place of a gradient that is not wanted, or to which no result led: an op
@@ -48,7 +48,7 @@ def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
             given = dict(zip([g for g in code.given if g[0] != "home"], args, strict=True))
             found = run.forward(code, given, _places(call, code, tensors), call.chunks)
         if rows is x:
-            return found
+            return list(found)
         return [y.view(call.shape(x.shape, y.shape[1])) for y in found]
 
 
@@ -83,8 +83,8 @@ def backward(
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and parameters.
 
-    like: one of dys; given: saved inputs and results by name, parameters by number; donates: whether the products
-    may be written over.
+    like: one of dys; given: saved inputs and results by name, parameters by number; donates:
+    whether the products may be written over.
     """
     there = tuple(map(_IS_GIVEN, dys))
     code = call.backward(wanted, tuple(map(_IS_GIVEN, products)), there, donates)
@@ -98,7 +98,8 @@ def backward(
             if kind == "dy":
                 rows: Any = dys[program.results.index(key)]
             elif key in program.products:
-                args.append(as_dense(products[program.products.index(key)]))  # type: ignore[arg-type]
+                product: Any = products[program.products.index(key)]
+                args.append(as_dense(product))
                 continue
             elif kind == "value":
                 rows = given[key]
@@ -135,7 +136,7 @@ def forward_of(call: Call, tensors: Sequence[Any]) -> Tensor:
 
 
 def _forward_code(call: Call, products: Sequence[bool]) -> Schedule:
-    return schedule.forward(call.program, tuple(products), call.chunks > 1)
+    return forward_schedule.forward(call.program, tuple(products), call.chunks > 1)
 
 
 def watched_forward(call: Call, saved: Saved, tensors: Sequence[Any]) -> list[Tensor]:

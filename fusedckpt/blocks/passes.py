@@ -130,13 +130,15 @@ def hidden_grads(
     dz = torch.empty_like(z) if dz is None else dz
     if u is not None and du is None:
         du = torch.empty_like(u)
-    parts = (dz, du) if not is_packed else dz.chunk(2, 1)
-    grads = HiddenGrad(gate, up, h, *parts)
+    dgate, dup = (dz, du) if not is_packed else dz.chunk(2, 1)
+    grads = HiddenGrad(gate, up, h, dgate, dup)
     needs_db = (sums[0], sums[0] if is_packed else sums[1])
     if weight is not None:
-        dbs = kernels.hybrid_grad(dy, weight, grads, activation, needs_db)
+        db, db_up = kernels.hybrid_grad(dy, weight, grads, activation, needs_db)
     else:
-        dbs = kernels.hidden_grad(dy, grads, activation, needs_db, kernel=kernel)
+        db, db_up = kernels.hidden_grad(dy, grads, activation, needs_db, kernel=kernel)
     if is_packed and sums[0]:
-        dbs = torch.cat(dbs), None  # type: ignore[arg-type]  # both are there
-    return h, dz, du, *dbs
+        assert db is not None
+        assert db_up is not None
+        db, db_up = torch.cat((db, db_up)), None
+    return h, dz, du, db, db_up

@@ -68,11 +68,11 @@ def backward(
         found = list(code.run(rows.start, *args))
         # before the next chunk asks for as much
         del args
-        for index, grad in enumerate(found[:num_inputs]):
-            if grad is not None:
+        for index in range(num_inputs):
+            if found[index] is not None:
                 if grads[index] is None:
-                    grads[index] = grad.new_empty(num_rows, grad.shape[1])
-                grads[index][rows] = grad
+                    grads[index] = found[index].new_empty(num_rows, found[index].shape[1])
+                grads[index][rows] = found[index]
         grads[num_inputs:] = found[num_inputs:]
-        del found, grad
+        del found
     return grads

@@ -1,9 +1,6 @@
-"""The steps that a block's program consists of: what each computes, reads and is differentiated by.
+"""What a step computes: an op, whose methods write calls of kernels into a schedule's graph.
 
-A step computes one value from values and parameters. Its backward is a list of passes over memory;
-a pass gives gradients of slots: "r0", "r1" are the values that the step reads, "p0", "p1" its
-parameters, and "y" its own output, which some passes recompute on the way. `forward` and `backward`
-write calls of kernels, on matrices of rows, into a graph; `eager` is the same in torch's own
+`forward` and `backward` write calls on matrices of rows; `eager` is the same in torch's own
 differentiable ops.
 """
 
@@ -23,6 +20,7 @@ from fusedckpt.autograd.dropout import dropout
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.quantised import QuantisedWeight
 from fusedckpt.blocks import passes
+from fusedckpt.blocks.program import Gradient, Pass
 from fusedckpt.kernels import aten
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels import norm as triton_norm
@@ -31,89 +29,6 @@ from fusedckpt.kernels.products import add_product, wide_product
 from fusedckpt.kernels.runtime import column_sums
 
 HALF = (torch.bfloat16, torch.float16)
-
-
-class Pass(NamedTuple):
-    """Gradients that one pass gives, by slot, and the slots that it reads besides that of y."""
-
-    gives: tuple[str, ...]
-    reads: tuple[str, ...] = ()
-
-
-class Step(NamedTuple):
-    """out = op(*reads, *params): names of values, numbers of parameters, None for an absent one."""
-
-    op: Any
-    out: str
-    reads: tuple[str, ...]
-    params: tuple[int | None, ...] = ()
-
-    def at(self, slot: str) -> Any:
-        """Return the name of a slot's value or the number of its parameter, None if absent."""
-        if slot == "y":
-            return self.out
-        places = self.params if slot[0] == "p" else self.reads
-        return places[int(slot[1])] if int(slot[1]) < len(places) else None
-
-
-class Program(NamedTuple):
-    """A layer: steps from inputs and parameters to results.
-
-    params: names of the parameters; products: the GEMM outputs that a save level may keep, the
-    gate's first; keeps: results that backward reads, which are saved in place of the inputs that
-    they are the sum of; num_dims: how many dimensions make one row; dtype: of the inputs, where a
-    linear reads them.
-    """
-
-    inputs: tuple[str, ...]
-    steps: tuple[Step, ...]
-    results: tuple[str, ...]
-    params: tuple[str, ...] = ()
-    products: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ()
-    num_dims: int = 1
-    dtype: torch.dtype | None = None
-
-    def widths(self, inputs: Sequence[Any], params: Sequence[Any]) -> dict[str, Any]:
-        """Return the features of every value, from those of inputs and the parameters' shapes."""
-        found = dict(zip(self.inputs, inputs, strict=True))
-        for step in self.steps:
-            first = None if not step.params or step.params[0] is None else params[step.params[0]]
-            found[step.out] = step.op.width(found[step.reads[0]], first)
-        return found
-
-    def dtypes(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """Return the dtype of every value, from those of inputs."""
-        found = dict(zip(self.inputs, inputs, strict=True))
-        for step in self.steps:
-            found[step.out] = step.op.out_dtype([found[name] for name in step.reads])
-        return found
-
-    def eager(self, values: dict[str, Any], params: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the results by torch's own differentiable ops, from inputs or later values."""
-        found = dict(values)
-        for step in self.steps:
-            if step.out not in found:
-                reads = [found[name] for name in step.reads]
-                given = [None if p is None else params[p] for p in step.params]
-                found[step.out] = step.op.eager(reads, given)
-        return tuple(found[name] for name in self.results)
-
-
-class Gradient(NamedTuple):
-    """A pass as an op writes it: nodes by slot.
-
-    dy: the gradient of y; total: the gradient of the value read that others gave, and its dtype;
-    sums: the slots whose sums over rows are wanted; weight: of a GEMM that the pass takes in.
-    """
-
-    gives: tuple[str, ...]
-    dy: Node
-    reads: dict[str, Node]
-    total: Node | None = None
-    total_dtype: torch.dtype | None = None
-    sums: frozenset[str] = frozenset()
-    weight: Node | None = None
 
 
 def parts_of(graph: Graph, node: Node, count: int) -> list[Node]:
@@ -171,8 +86,9 @@ class Norm(NamedTuple):
         needs = tuple([slot in one.gives for slot in ("r0", "p0", "p1")])
         args = (one.dy, one.total, one.reads["r0"], one.reads.get("p0"))
         node = graph.call_function(self.body.norm_grad, (*args, self.rule, needs, self.sums))
-        found = dict(zip(("r0", "p0", "p1"), parts_of(graph, node, 3), strict=True))
-        return {slot: found[slot] for slot in one.gives}
+        slots: tuple[str, ...] = ("r0", "p0", "p1")
+        found = dict(zip(slots, parts_of(graph, node, 3), strict=True))
+        found: dict[str, Node] = dict(zip(slots, parts_of(graph, node, 3), strict=True))  # type: ignore[arg-type]
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return norm(x) in torch's ops."""
@@ -185,8 +101,8 @@ class Linear(NamedTuple):
     """y = scale x W' + b, added to a second value in place where one is read.
 
     dtype: of the GEMM; grad_dtype: of the gradient of x, which several linears add to; sums: of the
-    weight; is_quantised: whether the weight is dense only while a GEMM reads it; out: of a sum, None
-    for what torch promotes to.
+    weight; is_quantised: whether the weight is dense only while a GEMM reads it; out: of a sum, by
+    default the dtype that torch promotes to.
     """
 
     dtype: torch.dtype
@@ -357,7 +273,7 @@ class Dropout(NamedTuple):
     """
 
     p: float
-    index: int
+    seed: int
     dtype: torch.dtype | None = None
 
     def width(self, read: int, weight: Any) -> int:
@@ -378,7 +294,7 @@ class Dropout(NamedTuple):
 
     def _call(self, graph: Graph, x: Node, seeds: Node) -> Node:
         (row,) = graph.find_nodes(op="placeholder", target="row")
-        seed = graph.call_function(operator.getitem, (seeds, self.index))
+        seed = graph.call_function(operator.getitem, (seeds, self.seed))
         return graph.call_function(dropout, (x, self.p, seed, row))
 
     def backward(self, graph: Graph, one: Gradient, dtype: Any) -> dict[str, Node]:
@@ -390,11 +306,13 @@ class Dropout(NamedTuple):
 
     def grad_of_x(self, total: Any) -> Any:
         """Return the dtype of the gradient of x, beside one of dtype `total` so far."""
-        return total if None in (total, self.dtype) else torch.promote_types(total, self.dtype)
+        if total is None or self.dtype is None:
+            return total
+        return torch.promote_types(total, self.dtype)
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return dropout(x) in torch's ops."""
-        seed = None if params[0] is None else params[0][self.index]
+        seed = None if params[0] is None else params[0][self.seed]
         x = reads[0] if self.dtype is None else reads[0].to(self.dtype)
         return reference.dropout(x, self.p, seed)
 

@@ -22,7 +22,8 @@ from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.programs import GATED, PACKED, Linears, MLPOptions, split
+from fusedckpt.blocks.builder import Linears, split
+from fusedckpt.blocks.mlp_program import GATED, PACKED, MLPOptions
 
 __all__ = ["gated_mlp", "mlp"]
 

@@ -13,7 +13,8 @@ from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.programs import Linears, NormLinearOptions, split
+from fusedckpt.blocks.builder import Linears, split
+from fusedckpt.blocks.programs import NormLinearOptions
 
 __all__ = ["norm_linear"]
 

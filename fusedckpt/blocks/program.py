@@ -1,0 +1,97 @@
+"""A block as a program: steps over named values, and the passes that differentiate them.
+
+A step computes one value from values and parameters. Its backward is a list of passes over memory;
+a pass gives gradients of slots: "r0", "r1" are the values that the step reads, "p0", "p1" its
+parameters, and "y" its own output, which some passes recompute on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+
+class Pass(NamedTuple):
+    """Gradients that one pass gives, by slot, and the slots that it reads besides that of y."""
+
+    gives: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+
+
+class Step(NamedTuple):
+    """out = op(*reads, *params): names of values, numbers of parameters, None for an absent one."""
+
+    op: Any
+    out: str
+    reads: tuple[str, ...]
+    params: tuple[int | None, ...] = ()
+
+    def at(self, slot: str) -> Any:
+        """Return the name of a slot's value or the number of its parameter, None if absent."""
+        if slot == "y":
+            return self.out
+        places = self.params if slot[0] == "p" else self.reads
+        return places[int(slot[1])] if int(slot[1]) < len(places) else None
+
+
+class Program(NamedTuple):
+    """A layer: steps from inputs and parameters to results.
+
+    params: names of the parameters; products: the GEMM outputs that a save level may keep, the
+    gate's first; keeps: results that backward reads, which are saved in place of the inputs that
+    they are the sum of; num_dims: how many dimensions make one row; dtype: of the inputs, where a
+    linear reads them.
+    """
+
+    inputs: tuple[str, ...]
+    steps: tuple[Step, ...]
+    results: tuple[str, ...]
+    params: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    num_dims: int = 1
+    dtype: torch.dtype | None = None
+
+    def widths(self, inputs: Sequence[Any], params: Sequence[Any]) -> dict[str, Any]:
+        """Return the features of every value, from those of inputs and the parameters' shapes."""
+        found = dict(zip(self.inputs, inputs, strict=True))
+        for step in self.steps:
+            first = None if not step.params or step.params[0] is None else params[step.params[0]]
+            found[step.out] = step.op.width(found[step.reads[0]], first)
+        return found
+
+    def dtypes(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the dtype of every value, from those of inputs."""
+        found = dict(zip(self.inputs, inputs, strict=True))
+        for step in self.steps:
+            found[step.out] = step.op.out_dtype([found[name] for name in step.reads])
+        return found
+
+    def eager(self, values: dict[str, Any], params: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the results by torch's own differentiable ops, from inputs or later values."""
+        found = dict(values)
+        for step in self.steps:
+            if step.out not in found:
+                reads = [found[name] for name in step.reads]
+                given = [None if p is None else params[p] for p in step.params]
+                found[step.out] = step.op.eager(reads, given)
+        return tuple(found[name] for name in self.results)
+
+
+class Gradient(NamedTuple):
+    """A pass as an op writes it: nodes by slot.
+
+    dy: the gradient of y; total: the gradient of the value read that others gave, and its dtype;
+    sums: the slots whose sums over rows are wanted; weight: of a GEMM that the pass takes in.
+    """
+
+    gives: tuple[str, ...]
+    dy: Node
+    reads: dict[str, Node]
+    total: Node | None = None
+    total_dtype: torch.dtype | None = None
+    sums: frozenset[str] = frozenset()
+    weight: Node | None = None
