@@ -86,9 +86,8 @@ class Norm(NamedTuple):
         needs = tuple([slot in one.gives for slot in ("r0", "p0", "p1")])
         args = (one.dy, one.total, one.reads["r0"], one.reads.get("p0"))
         node = graph.call_function(self.body.norm_grad, (*args, self.rule, needs, self.sums))
-        slots: tuple[str, ...] = ("r0", "p0", "p1")
-        found = dict(zip(slots, parts_of(graph, node, 3), strict=True))
-        found: dict[str, Node] = dict(zip(slots, parts_of(graph, node, 3), strict=True))  # type: ignore[arg-type]
+        found = parts_of(graph, node, 3)
+        return {slot: found[("r0", "p0", "p1").index(slot)] for slot in one.gives}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return norm(x) in torch's ops."""
