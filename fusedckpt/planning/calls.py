@@ -171,8 +171,7 @@ class Call:
         args, kwargs = self._arguments()
         given = list(tensors_of((args, kwargs)))
         versions = [x._version for x in given]
-        kept: tuple[int, ...] = ()
-        returned: tuple[int, ...] = ()
+        kept = returned = tuple[int, ...]()
 
         def step() -> None:
             nonlocal kept, returned

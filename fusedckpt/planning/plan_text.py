@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 
@@ -93,17 +94,7 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
     }
     if between:
-        kept = size(sum(unit.levels[0].kept for unit in between))
-        units = chain.units
-        pairs = [
-            f"{units[i - 1].name} and {units[i + 1].name}"
-            for i, unit in enumerate(units)
-            if unit in between
-        ]
-        names = ", ".join(pairs[:2]) + (f", and {len(pairs) - 2} more" if pairs[2:] else "")
-        figures["limited by"] = (
-            f"code between these modules prevents one segment across them: {names}; it saves {kept}"
-        )
+        figures["limited by"] = _limited_by(chain.units, between)
     every = simulate(chain, policy(chain, "all"))
     is_better = every.extra <= plan.extra_ms and every.peak <= plan.predicted_bytes
     if plan.policy == "speed" and is_better:
@@ -113,6 +104,15 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
         )
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]
+
+
+def _limited_by(units: Sequence[Unit], between: list[Unit]) -> str:
+    """Say which units cannot be in one segment, because of code between them."""
+    numbers = [i for i, unit in enumerate(units) if unit in between]
+    pairs = [f"{units[i - 1].name} and {units[i + 1].name}" for i in numbers]
+    names = ", ".join(pairs[:2]) + (f", and {len(pairs) - 2} more" if pairs[2:] else "")
+    kept = size(sum(unit.levels[0].kept for unit in between))
+    return f"code between these modules prevents one segment across them: {names}; it saves {kept}"
 
 
 def _extra(plan: PlanRecord) -> str:

@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -205,7 +205,7 @@ def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:
                 _keep_attribute(value, undo, seen)
 
 
-def is_state(value: Any) -> bool:
+def is_state(value: Any) -> TypeGuard[Tensor]:
     """Whether an attribute of a module is a tensor that calls of the module may write."""
     if type(value) is not Tensor or value.layout != torch.strided:
         return False
