@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from .norm import NormRule
-from .runtime import row_blocks
+from .runtime import BLOCK_ELEMENTS, row_blocks
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 # from here on two sums over rows are quicker than torch's LayerNorm, which returns its statistics
 MANY = 1 << 16
 WIDE = (torch.float32, torch.float64)
+# how many squares vector_norm adds: 7 epsilons off at most, 14 for 768 of them, 6000 for 800,000
+PIECE = 384
 
 
 def norm(
@@ -35,14 +37,15 @@ def norm(
     if rule.kind == "layer" and out_dtype == x.dtype and has_native(x, (weight, bias)):
         return torch.native_layer_norm(x, x.shape[1:], weight, bias, rule.eps)[0], total
     if rule.kind == "rms" and out_dtype == x.dtype and x.dtype in WIDE:
-        y = torch.mul(x, rms_rstd(x, rule.eps))
+        rstd = sum_squares(x).div_(x.shape[1]).add_(rule.eps).rsqrt_()
+        y = torch.mul(x, rstd)
         return y if weight is None else y.mul_(scale_of(weight, rule, x.dtype)), total
     y = x.new_empty(x.shape, dtype=out_dtype)
     wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)
     for block in row_blocks(x):
         place = in_place(y, block, wide)
-        xhat, _ = normalise(x[block].to(wide), rule, place)
+        _, xhat, _ = normalise(x[block].to(wide), rule, place)
         if rule.cast == "llama":
             xhat.copy_(xhat.to(x.dtype))
         if weight is not None:
@@ -69,34 +72,50 @@ def norm_grad(
     """
     # below float32 torch's sums over rows are of half precision too: 4 % off after 3000 in bfloat16
     fits = dy.dtype == x.dtype and x.dtype in WIDE and sums_dtype in (None, x.dtype)
-    if fits and (weight is not None or not needs[1]) and has_native(x, (weight,)):
-        return native_grad(dy, dtotal, x, weight, rule=rule, needs=needs)
+    fits &= rule.kind == "layer" and (weight is not None or not needs[1])
+    if fits and has_native(x, (weight,)):
+        return native_grad(dy, dtotal, x, weight, rule.eps, needs)
     wide = wide_dtype(x)
     scale = scale_of(weight, rule, wide)
+    rounds = rule.cast == "llama" and x.dtype != wide
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
-    dw, db = (x.new_zeros(x.shape[1], dtype=wide) if need else None for need in needs[1:])
-    for block in row_blocks(x):
-        xhat, rstd = normalise(x[block].to(wide), rule)
-        dxhat = dy[block].to(wide)
-        if db is not None:
-            db += dxhat.sum(0)
-        product = dxhat * xhat
-        if dw is not None:
-            rounds = rule.cast == "llama" and x.dtype != wide
-            dw += (dxhat * xhat.to(x.dtype) if rounds else product).sum(0)
+    dw = db = None
+    # RMSNorm of such rows is computed in dx alone
+    alone = rule.kind == "rms" and x.dtype == wide
+    for block in row_blocks(x, 2 * BLOCK_ELEMENTS if alone else BLOCK_ELEMENTS):
+        dout, place = dy[block].to(wide), None if dx is None else in_place(dx, block, wide)
+        row, xhat, rstd = normalise(x[block].to(wide), rule, place)
+        if needs[1] and rounds:
+            dw = plus(dw, (dout * xhat.to(x.dtype)).sum(0))
+        product = xhat.mul_(dout)
+        if needs[1] and not rounds:
+            dw = plus(dw, product.sum(0))
+        if needs[2]:
+            db = plus(db, dout.sum(0))
         if dx is not None:
-            grad = torch.mul(dxhat, scale, out=in_place(dx, block, wide))
-            if rule.kind == "layer":
-                grad.sub_(grad.mean(1, keepdim=True))
-            grad.addcmul_(xhat, product.mul_(scale).mean(1, keepdim=True), value=-1.0)
-            grad.mul_(rstd)
+            grad = row_grad(product, dout, row, rstd, scale, rule.kind)
             if dtotal is not None:
                 grad.add_(dtotal[block])
-            if grad.dtype != dx.dtype:
+            if place is None:
                 dx[block] = grad
-    if sums_dtype is not None:
-        dw, db = (t if t is None else t.to(sums_dtype) for t in (dw, db))
+    dw, db = (t if t is None else t.to(sums_dtype or wide) for t in (dw, db))
     return dx, dw, db
+
+
+def row_grad(
+    product: Tensor, dout: Tensor, row: Tensor, rstd: Tensor, scale: Tensor | float, kind: str
+) -> Tensor:
+    """Return the gradient of rows, written over the product of xhat and the result's gradient."""
+    share = product.mul_(scale).mean(1, keepdim=True).mul_(rstd)
+    grad = torch.mul(dout, scale, out=product)
+    if kind == "layer":
+        grad.sub_(grad.mean(1, keepdim=True))
+    return grad.addcmul_(row, share, value=-1.0).mul_(rstd)
+
+
+def plus(total: Tensor | None, part: Tensor) -> Tensor:
+    """Add a block's sums to those before it, in float64: there may be thousands of blocks."""
+    return part if total is None else total.double().add_(part)
 
 
 def has_native(x: Tensor, weights: tuple[Tensor | None, ...]) -> bool:
@@ -116,23 +135,14 @@ def native_grad(
     dtotal: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
-    rule: NormRule,
+    eps: float,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Find the rows' statistics again, then run torch's LayerNorm backward."""
-    if rule.kind == "layer":
-        mean, rstd = layer_statistics(x, weight, rule.eps)
-    else:
-        rstd = rms_rstd(x, rule.eps)
-        mean = torch.zeros_like(rstd)
-        weight = None if weight is None else scale_of(weight, rule, x.dtype)
+    mean, rstd = layer_statistics(x, weight, eps)
     # the bias gives its gradient only a shape
     bias = x.new_empty(x.shape[1]) if weight is None else weight
     dx, dw, db = _layer_norm_backward(dy, x, x.shape[1:], mean, rstd, weight, bias, needs)
-    if dx is not None and rule.kind == "rms":
-        # it took off the mean of dy times the weight, which only centring makes a part of dx
-        sums = dy.sum(1) if weight is None else torch.mv(dy, weight)
-        dx.add_(sums.div_(x.shape[1]).unsqueeze_(1).mul_(rstd))
     if dx is not None and dtotal is not None:
         dx.add_(dtotal)
     return dx, dw, db
@@ -142,7 +152,7 @@ def layer_statistics(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tens
     """Return mean and rstd of rows, as torch's LayerNorm has them."""
     if x.numel() >= MANY:
         n, mean = x.shape[1], x.mean(1, keepdim=True)
-        squares = torch.linalg.vector_norm(x, 2, 1, True).square_()
+        squares = sum_squares(x)
         # a mean far from zero, its square above the variance, would cost digits of the difference
         if float(torch.addcmul(squares, mean, mean, value=-2 * n).min()) > 0:
             variance = squares.addcmul_(mean, mean, value=-n).div_(n)
@@ -151,20 +161,32 @@ def layer_statistics(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tens
     return torch.native_layer_norm(x, x.shape[1:], weight, weight, eps)[1:]
 
 
-def rms_rstd(x: Tensor, eps: float) -> Tensor:
-    """Return one over the root mean square of rows, as a column."""
-    norm = torch.linalg.vector_norm(x, 2, 1, True)
-    return norm.square_().div_(x.shape[1]).add_(eps).rsqrt_()
+def sum_squares(x: Tensor) -> Tensor:
+    """Return the sum of squares of rows, as a column.
+
+    vector_norm adds them one after the other, which costs digits: a long row goes in pieces.
+    """
+    n = x.shape[1]
+    size = n // max(1, -(-n // PIECE))
+    if size == n:
+        return torch.linalg.vector_norm(x, 2, 1, True).square_()
+    rest = n % size
+    pieces = x[:, : n - rest].unflatten(1, (-1, size))
+    squares = torch.linalg.vector_norm(pieces, 2, 2).square_().sum(1, keepdim=True)
+    return squares.add_(sum_squares(x[:, n - rest :])) if rest else squares
 
 
-def normalise(row: Tensor, rule: NormRule, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return xhat, in `out` if given or else a new tensor, and rstd."""
+def normalise(
+    row: Tensor, rule: NormRule, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows (centred, for LayerNorm), xhat, in `out` or else a new tensor, and rstd."""
     if rule.kind == "layer":
         row = row - row.mean(1, keepdim=True)
         # the mean was rounded: of equal numbers that would be left, times 1 / sqrt(eps)
         row -= row.mean(1, keepdim=True)
-    rstd = (row * row).mean(1, keepdim=True).add_(rule.eps).rsqrt_()
-    return torch.mul(row, rstd, out=out), rstd
+    xhat = torch.mul(row, row, out=out)
+    rstd = xhat.mean(1, keepdim=True).add_(rule.eps).rsqrt_()
+    return row, torch.mul(row, rstd, out=xhat), rstd
 
 
 def in_place(result: Tensor, block: slice, dtype: torch.dtype) -> Tensor | None:

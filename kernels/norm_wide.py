@@ -15,21 +15,28 @@ def wide_stats(x, residual, total, n, eps, LAYER: tl.constexpr, BLOCK: tl.conste
     """Return mean (0 for RMSNorm) and rstd of the row at `x`, centred before it is squared."""
     mean = 0.0
     if LAYER:
-        # differences from the first: the mean of equal numbers is their value, unrounded
-        first = read_row(x, residual, total, 0, 0, n > 0)
         acc = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, n, BLOCK):
             rn = start + tl.arange(0, BLOCK)
-            row = read_row(x, residual, total, rn, rn, rn < n)
-            acc += tl.where(rn < n, row - first, 0.0)
-        mean = first + tl.sum(acc, axis=0) / n
-    acc = tl.zeros((BLOCK,), tl.float32)
+            acc += read_row(x, residual, total, rn, rn, rn < n)
+        mean = tl.sum(acc, axis=0) / n
+    error = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n, BLOCK):
         rn = start + tl.arange(0, BLOCK)
         row = read_row(x, residual, total, rn, rn, rn < n)
         row = tl.where(rn < n, row - mean, 0.0)
-        acc += row * row
-    return mean, tl.rsqrt(tl.sum(acc, axis=0) / n + eps)
+        squares += row * row
+        if LAYER:
+            error += row
+    variance = tl.sum(squares, axis=0) / n
+    if LAYER:
+        # the mean was rounded: of equal numbers its error would be left, times 1 / sqrt(eps)
+        rest = tl.sum(error, axis=0) / n
+        mean += rest
+        variance -= rest * rest
+        variance = tl.where(variance < 0.0, 0.0, variance)
+    return mean, tl.rsqrt(variance + eps)
 
 
 @triton.jit
