@@ -177,11 +177,9 @@ def test_gemms_under_compile():
     )
     gradients(compiled, [x])
     gemms, found = counted(compiled, [x], gemm_flops)
-    # the levels stay as set: the layers' backward recomputes what the checkpoint did; torch 2.11
-    # leaves out of the checkpoint's recompute what nothing reads
-    assert gemms == (28 if torch.__version__ < "2.12" else 34)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+    # forward, all but the last layer's last GEMM again, and two GEMMs for each in backward
+    assert gemms == 28
+    torch.testing.assert_close(list(found), list(expected))
 
 
 @pytest.mark.parametrize("impl", CheckpointImpl)
