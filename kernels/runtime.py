@@ -74,10 +74,10 @@ def column_sums(x: Tensor) -> Tensor:
     return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def row_blocks(x: Tensor, elements: int = BLOCK_ELEMENTS) -> list[slice]:
+def row_blocks(x: Tensor) -> list[slice]:
     """Cut x [M, N] into blocks of rows that fit a core's cache: one off the CPU, one of no rows."""
     m, n = x.shape
-    step = max(1, elements // max(n, 1))
+    step = max(1, BLOCK_ELEMENTS // max(n, 1))
     if m <= step or x.device.type != "cpu":
         return [slice(0, m)]
     return [slice(start, min(start + step, m)) for start in range(0, m, step)]
