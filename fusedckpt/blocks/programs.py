@@ -17,7 +17,7 @@ from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of, sums_dtype
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.builder import Builder, Linears, metas_of, pair_of
+from fusedckpt.blocks.builder import Builder, Linears, bias_of, metas_of, pair_of
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.steps import Add, Hidden, Linear, Norm
 
@@ -205,15 +205,12 @@ class NormLinearOptions(NamedTuple):
         if self.over is not None:
             shape = validate.normalized_shape(name, self.over)
             validate.norm(name, x, shape, weight, bias=bias)
-        read = validate.normed(name, x, norm, around)
-        given = {}
-        for key, parts in zip(self.linears.keys, linears, strict=True):
-            pair, keys = (
-                pair_of(parts, around.compute_dtype(read)),
-                (key, key.replace("weights", "biases")),
-            )
-            validate.linear(name, x.shape, pair, keys)
-            given |= dict(zip(keys, pair, strict=True))
+        keys = [(key, bias_of(key)) for key in self.linears.keys]
+        for names, parts in zip(keys, linears, strict=True):
+            validate.linear(name, x.shape, pair_of(parts, x.dtype), names)
+        read, given = validate.normed(name, x, norm, around), dict[str, Any]()
+        for names, parts in zip(keys, linears, strict=True):
+            given |= zip(names, pair_of(parts, around.compute_dtype(read)), strict=True)
         dtype = validate.multiplied(name, around, read, given)
         self.linears.check(name, linears, around)
         if around.twin:
