@@ -113,15 +113,19 @@ def backward(
         else:
             named = dict(zip([g for g in code.given if g[0] != "sum"], args, strict=True))
             num_rows = math.prod(like.shape[: -call.num_dims])
-            found = run.backward(code, named, call.num_inputs, num_rows, call.chunks)
+            dtypes = call.dtypes[: call.num_inputs]
+            found = run.backward(code, named, dtypes, num_rows, call.chunks)
         return found if like.dim() == 2 and call.num_dims == 1 else _shaped(call, like, found)
 
 
 def _shaped(call: Call, like: Tensor, found: list[Tensor | None]) -> list[Tensor | None]:
     """Return gradients on rows in the shapes that those of their tensors are."""
+    # the inputs of a sum have one gradient: as two views of it, autograd would add to it in place
+    views: dict[int, Tensor] = {}
     for i, grad in enumerate(found):
         if grad is not None and i < call.num_inputs:
-            found[i] = grad.view(call.shape(like.shape, grad.shape[1]))
+            view = grad.view(call.shape(like.shape, grad.shape[1]))
+            found[i] = views.setdefault(id(grad), view)
         elif grad is not None and call.num_dims > 1:
             found[i] = grad.view(like.shape[-call.num_dims :])
     return found

@@ -143,7 +143,7 @@ class NormOptions(NamedTuple):
         spec = NormSpec(self.kind, None, None, self.eps, self.offset, self.cast)
         rule = rule_of(spec, x.dtype)
         out_dtype = output_dtype(rule, x, weight, around.autocast)
-        op = Norm(rule, out_dtype, sums_dtype(x, weight, bias), norm_kernel(x, x.dtype))
+        op = Norm(rule, out_dtype, sums_dtype(x, weight, bias), norm_kernel(x, x.dtype), len(shape))
         b, options = Builder(), {"num_dims": len(shape)}
         if residual is None:
             b.norm(op, weight, bias, out="y")

@@ -53,9 +53,14 @@ def forward(
 
 
 def backward(
-    code: Schedule, given: Mapping[Any, Any], num_inputs: int, num_rows: int, chunks: int
+    code: Schedule,
+    given: Mapping[Any, Any],
+    dtypes: Sequence[Any],
+    num_rows: int,
+    chunks: int,
 ) -> list[Tensor | None]:
-    """Return the gradients of inputs, on rows, and of parameters, summed over chunks."""
+    """Return the gradients of inputs, on rows, of these dtypes; and of parameters, summed."""
+    num_inputs = len(dtypes)
     grads: list[Any] = [None] * len(code.results)
     for rows in row_chunks(num_rows, chunks):
         args = []
@@ -71,7 +76,8 @@ def backward(
         for index in range(num_inputs):
             if found[index] is not None:
                 if grads[index] is None:
-                    grads[index] = found[index].new_empty(num_rows, found[index].shape[1])
+                    shape = num_rows, found[index].shape[1]
+                    grads[index] = found[index].new_empty(shape, dtype=dtypes[index])
                 grads[index][rows] = found[index]
         grads[num_inputs:] = found[num_inputs:]
         del found

@@ -17,7 +17,6 @@ from torch.fx import Graph, Node
 
 from fusedckpt import reference
 from fusedckpt.autograd.dropout import dropout
-from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.autograd.quantised import QuantisedWeight
 from fusedckpt.blocks import passes
 from fusedckpt.blocks.program import Gradient, Pass
@@ -46,13 +45,15 @@ def cast(graph: Graph, node: Node, known: Any, dtype: torch.dtype | None) -> Nod
 class Norm(NamedTuple):
     """y = norm(x): see NormRule. Statistics are recomputed from x.
 
-    dtype: of y; sums: of the gradients of weight and bias; kernel: "aten" or "triton".
+    dtype: of y; sums: of the gradients of weight and bias; kernel: "aten" or "triton"; num_dims:
+    how many dimensions are normalised together.
     """
 
     rule: NormRule
     dtype: torch.dtype | None = None
     sums: torch.dtype | None = None
     kernel: str = "aten"
+    num_dims: int = 1
 
     @property
     def body(self) -> Any:
@@ -92,7 +93,11 @@ class Norm(NamedTuple):
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return norm(x) in torch's ops."""
         (x,), (weight, bias), (kind, eps, offset, casts) = reads, params, self.rule
-        y = reference.apply_norm(x, NormSpec(kind, weight, bias, eps, offset=offset, cast=casts))
+        shape = x.shape[-self.num_dims :]
+        if kind == "layer":
+            y = reference.layer_norm(x, shape, weight, bias, eps)
+        else:
+            y = reference.rms_norm(x, shape, weight, eps, offset=offset, cast=casts)
         return y if self.dtype is None else y.to(self.dtype)
 
 

@@ -90,7 +90,10 @@ def test_peaks(gated, level, chunks, norm, dtype):
     forward_bytes = forward_peak(gated, level, chunks, dtype.itemsize, norm)
     backward_bytes = backward_peak(gated, level, chunks, dtype.itemsize, norm)
     if DEVICE.type == "cpu":
-        assert (up, down) == (forward_bytes, backward_bytes)
+        # the input of the first GEMM, or a result, may be free by then
+        spared = T * D * dtype.itemsize // chunks
+        assert forward_bytes - spared <= up <= forward_bytes
+        assert backward_bytes - spared <= down <= backward_bytes
     else:
         # off a CPU a block is all rows, and every tensor is rounded up to 512 bytes
         rows = dtype.itemsize * T // chunks * F * gated
@@ -115,8 +118,11 @@ def test_packed_weights_climb_as_high(level, chunks):
         dy = torch.randn_like(y)
         peak = peak_bytes(lambda: torch.autograd.grad(y, (x, packed, down), dy), DEVICE)
     h = WIDE * T // chunks * F if level == "inputs" else 0
-    assert up == forward_peak(True, level, chunks, WIDE, False) + h
-    assert peak == backward_peak(True, level, chunks, WIDE, False)
+    spared = T * D * WIDE // chunks
+    forward_bytes = forward_peak(True, level, chunks, WIDE, False) + h
+    assert forward_bytes - spared <= up <= forward_bytes
+    backward_bytes = backward_peak(True, level, chunks, WIDE, False)
+    assert backward_bytes - spared <= peak <= backward_bytes
     # weights that outweigh the rest: their gradients, and what is as wide as a row
     x, dy, wide = randn(2, 256), randn(2, 256, requires_grad=False), 256 * F * WIDE
     weights = nn.Parameter(randn(2 * F, 256) / 16), nn.Parameter(randn(256, F) / 16)
