@@ -119,8 +119,9 @@ def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
         return None
     if source.versions != versions_of(n, source.weight, source.bias):
         return None
-    if not node.saved.inputs:
-        # no gradient needs x
+    saved = getattr(node, "saved", None)
+    if saved is not None and not saved.inputs:
+        # a norm's node, and no gradient needs x
         return None
     try:
         x = node.saved_tensors[0]
