@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from fusedckpt.blocks.program import Program, Step
-from fusedckpt.blocks.steps import Linear, cast
+from fusedckpt.blocks.steps import Dropout, Linear, cast
 from fusedckpt.kernels import linear as kernels
 
 Flags = tuple[bool, ...]
@@ -71,7 +71,7 @@ class Writer:
     def reads(self, step: Step) -> list[Node]:
         """Return the nodes of a step's values, in the dtype that it reads."""
         nodes = [self.nodes[name] for name in step.reads]
-        if isinstance(step.op, Linear):
+        if isinstance(step.op, (Linear, Dropout)):
             known = self.dtypes[step.reads[0]]
             nodes[0] = cast(self.graph, nodes[0], known, step.op.dtype)
         return nodes
