@@ -126,7 +126,7 @@ def leaf_bytes(outputs: Iterable[Tensor], known: list[Tensor]) -> int:
 def _is_fused(node: Any) -> bool:
     """Whether a node is a layer's function, of a module or called as it is."""
     function = getattr(type(node), "_forward_cls", None)
-    return function is not None and function.__module__.startswith("fusedckpt.layers.")
+    return function is not None and function.__module__ == "fusedckpt.blocks.block"
 
 
 class Call:

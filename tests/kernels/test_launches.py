@@ -38,11 +38,11 @@ LAUNCHES = {
     "gated_mlp split": ("3 mm, act", "act_grad, 6 mm"),
     "gated_mlp hybrid": ("3 mm, act", "2 map, gemm, 5 mm"),
     "norm, gated_mlp, residual": (
-        "norm, 3 mm, act, add_",
+        "norm, 3 mm, act, add",
         "norm, act_grad, 6 mm, norm_grad, sum_partials",
     ),
     "norm, gated_mlp, residual, preact": (
-        "norm, 3 mm, act, add_",
+        "norm, 3 mm, act, add",
         "norm, act_grad, 4 mm, norm_grad, sum_partials",
     ),
 }
