@@ -19,7 +19,7 @@ ALLOWED = {
     "checkpointing": {"autograd", "memory"},
     "fusing": {"kernels", "autograd", "reference", "blocks", "layers", "memory"},
     "reporting": {"autograd", "memory", "fusing"},
-    "planning": {"autograd", "memory", "layers", "checkpointing", "fusing", "reporting"},
+    "planning": {"autograd", "memory", "blocks", "layers", "checkpointing", "fusing", "reporting"},
     "integrations": {"checkpointing", "fusing", "reporting", "planning"},
 }
 
