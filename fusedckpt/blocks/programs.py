@@ -208,7 +208,8 @@ class NormLinearOptions(NamedTuple):
         keys = [(key, bias_of(key)) for key in self.linears.keys]
         for names, parts in zip(keys, linears, strict=True):
             validate.linear(name, x.shape, pair_of(parts, x.dtype), names)
-        read, given = validate.normed(name, x, norm, around), dict[str, Any]()
+        read = validate.normed(name, x, norm, around)
+        given: dict[str, Any] = {}
         for names, parts in zip(keys, linears, strict=True):
             given |= zip(names, pair_of(parts, around.compute_dtype(read)), strict=True)
         dtype = validate.multiplied(name, around, read, given)
