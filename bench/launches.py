@@ -32,7 +32,7 @@ def linears(
             linear.linear_act_dz(dy, x, w, None, activation, needs_db=False)
             continue
         for needs_db in (True, False):
-            linear.hidden(dy, None, None, activation, kernel)
+            linear.hidden(dy, None, activation, kernel)
             grads = HiddenGrad(dy, None, None, torch.empty_like(dy), None)
             linear.hidden_grad(dy, grads, activation, (needs_db, False), kernel)
 

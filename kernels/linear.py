@@ -43,13 +43,15 @@ def linear_act_dz(
     return dz, gemm(x, w, StoreActGrad(dz, dy, dy.stride(0), b), ACT_GRAD, act, needs)[0]
 
 
-def hidden(z: Tensor, up: Tensor | None, h: Tensor | None, activation: str, kernel: str) -> Tensor:
-    """Return act(z), times `up` if given, in h [M, N] if given, which may be z or up.
+def hidden(
+    z: Tensor, up: Tensor | None, activation: str, kernel: str, out: Tensor | None = None
+) -> Tensor:
+    """Return act(z), times `up` if given, in `out` [M, N] if given, which may be z or up.
 
-    All contiguous, or z and up halves of the columns of something contiguous, and h neither.
+    All contiguous, or z and up halves of the columns of something contiguous, and `out` neither.
     """
     act = ACTIVATIONS[activation]
-    h = torch.empty_like(z, memory_format=torch.contiguous_format) if h is None else h
+    h = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
     if kernel != "aten":
         elementwise.act(z, up, h, act.value)
     elif up is None:

@@ -7,7 +7,6 @@ sees alone stand here:
 - The gradient of a bias comes from the pass that makes the gradient it sums, where that can.
 - A gradient that passes a step unchanged, such as a residual's, is not copied; it is added when the
   value's other gradients are complete.
-- Elementwise results are written over tensors that nothing reads later.
 """
 
 from __future__ import annotations
@@ -20,17 +19,7 @@ from torch.fx import Node
 
 from fusedckpt.blocks import passes
 from fusedckpt.blocks.program import Gradient, Pass, Program, Step
-from fusedckpt.blocks.schedule import (
-    Flags,
-    Schedule,
-    Writer,
-    is_last,
-    label_of,
-    order_of,
-    write_over,
-)
-from fusedckpt.blocks.steps import Dropout, Hidden, Linear, Norm, cast
-from fusedckpt.kernels import linear as kernels
+from fusedckpt.blocks.schedule import Flags, Schedule, Writer, label_of
 
 
 class Walk(Writer):
@@ -42,14 +31,11 @@ class Walk(Writer):
         super().__init__(program, chunked)
         self.saved, self.wanted = saved, wanted[len(program.inputs) :]
         self.makers = {step.out: step for step in program.steps}
-        # gradients of values: those that passes gave, with their dtypes, and those that passed a
-        # step unchanged
+        # gradients of values: those that passes gave, and those that passed a step unchanged
         self.grads: dict[str, Node] = {}
-        self.grad_dtypes: dict[str, Any] = {}
         self.totals: dict[str, Node] = {}
-        self.total_dtypes = dict(self.dtypes)
-        for name, there in zip(program.results, dys, strict=True):
-            if there:
+        for name, is_given in zip(program.results, dys, strict=True):
+            if is_given:
                 self.totals[name] = self.given("dy", name)
         # values whose gradient is wanted, or leads to one that is
         self.flows = {n for n, want in zip(program.inputs, wanted, strict=False) if want}
@@ -57,8 +43,6 @@ class Walk(Writer):
             if self.flows & set(step.reads) or any(map(self.wants_param, step.params)):
                 self.flows.add(step.out)
         self.sums: dict[int, Node] = {}
-        # nodes to be written over what is free: of hidden layers, with what their passes read
-        self.hidden: list[tuple[Hidden, Node, Gradient]] = []
 
     def wants_param(self, number: int | None) -> bool:
         """Whether the gradient of a parameter is wanted."""
@@ -80,9 +64,7 @@ class Walk(Writer):
             found = step.op.passes(wants)
             for slot in set(wants).difference(*[one.gives for one in found]):
                 # it is that of y
-                value = str(step.at(slot))
-                self.totals[value] = dy
-                self.total_dtypes[value] = self.grad_dtypes.get(step.out)
+                self.totals[step.at(slot)] = dy
             due: list[tuple[Step, Pass, Node]] = []
             for one in found:
                 if one.gives[0][0] == "p":
@@ -91,7 +73,7 @@ class Walk(Writer):
                     if any(self.comes(step.at(slot)) for slot in one.reads):
                         waiting.append((step, one, dy))
                         continue
-                if isinstance(step.op, Hidden):
+                if step.op.recomputes:
                     due, waiting = waiting, []
                     if due:
                         one = one._replace(gives=(*one.gives, "y"))
@@ -106,7 +88,7 @@ class Walk(Writer):
         step = self.makers.get(value)
         if step is None or value in self.nodes or value in self.saved:
             return False
-        if isinstance(step.op, Hidden) and any(slot[0] == "r" for slot in self.wants(step)):
+        if step.op.recomputes and any(slot[0] == "r" for slot in self.wants(step)):
             return True
         return any(map(self.comes, step.reads))
 
@@ -116,19 +98,18 @@ class Walk(Writer):
 
     def gradient(self, value: str) -> Node:
         """Return a value's whole gradient."""
-        total = self.totals.pop(value, None)
-        if total is not None and value in self.grads:
-            self.grads[value] = self.graph.call_method("add_", (self.grads[value], total))
-        elif total is not None:
-            self.grads[value] = total
-            self.grad_dtypes[value] = self.total_dtypes[value]
+        grad, total = self.grads.get(value), self.totals.pop(value, None)
+        if grad is not None and total is not None:
+            grad = self.call("add_", grad, total, dtype=self.dtype_of(grad))
+        elif grad is None:
+            assert total is not None
+            grad = total
         maker = self.makers.get(value)
-        if maker is not None and not isinstance(maker.op, Norm):
+        if maker is not None and not maker.op.adds:
             # adapters of another dtype add up in the wider one
-            known, dtype = self.grad_dtypes[value], self.dtypes[value]
-            self.grads[value] = cast(self.graph, self.grads[value], known, dtype)
-            self.grad_dtypes[value] = dtype
-        return self.grads[value]
+            grad = self.cast(grad, self.dtypes[value])
+        self.grads[value] = grad
+        return grad
 
     def need(self, value: str) -> Node:
         """Return a value that is given, or recompute it."""
@@ -145,41 +126,30 @@ class Walk(Writer):
 
     def emit(self, step: Step, one: Pass, dy: Node) -> None:
         """Write a pass."""
-        given = self.given_to(step, one, dy)
-        found = step.op.backward(self.graph, given, self.grad_dtypes.get(step.out))
-        if isinstance(step.op, Linear) and "p1" not in one.gives:
-            self.gemms.append(step.params[0])  # type: ignore[arg-type]  # it has a weight
-        elif given.weight is not None:
-            self.gemms.append(self.number_of(given.weight))
-        if isinstance(step.op, Hidden) and "x" not in given.reads:
-            self.hidden.append((step.op, next(iter(found.values())).args[0], given))
-        for slot, node in found.items():
-            bias = self.bias_of(step.reads[int(slot[1])]) if slot[0] == "b" else None
-            at: Any = step.at(slot) if slot[0] != "b" else bias
+        if "p1" not in one.gives:
+            self.count_gemm(step)
+        for slot, node in step.op.backward(self, self.given_to(step, one, dy)).items():
             if slot == "y":
                 self.keep(step.out, node)
             elif slot[0] == "r":
-                self.grads[at] = node
-                own = self.dtypes[at]
-                if isinstance(step.op, (Linear, Dropout)):
-                    own = step.op.grad_of_x(given.total_dtype) or own
-                self.grad_dtypes[at] = own
-                node._rename(label_of("dy", at))
+                value = step.at(slot)
+                if node.meta["dtype"] is None:
+                    node.meta["dtype"] = self.dtypes[value]
+                node._rename(label_of("dy", value))
+                self.grads[value] = node
             else:
-                self.add(at, node)
-
-    def number_of(self, weight: Node) -> int:
-        """Return the number of a parameter."""
-        return next(key for (kind, key), n in self.there.items() if kind == "param" and n is weight)
+                bias = self.bias_of(step.at(f"r{slot[1]}")) if slot[0] == "b" else None
+                self.add(step.at(slot) if bias is None else bias, node)
 
     def given_to(self, step: Step, one: Pass, dy: Node) -> Gradient:
         """Return what a pass reads."""
-        is_hidden, kernel = isinstance(step.op, Hidden), getattr(step.op, "kernel", "")
-        weight, reads = None, dict[str, Node]()
-        if is_hidden and kernel == "fused" and not self.has(step.reads[0]):
+        op, reads = step.op, dict[str, Node]()
+        weight: Any = None
+        kernel = getattr(op, "kernel", "") if op.recomputes else ""
+        if kernel == "fused" and not (step.reads[0] in self.nodes or step.reads[0] in self.saved):
             maker = self.makers[step.reads[0]]
-            reads["x"] = self.need(maker.reads[0])
-            weight, bias = self.params(maker)
+            reads["x"], (weight, bias) = self.need(maker.reads[0]), self.params(maker)
+            self.count_gemm(maker)
             if bias is not None:
                 reads["b"] = bias
         else:
@@ -187,39 +157,28 @@ class Walk(Writer):
                 at = step.at(slot)
                 if at is not None:
                     reads[slot] = self.given("param", at) if slot[0] == "p" else self.need(at)
-        if isinstance(step.op, Linear) and "r0" in reads:
-            known = self.dtypes[step.reads[0]]
-            reads["r0"] = cast(self.graph, reads["r0"], known, step.op.dtype)
-        if is_hidden and kernel == "hybrid":
-            dy, weight = self.without_gemm(dy)
-        value = next((str(step.at(slot)) for slot in one.gives if slot[0] == "r"), "")
-        total, total_dtype = self.grads.get(value), self.grad_dtypes.get(value)
-        if isinstance(step.op, Norm) and value in self.totals:
+        if "r0" in reads:
+            reads["r0"] = self.cast(reads["r0"], op.read_dtype)
+        if self.chunked and one.gives == ("p0",):
+            reads["sum"] = self.given("sum", step.params[0])
+        if kernel == "hybrid" and dy.target is torch.mm:
+            # the kernel multiplies itself
+            gemm, (dy, weight) = dy, dy.args  # type: ignore[assignment]  # a node
+            self.graph.erase_node(gemm)
+        value = next((step.at(slot) for slot in one.gives if slot[0] == "r"), None)
+        total = self.grads.get(value)  # type: ignore[arg-type]  # None is no value
+        if op.adds and value in self.totals:
             total = self.gradient(value)
-        sums = [f"b{i}" for i, name in enumerate(step.reads) if is_hidden and self.is_due(name)]
-        sums = frozenset(sums)
-        return Gradient(one.gives, dy, reads, total, total_dtype, sums, weight)
-
-    def has(self, value: str) -> bool:
-        """Whether a value is given or recomputed by now."""
-        return value in self.nodes or value in self.saved
-
-    def without_gemm(self, dy: Node) -> tuple[Node, Node | None]:
-        """Take the GEMM that gives dy out of the graph: return its dy and weight."""
-        if dy.target is not torch.mm:
-            return dy, None
-        before, weight = dy.args
-        self.gemms.remove(self.number_of(weight))  # type: ignore[arg-type]  # a node
-        self.graph.erase_node(dy)
-        return before, weight  # type: ignore[return-value]  # nodes
+        sums = [f"b{i}" for i, name in enumerate(step.reads) if op.recomputes and self.is_due(name)]
+        return Gradient(one.gives, dy, reads, total, frozenset(sums), weight)
 
     def bias_of(self, value: str) -> int | None:
         """Return the bias that a value's gradient is summed for."""
         maker = self.makers.get(value)
-        while maker is not None and isinstance(maker.op, Linear) and len(maker.reads) > 1:
+        while maker is not None and maker.op.has_gemm and len(maker.reads) > 1:
             # an adapter's output, which was added to that of its linear
             maker = self.makers.get(maker.reads[1])
-        return None if maker is None or not isinstance(maker.op, Linear) else maker.params[1]
+        return maker.params[1] if maker is not None and maker.op.has_gemm else None
 
     def is_due(self, value: str) -> bool:
         """Whether a pass that gives the gradient of a value sums it for a bias."""
@@ -227,52 +186,10 @@ class Walk(Writer):
 
     def add(self, number: Any, node: Node) -> None:
         """Note a parameter's gradient; of chunks, add it to that so far."""
-        if self.chunked:
-            total = self.given("sum", number)
-            given: Any = node.args
-            if node.target is passes.weight_grad:
-                dy, x, scale, _ = given
-                fn, args = passes.weight_sum, (total, dy, x, scale)
-                self.graph.erase_node(node)
-            elif node.target is torch.mm:
-                turned, x = given
-                fn, args = passes.weight_sum, (total, turned.args[0], x, 1.0)
-                self.graph.erase_node(node)
-                self.graph.erase_node(turned)
-            else:
-                fn, args = passes.sum_of, (total, node)
-            node = self.graph.call_function(fn, args)
+        if self.chunked and node.target is not passes.weight_sum:
+            node = self.call(passes.sum_of, self.given("sum", number), node)
         node._rename(f"d_{label_of('', self.program.params[number])}")
         self.sums[number] = node
-
-    def place(self, donates: bool) -> None:
-        """Write hidden layers' results over what is free."""
-        order = order_of(self.graph)
-        products = {self.nodes[n] for n in self.program.products if n in self.nodes}
-        recomputed = [
-            (step, self.nodes[step.out])
-            for step in self.program.steps
-            if step.out in self.nodes and isinstance(step.op, Hidden)
-        ]
-        for step, node in recomputed:
-            if node.target not in (kernels.hidden, passes.packed):
-                continue
-            for name in step.reads[::-1]:
-                read = self.nodes[name]
-                is_ours = read.op != "placeholder" or (donates and read in products)
-                if is_ours and not step.op.is_packed and is_last(read, node, order):
-                    write_over(node, read)
-                    break
-        for op, node, given in self.hidden:
-            slots = {slot: given.reads[slot] for slot in ("r0", "r1") if slot in given.reads}
-            if given.weight is None:
-                slots["dy"] = given.dy
-            last = {slot for slot, read in slots.items() if is_last(read, node, order)}
-            made = {slot for slot in last if slots[slot].op != "placeholder"}
-            free = made | {slot for slot in last if donates and slots[slot] in products}
-            places = op.places(given.gives, made, free)
-            for slot, at in places.items():
-                node.update_kwarg({"y": "h", "r0": "dz", "r1": "du"}[slot], slots[at])
 
 
 @lru_cache(maxsize=4096)
@@ -297,8 +214,7 @@ def backward(
     dxs = [
         walk.gradient(name) if want and walk.has_gradient(name) else None for name, want in flags
     ]
-    sums = [walk.sums.get(number) for number in range(len(program.params))]
-    walk.place(donates)
-    outputs = [*dxs, *sums]
+    outputs = [*dxs, *[walk.sums.get(number) for number in range(len(program.params))]]
     results = [None if node is None else True for node in outputs]
-    return walk.compiled(outputs, results, flows=frozenset(walk.flows))
+    donated = {walk.nodes[name] for name in kept if donates and name in walk.nodes}
+    return walk.compiled(outputs, results, donated, flows=frozenset(walk.flows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class Builder:
             down = Linear(dtype, sums=self.dtypes[a])
             narrow.append(self.add(down, f"{out}.low{i}", (low,), (a, None)))
         name, others = out if not adapters else f"{out}.base", weight in self.others
-        op = op._replace(sums=self.dtypes[weight], is_quantised=others)
+        op = replace(op, sums=self.dtypes[weight], is_quantised=others)
         y = self.add(op, name, (read,), (weight, bias))
         for i, (_, b, constants, dtype) in enumerate(adapters):
             name = out if i == len(adapters) - 1 else f"{out}.sum{i}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -204,7 +205,7 @@ class MLPOptions(NamedTuple):
         # backward adds up in the order of the linears
         for name, number in list(zip(names, first, strict=True))[::-1]:
             b.apply(number, Linear(dtype, grad_dtype=wide), read, name)
-        h = b.add(hidden._replace(is_packed=packed), "h", names)
+        h = b.add(replace(hidden, is_packed=packed), "h", names)
         h = b.dropout(self.dropout, 0, h, "dropped")
         y = b.apply(numbers[-1], Linear(dtype), h, "down")
         y = b.dropout(self.output_dropout, int(self.dropout > 0), y, "thinned")

@@ -103,7 +103,7 @@ def dequantised(
 def packed(z: Tensor, activation: str, kernel: str, out: Tensor | None = None) -> Tensor:
     """Return act(gate) * up for z that holds the columns of both."""
     gate, up = z.chunk(2, 1)
-    return kernels.hidden(gate, up, out, activation, kernel=kernel)
+    return kernels.hidden(gate, up, activation, kernel, out)
 
 
 def hidden_grads(
@@ -116,9 +116,9 @@ def hidden_grads(
     is_packed: bool,
     sums: tuple[bool, bool],
     needs_h: bool,
-    h: Tensor | None,
-    dz: Tensor | None,
-    du: Tensor | None,
+    h: Tensor | None = None,
+    dz: Tensor | None = None,
+    du: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return h, dz, du and the column sums of dz and du; each of the first three where given.
 

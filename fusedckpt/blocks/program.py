@@ -14,6 +14,34 @@ import torch
 from torch.fx import Node
 
 
+class Op:
+    """An op of steps; an elementwise one, unless it overrides.
+
+    dtype: of its output, None for that of the first value; read_dtype: in which it reads the first
+    value, None for any; has_gemm: whether it multiplies by its first parameter; recomputes: whether
+    its backward recomputes its output on the way; adds: whether its backward takes a gradient of
+    any dtype, and adds dx to a gradient of x that exists.
+    """
+
+    dtype: Any = None
+    has_gemm = False
+    recomputes = False
+    adds = False
+
+    @property
+    def read_dtype(self) -> torch.dtype | None:
+        """Return the dtype in which the first value is read."""
+        return None
+
+    def width(self, read: int, weight: Any) -> int:
+        """Return the features of y, from those of the first value and the weight's shape."""
+        return read
+
+    def out_dtype(self, reads: Sequence[Any]) -> Any:
+        """Return the dtype of y, from those of the values read."""
+        return self.dtype or reads[0]
+
+
 class Pass(NamedTuple):
     """Gradients that one pass gives, by slot, and the slots that it reads besides that of y."""
 
@@ -84,14 +112,14 @@ class Program(NamedTuple):
 class Gradient(NamedTuple):
     """A pass as an op writes it: nodes by slot.
 
-    dy: the gradient of y; total: the gradient of the value read that others gave, and its dtype;
-    sums: the slots whose sums over rows are wanted; weight: of a GEMM that the pass takes in.
+    dy: the gradient of y; reads: "sum" among them is the sum over earlier chunks of p0's gradient;
+    total: the gradient of the value read that others gave; sums: the values read, "b0" and "b1",
+    whose gradient is also summed over rows; weight: of a GEMM that the pass takes in.
     """
 
     gives: tuple[str, ...]
     dy: Node
     reads: dict[str, Node]
     total: Node | None = None
-    total_dtype: torch.dtype | None = None
     sums: frozenset[str] = frozenset()
     weight: Node | None = None

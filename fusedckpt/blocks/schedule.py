@@ -6,15 +6,14 @@ The function frees each tensor after its last reader; printed, a schedule is the
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from fusedckpt.blocks.program import Program, Step
-from fusedckpt.blocks.steps import Dropout, Linear, cast
-from fusedckpt.kernels import linear as kernels
 
 Flags = tuple[bool, ...]
 
@@ -45,68 +44,144 @@ class Schedule(NamedTuple):
 
 
 class Writer:
-    """A graph in the making. nodes: of values; there: of what is given, by kind and name."""
+    """A schedule in the making.
+
+    Nodes carry the dtype of their tensor, where it is known; what they may be written over, the
+    best first, by keyword of the call; and the tensor that they are an alias of.
+    """
 
     def __init__(self, program: Program, chunked: bool):
         self.program, self.chunked, self.graph = program, chunked, Graph()
-        self.last = self.graph.placeholder("row")
-        self.there: dict[tuple[str, Any], Node] = {}
+        self.row = self._last = self.graph.placeholder("row")
+        # nodes of what is given, by kind and name, and of values
+        self.inputs: dict[tuple[str, Any], Node] = {}
         self.nodes: dict[str, Node] = {}
         self.dtypes = program.dtypes([program.dtype] * len(program.inputs))
         self.gemms: list[int] = []
 
     def given(self, kind: str, key: Any) -> Node:
         """Return the node of something that is given."""
-        if (kind, key) not in self.there:
+        if (kind, key) not in self.inputs:
             label = self.program.params[key] if kind in ("param", "sum") else key
-            with self.graph.inserting_after(self.last):
-                self.last = self.graph.placeholder(label_of(kind, label))
-            self.there[kind, key] = self.last
-        return self.there[kind, key]
+            with self.graph.inserting_after(self._last):
+                self._last = self.graph.placeholder(label_of(kind, label))
+            self._last.meta["dtype"] = self.dtypes.get(key)
+            self.inputs[kind, key] = self._last
+        return self.inputs[kind, key]
 
     def params(self, step: Step) -> list[Node | None]:
         """Return the nodes of a step's parameters."""
         return [None if p is None else self.given("param", p) for p in step.params]
 
+    def call(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        dtype: torch.dtype | None = None,
+        over: Mapping[str, Sequence[Node]] | None = None,
+        **kwargs: Any,
+    ) -> Node:
+        """Write a call of a function, or of a tensor's method."""
+        if isinstance(function, str):
+            node = self.graph.call_method(function, args, kwargs)
+        else:
+            node = self.graph.call_function(function, args, kwargs)
+        node.meta.update(dtype=dtype, over=over or {})
+        return node
+
+    def items(self, node: Node, count: int) -> list[Node]:
+        """Return the nodes of a tuple's items."""
+        return [self.call(operator.getitem, node, i) for i in range(count)]
+
+    def dtype_of(self, node: Node | None) -> Any:
+        """Return the dtype of a node, None where it is not known."""
+        return None if node is None else node.meta["dtype"]
+
+    def cast(self, node: Node, dtype: torch.dtype | None) -> Node:
+        """Return a node in a dtype, where it is known to have another."""
+        if dtype is None or self.dtype_of(node) in (None, dtype):
+            return node
+        return self.call("to", node, dtype, dtype=dtype)
+
     def reads(self, step: Step) -> list[Node]:
         """Return the nodes of a step's values, in the dtype that it reads."""
-        nodes = [self.nodes[name] for name in step.reads]
-        if isinstance(step.op, (Linear, Dropout)):
-            known = self.dtypes[step.reads[0]]
-            nodes[0] = cast(self.graph, nodes[0], known, step.op.dtype)
-        return nodes
+        first, *others = [self.nodes[name] for name in step.reads]
+        return [self.cast(first, step.op.read_dtype), *others]
 
     def make(self, step: Step) -> None:
         """Write a step's forward."""
-        if isinstance(step.op, Linear):
+        self.count_gemm(step)
+        self.keep(step.out, step.op.forward(self, self.reads(step), self.params(step))[0])
+
+    def count_gemm(self, step: Step) -> None:
+        """Note the GEMM of a linear."""
+        if step.op.has_gemm:
             self.gemms.append(step.params[0])  # type: ignore[arg-type]  # it has a weight
-        reads, params = self.reads(step), self.params(step)
-        self.keep(step.out, step.op.forward(self.graph, reads, params)[0])
 
     def keep(self, name: str, node: Node) -> None:
         """Note the node of a value."""
         if node.op != "placeholder":
             node._rename(label_of("", name))
+        node.meta["dtype"] = self.dtypes[name]
         self.nodes[name] = node
 
-    def compiled(self, outputs: Sequence[Node | None], results: Sequence[Any], **more: Any) -> Any:
-        """Return the schedule."""
+    def place(self, donated: Collection[Node] = ()) -> None:
+        """Have results be written over tensors that nothing reads later.
+
+        donated: given tensors that may be written over. A recomputed hidden layer takes none in a
+        pass that also gives gradients: it is freed before them, and a saved tensor is in memory
+        until the end anyway.
+        """
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        for node in order:
+            taken: set[Node] = set()
+            for key, wished in node.meta.get("over", {}).items():
+                for read in wished:
+                    is_ours = read.op != "placeholder" or (key != "h" and read in donated)
+                    if is_ours and read not in taken and last_reader(read, order) is node:
+                        node.update_kwarg(key, read)
+                        taken.add(read)
+                        break
+
+    def settle_home(self, name: str) -> None:
+        """Have the rows of a result belong in the place of all rows."""
+        node: Any = self.nodes[name]
+        home = self.given("home", name)
+        while below := node.kwargs.get("out") or node.meta.get("alias"):
+            node = below
+        if "out" in node.meta.get("over", {}):
+            node.update_kwarg("out", home)
+            return
+        with self.graph.inserting_after(node):
+            copied = self.call("copy_", home, node)
+        node.replace_all_uses_with(copied, lambda user: user is not copied)
+
+    def compiled(
+        self,
+        outputs: Sequence[Node | None],
+        results: Sequence[Any],
+        donated: Collection[Node] = (),
+        homes: Sequence[str] = (),
+        **more: Any,
+    ) -> Schedule:
+        """Return the schedule; homes: the results that belong in the places of all rows."""
         self.graph.output(tuple(outputs))
+        self.place(donated)
+        for name in homes:
+            self.settle_home(name)
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
         code = self.graph.python_code("self")
         scope = dict(code.globals)
         exec(compile(code.src, "<fusedckpt schedule>", "exec"), scope)
-        given, gemms = tuple(self.there), tuple(self.gemms)
-        return Schedule(
-            MethodType(scope["forward"], self.graph),
-            self.graph,
-            given,
-            tuple(results),
-            gemms,
-            **more,
-        )
+        run, gemms = MethodType(scope["forward"], self.graph), tuple(self.gemms)
+        return Schedule(run, self.graph, tuple(self.inputs), tuple(results), gemms, **more)
+
+
+def last_reader(node: Node, order: Mapping[Node, int]) -> Node:
+    """Return the last node that reads a tensor."""
+    return max(node.users, key=order.__getitem__)
 
 
 def label_of(kind: str, name: str) -> str:
@@ -129,28 +204,7 @@ def _lines(graph: Graph) -> Iterator[str]:
         name = node.target if isinstance(node.target, str) else node.target.__name__
         args = ", ".join([str(arg) for arg in node.args if isinstance(arg, Node)])
         over = [f"{key}={arg}" for key, arg in node.kwargs.items() if isinstance(arg, Node)]
-        frees = [
-            str(read)
-            for read in node.all_input_nodes
-            if read.op != "placeholder" and max(order[user] for user in read.users) == order[node]
-        ]
+        reads = [read for read in node.all_input_nodes if read.op != "placeholder"]
+        frees = [str(read) for read in reads if last_reader(read, order) is node]
         text = f"{made} = {name}({', '.join([args, *over])})"
         yield f"{text:70} {'frees ' + ', '.join(frees) if frees else ''}".rstrip()
-
-
-def order_of(graph: Graph) -> dict[Node, int]:
-    """Return the place of each node."""
-    return {node: i for i, node in enumerate(graph.nodes)}
-
-
-def write_over(node: Node, over: Node) -> None:
-    """Have a forward node write over another, or into a place of its own."""
-    if node.target is kernels.hidden:
-        node.update_arg(2, over)
-    else:
-        node.update_kwarg("out", over)
-
-
-def is_last(read: Node, node: Node, order: dict[Node, int]) -> bool:
-    """Whether no node after `node` reads a tensor."""
-    return max(order[user] for user in read.users) <= order[node]

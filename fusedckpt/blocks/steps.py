@@ -1,4 +1,4 @@
-"""What a step computes: an op, whose methods write calls of kernels into a schedule's graph.
+"""Ops of steps: their methods write calls of kernels into a schedule.
 
 `forward` and `backward` write calls on matrices of rows; `eager` is the same in torch's own
 differentiable ops.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fusedckpt import reference
 from fusedckpt.autograd.dropout import dropout
 from fusedckpt.autograd.quantised import QuantisedWeight
 from fusedckpt.blocks import passes
-from fusedckpt.blocks.program import Gradient, Pass
+from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels import aten
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels import norm as triton_norm
@@ -30,23 +32,12 @@ from fusedckpt.kernels.runtime import column_sums
 HALF = (torch.bfloat16, torch.float16)
 
 
-def parts_of(graph: Graph, node: Node, count: int) -> list[Node]:
-    """Return the nodes of a tuple's items."""
-    return [graph.call_function(operator.getitem, (node, i)) for i in range(count)]
+@dataclass(frozen=True)
+class Norm(Op):
+    """y = norm(x), or norm(x + residual) and the sum: see NormRule. Statistics are recomputed.
 
-
-def cast(graph: Graph, node: Node, known: Any, dtype: torch.dtype | None) -> Node:
-    """Return a node in a dtype, where it is known to have another."""
-    if dtype is None or known in (None, dtype):
-        return node
-    return graph.call_method("to", (node, dtype))
-
-
-class Norm(NamedTuple):
-    """y = norm(x): see NormRule. Statistics are recomputed from x.
-
-    dtype: of y; sums: of the gradients of weight and bias; kernel: "aten" or "triton"; num_dims:
-    how many dimensions are normalised together.
+    sums: the dtype of the gradients of weight and bias; kernel: "aten" or "triton"; num_dims: how
+    many dimensions are normalised together.
     """
 
     rule: NormRule
@@ -54,19 +45,7 @@ class Norm(NamedTuple):
     sums: torch.dtype | None = None
     kernel: str = "aten"
     num_dims: int = 1
-
-    @property
-    def body(self) -> Any:
-        """Return the module whose `norm` and `norm_grad` run."""
-        return aten if self.kernel == "aten" else triton_norm
-
-    def width(self, read: int, weight: Any) -> int:
-        """Return the features of y."""
-        return read
-
-    def out_dtype(self, reads: Sequence[Any]) -> Any:
-        """Return the dtype of y."""
-        return self.dtype or reads[0]
+    adds = True
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
         """Give all by one pass; the bias's gradient alone reads neither x nor the weight."""
@@ -74,21 +53,23 @@ class Norm(NamedTuple):
             return [Pass(wants)]
         return [Pass(wants, ("r0", "p0") if "r0" in wants else ("r0",))]
 
-    def forward(self, graph: Graph, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
-        """Write norm(x), or norm(x + residual), and the sum."""
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write y, and the sum where a residual is read."""
         x, residual = reads if len(reads) > 1 else (*reads, None)
-        args = (x, residual, *params, self.rule, self.dtype)
-        return parts_of(graph, graph.call_function(self.body.norm, args), len(reads))
+        fn = aten.norm if self.kernel == "aten" else triton_norm.norm
+        return code.items(code.call(fn, x, residual, *params, self.rule, self.dtype), len(reads))
 
-    def backward(self, graph: Graph, one: Gradient, dtype: Any) -> dict[str, Node]:
-        """Write dx, to which a gradient of x that exists is added, and those of the parameters."""
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+        """Write dx, added to a gradient of x that exists, and the parameters' gradients."""
         if one.gives == ("p1",):
-            return {"p1": graph.call_function(column_sums, (one.dy,))}
-        needs = tuple([slot in one.gives for slot in ("r0", "p0", "p1")])
-        args = (one.dy, one.total, one.reads["r0"], one.reads.get("p0"))
-        node = graph.call_function(self.body.norm_grad, (*args, self.rule, needs, self.sums))
-        found = parts_of(graph, node, 3)
-        return {slot: found[("r0", "p0", "p1").index(slot)] for slot in one.gives}
+            return {"p1": code.call(column_sums, one.dy)}
+        slots = ("r0", "p0", "p1")
+        needs = tuple([slot in one.gives for slot in slots])
+        fn = aten.norm_grad if self.kernel == "aten" else triton_norm.norm_grad
+        x, weight = one.reads["r0"], one.reads.get("p0")
+        node = code.call(fn, one.dy, one.total, x, weight, self.rule, needs, self.sums)
+        found = zip(slots, code.items(node, 3), strict=True)
+        return {slot: part for slot, part in found if slot in one.gives}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return norm(x) in torch's ops."""
@@ -101,12 +82,13 @@ class Norm(NamedTuple):
         return y if self.dtype is None else y.to(self.dtype)
 
 
-class Linear(NamedTuple):
-    """y = scale x W' + b, added to a second value in place where one is read.
+@dataclass(frozen=True)
+class Linear(Op):
+    """y = x W' + b, in `dtype`; or, of an adapter, y = total + scale x W', written over the total.
 
-    dtype: of the GEMM; grad_dtype: of the gradient of x, which several linears add to; sums: of the
-    weight; is_quantised: whether the weight is dense only while a GEMM reads it; out: of a sum, by
-    default the dtype that torch promotes to.
+    grad_dtype: of the gradient of x, which several linears add to; sums: of the weight's gradient;
+    is_quantised: whether the weight is dense only while a GEMM reads it; out: of a sum, by default
+    the dtype that torch promotes to.
     """
 
     dtype: torch.dtype
@@ -115,64 +97,70 @@ class Linear(NamedTuple):
     sums: torch.dtype | None = None
     is_quantised: bool = False
     out: torch.dtype | None = None
+    has_gemm = True
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """Return the dtype of the GEMM."""
+        return self.dtype
 
     def width(self, read: int, weight: Any) -> int:
-        """Return the features of y."""
+        """Return the weight's rows."""
         return weight[0]
 
     def out_dtype(self, reads: Sequence[Any]) -> Any:
-        """Return the dtype of y."""
+        """Return the dtype of y, or of the sum."""
         if len(reads) == 1:
             return self.dtype
         return self.out or torch.promote_types(reads[1], self.dtype)
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give each by a pass of its own; the gradient of a second value is that of y itself."""
+        """Give each by a pass of its own; the gradient of a total is that of y itself."""
         reads = {"p1": (), "r0": ("p0",), "p0": ("r0",)}
         return [Pass((slot,), reads[slot]) for slot in reads if slot in wants]
 
-    def forward(self, graph: Graph, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y."""
-        if len(reads) > 1:
-            args = (*reads[::-1], params[0], self.scale, self.out)
-            return [graph.call_function(passes.added, args)]
-        fn = passes.dequantised if self.is_quantised else kernels.linear
-        return [graph.call_function(fn, (reads[0], *params))]
+        if len(reads) == 1:
+            fn = passes.dequantised if self.is_quantised else kernels.linear
+            return [code.call(fn, reads[0], *params, over={"out": ()})]
+        low, total = reads
+        node = code.call(passes.added, total, low, params[0], self.scale, self.out)
+        known = code.dtype_of(total)
+        if self.dtype == known and self.out in (None, known):
+            node.meta["alias"] = total
+        return [node]
 
-    def backward(self, graph: Graph, one: Gradient, dtype: Any) -> dict[str, Node]:
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
         """Write the gradient of x, the weight or the bias."""
         (slot,) = one.gives
         if slot == "p1":
-            return {slot: graph.call_function(column_sums, (one.dy,))}
-        dy = cast(graph, one.dy, dtype, self.dtype)
+            return {slot: code.call(column_sums, one.dy)}
+        dy = code.cast(one.dy, self.dtype)
         if slot == "r0":
-            return {slot: self._input_grad(graph, dy, one)}
+            return {slot: self._input_grad(code, dy, one)}
         x = one.reads["r0"]
+        if "sum" in one.reads:
+            return {slot: code.call(passes.weight_sum, one.reads["sum"], dy, x, self.scale)}
         if self.scale == 1 and (self.dtype == self.sums or self.dtype not in HALF):
-            dy = graph.call_method("t", (dy,))
-            return {slot: graph.call_function(torch.mm, (dy, x))}
-        return {slot: graph.call_function(passes.weight_grad, (dy, x, self.scale, self.sums))}
+            return {slot: code.call(torch.mm, code.call("t", dy), x)}
+        return {slot: code.call(passes.weight_grad, dy, x, self.scale, self.sums)}
 
-    def _input_grad(self, graph: Graph, dy: Node, one: Gradient) -> Node:
-        weight, total, wide = one.reads["p0"], one.total, self.grad_dtype
+    def _input_grad(self, code: Writer, dy: Node, one: Gradient) -> Node:
+        weight, total, wide = one.reads["p0"], one.total, self.grad_dtype or self.dtype
+        known = code.dtype_of(total)
+        both = self.dtype if known is None else torch.promote_types(known, self.dtype)
         if self.is_quantised or self.scale != 1:
-            args = (dy, weight, self.scale, total)
-            return graph.call_function(passes.input_grad, args)
+            return code.call(passes.input_grad, dy, weight, self.scale, total, dtype=both)
         if total is None:
-            fn = torch.mm if wide in (None, self.dtype) else wide_product
-            return graph.call_function(fn, (dy, weight))
-        if one.total_dtype == self.dtype:
-            return graph.call_function(torch.addmm, (total, dy, weight), {"out": total})
-        if one.total_dtype == wide:
-            graph.call_function(add_product, (total, dy, weight))
+            fn = torch.mm if wide == self.dtype else wide_product
+            return code.call(fn, dy, weight, dtype=wide)
+        if known == self.dtype:
+            return code.call(torch.addmm, total, dy, weight, dtype=known, out=total)
+        if known == wide:
+            code.call(add_product, total, dy, weight)
             return total
-        product = graph.call_function(torch.mm, (dy, weight))
-        return graph.call_function(passes.summed, (total, product))
-
-    def grad_of_x(self, total: Any) -> Any:
-        """Return the dtype of the gradient of x, beside one of dtype `total` so far."""
-        own = self.grad_dtype or self.dtype
-        return own if total is None else torch.promote_types(total, own)
+        return code.call(passes.summed, total, code.call(torch.mm, dy, weight), dtype=both)
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return y in torch's ops."""
@@ -187,7 +175,8 @@ class Linear(NamedTuple):
         return total if self.out is None else total.to(self.out)
 
 
-class Hidden(NamedTuple):
+@dataclass(frozen=True)
+class Hidden(Op):
     """h = act(z), times u where gated; or of the two halves of z where packed.
 
     kernel: "aten", "split", "hybrid" (its backward takes the GEMM that gives dh into its kernel) or
@@ -197,72 +186,63 @@ class Hidden(NamedTuple):
     activation: str
     kernel: str = "split"
     is_packed: bool = False
+    recomputes = True
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of h."""
         return read // 2 if self.is_packed else read
 
-    def out_dtype(self, reads: Sequence[Any]) -> Any:
-        """Return the dtype of h."""
-        return reads[0]
-
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
         """Give all by one pass, which recomputes h on the way."""
         return [Pass(wants, ("r0", "r1"))]
 
-    def forward(self, graph: Graph, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
-        """Write h."""
-        if self.is_packed:
-            return [graph.call_function(passes.packed, (*reads, self.activation, self.kernel))]
-        z, u = reads if len(reads) > 1 else (*reads, None)
-        args = (z, u, None, self.activation, self.kernel)
-        return [graph.call_function(kernels.hidden, args)]
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write h, over what it reads; not over half a row.
 
-    def with_gemm(self, graph: Graph, x: Node, weight: Node, bias: Any, keeps: bool) -> list[Node]:
-        """Write h = act(x W' + b), and z where it is kept, by one kernel."""
-        args = (x, weight, bias, self.activation, keeps)
-        return parts_of(graph, graph.call_function(kernels.linear_act, args), 2)
-
-    def backward(self, graph: Graph, one: Gradient, dtype: Any) -> dict[str, Node]:
-        """Write dz, du and h, and the sums over the columns of dz and du."""
-        if "x" in one.reads:
-            args = (one.dy, one.reads["x"], one.weight, one.reads.get("b"))
-            node = graph.call_function(
-                kernels.linear_act_dz, (*args, self.activation, "b0" in one.sums)
-            )
-            dz, db = parts_of(graph, node, 2)
-            return {"r0": dz} | ({"b0": db} if "b0" in one.sums else {})
-        reads = one.reads["r0"], one.reads.get("r1")
-        sums = "b0" in one.sums, "b1" in one.sums
-        how = (self.activation, self.kernel, self.is_packed, sums, "y" in one.gives)
-        fn, args = passes.hidden_grads, (one.dy, one.weight, *reads, *how)
-        node = graph.call_function(fn, args, {"h": None, "dz": None, "du": None})
-        slots = ("y", "r0", "r1", "b0", "b1")
-        found = dict(zip(slots, parts_of(graph, node, 5), strict=True))
-        given = {*one.gives, *one.sums}
-        return {slot: part for slot, part in found.items() if slot in given}
-
-    def places(self, gives: tuple[str, ...], made: set[str], free: set[str]) -> dict[str, str]:
-        """Return what the results are written over: slots by slots, "dy" for the gradient of h.
-
-        free: slots that nothing reads later; made: those of them that were made in this backward.
-        h is done with before dz and du are, and so takes no saved buffer, which is in memory until
-        the end anyway. Nor is it written over half a row: a GEMM that reads rows that lie apart may
-        round otherwise.
+        A GEMM that reads rows that lie apart may round otherwise.
         """
         if self.is_packed:
-            wishes = {"y": ["dy"], "r0": ["r0"]}
-        elif "r1" in gives:
-            wishes = {"y": ["dy", "r1", "r0"], "r1": ["dy", "r1"], "r0": ["r0", "r1"]}
+            over, fn = {"out": ()}, passes.packed
+            return [code.call(fn, *reads, self.activation, self.kernel, over=over)]
+        z, u = reads if len(reads) > 1 else (*reads, None)
+        args = (z, u, self.activation, self.kernel)
+        return [code.call(kernels.hidden, *args, over={"out": reads[::-1]})]
+
+    def with_gemm(self, code: Writer, x: Node, linear: Sequence[Any], keeps: bool) -> list[Node]:
+        """Write h = act(x W' + b), and z where it is kept, by one kernel."""
+        return code.items(code.call(kernels.linear_act, x, *linear, self.activation, keeps), 2)
+
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+        """Write dz, du and h, and the sums over the columns of dz and du."""
+        reads, sums = one.reads, ("b0" in one.sums, "b1" in one.sums)
+        if "x" in reads:
+            args = (one.dy, reads["x"], one.weight, reads.get("b"), self.activation, sums[0])
+            slots, node = ("r0", "b0"), code.call(kernels.linear_act_dz, *args)
         else:
-            wishes = {"y": ["r0", "dy"], "r0": ["dy", "r0"]}
-        found: dict[str, str] = {}
-        for slot, wished in wishes.items():
-            left = [w for w in wished if w in (made if slot == "y" else free)]
-            left = [w for w in left if w not in found.values()]
-            if slot in gives and left:
-                found[slot] = left[0]
-        return found
+            args = (one.dy, one.weight, reads["r0"], reads.get("r1"), self.activation, self.kernel)
+            args = (*args, self.is_packed, sums, "y" in one.gives)
+            slots = ("y", "r0", "r1", "b0", "b1")
+            node = code.call(passes.hidden_grads, *args, over=self._places(one))
+        found = zip(slots, code.items(node, len(slots)), strict=True)
+        return {slot: part for slot, part in found if slot in {*one.gives, *one.sums}}
+
+    def _places(self, one: Gradient) -> dict[str, tuple[Node, ...]]:
+        """Return what h, dz and du may be written over, the best first."""
+        if self.is_packed:
+            wishes = {"y": ("dy",), "r0": ("r0",)}
+        elif "r1" in one.gives:
+            wishes = {"y": ("dy", "r1", "r0"), "r1": ("dy", "r1"), "r0": ("r0", "r1")}
+        else:
+            wishes = {"y": ("r0", "dy"), "r0": ("dy", "r0")}
+        nodes = dict(one.reads)
+        if one.weight is None:
+            nodes["dy"] = one.dy
+        keys = {"y": "h", "r1": "du", "r0": "dz"}
+        return {
+            keys[slot]: tuple([nodes[name] for name in names if name in nodes])
+            for slot, names in wishes.items()
+            if slot in one.gives
+        }
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return h in torch's ops."""
@@ -270,49 +250,37 @@ class Hidden(NamedTuple):
         return reference.hidden(pair, self.activation)
 
 
-class Dropout(NamedTuple):
-    """y = dropout(x, p), drawn from a seed that is saved: its gradient draws the same again.
-
-    row: the number of the first row, of a chunk of rows.
-    """
+@dataclass(frozen=True)
+class Dropout(Op):
+    """y = dropout(x, p), drawn from a seed that is saved: its gradient draws the same again."""
 
     p: float
     seed: int
     dtype: torch.dtype | None = None
 
-    def width(self, read: int, weight: Any) -> int:
-        """Return the features of y."""
-        return read
-
-    def out_dtype(self, reads: Sequence[Any]) -> Any:
+    @property
+    def read_dtype(self) -> torch.dtype | None:
         """Return the dtype of y."""
-        return self.dtype or reads[0]
+        return self.dtype
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
         """Give the gradient of x."""
         return [Pass(wants, ("p0",))]
 
-    def forward(self, graph: Graph, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write dropout(x)."""
-        return [self._call(graph, reads[0], params[0])]
+        seed = code.call(operator.getitem, params[0], self.seed)
+        return [code.call(dropout, reads[0], self.p, seed, code.row)]
 
-    def _call(self, graph: Graph, x: Node, seeds: Node) -> Node:
-        (row,) = graph.find_nodes(op="placeholder", target="row")
-        seed = graph.call_function(operator.getitem, (seeds, self.seed))
-        return graph.call_function(dropout, (x, self.p, seed, row))
-
-    def backward(self, graph: Graph, one: Gradient, dtype: Any) -> dict[str, Node]:
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
         """Write the gradient of x, added to one that exists."""
-        dx = self._call(graph, one.dy, one.reads["p0"])
+        (dx,) = self.forward(code, [one.dy], [one.reads["p0"]])
+        total, known = code.dtype_of(one.total), code.dtype_of(one.dy)
+        dx.meta["dtype"] = known
         if one.total is None:
             return {"r0": dx}
-        return {"r0": graph.call_function(passes.summed, (one.total, dx))}
-
-    def grad_of_x(self, total: Any) -> Any:
-        """Return the dtype of the gradient of x, beside one of dtype `total` so far."""
-        if total is None or self.dtype is None:
-            return total
-        return torch.promote_types(total, self.dtype)
+        both = None if None in (total, known) else torch.promote_types(total, known)
+        return {"r0": code.call(passes.summed, one.total, dx, dtype=both)}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return dropout(x) in torch's ops."""
@@ -321,24 +289,21 @@ class Dropout(NamedTuple):
         return reference.dropout(x, self.p, seed)
 
 
-class Add(NamedTuple):
+@dataclass(frozen=True)
+class Add(Op):
     """y = a + b, written over a where nothing else reads that."""
 
-    def width(self, read: int, weight: Any) -> int:
-        """Return the features of y."""
-        return read
-
     def out_dtype(self, reads: Sequence[Any]) -> Any:
-        """Return the dtype of y."""
+        """Return the dtype that torch promotes to."""
         return None if None in reads else torch.promote_types(*reads)
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
         """Give nothing: both gradients are that of y itself."""
         return []
 
-    def forward(self, graph: Graph, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write a + b."""
-        return [graph.call_function(torch.add, tuple(reads))]
+        return [code.call(torch.add, *reads, over={"out": reads[:1]})]
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return the sum."""
