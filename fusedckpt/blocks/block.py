@@ -19,7 +19,7 @@ from fusedckpt.autograd.dropout import draw_seeds
 from fusedckpt.autograd.lora import Parts
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.versions import Versioned
-from fusedckpt.blocks import backward_schedule, compiled, norm_sharing, ops
+from fusedckpt.blocks import backward_schedule, compiled, norm_sharing, ops, run
 from fusedckpt.blocks.builder import Linears
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.mlp_program import GATED, PACKED
@@ -46,10 +46,8 @@ class Block(torch.autograd.Function):
             params = [t if isinstance(t, Tensor) else None for t in params]
         if phase is not None and not call.program.keeps:
             phase.enter(inputs + params, saved.likes)
-        if call.direct or others:
-            found = ops.forward(call, saved.forward, tensors)
-        else:
-            found = ops.watched_forward(call, saved, tensors)
+        compute = run.forward if call.direct or others else ops.forward
+        found = compute(call, saved.forward, tensors)
         given = inputs + list(map(found.__getitem__, saved.results)) + params
         # the last result is None
         extras = list(map([*found, None].__getitem__, saved.extras))
@@ -79,20 +77,20 @@ class Block(torch.autograd.Function):
             return (None,) * (2 + len(call.metas))
         flags, tensors, direct = begun
         wanted, products = tuple(flags[2:]), tensors[ctx.num_given :]
-        given = dict(zip(ctx.saved.names, tensors, strict=False))
+        given = dict(zip(ctx.saved.names, tensors, strict=True))
         if ctx.others:
             given |= ctx.others
         like = dys[0] if dys[0] is not None else _first(dys)
         if torch.is_grad_enabled():
             return (None, None, *_twin_gradients(ctx, given, dys, wanted))
-        compute = ops.backward if direct or ctx.others else ops.watched_backward
+        compute = run.backward if direct or ctx.others else ops.backward
         if not torch.compiler.is_compiling() and is_batch(dys):
-            grads = one_by_one(partial(_of_one, call, wanted, products, given), dys)
+            grads = one_by_one(partial(_of_one, call, wanted, given), dys)
         elif any(map(_IS_GIVEN, products)):
-            args = (call, wanted, dys, like, products, given)
+            args = (call, wanted, dys, like, given)
             grads = donation.run(ctx, products, like, partial(compute, *args))
         else:
-            grads = compute(call, wanted, dys, like, products, given)
+            grads = compute(call, wanted, dys, like, given)
         for i, dtype in enumerate(call.dtypes):
             # each sum goes as it is rounded, not after all of them
             grad = grads[i]
@@ -101,10 +99,10 @@ class Block(torch.autograd.Function):
 
 
 def _of_one(
-    call: Call, wanted: Flags, products: Any, given: dict[Any, Any], dys: Sequence[Tensor | None]
+    call: Call, wanted: Flags, given: dict[Any, Any], dys: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Return the gradients of one of a batch."""
-    return ops.backward(call, wanted, dys, _first(dys), products, given)
+    return run.backward(call, wanted, dys, _first(dys), given)
 
 
 # without a call of Python's

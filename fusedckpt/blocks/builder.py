@@ -43,21 +43,20 @@ class Builder:
     def norm(self, op: Norm, weight: Any, bias: Any, reads: str = "x", out: str = "n") -> str:
         """Add a norm and its parameters."""
         given = [
-            self.param(f"norm.{k}", Layout("vector"), t)
-            for k, t in (("weight", weight), ("bias", bias))
+            self.param(f"norm.{k}", Layout(1), t) for k, t in (("weight", weight), ("bias", bias))
         ]
         return self.add(op, out, (reads,), given)
 
     def linear(self, key: str, parts: Parts, dtype: torch.dtype, around: Around) -> tuple[Any, ...]:
         """Add the parameters of a linear layer: its weight, bias, and pairs of adapters."""
-        kind = Layout("weight", dtype) if parts.base is None else Layout("")
+        kind = Layout(2, dtype) if parts.base is None else Layout(0)
         weight = self.param(key, kind, parts.weight or parts.base)
         if parts.base is not None:
             self.others.append(len(self.params) - 1)
-        bias = self.param(bias_of(key), Layout("vector", dtype), parts.bias)
+        bias = self.param(bias_of(key), Layout(1, dtype), parts.bias)
         adapters = []
         for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
-            own = Layout("weight", around.compute_dtype(a.dtype))
+            own = Layout(2, around.compute_dtype(a.dtype))
             number = i if i else ""
             numbers = [self.param(f"{key}.{n}{number}", own, t) for n, t in (("A", a), ("B", b))]
             adapters.append((*numbers, constants, own.dtype))
@@ -95,7 +94,7 @@ class Builder:
     def program(self, results: Sequence[str], **options: Any) -> Program:
         """Return the program; the seeds are its last parameter."""
         if self.num_seeds:
-            self.param("seeds", Layout(""), None)
+            self.param("seeds", Layout(0), None)
         number = len(self.params) - 1
         steps = tuple(
             step._replace(params=tuple([number if p == "seeds" else p for p in step.params]))

@@ -15,25 +15,25 @@ from fusedckpt.blocks import backward_schedule, forward_schedule
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.schedule import Flags, Schedule
 from fusedckpt.blocks.steps import Norm
-from fusedckpt.kernels.runtime import as_matrix, as_vector, as_weight
+from fusedckpt.kernels.runtime import as_vector, as_weight
 
 
 class Layout(NamedTuple):
-    """How kernels take a parameter: "weight", "vector" or "" for unchanged, and its dtype there."""
+    """How kernels take a parameter: as a vector (1), a weight (2) or unchanged (0); its dtype."""
 
-    kind: str
+    num_dims: int
     dtype: torch.dtype | None = None
-
-    @property
-    def num_dims(self) -> int:
-        """Return how many dimensions a parameter has that needs no change."""
-        return {"vector": 1, "weight": 2, "": 0}[self.kind]
 
     def of(self, given: Any) -> Any:
         """Return a parameter so laid out."""
-        if self.kind == "vector":
-            return as_vector(given, self.dtype)
-        return as_weight(given, self.dtype or given.dtype) if self.kind else given
+        num_dims, dtype = self
+        if num_dims == 0 or (
+            given.dim() == num_dims
+            and (dtype is None or given.dtype == dtype)
+            and given.is_contiguous()
+        ):
+            return given
+        return as_vector(given, dtype) if num_dims == 1 else as_weight(given, dtype or given.dtype)
 
 
 _numbers = itertools.count()
@@ -43,10 +43,11 @@ class Saved(NamedTuple):
     """What a call saves, for the gradients that may be wanted of it.
 
     inputs, params, results: places among the call's tensors and the forward's results; names: of
-    inputs and results, then numbers of parameters; unread: places of parameters that only second
-    derivatives read; likes: shape and dtype of the products that a checkpoint counts on, None for
-    the others; forward: what computes the results and the products flagged in `products`; extras:
-    the places of products among them, -1 for none; constant: of results that have no gradient.
+    inputs, results, numbers of parameters, then of products; unread: places of parameters that only
+    second derivatives read; likes: shape and dtype of the products that a checkpoint counts on,
+    None for the others; forward: computes the results and the products that are due; extras: the
+    places of these products among its results, -1 for none; constant: of results that have no
+    gradient.
     """
 
     inputs: tuple[int, ...]
@@ -56,7 +57,6 @@ class Saved(NamedTuple):
     unread: tuple[int, ...]
     likes: tuple[Any, ...]
     forward: Schedule
-    products: Flags
     extras: tuple[int, ...]
     constant: tuple[int, ...]
 
@@ -92,8 +92,7 @@ class Call:
         # of what a norm made, it may save the norm's input
         self.shares = len(program.results) == 1 and not isinstance(program.steps[0].op, Norm)
         self.num_inputs, self.num_dims = len(program.inputs), program.num_dims
-        # of parameters: dimensions and dtype of those that need no change
-        self.plain = tuple([(layout.num_dims, layout.dtype) for layout in layouts])
+        self.names = (*program.inputs, *range(len(program.params)))
         self.dtypes = tuple([None if meta is None else meta.dtype for meta in metas])
         # what ops call it by: a description, and a number that tells it from a call on other shapes
         self.key = f"{name} #{next(_numbers)}: {(program, layouts, self.dtypes, chunks)!r}"
@@ -129,7 +128,7 @@ class Call:
             # second derivatives draw the same
             params.append(last)
         unread = [n for n in whole.names("param") if n not in (*params, *self.others)]
-        forward = forward_schedule.forward(program, runs, self.chunks > 1)
+        forward = self.forward(runs)
         names = forward.results
         inputs = [name for name in values if name in program.inputs]
         results = [name for name in values if name not in program.inputs]
@@ -137,11 +136,10 @@ class Call:
             tuple(map(program.inputs.index, inputs)),
             tuple(map(names.index, results)),
             tuple([count + n for n in params]),
-            (*inputs, *results, *params),
+            (*inputs, *results, *params, *program.products),
             tuple([count + n for n in unread]),
             self._likes(likes),
             forward,
-            runs,
             tuple([names.index(n) if n in names else -1 for n in program.products]),
             tuple([i for i, name in enumerate(program.results) if name not in found.flows]),
         )
@@ -153,14 +151,13 @@ class Call:
         if not self.program.products:
             return ()
         shapes = [() if meta is None else meta.shape for meta in self.metas]
-        known, dtypes = self.described(shapes, self.metas)
-        leading = self.metas[0].shape[:-1]
-        return tuple(
-            [
-                ((*leading, known[name]), dtypes[name]) if flag else None
-                for name, flag in zip(self.program.products, flags, strict=True)
-            ]
-        )
+        known, leading = self.described(shapes, self.metas), self.metas[0].shape[:-1]
+        pairs = zip([known[name] for name in self.program.products], flags, strict=True)
+        return tuple([((*leading, found[0]), found[1]) if flag else None for found, flag in pairs])
+
+    def forward(self, products: Flags) -> Schedule:
+        """Return the schedule of a forward that gives the products that are flagged."""
+        return forward_schedule.forward(self.program, products, self.chunks > 1)
 
     def backward(self, wanted: Flags, products: Flags, dys: Flags, donates: bool) -> Schedule:
         """Return the schedule of a backward."""
@@ -170,11 +167,12 @@ class Call:
             self._backward[key] = backward_schedule.backward(self.program, *flags)
         return self._backward[key]
 
-    def described(self, shapes: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, Any]:
-        """Return features and dtypes of every value, for tensors of these shapes."""
+    def described(self, shapes: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Any]:
+        """Return the features and the dtype of every value, for tensors of these shapes."""
         inputs, params = shapes[: self.num_inputs], shapes[self.num_inputs :]
-        known = self.program.widths([shape[-1] for shape in inputs], params)
-        return known, self.program.dtypes([x.dtype for x in tensors[: self.num_inputs]])
+        widths = self.program.widths([shape[-1] for shape in inputs], params)
+        dtypes = self.program.dtypes([x.dtype for x in tensors[: self.num_inputs]])
+        return {name: (width, dtypes[name]) for name, width in widths.items()}
 
     def stand_in(self, name: str | int, like: Tensor) -> Tensor | None:
         """Return zeros for an input or parameter, given a dy `like`; None for an absent one."""
@@ -187,11 +185,6 @@ class Call:
         if is_input:
             shape = (*like.shape[: -self.num_dims], *shape[-self.num_dims :])
         return stand_in(shape, meta.dtype, meta.device)
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Return x as a matrix of rows."""
-        is_matrix = self.num_dims == 1 and x.dim() == 2 and x.stride(1) == 1
-        return x if is_matrix else as_matrix(x, self.num_dims)
 
     def shape(self, like: Sequence[int], features: int) -> tuple[int, ...]:
         """Return the shape of a result or gradient beside one of shape `like`."""

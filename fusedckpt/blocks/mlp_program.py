@@ -153,8 +153,8 @@ class MLPOptions(NamedTuple):
         b, read = Builder(), "x"
         weight, bias, *_ = metas
         if self.norm is None:
-            b.param("norm.weight", Layout("vector"), None)
-            b.param("norm.bias", Layout("vector"), None)
+            b.param("norm.weight", Layout(1), None)
+            b.param("norm.bias", Layout(1), None)
         else:
             body = "aten" if kernel == "aten" else "triton"
             read = b.norm(Norm(rule_of(self.norm, x.dtype), dtype, None, body), weight, bias)

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from fusedckpt.autograd import phases
+from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import Hooks
 from fusedckpt.autograd.versions import Versioned, versions_of
-from fusedckpt.blocks import ops
+from fusedckpt.blocks import ops, run
 
 
 class Source(NamedTuple):
@@ -66,7 +67,8 @@ def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | N
 
 
 def _normalised(call: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return ops.forward_of(call, (x, weight, bias))
+    compute = run.forward if is_unwatched() else ops.forward
+    return compute(call, call.forward(()), (x, weight, bias))[0]
 
 
 def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> Any:

@@ -1,19 +1,26 @@
-"""A block's schedules at work, on one chunk of rows after another."""
+"""A block's schedules at work, on tensors of any shape, one chunk of rows after another."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from fusedckpt.blocks.schedule import Schedule
+from fusedckpt.autograd.custom_op import BELOW, below
+from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.schedule import Flags, Schedule
+from fusedckpt.kernels.runtime import as_matrix
 
 # above this many bytes of F-wide temporaries the rows are cut into chunks, if that pays
 CHUNK_BYTES = 512 << 20
 # rows of a GEMM's tile, which a chunk fills
 CHUNK_STEP = 128
+# without a call of Python's
+_IS_GIVEN = partial(operator.is_not, None)
 
 
 def chunks_for(rows: int, d: int, f: int, num_tensors: int, itemsize: int) -> int:
@@ -36,49 +43,114 @@ def row_chunks(rows: int, chunks: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, max(rows, 1), step)]
 
 
-def forward(
-    code: Schedule, given: Mapping[Any, Any], homes: Sequence[Tensor], chunks: int
-) -> list[Tensor]:
-    """Fill `homes`, the places of all rows, chunk by chunk.
-
-    given: by kind and name, rows of the inputs and parameters.
-    """
-    places = dict(zip([("home", name) for name in code.results], homes, strict=True))
-    sliced = [key[0] in ("value", "home") for key in code.given]
-    tensors = [given[key] if key in given else places[key] for key in code.given]
-    for rows in row_chunks(homes[0].shape[0], chunks):
-        pairs = zip(tensors, sliced, strict=True)
-        code.run(rows.start, *[t[rows] if cut else t for t, cut in pairs])
-    return list(homes)
+def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
+    """Return the results of inputs and parameters, then the products that the schedule gives."""
+    x, given = tensors[0], dict(zip(call.names, tensors, strict=True))
+    with below(BELOW):
+        if call.chunks == 1:
+            found = list(code.run(0, *_arguments(call, code, given)))
+        else:
+            num_rows = math.prod(x.shape[: -call.num_dims])
+            known = call.described([() if t is None else t.shape for t in tensors], tensors)
+            sizes = [(num_rows, known[name][0], known[name][1]) for name in code.results]
+            found = [x.new_empty(rows, width, dtype=dtype) for rows, width, dtype in sizes]
+            homes = dict(zip(code.results, found, strict=True))
+            args = _arguments(call, code, given, homes=homes)
+            for rows in row_chunks(num_rows, call.chunks):
+                code.run(rows.start, *_cut(code, args, rows))
+    if x.dim() == 2 and call.num_dims == 1:
+        return found
+    return [y.view(call.shape(x.shape, y.shape[1])) for y in found]
 
 
 def backward(
+    call: Call,
+    wanted: Flags,
+    dys: Sequence[Tensor | None],
+    like: Tensor,
+    given: Mapping[Any, Any],
+    donates: bool = False,
+) -> list[Tensor | None]:
+    """Return the gradients of inputs and parameters.
+
+    like: one of dys; given: what was saved, parameters by number, else by name; donates: whether
+    the products may be written over.
+    """
+    products = tuple(map(_IS_GIVEN, map(given.get, call.program.products)))
+    code = call.backward(wanted, products, tuple(map(_IS_GIVEN, dys)), donates)
+    with below(BELOW):
+        args = _arguments(call, code, given, dys)
+        if call.chunks == 1:
+            found = list(code.run(0, *args))
+        else:
+            found = _backward_in_chunks(call, code, args, math.prod(like.shape[: -call.num_dims]))
+        return found if like.dim() == 2 and call.num_dims == 1 else _shaped(call, like, found)
+
+
+def _arguments(
+    call: Call,
     code: Schedule,
     given: Mapping[Any, Any],
-    dtypes: Sequence[Any],
-    num_rows: int,
-    chunks: int,
+    dys: Sequence[Tensor | None] = (),
+    homes: Mapping[str, Tensor] | None = None,
+) -> list[Any]:
+    """Return what a schedule is given: matrices of rows, and parameters as kernels take them."""
+    args, program, one_row = [], call.program, call.num_dims == 1
+    for kind, key in code.given:
+        if kind == "param":
+            args.append(call.layouts[key].of(given[key]))
+        elif kind == "home" and homes is not None:
+            args.append(homes[key])
+        elif kind == "sum":
+            args.append(None)
+        else:
+            rows: Any = given[key] if kind == "value" else dys[program.results.index(key)]
+            if not (one_row and rows.dim() == 2 and rows.stride(1) == 1):
+                rows = as_matrix(rows, call.num_dims)
+            # elementwise kernels read products, which hooks may have laid out otherwise
+            args.append(rows.contiguous() if key in program.products else rows)
+    return args
+
+
+def _cut(code: Schedule, args: Sequence[Any], rows: slice) -> Iterator[Any]:
+    """Return arguments for a chunk of rows."""
+    whole = ("param", "sum")
+    return (
+        arg if kind in whole else arg[rows] for (kind, _), arg in zip(code.given, args, strict=True)
+    )
+
+
+def _backward_in_chunks(
+    call: Call, code: Schedule, args: list[Any], num_rows: int
 ) -> list[Tensor | None]:
-    """Return the gradients of inputs, on rows, of these dtypes; and of parameters, summed."""
-    num_inputs = len(dtypes)
+    """Return the gradients of inputs, on rows; and of parameters, summed over chunks."""
+    count = call.num_inputs
+    sums = [(i, count + key) for i, (kind, key) in enumerate(code.given) if kind == "sum"]
     grads: list[Any] = [None] * len(code.results)
-    for rows in row_chunks(num_rows, chunks):
-        args = []
-        for kind, name in code.given:
-            if kind == "sum":
-                args.append(grads[num_inputs + name])
-            else:
-                t = given[kind, name]
-                args.append(t if kind == "param" else t[rows])
-        found = list(code.run(rows.start, *args))
+    for rows in row_chunks(num_rows, call.chunks):
+        for i, index in sums:
+            args[i] = grads[index]
+        found = list(code.run(rows.start, *_cut(code, args, rows)))
+        for i in range(count):
+            if found[i] is not None:
+                if grads[i] is None:
+                    shape = num_rows, found[i].shape[1]
+                    grads[i] = found[i].new_empty(shape, dtype=call.dtypes[i])
+                grads[i][rows] = found[i]
+        grads[count:] = found[count:]
         # before the next chunk asks for as much
-        del args
-        for index in range(num_inputs):
-            if found[index] is not None:
-                if grads[index] is None:
-                    shape = num_rows, found[index].shape[1]
-                    grads[index] = found[index].new_empty(shape, dtype=dtypes[index])
-                grads[index][rows] = found[index]
-        grads[num_inputs:] = found[num_inputs:]
         del found
     return grads
+
+
+def _shaped(call: Call, like: Tensor, found: list[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients on rows in the shapes that those of their tensors are."""
+    # the inputs of a sum have one gradient: as two views of it, autograd would add to it in place
+    views: dict[int, Tensor] = {}
+    for i, grad in enumerate(found):
+        if grad is not None and i < call.num_inputs:
+            view = grad.view(call.shape(like.shape, grad.shape[1]))
+            found[i] = views.setdefault(id(grad), view)
+        elif grad is not None and call.num_dims > 1:
+            found[i] = grad.view(like.shape[-call.num_dims :])
+    return found

@@ -58,15 +58,15 @@ def weights():
 
 def mlp_grad_calls(monkeypatch):
     """Collect which gradients the MLP's backward computes."""
-    from fusedckpt.blocks import ops
+    from fusedckpt.blocks import run
 
-    seen, computed = [], ops.backward
+    seen, computed = [], run.backward
 
     def spy(call, wanted, *args):
         seen.append(wanted)
         return computed(call, wanted, *args)
 
-    monkeypatch.setattr(ops, "backward", spy)
+    monkeypatch.setattr(run, "backward", spy)
     return seen
 
 
