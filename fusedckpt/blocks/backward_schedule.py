@@ -1,7 +1,7 @@
-"""The backward of a block, derived from its program, what is wanted and what was saved.
+"""The backward of a block, derived from its program, the wanted gradients and the saved tensors.
 
-The steps are walked back; what backward is given decides what it recomputes. Rules that no step
-sees alone stand here:
+The steps are walked back; values that are not given are recomputed. Rules that involve more than
+one step stand here:
 
 - A weight gradient that reads a recomputed value waits for the pass that makes the value anyway.
 - The gradient of a bias comes from the pass that makes the gradient it sums, where that can.
@@ -55,7 +55,7 @@ class Walk(Writer):
         return (*reads, *params)
 
     def run(self) -> None:
-        """Walk back; a weight gradient waits for the pass that makes what it reads."""
+        """Walk back; a weight gradient waits for the pass that makes its input."""
         waiting: list[tuple[Step, Pass, Node]] = []
         for step in reversed(self.program.steps):
             if step.out not in self.flows or not self.has_gradient(step.out):
@@ -84,7 +84,7 @@ class Walk(Writer):
             self.emit(*entry)
 
     def comes(self, value: Any) -> bool:
-        """Whether a pass yet to run makes a value, or what it would be recomputed from."""
+        """Whether a pass yet to run makes a value, or the values that it is recomputed from."""
         step = self.makers.get(value)
         if step is None or value in self.nodes or value in self.saved:
             return False
@@ -142,7 +142,7 @@ class Walk(Writer):
                 self.add(step.at(slot) if bias is None else bias, node)
 
     def given_to(self, step: Step, one: Pass, dy: Node) -> Gradient:
-        """Return what a pass reads."""
+        """Return the tensors that a pass reads."""
         op, reads = step.op, dict[str, Node]()
         weight: Any = None
         kernel = getattr(op, "kernel", "") if op.recomputes else ""

@@ -1,4 +1,4 @@
-"""Every fused layer: one autograd Function, which saves what the schedule of its backward reads."""
+"""The autograd Function of every fused layer: it saves the tensors that its backward reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, phase: Phase | None, *tensors: Any) -> Any:
-        """Return the results; save what the level names, where a wanted gradient reads it."""
+        """Return the results; save the level's tensors that a wanted gradient reads."""
         needs = ctx.needs_input_grad[2:]
         if True not in needs:
             phase = None
@@ -201,7 +201,7 @@ def _twin_gradients(
                 f"{call.name}: create_graph=True needs {name}, which save='preact' does not save "
                 "where the first weights are frozen: use save='inputs'"
             )
-    # a sum that was saved is differentiated in place of what it is the sum of
+    # a saved sum is differentiated in place of its summands
     firsts = program.keeps or program.inputs
     names = (*firsts, *range(len(program.params)))
     flags = [any(wanted[:count])] if program.keeps else list(wanted[:count])

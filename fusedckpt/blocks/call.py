@@ -40,7 +40,7 @@ _numbers = itertools.count()
 
 
 class Saved(NamedTuple):
-    """What a call saves, for the gradients that may be wanted of it.
+    """The tensors that a call saves for the gradients that may be wanted.
 
     inputs, params, results: places among the call's tensors and the forward's results; names: of
     inputs, results, numbers of parameters, then of products; unread: places of parameters that only
@@ -89,12 +89,12 @@ class Call:
         self.name, self.program, self.layouts, self.metas = name, program, layouts, metas
         self.others, self.level, self.chunks, self.direct = others, level, chunks, direct
         self.read, self.adds_after, self.num_seeds = read, adds_after, num_seeds
-        # of what a norm made, it may save the norm's input
+        # whether it may save a norm's input in place of the norm's output
         self.shares = len(program.results) == 1 and not isinstance(program.steps[0].op, Norm)
         self.num_inputs, self.num_dims = len(program.inputs), program.num_dims
         self.names = (*program.inputs, *range(len(program.params)))
         self.dtypes = tuple([None if meta is None else meta.dtype for meta in metas])
-        # what ops call it by: a description, and a number that tells it from a call on other shapes
+        # the name by which ops find it: a description, and a number, as shapes are not described
         self.key = f"{name} #{next(_numbers)}: {(program, layouts, self.dtypes, chunks)!r}"
         CALLS[self.key] = self
         self._saved: dict[Any, Saved] = {}
@@ -106,7 +106,7 @@ class Call:
         return tuple([level == "preact" or (level == "gate" and i == 0) for i in range(count)])
 
     def saved(self, needs: Flags, levels: tuple[str, str] | None) -> Saved:
-        """Return what to save; levels: a phase's, None for the call's own."""
+        """Return the tensors to save; levels: a phase's, None for the call's own."""
         key = needs, levels
         if key not in self._saved:
             self._saved[key] = self._settled(needs, *(levels or (self.level, self.level)))

@@ -1,4 +1,4 @@
-"""A block under torch.compile: its eager reference, of which only what the level names is saved.
+"""A block under torch.compile: its eager reference, which saves only tensors of its level.
 
 The compiler makes the kernels, and fuses them with the code around the block. The reference runs in
 torch's checkpoint, which torch.compile traces; a policy saves the GEMM outputs that the level

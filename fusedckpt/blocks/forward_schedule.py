@@ -1,4 +1,4 @@
-"""The forward of a block: steps in order, two of them in one kernel where there is one."""
+"""The forward of a block: steps in order, two of them in one kernel where kernels allow."""
 
 from __future__ import annotations
 

@@ -81,13 +81,13 @@ def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> 
     if found is None:
         return function(read, *args)
     with _uncounted() as count:
-        # hooks can be set only on what was saved without any
+        # hooks can be set only on tensors saved without hooks
         if phases.top_hooks() is None:
             y = function(read, *args)
             saved = y.grad_fn.saved_tensors
             if y.grad_fn.saved.inputs:
                 recipe = Recipe(Versioned(*found), n.grad_fn.source.again, read.dtype)  # type: ignore[union-attr]  # noted
-                # the first is called at once, and n let go of
+                # the pack hook is called at once, and frees n
                 y.grad_fn._raw_saved_tensors[0].register_hooks(lambda _: recipe, _remake)
                 saved = *found, *saved[1:]
             for tensor in saved:
@@ -116,7 +116,7 @@ def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
     """Return x, weight and bias of the norm that computed n; None if unknown, freed or modified."""
     node: Any = n.grad_fn
     source: Source | None = getattr(node, "source", None)
-    # who hooks n may give the norm its weights for as long as the gradient of n is on its way
+    # a hook on n may free or replace the norm's weights before backward reaches the norm
     if source is None or not torch.is_grad_enabled() or n._backward_hooks:
         return None
     if source.versions != versions_of(n, source.weight, source.bias):

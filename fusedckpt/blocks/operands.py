@@ -37,7 +37,7 @@ def taken_apart(
 
 
 def structure_of(parts: Sequence[Parts]) -> tuple[Parts, ...]:
-    """Return what is no tensor of linears: with the Meta of a quantised weight."""
+    """Return linears without their tensors, and with the Meta of a quantised weight."""
     found = []
     for linear in parts:
         bare = refilled(linear, itertools.repeat(None))

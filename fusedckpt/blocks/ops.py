@@ -22,7 +22,7 @@ ABSENT_DIMS = 7
 
 
 def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
-    """Do what `run.forward` does as one op."""
+    """Run `run.forward` as one op."""
     return _forward_op(list(tensors), call.key, code.results[len(call.program.results) :])
 
 
@@ -34,7 +34,7 @@ def backward(
     given: Mapping[Any, Any],
     donates: bool = False,
 ) -> list[Tensor | None]:
-    """Do what `run.backward` does as one op."""
+    """Run `run.backward` as one op."""
     program, count, asked = call.program, call.num_inputs, list(wanted)
     products = {name: given[name] for name in program.products if given.get(name) is not None}
     if program.keeps:

@@ -1,4 +1,4 @@
-"""What schedules call besides kernels: passes over rows that take a choice when they run."""
+"""Functions that schedules call besides kernels, which choose a GEMM when they run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return scale a b; the GEMM scales its float32 sum, so that no factor overflows."""
     if scale == 1:
         return torch.mm(a, b)
-    # what is multiplied by beta is not read
+    # with beta 0 the first operand is not read
     return torch.addmm(a.new_empty(1, 1), a, b, beta=0, alpha=scale)
 
 

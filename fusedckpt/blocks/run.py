@@ -73,8 +73,8 @@ def backward(
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and parameters.
 
-    like: one of dys; given: what was saved, parameters by number, else by name; donates: whether
-    the products may be written over.
+    like: one of dys; given: the saved tensors, parameters by number, values by name; donates:
+    whether the products may be written over.
     """
     products = tuple(map(_IS_GIVEN, map(given.get, call.program.products)))
     code = call.backward(wanted, products, tuple(map(_IS_GIVEN, dys)), donates)
@@ -94,7 +94,7 @@ def _arguments(
     dys: Sequence[Tensor | None] = (),
     homes: Mapping[str, Tensor] | None = None,
 ) -> list[Any]:
-    """Return what a schedule is given: matrices of rows, and parameters as kernels take them."""
+    """Return the arguments of a schedule: matrices of rows, parameters as kernels take them."""
     args, program, one_row = [], call.program, call.num_dims == 1
     for kind, key in code.given:
         if kind == "param":

@@ -19,7 +19,7 @@ Flags = tuple[bool, ...]
 
 
 class Schedule(NamedTuple):
-    """A function of the number of the first row, and of what `given` lists.
+    """A function of the number of the first row, and of the tensors that `given` lists.
 
     given: pairs of a kind and a name or number: ("value", name), ("param", number), ("dy", name),
     ("home", name) for room where rows of a result belong, ("sum", number) for the gradient of a
@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     flows: frozenset[str] = frozenset()
 
     def names(self, kind: str) -> tuple[Any, ...]:
-        """Return what of one kind is given."""
+        """Return the names or numbers of one kind among the given tensors."""
         return tuple([name for key, name in self.given if key == kind])
 
     def __str__(self) -> str:
@@ -46,14 +46,14 @@ class Schedule(NamedTuple):
 class Writer:
     """A schedule in the making.
 
-    Nodes carry the dtype of their tensor, where it is known; what they may be written over, the
-    best first, by keyword of the call; and the tensor that they are an alias of.
+    Nodes carry the dtype of their tensor, where it is known; the tensors that they may be written
+    over, the best first, by keyword of the call; and the tensor that they are an alias of.
     """
 
     def __init__(self, program: Program, chunked: bool):
         self.program, self.chunked, self.graph = program, chunked, Graph()
         self.row = self._last = self.graph.placeholder("row")
-        # nodes of what is given, by kind and name, and of values
+        # nodes of given tensors, by kind and name, and of values
         self.inputs: dict[tuple[str, Any], Node] = {}
         self.nodes: dict[str, Node] = {}
         self.dtypes = program.dtypes([program.dtype] * len(program.inputs))
@@ -191,7 +191,7 @@ def label_of(kind: str, name: str) -> str:
 
 
 def _lines(graph: Graph) -> Iterator[str]:
-    """Write a graph as one line a call, with what is freed after it."""
+    """Write a graph as one line a call, with the tensors freed after it."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op == "placeholder" or node.target is operator.getitem:

@@ -197,7 +197,7 @@ class Hidden(Op):
         return [Pass(wants, ("r0", "r1"))]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
-        """Write h, over what it reads; not over half a row.
+        """Write h, over the tensors that it reads; not over half a row.
 
         A GEMM that reads rows that lie apart may round otherwise.
         """
@@ -227,7 +227,7 @@ class Hidden(Op):
         return {slot: part for slot, part in found if slot in {*one.gives, *one.sums}}
 
     def _places(self, one: Gradient) -> dict[str, tuple[Node, ...]]:
-        """Return what h, dz and du may be written over, the best first."""
+        """Return the tensors that h, dz and du may be written over, the best first."""
         if self.is_packed:
             wishes = {"y": ("dy",), "r0": ("r0",)}
         elif "r1" in one.gives:
