@@ -4,15 +4,22 @@ The compiler makes the kernels, and fuses them with the code around the block. T
 torch's checkpoint, which torch.compile traces; a policy saves the GEMM outputs that the level
 names. "inputs" needs none. Inside an outer compiled checkpoint "inputs" saves nothing of its own,
 but a policy saves its outputs there too.
+
+A norm runs in a checkpoint of its own, of which nothing is saved. torch saves the result of a
+checkpointed region that a later region reads; the region of a norm is numbered after all others, so
+that the blocks that read its result save its input alone, as they do in eager.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -42,17 +49,59 @@ def _contexts(saved: tuple[int, ...]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _norm_contexts() -> Any:
+    """Return a checkpoint's contexts, in which nothing is saved."""
+    contexts = create_selective_checkpoint_contexts(_recompute)
+    contexts[0].__class__ = _LastRegion
+    return contexts
+
+
+class _LastRegion(type(create_selective_checkpoint_contexts(_recompute)[0])):
+    """The context of a region that is numbered after all others; torch 2.11 does not ask it."""
+
+    @property
+    def ac_graph_id(self) -> int:
+        """The number of the region."""
+        return 1 << 62
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, number: int) -> None:
+        """Keep the last number."""
+
+
 # made here, as a function made while torch.compile traces is none that it can call then
-_CONTEXTS: dict[tuple[int, ...], Callable[[], Any]] = {
+_CONTEXTS: dict[tuple[int, ...], Any] = {
     saved: partial(_contexts, saved)
     for saved in [(0,), *((0, 1 + 2 * n) for n in range(MOST_ADAPTERS + 1))]
 }
+_NORM_CONTEXTS: Any = partial(_norm_contexts)
+
+# by these torch.compile finds graphs in its cache
+_CODE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+for _key, _made in [("norm", _NORM_CONTEXTS), *_CONTEXTS.items()]:
+    _made.cache_hash = f"fusedckpt {_key} {_CODE}"
 
 
 def run(fn: Callable[..., Any], saved: tuple[int, ...], *args: Any) -> Any:
     """Run a block's reference; saved: the numbers of the GEMMs whose outputs are saved."""
-    if not torch.is_grad_enabled():
+    if not _saves():
         return fn(*args)
     if not saved:
         return checkpoint(fn, *args, use_reentrant=False)
     return checkpoint(fn, *args, use_reentrant=False, context_fn=_CONTEXTS[saved])
+
+
+def run_norm(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run the reference of a norm; backward recomputes its result from x, whoever reads it."""
+    if not _saves():
+        return fn(x)
+    return checkpoint(fn, x, use_reentrant=False, context_fn=_NORM_CONTEXTS)
+
+
+def _saves() -> bool:
+    """Whether autograd saves tensors; torch.func, which does not take checkpoints, apart."""
+    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fusedckpt import reference
 from fusedckpt.autograd import arguments, dispatch, fallbacks
-from fusedckpt.blocks import norm_sharing, validate
+from fusedckpt.blocks import compiled, norm_sharing, validate
 from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.programs import COMPLEX, NormOptions
 from fusedckpt.layers import constructors, parallel
@@ -52,6 +52,15 @@ def eager(
     options: NormOptions, x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Run the eager reference of a norm."""
+    if torch.compiler.is_compiling() and not dispatch.is_recorded(x) and dispatch.are_plain(x):
+        run = partial(_eager, options, shape=shape, weight=weight, bias=bias)
+        return compiled.run_norm(run, x)
+    return _eager(options, x, shape, weight, bias)
+
+
+def _eager(
+    options: NormOptions, x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
     if options.kind == "layer":
         return reference.layer_norm(x, shape, weight, bias, options.eps)  # type: ignore[arg-type]  # a checked one
     given = {"offset": options.offset, "cast": options.cast}
