@@ -16,7 +16,7 @@ from fusedckpt.autograd import dispatch, donation
 from fusedckpt.autograd.backward import is_batch, one_by_one
 from fusedckpt.autograd.double_backward import twin_gradients
 from fusedckpt.autograd.dropout import draw_seeds
-from fusedckpt.autograd.lora import Parts
+from fusedckpt.autograd.lora import Parts, is_adapted
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.versions import Versioned
 from fusedckpt.blocks import backward_schedule, compiled, norm_sharing, ops, run
@@ -173,7 +173,8 @@ def _compiled(
 ) -> Any:
     """Trace a call as its eager reference; None where a module's children are to be called."""
     tensors = [t for pair in linears for t in pair]
-    if options.is_module and not dispatch.are_plain(x, *norm, *tensors):
+    dense = [None if is_adapted(t) else t for t in tensors]
+    if options.is_module and not dispatch.are_plain(x, *norm, *dense):
         return None
     if not are_adapted(linears):
         dispatch.settled(options, x, *norm, *tensors)
