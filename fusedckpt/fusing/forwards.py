@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, fallbacks, levels
 from fusedckpt.autograd.fallbacks import Fallback
 from fusedckpt.autograd.subclass import made_of
-from fusedckpt.blocks import norm_sharing
+from fusedckpt.blocks import compiled, norm_sharing
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
 from fusedckpt.fusing.operands import Linear, MLPMatch, dropped, drops_of, layout_of, tensors_of
 from fusedckpt.layers import parallel
@@ -188,7 +188,10 @@ class FusedMLP(Swapped):
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         match, block = self._fusedckpt_match, self._fusedckpt_match.block
         found, layout = broken(self, match.held), None
-        if found is not None and found[0] == "hook" and not torch.compiler.is_compiling():
+        if found is not None and found[0] == "hook" and torch.compiler.is_compiling():
+            # torch.compile cannot trace a look at hooks, but the hooks of parallel linears
+            return self._traced(x) if all(map(parallel.is_sharded, self.parameters())) else found
+        if found is not None and found[0] == "hook":
             layout = layout_of(self, block)
             if layout is not None:
                 found = broken(self, match.held, [one.weight[:-1] for one in block.linears])
@@ -202,6 +205,13 @@ class FusedMLP(Swapped):
 
         y = computed(x) if layout is None else parallel.spread(computed, x, layout)
         return y if options[2] else dropped(self, match, y)
+
+    def _traced(self, x: Tensor) -> Tensor:
+        """Return the result of the original forward, of which what the level names is saved."""
+        block = self._fusedckpt_match.block
+        level = within(levels.override.level or self.save, _LEVELS[block.kind])
+        count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
+        return compiled.run(super(Swapped, self).forward, tuple(range(count)), x)
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and what it computes now."""
@@ -250,6 +260,7 @@ _COMPUTE: dict[str, Callable[..., Tensor]] = {
     "gated_mlp": _gated_mlp,
     "linear_act": _linear_act,
 }
+_LEVELS = {"mlp": MLP_LEVELS, "gated_mlp": GATED_LEVELS, "linear_act": LINEAR_LEVELS}
 
 
 def of_chunks(chunks: int | None) -> list[str]:
