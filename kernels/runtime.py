@@ -71,7 +71,15 @@ def as_vector(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | No
 
 def column_sums(x: Tensor) -> Tensor:
     """Sum x [M, N] over rows in at least float32."""
-    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == wide or x.device.type != "cpu":
+        return x.sum(0, dtype=wide)
+    # on a CPU torch first copies all that it sums to float32, which is twice as large as x
+    first, *rest = row_blocks(x)
+    total = x[first].sum(0, dtype=wide)
+    for rows in rest:
+        total += x[rows].sum(0, dtype=wide)
+    return total
 
 
 def row_blocks(x: Tensor) -> list[slice]:

@@ -8,7 +8,7 @@ from torch import nn
 from fusedckpt import NormSpec
 from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, layer_norm, mlp, rms_norm
-from fusedckpt.kernels.runtime import BLOCK_ELEMENTS
+from fusedckpt.kernels.runtime import BLOCK_ELEMENTS, column_sums
 from fusedckpt.memory import peak_bytes
 
 # F so wide that a norm's few D-wide temporaries never make the peak
@@ -160,3 +160,16 @@ def test_sums_are_rounded_one_after_the_other():
     sums, rounded = 3 * WIDE * size**2, torch.bfloat16.itemsize * size**2
     # and a little for four rows
     assert sums <= peak <= sums + 1.5 * rounded
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_sums_of_half_precision_copy_a_block_of_rows(dtype):
+    """Not all of x in float32, twice as large as x."""
+    x = randn(8 * BLOCK_ELEMENTS // F + 3, F, dtype=dtype, requires_grad=False)
+    found = []
+    peak = peak_bytes(lambda: found.append(column_sums(x)), DEVICE)
+    assert peak <= 4 * BLOCK_ELEMENTS + 3 * 4 * F + ROUNDING
+    assert x.nbytes >= 16 * BLOCK_ELEMENTS
+    truth = x.double().sum(0)
+    error, eager = (t.sub(truth).norm() for t in (found[0], x.sum(0, dtype=torch.float32)))
+    assert error <= 2 * eager + 8 * torch.finfo(torch.float32).eps * truth.norm()
