@@ -200,6 +200,19 @@ def profile(add: Options) -> None:
     add.place("profile.jsonl")
 
 
+LAYERS = ("linear_act", "norm_linear", "mlp", "gated_mlp", "rms_norm", "layer_norm")
+
+
+def schedule(add: Options) -> None:
+    """Print what forward and backward of a layer make, read, write over and free, with widths."""
+    add.parser.add_argument("layer", help="the function", choices=LAYERS)
+    add.one("save", "save level", "inputs", choices=("inputs", "gate", "preact"))
+    add.one("norm", "a norm before; default: none, but for norm_linear", choices=("rms", "layer"))
+    add.flag("residual", "add x to the result")
+    add.one("chunks", "chunks of rows", type=POSITIVE, metavar="N")
+    add.many("wanted", "gradients: x, norm, or a linear; default: all", metavar="NAME")
+
+
 def gpu(add: Options) -> None:
     """Test and measure everything on a machine with a GPU, in minutes.
 
@@ -245,7 +258,7 @@ def env(add: Options) -> None:
 
 # a command is the module of its name
 COMMANDS = (demo, finetune, run, classics, ways, capacity, profile, model)
-COMMANDS += (gpu, table, plot, compare, env)
+COMMANDS += (schedule, gpu, table, plot, compare, env)
 
 
 def filled(given: dict[str, Any], device_type: str) -> Namespace:
