@@ -92,7 +92,7 @@ class Block(torch.autograd.Function):
         else:
             grads = compute(call, wanted, dys, like, given)
         for i, dtype in enumerate(call.dtypes):
-            # each sum goes as it is rounded, not after all of them
+            # each sum is freed as it is rounded, not after all of them
             grad = grads[i]
             grads[i] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
         return (None, None, *grads)

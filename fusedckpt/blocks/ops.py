@@ -88,9 +88,12 @@ def _run_backward(
     call = CALLS[key]
     like = next(dy for dy in dys if dy is not None)
     named = dict(zip((*call.names, *call.program.keeps, *names), [*given, *products], strict=True))
-    found = run.backward(call, tuple(wanted), dys, like, named, donates)
-    pairs = zip(found, call.dtypes, strict=True)
-    return [_absent(like) if grad is None else grad.to(dtype) for grad, dtype in pairs]
+    grads = run.backward(call, tuple(wanted), dys, like, named, donates)
+    for index, dtype in enumerate(call.dtypes):
+        # each sum is freed as it is rounded
+        grad = grads[index]
+        grads[index] = _absent(like) if grad is None else grad.to(dtype)
+    return grads  # type: ignore[return-value]  # none is None
 
 
 def _run_donating(*args: Any) -> list[Tensor]:
