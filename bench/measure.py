@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.cases import Function, Tensors
 from bench.clock import Step, Stopwatch, capture, turns
 from bench.results import Row, rounded
-from fusedckpt.autograd.accuracy import allowed
+from fusedckpt.fusing.accuracy import allowed
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 MEMORY = ("saved_bytes", "peak_bytes", "backward_peak_bytes")

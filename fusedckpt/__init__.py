@@ -3,10 +3,10 @@
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
-from fusedckpt.autograd.lora import LoRA
-from fusedckpt.autograd.module_calls import is_recomputing
-from fusedckpt.autograd.norm_spec import NormSpec
-from fusedckpt.autograd.quantised import QuantisedWeight, register_quantised
+from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import LoRA
+from fusedckpt.blocks.quantised import QuantisedWeight, register_quantised
+from fusedckpt.checkpointing.module_calls import is_recomputing
 from fusedckpt.checkpointing.prefetch import prefetch_recompute
 from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fusedckpt.autograd.private import local_of, storage_key
+
 __all__ = [
     "SavedStorage",
     "SavedTensors",
@@ -55,7 +57,7 @@ class SavedTensors:
     only_counts = True
 
     def __init__(self, exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str):
-        self._excluded = {storage._cdata for storage in storages_of(exclude)}
+        self._excluded = set(map(storage_key, storages_of(exclude)))
         self._owner = owner
         self._kept: dict[int, tuple[int, str, tuple[int, ...]]] = {}
         self._keepers: dict[int, dict[str, None]] = {}
@@ -71,7 +73,7 @@ class SavedTensors:
         return sum(nbytes for nbytes, _, _ in self._kept.values())
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._kept
+        return storage_key(tensor.untyped_storage()) in self._kept
 
     def holds(self, storage: StorageWeakRef) -> bool:
         """Whether a storage is among the saved ones."""
@@ -94,14 +96,14 @@ class SavedTensors:
         owner = owner if owner._base is None else owner._base
         given = isinstance(owner, nn.Parameter) or (owner.requires_grad and owner.is_leaf)
         for part in strided(tensor):
-            if not given and part.untyped_storage()._cdata not in self._excluded:
+            if not given and storage_key(part.untyped_storage()) not in self._excluded:
                 self._add(part)
         # an output packed as it is would hold its own node: a cycle that is never freed
         return tensor.detach()
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._kept:
             self._references.append((StorageWeakRef(storage), _address(storage)))
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -130,8 +132,7 @@ def _sharded(tensor: Tensor) -> Tensor:
 
 def strided(tensor: Tensor) -> list[Tensor]:
     """Return its dense tensors: parts of a sparse or nested one, of a DTensor this rank's."""
-    local = getattr(tensor, "_local_tensor", None)
-    if local is not None:
+    if (local := local_of(tensor)) is not tensor:
         return strided(local)
     if tensor.layout not in _PARTS:
         return [tensor]
@@ -151,7 +152,8 @@ def storage_ref(tensor: Tensor) -> StorageWeakRef:
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of `tensors`."""
-    return sum({storage._cdata: storage.nbytes() for storage in storages_of(tensors)}.values())
+    storages = storages_of(tensors)
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedckpt.autograd.dropout import draw_seeds
-from fusedckpt.autograd.dropout import dropout as drop
-from fusedckpt.autograd.lora import LoRA, Parts, count_dropouts, parts_of
-from fusedckpt.autograd.norm_spec import NormSpec
+from fusedckpt.blocks.dropout import draw_seeds
+from fusedckpt.blocks.dropout import dropout as drop
+from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import LoRA, Parts, count_dropouts, parts_of
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 
 __all__ = [

@@ -12,7 +12,7 @@ from support import DEVICE, Function, as_tuple
 from torch import Tensor
 
 from fusedckpt import functional, reference
-from fusedckpt.autograd.norm_spec import NormSpec
+from fusedckpt.blocks.norm_spec import NormSpec
 
 
 @dataclass(frozen=True)

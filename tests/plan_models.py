@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import fusedckpt
 from fusedckpt import plan
-from fusedckpt.autograd.accuracy import Errors
 from fusedckpt.functional import gated_mlp
+from fusedckpt.fusing.accuracy import Errors
 from fusedckpt.planning.chain import Segment
 from fusedckpt.planning.chunks import chunks_in
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedckpt.autograd.accuracy import Errors
+from fusedckpt.fusing.accuracy import Errors
 from fusedckpt.kernels import gemm
 from fusedckpt.memory import saved_tensors
 

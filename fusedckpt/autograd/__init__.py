@@ -1,5 +1,5 @@
-"""What every layer shares: which path and level a call takes, its ops, and what it saves.
+"""What every fused layer shares: the path and level of a call, and the begin of its backward.
 
-A call is settled once (dispatch), and saves through its phase (phases); its backward begins in
-backward, or, where gradients are differentiated again, goes through double_backward.
+A call is settled once (dispatch), and saves through its phase (phases); backward has what a
+Function's backward and its op need. Private names of torch are in private alone.
 """

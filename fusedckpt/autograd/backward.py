@@ -1,41 +1,28 @@
-"""Which backward runs in this thread, which gradients it wants, from what, and its end."""
+"""A Function's backward and its op: gradients wanted, from what, over what, and once more.
+
+`begin` says which gradients a backward computes, and from which saved tensors. Those of several
+`is_grads_batched` gradients are computed one by one; those that are differentiated again by the
+eager reference; and saved GEMM outputs are written over where nothing reads them later.
+
+Ops exist for code that watches ops, such as selective checkpoints and FLOP counters. Where nothing
+does, the Function calls the implementation itself, which spares two ways through torch's dispatcher
+and back.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
-_exec_group: Callable[[], Any] | None = getattr(torch._C, "_get_graph_exec_group", None)
-_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
-_will_execute: Callable[[Any], bool] = getattr(
-    torch._C, "_will_engine_execute_node", lambda node: True
-)
-# batches of gradients are made by torch.vmap, and by is_grads_batched=True with an older vmap
-_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-_legacy: Any = torch
-_is_legacy: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
-# whether a profiler runs
-is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+from fusedckpt.autograd import private
+from fusedckpt.autograd.private import pytree
+
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
-
-
-def backward_id() -> int:
-    """Return what tells one backward from another, -1 outside of any."""
-    group = None if _exec_group is None else _exec_group()
-    return torch._C._current_graph_task_id() if group is None else id(group)
-
-
-def at_end_of_backward(callback: Callable[[], Any]) -> None:
-    """Have the end of this backward call back; under a GraphExecGroup, the end of the group."""
-    group = None if _exec_group is None else _exec_group()
-    if group is None:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-    else:
-        weakref.finalize(group, callback)
+_library = torch.library.Library("fusedckpt", "DEF")
 
 
 def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] | None:
@@ -57,56 +44,6 @@ def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] |
     return needs, saved, is_unwatched() and _PLAIN.issuperset(map(type, (*dys, *saved)))
 
 
-def is_batch(dys: Sequence[Tensor | None]) -> bool:
-    """Whether any of a function's gradients is a batch: one that depends on none is not."""
-    return any(dy is not None and is_batched(dy) for dy in dys)
-
-
-def is_batched(dy: Tensor) -> bool:
-    """Whether a gradient is a batch of them."""
-    return _is_legacy(dy) or _functorch.is_batchedtensor(dy)
-
-
-def one_by_one(run: Callable[..., Sequence[Any]], dys: Sequence[Tensor | None]) -> list[Any]:
-    """Return the gradients that `run(dys)` returns, for a batch of dys: run once for each of it."""
-    batch = next(dy for dy in dys if dy is not None and is_batched(dy))
-    vmap = _legacy if _is_legacy(batch) else _functorch
-    level, size = _batch_of(batch, vmap)
-    # what is no batch is repeated
-    each = [None if dy is None else vmap._remove_batch_dim(dy, level, size, 0) for dy in dys]
-    found = []
-    for i in range(size):
-        one = [None if dy is None else dy[i] for dy in each]
-        # of several vmaps
-        found.append(one_by_one(run, one) if is_batch(one) else run(one))
-    return [
-        None if grads[0] is None else vmap._add_batch_dim(torch.stack(grads), 0, level)
-        for grads in zip(*found, strict=True)
-    ]
-
-
-def _batch_of(batch: Tensor, vmap: Any) -> tuple[int, int]:
-    """Return the level of the innermost vmap that a batch of gradients is of, and its size."""
-    # torch numbers them from 1 to 64; the one of this thread is not that of the caller's
-    for level in range(64, 0, -1):
-        # at another level it would be repeated as often as asked
-        one, two = (vmap._remove_batch_dim(batch, level, size, 0).shape[0] for size in (1, 2))
-        if one == two:
-            return level, one
-    raise AssertionError("a batch without a level")
-
-
-def is_unwatched() -> bool:
-    """Whether nothing traces or watches ops here, so that they need not be seen."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or is_profiled()
-    )
-
-
 def wanted_gradients(ctx: Any) -> list[bool]:
     """Return for each argument of a Function whether the backward that runs it wants its gradient.
 
@@ -116,14 +53,14 @@ def wanted_gradients(ctx: Any) -> list[bool]:
     """
     needed = list(ctx.needs_input_grad)
     # a compiled backward, and one called by hand inside of another, is not the engine's
-    if torch.compiler.is_compiling() or _current_node() is not ctx:
+    if torch.compiler.is_compiling() or private.current_node() is not ctx:
         return needed
     executed = []
     for node, _ in ctx.next_functions:
         # one for every argument that requires grad, in their order
         if node is not None:
             try:
-                executed.append(_will_execute(node))
+                executed.append(private.will_execute(node))
             except RuntimeError:
                 # a leaf that torch.autograd.grad is asked for, or no node that the engine tells of
                 executed.append(True)
@@ -131,7 +68,170 @@ def wanted_gradients(ctx: Any) -> list[bool]:
         return needed
     # the engine runs a Function for nothing only if it is named itself, in backward(inputs=...);
     # the one of torch.distributed.autograd keeps no record, and says no to all
-    if not any(executed) and not _will_execute(ctx):
+    if not any(executed) and not private.will_execute(ctx):
         return needed
     remaining = iter(executed)
     return [need and next(remaining) for need in needed]
+
+
+def is_unwatched() -> bool:
+    """Whether nothing traces or watches ops here, so that they need not be seen."""
+    return not (
+        torch.compiler.is_compiling()
+        or private.num_dispatch_modes()
+        or private.num_function_modes()
+        or private.are_transforms_active()
+        or private.is_profiled()
+    )
+
+
+def is_batch(dys: Sequence[Tensor | None]) -> bool:
+    """Whether any of a function's gradients is a batch: one that depends on none is not."""
+    for dy in dys:  # a generator costs more
+        if dy is not None and (private.is_legacy_batch(dy) or private.is_vmap_batch(dy)):
+            return True
+    return False
+
+
+def one_by_one(run: Callable[..., Sequence[Any]], dys: Sequence[Tensor | None]) -> list[Any]:
+    """Return the gradients that `run(dys)` returns, for a batch of dys: run once for each of it."""
+    batch = next(dy for dy in dys if is_batch((dy,)))
+    remove, add, size = private.batch_of(batch)  # type: ignore[arg-type]  # a tensor
+    # a tensor that is no batch is repeated
+    each = [None if dy is None else remove(dy) for dy in dys]
+    found = []
+    for i in range(size):
+        one = [None if dy is None else dy[i] for dy in each]
+        # of several vmaps
+        found.append(one_by_one(run, one) if is_batch(one) else run(one))
+    return [
+        None if grads[0] is None else add(torch.stack(grads)) for grads in zip(*found, strict=True)
+    ]
+
+
+def donating(
+    ctx: Any, extras: Sequence[Tensor | None], dy: Tensor, compute: Callable[[bool], Any]
+) -> Any:
+    """Return compute(donates); where `donates`, it may write over the extras.
+
+    As with torch.compile's donated buffers, not if the graph is retained, if saved-tensor hooks may
+    have returned shared tensors, or if gradients are batched. A later reader, such as a backward
+    repeated after a failure or in another thread, raises by their version.
+    """
+    is_ours = ctx.owns_extras and not torch.compiler.is_compiling()
+    owned = [t for t in extras if t is not None] if is_ours else []
+    donates = len(owned) > 0 and not (
+        private.keeps_graph() or private.are_transforms_active() or is_batch((dy,))
+    )
+    if donates:
+        # before a byte is written: autograd then refuses to hand them out again
+        torch.autograd.graph.increment_version(owned)
+    found = compute(donates)
+    for extra in owned:
+        # after the last read, and for whoever got it through hooks, where autograd does not look
+        if extra._version != donates:
+            raise RuntimeError(
+                "fusedckpt: an earlier backward overwrote what this layer saved: to run backward "
+                "through a layer more than once, pass retain_graph=True to each but the last"
+            )
+    return found
+
+
+def twin_gradients(
+    twin: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Return the gradients of `twin(*inputs)`, which can be differentiated again in grad mode.
+
+    `inputs` are the tensors as backward got them, so that second derivatives reach what they came
+    from; each goes in through a view of its own, which keeps one tensor given twice apart.
+    """
+    is_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        views = [
+            None
+            if tensor is None
+            else tensor.view_as(tensor)
+            if tensor.requires_grad
+            else tensor.detach().requires_grad_(need)
+            for tensor, need in zip(inputs, needs, strict=True)
+        ]
+        outputs = twin(*views)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(
+                (outputs,) if isinstance(outputs, Tensor) else outputs, grads, strict=True
+            )
+            if grad is not None and output.requires_grad
+        ]
+        found = torch.autograd.grad(
+            [output for output, _ in pairs],
+            [view for view, need in zip(views, needs, strict=True) if need and view is not None],
+            [grad for _, grad in pairs],
+            create_graph=is_graph,
+            allow_unused=True,
+        )
+    remaining = iter(found)
+    return [next(remaining) if need else None for need in needs]
+
+
+def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Return how often each tensor was written; 0 for none and for one that does not count."""
+    return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+
+
+class Versioned:
+    """Tensors and their versions; to read one that was written since raises, as in autograd."""
+
+    def __init__(self, *tensors: Tensor | None):
+        self._tensors = tensors
+        self._versions = versions_of(*tensors)
+
+    def read(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors."""
+        for tensor, old, new in zip(
+            self._tensors, self._versions, versions_of(*self._tensors), strict=True
+        ):
+            if tensor is not None and old != new:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: {tensor.dtype} {list(tensor.shape)} is at version {new}; "
+                    f"expected version {old} instead"
+                )
+        return self._tensors
+
+
+def define(
+    schema: str,
+    implementation: Callable[..., list[Tensor]],
+    fake: Callable[..., list[Tensor]],
+    flops: Callable[..., int],
+) -> Callable[..., list[Tensor]]:
+    """Define `fusedckpt::<schema>` for every backend, and return its overload.
+
+    `implementation` computes inside of `below(BELOW)`; `fake` takes the same arguments and returns
+    empty tensors of the results' shapes and dtypes; `flops` takes the arguments with shapes in
+    place of tensors and returns the GEMM FLOPs.
+    """
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(torch.ops.fusedckpt, name).default
+
+    def refuse(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(arg, Tensor) and arg.requires_grad for arg in pytree.tree_leaves(args)
+        ):
+            raise RuntimeError(
+                f"fusedckpt::{name} has no autograd formula: call fusedckpt.functional instead"
+            )
+        with private.below_autograd():
+            return overload(*args)
+
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    if private.below_autograd is not None:
+        _library.impl(name, refuse, "Autograd")
+    torch.library.register_fake(f"fusedckpt::{name}", fake, lib=_library)
+    register_flop_formula(getattr(torch.ops.fusedckpt, name))(flops)
+    return overload

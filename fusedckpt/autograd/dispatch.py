@@ -14,35 +14,29 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fusedckpt.autograd import arguments, levels, phases
-from fusedckpt.autograd.backward import is_profiled
-from fusedckpt.autograd.lora import is_adapted
+from fusedckpt.autograd import arguments, levels, phases, private
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 
 logger = logging.getLogger("fusedckpt")
 
-VARIANTS = ("split", "hybrid", "fused")
 # read once: the variant of every layer that has it, unless a call names one
 _PREFERRED = os.environ.get("FUSEDCKPT_KERNEL") or None
-if _PREFERRED not in (None, *VARIANTS):
-    raise ValueError(f"FUSEDCKPT_KERNEL must be one of {', '.join(VARIANTS)}, got {_PREFERRED!r}")
+if _PREFERRED not in (None, "split", "hybrid", "fused"):
+    raise ValueError(f"FUSEDCKPT_KERNEL must be one of split, hybrid, fused, got {_PREFERRED!r}")
 
 DISABLED = os.environ.get("FUSEDCKPT_DISABLE", "0") not in ("", "0")
-
-# before, torch's rms_norm was not among the functions that autocast widens
-_AUTOCASTS_RMS = torch.__version__ >= "2.12"
 
 _forced: str | None = None
 
@@ -127,12 +121,11 @@ def is_recorded(x: Any) -> bool:
     Not by torch.compile, which keeps our autograd Functions as they are; before torch 2.13, strict
     export cannot be told from it.
     """
-    # torch.compiler.is_exporting() is true under any torch.compile of torch 2.11
-    if isinstance(x, Proxy) or getattr(torch.compiler, "_is_exporting_flag", False):
+    if isinstance(x, Proxy) or private.is_exporting():
         return True
     if torch.compiler.is_compiling():
         return False
-    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
+    return private.is_tracing() or get_proxy_mode() is not None
 
 
 # torch's own classes that take any op: those of tracing, and what a collective still fills
@@ -175,25 +168,11 @@ def has_hooks(*layers: nn.Module) -> bool:
     return False
 
 
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for this device."""
-    # meta has none to ask; whether a device has, torch.compile of torch 2.11 cannot
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep what runs inside in the dtypes that were settled."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
-
-
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts to on this device, None where it is off."""
-    return torch.get_autocast_dtype(device.type) if autocasts(device) else None
-
-
-def widens_norm(autocast: torch.dtype | None, device: torch.device, kind: str) -> bool:
-    """Whether autocast runs a norm in float32: not on a CPU, and RMSNorm since torch 2.12."""
-    return autocast is not None and device.type != "cpu" and (kind == "layer" or _AUTOCASTS_RMS)
+    # meta has none to ask; whether a device has, torch.compile of torch 2.11 cannot
+    is_on = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
 
 
 def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
@@ -213,26 +192,42 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     return dict.fromkeys((*blocks, *norms), path)
 
 
-_SEES_HOOKS = phases.can_see_hooks()
-_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
-_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+class Path(Enum):
+    """Which code computes a call.
+
+    FUSED: ours; REFERENCE: the function's eager reference, as under torch.func; OWN: the forward of
+    a module's own class, and its children's, for tensors of other classes and where a program is
+    recorded.
+    """
+
+    FUSED = "fused"
+    REFERENCE = "reference"
+    OWN = "own"
 
 
-def settled(options: Any, *tensors: Any) -> tuple[Any, Phase | None]:
-    """Return the decision for a call, None where its eager reference must run, and its phase.
+class Settled(NamedTuple):
+    """The decision for a call: its path; where it is fused, the checked call and its phase."""
 
-    `options` is a record, of one class per kind of call, with `name`, for errors; `names` of the
-    tensors, those that may be None ending in "?"; `is_module`, as modules run in eager on tensors
-    that functions refuse; `chosen(level of saving)`, which checks the options; and `settle(around,
-    *metas)`, which checks the tensors and returns the decision.
+    path: Path
+    call: Any = None
+    phase: Phase | None = None
+
+
+def settled(options: Any, *tensors: Any) -> Settled:
+    """Return the decision for a call.
+
+    `options` is a record with `name`; `names` of the tensors, ending in "?" where one may be None;
+    `is_module`, as modules run in eager on tensors that functions refuse; `chosen(level)`, which
+    checks the options; and `settle(around, *metas)`, which returns the call or another path.
     """
     if is_recorded(tensors[0]):
-        return None, None
+        return Settled(Path.OWN if options.is_module else Path.REFERENCE)
     if torch.compiler.is_compiling():
-        return _settled_anew(options, tensors), None
+        return _settled_anew(options, tensors, twin=True)
     grad, metas = torch.is_grad_enabled(), []
-    is_free = _SEES_HOOKS and phases.top_hooks() is None and _current_node() is None
-    phase = None if is_free or not grad else phases.of_layer()
+    is_free = private.SEES_HOOKS and private.top_hooks() is None and private.current_node() is None
+    phase = phases.of_layer() if grad and not is_free else None
+    is_twin = DISABLED or private.are_transforms_active() or private.forward_level() >= 0
     for t in tensors:
         if t is None:
             metas.append(None)
@@ -243,26 +238,21 @@ def settled(options: Any, *tensors: Any) -> tuple[Any, Phase | None]:
         ):
             metas.append((t.shape, t.dtype, t.device))
         else:
-            return _settled_anew(options, tensors), phase
+            return _settled_anew(options, tensors, is_twin)._replace(phase=phase)
+    has_modes = private.num_dispatch_modes() or private.num_function_modes()
     around = (
         grad,
-        autocast_dtype(tensors[0].device) if metas[0] and _any_autocast() else None,
-        levels.override.level,
-        levels.override.chunks,
-        DISABLED or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0,
-        not (
-            torch._C._len_torch_dispatch_stack()
-            or torch._C._len_torch_function_stack()
-            or is_profiled()
-        ),
+        autocast_dtype(tensors[0].device) if metas[0] and private.is_any_autocast_on() else None,
+        *(levels.override.level, levels.override.chunks, is_twin),
+        not (has_modes or private.is_profiled()),
         (_forced, _PREFERRED),
     )
     try:
-        return _remembered(around, tuple(metas), type(options), *options), phase
+        found = _remembered(around, tuple(metas), type(options), *options)
     except TypeError:
-        # an option that cannot be hashed is invalid: settling it anew raises
-        pass
-    return _settled_anew(options, tensors), phase
+        # an option that cannot be hashed is invalid: this raises
+        found = _settled_anew(options, tensors, is_twin)
+    return found if phase is None else found._replace(phase=phase)
 
 
 # by types too: True equals 1
@@ -273,49 +263,41 @@ def _remembered(found: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *opti
     if x is not None and x.device.type == "meta":
         # only its ops matter
         around = around._replace(direct=False)
-    return kind(*options).settle(around, x, *others)
+    return _checked(kind(*options), around, (x, *others))
 
 
-def _settled_anew(options: Any, tensors: tuple[Any, ...]) -> Any:
-    if not _takes(options, tensors):
-        options.chosen(levels.override.level)
-        return None
+def _checked(options: Any, around: Around, metas: Any) -> Settled:
+    found = options.settle(around, *metas)
+    return Settled(found) if isinstance(found, Path) else Settled(Path.FUSED, found)
+
+
+def _settled_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Settled:
+    level, chunks = levels.override.level, levels.override.chunks
+    other = None
+    if options.is_module and not are_plain(*tensors):
+        other = Path.OWN
+    elif not _takes(options, tensors):
+        other = Path.REFERENCE
+    if other is not None:
+        options.chosen(level)
+        return Settled(other)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
-    around = Around(
-        torch.is_grad_enabled(),
-        autocast,
-        levels.override.level,
-        levels.override.chunks,
-        twin=DISABLED
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0,
-        direct=False,
-        forced=(),
-    )
+    grad = torch.is_grad_enabled()
+    around = Around(grad, autocast, level, chunks, twin=twin, direct=False, forced=())
     metas = [None if t is None else Meta(t.shape, t.dtype, t.device) for t in tensors]
-    return options.settle(around, *metas)
+    return _checked(options, around, metas)
 
 
 def _takes(options: Any, tensors: tuple[Any, ...]) -> bool:
     """Whether the kernels take a call's tensors; raise for those that eager refuses too."""
-    name, plain = options.name, True
-    if options.is_module and not are_plain(*tensors):
-        return False
-    may_be_adapted = hasattr(options, "linears") and not options.linears.parts
-    for key, value in zip(options.names, tensors, strict=True):
-        if may_be_adapted and is_linear(key) and is_adapted(value):
-            plain = False
-        elif value is not None:
-            plain &= takes(name, key.rstrip("?"), value)
+    pairs = [(key, t) for key, t in zip(options.names, tensors, strict=True) if t is not None]
+    plain = True
+    for key, t in pairs:
+        # each may raise
+        plain &= takes(options.name, key.rstrip("?"), t)
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return plain
-    return not any(value is not None and value.is_inference() for value in tensors)
-
-
-def is_linear(key: str) -> bool:
-    """Whether a tensor's name is that of a linear's weight, which a record may stand for."""
-    return "weight" in key and not key.startswith("norm.")
+    return not any(t.is_inference() for _, t in pairs)
 
 
 # classes of torch's whose parts a function could be called with

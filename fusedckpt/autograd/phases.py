@@ -12,25 +12,18 @@ more but is never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+from fusedckpt.autograd import private
+from fusedckpt.autograd.private import Hooks
+
 # shape and dtype of a tensor that a layer may keep; None where the layer has no such tensor
 Like = tuple[Sequence[int], torch.dtype] | None
 Likes = Sequence[Like]
 Tensors = Sequence[Tensor | None]
-
-_top_hooks: Callable[[bool], Hooks | None] | None = getattr(
-    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
-)
-# the innermost hooks that saved tensors go through here, None for none
-top_hooks: Callable[[], Hooks | None] = partial(_top_hooks or (lambda _: None), False)
-_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
 
 class Phase:
@@ -102,23 +95,10 @@ class _StockRecompute(_Stock):
     def enter(self, given: Tensors, likes: Likes = ()) -> None:
         tensors = [tensor for tensor in given if tensor is not None]
         missing = [like for like in likes if like is not None]
-        if tensors and _num_wanted(self.pack) == len(tensors) + len(missing):
+        if tensors and private.num_wanted(self.pack) == len(tensors) + len(missing):
             tensors += [_placeholder(*like, tensors[0].device) for like in missing]
             for tensor in tensors:
                 self.pack(tensor)
-
-
-def _num_wanted(pack: Any) -> int | None:
-    """Return how many tensors a recompute of torch's ends after, None where that is unknown."""
-    pack = getattr(pack, "_torchdynamo_orig_callable", pack)
-    try:
-        names = pack.__code__.co_freevars
-        cells = {n: c.cell_contents for n, c in zip(names, pack.__closure__, strict=True)}
-        frame, backward = cells["target_frame_ref"](), cells["gid"]
-        num_saved, done = len(frame.weak_holders), frame.recomp_counter[backward]
-        return num_saved - done if frame.early_stop else None
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
 
 
 _HOOKED = Phase()
@@ -128,7 +108,7 @@ _STOCK_FORWARD = _Stock("inputs")
 
 def can_see_hooks() -> bool:
     """Whether this torch tells which hooks saved tensors go through."""
-    return _top_hooks is not None
+    return private.SEES_HOOKS
 
 
 def current() -> Phase | None:
@@ -137,42 +117,33 @@ def current() -> Phase | None:
     To be called where grad mode is still the caller's. Under torch.compile it is None: a compiled
     checkpoint decides by itself what is recomputed.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _top_hooks is None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not private.SEES_HOOKS:
         return None
-    hooks = _top_hooks(False)
+    hooks = private.top_hooks()
     if hooks is None:
-        return _REENTRANT if _runs_in_checkpoint() else None
-    pack = hooks[0]
-    owner = getattr(pack, "__self__", None)
+        # the backward of a checkpoint's own node: torch's, DeepSpeed's, ...
+        node = private.current_node()
+        return _REENTRANT if node is not None and "CheckpointFunction" in node.name() else None
+    owner = getattr(hooks[0], "__self__", None)
     if isinstance(owner, Phase):
         return owner
-    if getattr(pack, "__module__", None) != "torch.utils.checkpoint":
+    stock = private.stock_phase(hooks[0])
+    if stock is None:
         return None
-    if pack.__qualname__ == "_checkpoint_hook.__init__.<locals>.pack_hook":
-        return _STOCK_FORWARD
-    is_recompute = pack.__qualname__ == "_recomputation_hook.__init__.<locals>.pack_hook"
-    return _StockRecompute(pack) if is_recompute else None
+    return _STOCK_FORWARD if stock == "forward" else _StockRecompute(hooks[0])
 
 
 def of_layer() -> Phase | None:
     """Return the phase of a layer, None where what it saves goes through no hooks but counting."""
     phase = current()
-    if phase is not None:
-        return phase
-    hooks = top_hooks()
-    is_hooked = _top_hooks is None or (hooks is not None and not only_count(hooks))
-    return _HOOKED if is_hooked else None
+    if phase is None and not (private.SEES_HOOKS and only_count(private.top_hooks())):
+        phase = _HOOKED
+    return phase
 
 
-def only_count(hooks: Hooks) -> bool:
-    """Whether hooks hand on what they are given, and only count it."""
-    return getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
-
-
-def _runs_in_checkpoint() -> bool:
-    """Whether this runs in the backward of a checkpoint's own node: torch's, DeepSpeed's, ..."""
-    node = None if _current_node is None else _current_node()
-    return node is not None and "CheckpointFunction" in node.name()
+def only_count(hooks: Hooks | None) -> bool:
+    """Whether hooks hand on what they are given, and only count it; as no hooks do."""
+    return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
 def fitting(extras: Tensors, likes: Likes) -> list[Tensor | None]:
@@ -189,7 +160,7 @@ def fitting(extras: Tensors, likes: Likes) -> list[Tensor | None]:
 def _placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Return a tensor of this shape and dtype that owns no memory."""
     # unseen by dispatch modes: selective checkpointing counts the ops of both phases
-    with _disable_current_modes():
+    with private.disable_current_modes():
         tensor = torch.empty(1, dtype=dtype, device=device).expand(*shape)
         tensor.untyped_storage().resize_(0)
     return tensor

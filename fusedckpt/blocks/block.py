@@ -12,18 +12,23 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import backward as autograd
-from fusedckpt.autograd import dispatch, donation
-from fusedckpt.autograd.backward import is_batch, one_by_one
-from fusedckpt.autograd.double_backward import twin_gradients
-from fusedckpt.autograd.dropout import draw_seeds
-from fusedckpt.autograd.lora import Parts, is_adapted
+from fusedckpt.autograd import dispatch
+from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
 from fusedckpt.autograd.phases import Phase
-from fusedckpt.autograd.versions import Versioned
+from fusedckpt.autograd.private import SEES_BATCHES
 from fusedckpt.blocks import backward_schedule, compiled, norm_sharing, ops, run
 from fusedckpt.blocks.builder import Linears
 from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.dropout import draw_seeds
 from fusedckpt.blocks.mlp_program import GATED, PACKED
-from fusedckpt.blocks.operands import are_adapted, flat, num_adapters, structure_of, taken_apart
+from fusedckpt.blocks.operands import (
+    Parts,
+    adapters_of,
+    are_adapted,
+    flat,
+    structure_of,
+    taken_apart,
+)
 from fusedckpt.blocks.schedule import Flags
 
 
@@ -81,14 +86,14 @@ class Block(torch.autograd.Function):
         if ctx.others:
             given |= ctx.others
         like = dys[0] if dys[0] is not None else _first(dys)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not SEES_BATCHES:
             return (None, None, *_twin_gradients(ctx, given, dys, wanted))
         compute = run.backward if direct or ctx.others else ops.backward
         if not torch.compiler.is_compiling() and is_batch(dys):
             grads = one_by_one(partial(_of_one, call, wanted, given), dys)
         elif any(map(_IS_GIVEN, products)):
             args = (call, wanted, dys, like, given)
-            grads = donation.run(ctx, products, like, partial(compute, *args))
+            grads = autograd.donating(ctx, products, like, partial(compute, *args))
         else:
             grads = compute(call, wanted, dys, like, given)
         for i, dtype in enumerate(call.dtypes):
@@ -134,16 +139,16 @@ def run_linears(
         return _compiled(options, x, norm, linears)
     if not _DENSE.issuperset(map(type, given)) and are_adapted(linears):
         keys = options.linears.keys
-        parts, _ = taken_apart(options.name, keys, linears, options.num_seeds)
+        parts = taken_apart(options.name, keys, linears, options.num_seeds)
         options, tensors, given = _adapted(options, keys, parts)
         if keys == PACKED:
             # a weight that does not fit is refused whole
-            if dispatch.settled(options, x, *norm, *given)[0] is None:
+            if dispatch.settled(options, x, *norm, *given).call is None:
                 return None
             # views: autograd puts their gradients together again
             parts = [parts[0].half(0), parts[0].half(1), parts[1]]
             options, tensors, given = _adapted(options, GATED, parts)
-    call, phase = dispatch.settled(options, x, *norm, *given)
+    _, call, phase = dispatch.settled(options, x, *norm, *given)
     if call is None:
         return None
     is_free = phase is None or phase.levels is None
@@ -173,12 +178,12 @@ def _compiled(
 ) -> Any:
     """Trace a call as its eager reference; None where a module's children are to be called."""
     tensors = [t for pair in linears for t in pair]
-    dense = [None if is_adapted(t) else t for t in tensors]
+    dense = [t for pair in linears for t in (pair[1:] if are_adapted([pair]) else pair)]
     if options.is_module and not dispatch.are_plain(x, *norm, *dense):
         return None
     if not are_adapted(linears):
         dispatch.settled(options, x, *norm, *tensors)
-    saved = options.saved_gemms([num_adapters(weight) for weight, _ in linears])
+    saved = options.saved_gemms([len(adapters_of(weight)) for weight, _ in linears])
     return compiled.run(lambda x: options.reference(x, norm, linears), saved, x)
 
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedckpt.autograd.dispatch import Around, Meta
-from fusedckpt.autograd.lora import Parts
-from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.blocks.call import Call, Layout
-from fusedckpt.blocks.operands import flat, refilled
+from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import Parts, flat, refilled
 from fusedckpt.blocks.program import Program, Step
 from fusedckpt.blocks.steps import Dropout, Linear, Norm
 

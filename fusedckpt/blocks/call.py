@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.double_backward import stand_in
 from fusedckpt.blocks import backward_schedule, forward_schedule
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.schedule import Flags, Schedule
@@ -175,7 +174,10 @@ class Call:
         return {name: (width, dtypes[name]) for name, width in widths.items()}
 
     def stand_in(self, name: str | int, like: Tensor) -> Tensor | None:
-        """Return zeros for an input or parameter, given a dy `like`; None for an absent one."""
+        """Return zeros for an input or parameter, given a dy `like`; None for an absent one.
+
+        They are one element in memory.
+        """
         is_input = isinstance(name, str)
         index = 0 if is_input else self.num_inputs + int(name)
         meta = self.metas[index]
@@ -184,7 +186,8 @@ class Call:
         shape = meta.shape
         if is_input:
             shape = (*like.shape[: -self.num_dims], *shape[-self.num_dims :])
-        return stand_in(shape, meta.dtype, meta.device)
+        # not made from a gradient, which may be a batch of them
+        return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(shape)
 
     def shape(self, like: Sequence[int], features: int) -> tuple[int, ...]:
         """Return the shape of a result or gradient beside one of shape `like`."""

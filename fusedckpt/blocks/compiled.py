@@ -26,6 +26,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fusedckpt.autograd import private
+
 _ATEN = torch.ops.aten
 _GEMMS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
 # adapters have two GEMMs each
@@ -104,4 +106,4 @@ def run_norm(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _saves() -> bool:
     """Whether autograd saves tensors; torch.func, which does not take checkpoints, apart."""
-    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() and not private.are_transforms_active()

@@ -11,12 +11,12 @@ import torch
 
 from fusedckpt import reference
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around
-from fusedckpt.autograd.lora import Parts
-from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of
+from fusedckpt.autograd.dispatch import Around, Path
 from fusedckpt.blocks import run, validate
 from fusedckpt.blocks.builder import Builder, Linears, metas_of, pair_of
 from fusedckpt.blocks.call import Call, Layout
+from fusedckpt.blocks.norm_spec import NormSpec, output_dtype, rule_of
+from fusedckpt.blocks.operands import Parts
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.steps import Add, Hidden, Linear, Norm
 
@@ -135,12 +135,12 @@ class MLPOptions(NamedTuple):
         validate.runs(name, self.kernel, "hybrid", x, dtype=dtype)
         return linears, dtype
 
-    def settle(self, around: Around, x: Any, *metas: Any) -> Call | None:
+    def settle(self, around: Around, x: Any, *metas: Any) -> Call | Path:
         """Refuse a block whose parts do not fit."""
         activation, level = self.chosen(around.level)
         linears, dtype = self.checked(around, x, metas)
         if around.twin:
-            return None
+            return Path.REFERENCE
         shapes = [(parts.weight or parts.base).shape for parts in linears]
         (f, d), rows = (shapes[-1][1], x.shape[-1]), math.prod(x.shape[:-1])
         chunks = self.chunks

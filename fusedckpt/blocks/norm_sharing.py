@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
-from fusedckpt.autograd import phases
-from fusedckpt.autograd.backward import is_unwatched
+from fusedckpt.autograd import phases, private
+from fusedckpt.autograd.backward import Versioned, is_unwatched, versions_of
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.autograd.phases import Hooks
-from fusedckpt.autograd.versions import Versioned, versions_of
+from fusedckpt.autograd.private import Hooks
 from fusedckpt.blocks import ops, run
 
 
@@ -82,13 +80,13 @@ def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> 
         return function(read, *args)
     with _uncounted() as count:
         # hooks can be set only on tensors saved without hooks
-        if phases.top_hooks() is None:
+        if private.top_hooks() is None:
             y = function(read, *args)
             saved = y.grad_fn.saved_tensors
-            if y.grad_fn.saved.inputs:
+            if y.grad_fn.saved.inputs and (raw := private.raw_saved(y.grad_fn)):
                 recipe = Recipe(Versioned(*found), n.grad_fn.source.again, read.dtype)  # type: ignore[union-attr]  # noted
                 # the pack hook is called at once, and frees n
-                y.grad_fn._raw_saved_tensors[0].register_hooks(lambda _: recipe, _remake)
+                raw[0].register_hooks(lambda _: recipe, _remake)
                 saved = *found, *saved[1:]
             for tensor in saved:
                 if tensor is not None and count is not None:
@@ -102,7 +100,7 @@ def _remake(recipe: Recipe) -> Tensor:
     return _uncompiled(recipe) if torch.compiler.is_compiling() else _made_again(recipe)
 
 
-@_disable_dynamo
+@private.breaks_graph
 def _uncompiled(recipe: Recipe) -> Tensor:
     return _made_again(recipe)
 
@@ -117,7 +115,7 @@ def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
     node: Any = n.grad_fn
     source: Source | None = getattr(node, "source", None)
     # a hook on n may free or replace the norm's weights before backward reaches the norm
-    if source is None or not torch.is_grad_enabled() or n._backward_hooks:
+    if source is None or not torch.is_grad_enabled() or private.hooks_of(n):
         return None
     if source.versions != versions_of(n, source.weight, source.bias):
         return None
@@ -137,7 +135,7 @@ def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
 def _uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
     """Remove hooks that only count, and return a function that counts a tensor as they would."""
     lifted: list[Hooks] = []
-    while (hooks := phases.top_hooks()) is not None and phases.only_count(hooks):
+    while (hooks := private.top_hooks()) is not None and phases.only_count(hooks):
         lifted.append(hooks)
         torch.autograd.graph.saved_tensors_hooks(*hooks).__exit__()
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedckpt.autograd import custom_op
+from fusedckpt.autograd.backward import define
 from fusedckpt.blocks import run
 from fusedckpt.blocks.call import CALLS, Call
 from fusedckpt.blocks.schedule import Flags, Schedule
@@ -131,7 +131,7 @@ def _flops_backward(
     return 2 * rows * sum(map(math.prod, shapes))
 
 
-_forward_op = custom_op.define(
+_forward_op = define(
     "block(Tensor?[] tensors, str call, str[] products) -> Tensor[]",
     _run_forward,
     _fake_forward,
@@ -139,7 +139,7 @@ _forward_op = custom_op.define(
 )
 _BACKWARD = "Tensor?[] given, str call, str[] names, bool[] wanted) -> Tensor[]"
 _backward_op, _donating_op = [
-    custom_op.define(
+    define(
         f"{name}(Tensor?[] dys, Tensor{alias}[] products, {_BACKWARD}",
         implementation,
         _fake_backward,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.quantised import QuantisedWeight
+from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.products import add_product, product_for, wide_product

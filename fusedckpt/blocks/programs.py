@@ -14,11 +14,11 @@ import torch
 
 from fusedckpt import reference
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around, Meta
-from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of, sums_dtype
+from fusedckpt.autograd.dispatch import Around, Meta, Path
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.builder import Builder, Linears, bias_of, metas_of, pair_of
 from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.norm_spec import NormSpec, output_dtype, rule_of, sums_dtype
 from fusedckpt.blocks.steps import Add, Hidden, Linear, Norm
 
 
@@ -58,7 +58,7 @@ class LinearOptions(NamedTuple):
         activation, level = self.chosen(levels.override.level)
         return (0,) if level == "preact" and activation != "identity" else ()
 
-    def settle(self, around: Around, x: Any, *metas: Any) -> Call | None:
+    def settle(self, around: Around, x: Any, *metas: Any) -> Call | Path:
         """Refuse arguments that F.linear would refuse."""
         name = self.name
         activation, level = self.chosen(around.level)
@@ -73,7 +73,7 @@ class LinearOptions(NamedTuple):
         self.linears.check(name, linears, around)
         validate.runs(name, self.kernel, "fused", x, dtype=dtype)
         if around.twin:
-            return None
+            return Path.REFERENCE
         variant = _linear_variant(x, dtype, activation, self.kernel, weight.shape)
         if self.linears.parts and variant == "fused":
             variant = "split"
@@ -123,14 +123,14 @@ class NormOptions(NamedTuple):
         else:
             validate.rms_options(self.name, self.eps, self.offset, self.cast, has_weight)
 
-    def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Call | None:
+    def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Call | Path:
         """Refuse arguments that the eager norm would refuse."""
         name, metas = self.name, (x, residual, weight, bias)
         self.chosen(around.level, weight is not None)
         shape = validate.normalized_shape(name, self.normalized_shape)
         dtype = getattr(x, "dtype", None)
         if self.is_module and self.kind == "rms" and dtype in COMPLEX:
-            return None
+            return Path.OWN
         validate.tensors(name, self.names, metas)
         validate.norm(name, x, shape, weight, bias)
         if residual is not None:
@@ -139,7 +139,7 @@ class NormOptions(NamedTuple):
         if self.kind == "layer":
             validate.layer_norm_dtypes(name, x, (weight, bias), around)
         if around.twin:
-            return None
+            return Path.REFERENCE
         spec = NormSpec(self.kind, None, None, self.eps, self.offset, self.cast)
         rule = rule_of(spec, x.dtype)
         out_dtype = output_dtype(rule, x, weight, around.autocast)
@@ -194,7 +194,7 @@ class NormLinearOptions(NamedTuple):
         """Return none: no GEMM is recomputed."""
         return ()
 
-    def settle(self, around: Around, x: Any, weight: Any, bias: Any, *metas: Any) -> Call | None:
+    def settle(self, around: Around, x: Any, weight: Any, bias: Any, *metas: Any) -> Call | Path:
         """Refuse linears that cannot all read norm(x)."""
         name, norm = self.name, self.norm
         if isinstance(norm, NormSpec):
@@ -215,7 +215,7 @@ class NormLinearOptions(NamedTuple):
         dtype = validate.multiplied(name, around, read, given)
         self.linears.check(name, linears, around)
         if around.twin:
-            return None
+            return Path.REFERENCE
         b, rule = Builder(), rule_of(norm, x.dtype)
         b.norm(
             Norm(rule, dtype, sums_dtype(x, weight, bias), norm_kernel(x, x.dtype)), weight, bias

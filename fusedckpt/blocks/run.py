@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedckpt.autograd.custom_op import BELOW, below
+from fusedckpt.autograd.private import below
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.schedule import Flags, Schedule
 from fusedckpt.kernels.runtime import as_matrix
@@ -46,7 +46,7 @@ def row_chunks(rows: int, chunks: int) -> list[slice]:
 def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
     """Return the results of inputs and parameters, then the products that the schedule gives."""
     x, given = tensors[0], dict(zip(call.names, tensors, strict=True))
-    with below(BELOW):
+    with below():
         if call.chunks == 1:
             found = list(code.run(0, *_arguments(call, code, given)))
         else:
@@ -78,7 +78,7 @@ def backward(
     """
     products = tuple(map(_IS_GIVEN, map(given.get, call.program.products)))
     code = call.backward(wanted, products, tuple(map(_IS_GIVEN, dys)), donates)
-    with below(BELOW):
+    with below():
         args = _arguments(call, code, given, dys)
         if call.chunks == 1:
             found = list(code.run(0, *args))

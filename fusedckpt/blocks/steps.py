@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt import reference
-from fusedckpt.autograd.dropout import dropout
-from fusedckpt.autograd.quantised import QuantisedWeight
 from fusedckpt.blocks import passes
+from fusedckpt.blocks.dropout import dropout
 from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels import aten
 from fusedckpt.kernels import linear as kernels

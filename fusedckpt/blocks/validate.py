@@ -17,7 +17,7 @@ from torch.fx import Proxy
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Around, Meta
-from fusedckpt.autograd.norm_spec import NormSpec, output_dtype
+from fusedckpt.blocks.norm_spec import NormSpec, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 
 CASTS = ("torch", "llama", "gemma")
@@ -162,7 +162,7 @@ def layer_norm_dtypes(
     found = {key: value.dtype for key, value in pairs if value is not None}
     if x.device.type == "meta" or all(other == x.dtype for other in found.values()):
         return
-    widens = dispatch.widens_norm(around.autocast, x.device, "layer")
+    widens = widens_norm(around.autocast, x.device, "layer")
     if widens and torch.float64 not in (x.dtype, *found.values()):
         return
     # a CPU's reads parameters of float32 beside half precision

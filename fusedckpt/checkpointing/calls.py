@@ -7,7 +7,6 @@ arguments.
 
 from __future__ import annotations
 
-import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,32 +17,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._functorch import pyfunctorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import noop_context_fn
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd.saved_tensor import make_saved
-from fusedckpt.autograd.versions import Versioned
+from fusedckpt.autograd import private
+from fusedckpt.autograd.backward import Versioned
 from fusedckpt.checkpointing.determinism import Run
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-# what tells whether a kernel of scaled_dot_product_attention is enabled, and its name
-_KERNELS = [
-    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(SDPBackend, backend))
-    for name, backend in getattr(torch.nn.attention, "_backend_names", {}).items()
-]
+# of scaled_dot_product_attention: whether each is enabled, and its name
+_KERNELS = [(is_enabled, getattr(SDPBackend, name)) for is_enabled, name in private.sdpa_kernels]
 _CPU = torch.device("cpu")
 _CPU_GENERATOR = torch.default_generator.get_state, torch.default_generator.set_state
 _PYTHON_GENERATORS = [
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
 ]
-_clear_stack: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", None)
-# on while gradients are batched by is_grads_batched=True
-_BATCHES = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[arg-type]  # it exists
 
 
 class Options(NamedTuple):
@@ -68,7 +60,8 @@ class Argument:
         self.dtype, self.storage = tensor.dtype, storage_of(tensor)
         self.layout = layout_of(tensor) if self.storage else None
         # autograd refuses to save an inference tensor
-        self._saved = tensor if tensor.is_inference() else make_saved(tensor, is_output=False)
+        is_inference = tensor.is_inference()
+        self._saved = tensor if is_inference else private.make_saved(tensor, is_output=False)
 
     def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
         """Return the argument; raise where it was written in place since."""
@@ -140,11 +133,11 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """Bring it back, and afterwards what was there before."""
         with ExitStack() as stack:
-            if _clear_stack is not None and torch._C._are_functorch_transforms_active():
-                # vmap of a batched backward: the forward was not in it, random ops refuse it
-                stack.enter_context(_clear_stack())
+            if private.are_transforms_active():
+                # a batched backward: the forward was not in its vmap, random ops refuse it
+                stack.enter_context(private.outside_vmap())
             # and that of is_grads_batched, which no stack tells of
-            stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_BATCHES))
+            stack.enter_context(private.outside_legacy_vmap())
             present = []
             for read, _ in self._generators:
                 present.append(read())
@@ -179,7 +172,7 @@ class Surroundings:
 def _settings_of(kinds: list[str]) -> list[Any]:
     """Return the default device, the kernels of attention, and autocast of kinds of devices."""
     # torch.get_default_device takes some microseconds to find that there is none
-    device = torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+    device = torch.get_default_device() if private.num_function_modes() else _CPU
     kernels = []
     for is_enabled, _ in _KERNELS:
         kernels.append(is_enabled())
@@ -292,7 +285,7 @@ def storage_of(tensor: Tensor) -> int:
     """
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     plain = plain and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-    return tensor.untyped_storage()._cdata if plain else 0
+    return private.storage_key(tensor.untyped_storage()) if plain else 0
 
 
 def leaf_of(tensor: Tensor) -> Tensor | None:
@@ -300,10 +293,6 @@ def leaf_of(tensor: Tensor) -> Tensor | None:
     owner = tensor if tensor._base is None else tensor._base
     is_leaf = owner.is_leaf and (owner.requires_grad or isinstance(owner, nn.Parameter))
     return owner if is_leaf else None
-
-
-# how many nodes of autograd's graphs this thread has made
-_num_nodes: Callable[[], float] = getattr(torch.autograd, "_get_sequence_nr", lambda: math.inf)
 
 
 class Leaves:
@@ -314,20 +303,20 @@ class Leaves:
     """
 
     def __init__(self) -> None:
-        self.is_found, self._since = False, _num_nodes()
+        self.is_found, self._since = False, private.num_nodes()
 
     def behind(self, tensor: Tensor) -> list[Tensor]:
         """Return leaves that a tensor is computed from, by nodes that were made since the last."""
         found, nodes, seen = list[Tensor](), [tensor.grad_fn], set[Any]()
         while nodes:
             node: Any = nodes.pop()
-            if node in seen or node._sequence_nr() < self._since:
+            if node in seen or private.number_of(node) < self._since:
                 continue
             seen.add(node)
             nodes += [after for after, _ in node.next_functions if after is not None]
             if not node.next_functions and hasattr(node, "variable"):
                 found.append(node.variable)
-        self.is_found, self._since = len(found) > 0, _num_nodes()
+        self.is_found, self._since = len(found) > 0, private.num_nodes()
         return found
 
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fusedckpt.autograd.module_calls import PutsBackBuffers, is_recomputing, observed
+from fusedckpt.autograd.private import TorchDispatchMode, disable_current_modes, pytree
+from fusedckpt.checkpointing.module_calls import (
+    PutsBackBuffers,
+    is_observer,
+    is_recomputing,
+    observed,
+)
 
 
 class Run(TorchDispatchMode, PutsBackBuffers):
@@ -21,7 +25,8 @@ class Run(TorchDispatchMode, PutsBackBuffers):
     """
 
     def __init__(self, fn: Any, forward: Run | None = None):
-        super().__init__()
+        TorchDispatchMode.__init__(self)
+        PutsBackBuffers.__init__(self)
         self._forward = forward
         module = getattr(fn, "__self__", fn)
         modules = module.named_modules() if isinstance(module, nn.Module) else ()
@@ -41,24 +46,23 @@ class Run(TorchDispatchMode, PutsBackBuffers):
         self._operations.append(str(func))
         return func(*args, **(kwargs or {}))
 
-    def sees(self, module: nn.Module) -> bool:
-        """Every call."""
-        return True
-
-    def enter(self, module: nn.Module) -> Any:
+    def before(self, module: nn.Module, args: Any) -> None:
         """Copy the module's buffers in a recompute, that of a checkpoint around too."""
-        return super().enter(module) if is_recomputing() else ()
+        if is_recomputing():
+            super().before(module, args)
 
-    def returned(self, module: nn.Module, output: Any) -> None:
-        """See what a module returned."""
-        self.see(self._names.get(module, type(module).__name__), output)
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Put them back; see what the module returned."""
+        super().after(module, args, output)
+        if is_observer(self):
+            self.see(self._names.get(module, type(module).__name__), output)
 
     def see(self, name: str, output: Any) -> None:
         """Note an output, or how it differs from the forward's."""
         if self.difference is not None:
             return
         tensors = [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        with _disable_current_modes():
+        with disable_current_modes():
             if self._forward is None:
                 # copies: a later operation may write over an output
                 self._outputs.append((name, [tensor.clone() for tensor in tensors]))
@@ -94,7 +98,7 @@ def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal, NaN to itself too."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.equal(_bytes(a), _bytes(b))
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fusedckpt.autograd import arguments
-from fusedckpt.autograd.module_calls import is_recomputing
+from fusedckpt.autograd.private import number_of, pytree
+from fusedckpt.checkpointing.module_calls import is_recomputing
 from fusedckpt.checkpointing.segment import NODE_KEY, Segment
 
 __all__ = ["prefetch_recompute"]
@@ -76,7 +76,7 @@ def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
 def _in_order(nodes: list[Any]) -> Any:
     """Yield the segments behind nodes, the one first whose nodes run first."""
     seen = set(nodes)
-    queue = [(-node._sequence_nr(), i, node) for i, node in enumerate(seen)]
+    queue = [(-number_of(node), i, node) for i, node in enumerate(seen)]
     heapq.heapify(queue)
     while queue:
         _, _, node = heapq.heappop(queue)
@@ -87,4 +87,4 @@ def _in_order(nodes: list[Any]) -> Any:
             # leaves have none, and come first of all
             if after is not None and after not in seen and after.next_functions:
                 seen.add(after)
-                heapq.heappush(queue, (-after._sequence_nr(), len(seen), after))
+                heapq.heappush(queue, (-number_of(after), len(seen), after))

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases
-from fusedckpt.autograd.module_calls import PutsBackBuffers, recomputed
 from fusedckpt.autograd.phases import Likes, Phase, Tensors
-from fusedckpt.autograd.uncompiled import uncompiled
+from fusedckpt.autograd.private import uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
 from fusedckpt.checkpointing.determinism import Run, same_bits
+from fusedckpt.checkpointing.module_calls import PutsBackBuffers, recomputed
 
 
 class Stop(BaseException):

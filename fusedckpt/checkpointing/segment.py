@@ -17,15 +17,12 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as stock
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd import phases
-from fusedckpt.autograd.backward import at_end_of_backward, backward_id
+from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.levels import saving
 from fusedckpt.autograd.phases import Likes, Phase, Tensors
-from fusedckpt.autograd.uncompiled import uncompiled
+from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.calls import (
     Argument,
@@ -69,12 +66,12 @@ class Segment(Trace, Phase):
         """Make a call for the first time, dropping what autograd saves."""
         self.is_complete, around = False, phases.current()
         # what comes back through hooks is elsewhere in memory
-        self._is_hooked = phases.top_hooks() is not None
+        self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
         self.watched = run = Run(call.fn) if self.options.debug else None
         self.calls.append(call)
         try:
             # what an enclosing checkpoint recomputes, it gives back once only
-            for held in call.held if around is None and phases.can_see_hooks() else ():
+            for held in call.held if around is None and private.SEES_HOOKS else ():
                 if isinstance(held, Argument) and held.storage:
                     self._arguments[held.storage] = held
             if around is not None:
@@ -307,8 +304,7 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     if not callable(function):
         raise TypeError(f"checkpoint: expected something to call, got {type(function).__name__}")
     # torch's switches, where they are set
-    debug = getattr(stock, "_checkpoint_debug_enabled", None)
-    early_stop = getattr(stock, "_enable_checkpoint_early_stop", None)
+    debug, early_stop = private.stock_switches()
     debug = options.debug if debug is None else debug
     early_stop = options.early_stop if early_stop is None else early_stop
     if debug and options.context_fn is not stock.noop_context_fn:
@@ -334,7 +330,6 @@ def _at_inputs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def is_plain_call() -> bool:
     """Whether nothing is kept for backward here, or torch.func or forward-mode AD is at work."""
-    forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
-    transformed = torch._C._are_functorch_transforms_active() or forward_mode
+    is_transformed = private.are_transforms_active() or private.forward_level() >= 0
     # a trace runs no backward, and checks itself by running again
-    return transformed or not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None
+    return is_transformed or not torch.is_grad_enabled() or private.is_tracing()

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fusedckpt.autograd import phases
-from fusedckpt.autograd.versions import versions_of
+from fusedckpt.autograd.backward import versions_of
+from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing import starts
 from fusedckpt.checkpointing.calls import storage_of
 from fusedckpt.checkpointing.segment import OPTIONS, Segment, checkpoint, is_plain_call

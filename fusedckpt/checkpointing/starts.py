@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fusedckpt.autograd.private import disable_current_modes, pytree
 from fusedckpt.checkpointing.calls import Surroundings
 from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.memory import saved_tensors, storages_of
@@ -58,7 +56,7 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
     sizes = ChainSizes([], [], [sum(_storages(input).values())])
     # what the function before saved of its output; where the memory of the input comes from
     saved_before, origin = 0, 0
-    with no_trace([*_tensors(input), *parameters]), _disable_current_modes():
+    with no_trace([*_tensors(input), *parameters]), disable_current_modes():
         for i, function in enumerate(functions):
             given = pytree.tree_map_only(Tensor, _fresh, input)
             versions = [tensor._version for tensor in _tensors(given)]
@@ -96,9 +94,9 @@ def no_trace(tensors: Iterable[Tensor]) -> Iterator[None]:
                 undo.callback(_restore, module, dict(vars(module)))
                 copies = pytree.tree_map_only(Tensor, _copied_buffer, dict(module._buffers))
                 vars(module)["_buffers"] = copies
-            elif isinstance(module, _NormBase):
+            elif hasattr(module, "reset_running_stats"):
                 # initialised as ever, but its statistics are yet to begin
-                undo.callback(module.reset_running_stats)
+                undo.callback(module.reset_running_stats)  # type: ignore[arg-type]  # a method
 
     with Surroundings([*tensors], rng=True, python_rng=True).restored(), ExitStack() as undo:
         handle = register_module_forward_pre_hook(keep)

@@ -8,13 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusedckpt.autograd.private import ActivationWrapper
 from fusedckpt.checkpointing.segment import OPTIONS, checkpoint
-
-try:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-except ImportError:
-    # a torch that was built without torch.distributed
-    ActivationWrapper = nn.Module
 
 __all__ = ["Checkpoint"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import are_plain, autocast_dtype, has_hooks
-from fusedckpt.autograd.lora import LoRA
-from fusedckpt.autograd.quantised import quantised
-from fusedckpt.autograd.subclass import made_of
+from fusedckpt.blocks.operands import LoRA
+from fusedckpt.blocks.quantised import quantised
+from fusedckpt.fusing.subclass import made_of
 
 # told by name: none of these libraries is imported
 _LORA = (

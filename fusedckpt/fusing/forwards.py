@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, fallbacks, levels
-from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.subclass import made_of
+from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled, norm_sharing
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
 from fusedckpt.fusing.operands import Linear, MLPMatch, dropped, drops_of, layout_of, tensors_of
-from fusedckpt.layers import parallel
+from fusedckpt.fusing.subclass import made_of
+from fusedckpt.layers import fallbacks, parallel
+from fusedckpt.layers.fallbacks import Fallback
 from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
@@ -153,7 +153,8 @@ class FusedNorm(Swapped):
         own = x.dtype if weight is None else weight.dtype
         # F.layer_norm takes two dtypes on a CPU, and where autocast casts them
         is_taken = match.kind == "rms" or x.device.type in ("cpu", "meta") or own == x.dtype
-        if (x.dtype, own) not in match.dtypes or not (is_taken or dispatch.autocasts(x.device)):
+        is_taken = is_taken or dispatch.autocast_dtype(x.device) is not None
+        if (x.dtype, own) not in match.dtypes or not is_taken:
             return "dtype", x.dtype
         return self._normalised(match, x, weight, bias)
 

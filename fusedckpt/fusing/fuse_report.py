@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt.autograd import dispatch, fallbacks
+from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import left, reasons
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.layers import fallbacks
 from fusedckpt.layers.sequential import Sequential
 
 __all__ = ["FuseReport", "forget", "join", "parts", "reason_now"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from fusedckpt.autograd.private import pytree, schema_of
 from fusedckpt.fusing.held import Block, Weight
 from fusedckpt.fusing.recording import FOREIGN_OP, Node, Recording
 from fusedckpt.fusing.replica import undisturbed
@@ -203,10 +203,10 @@ def _evaluated(h: Node, known: dict[Node, Tensor]) -> Any:
     for node in walk(h, "point"):
         if node in values:
             continue
-        args, kwargs = tree_map(value, (node.args, node.kwargs or {}))
+        args, kwargs = pytree.tree_map(value, (node.args, node.kwargs or {}))
         if node.kind == "number":
             kwargs = {**kwargs, "dtype": like.dtype, "device": like.device}
-        elif node.op._schema.is_mutable:
+        elif schema_of(node.op).is_mutable:
             args = [args[0].clone(), *args[1:]]
         values[node] = node.op(*args, **kwargs)
     return values[h]

@@ -16,8 +16,6 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn import functional
 from torch.nn.modules import activation as activations
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import reasons
@@ -53,8 +51,19 @@ _CAPS = ("softcap", "soft_cap")
 _NORMS = ("layernorm", "rmsnorm", "layer_norm", "rms_norm")
 # what a norm's code calls
 _NORMALISES = frozenset(("rsqrt", "layer_norm", "rms_norm"))
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 # what does nothing to a block, or drops in it
-_BETWEEN = (nn.Dropout, nn.Identity, nn.modules.dropout._DropoutNd)
+_BETWEEN = (
+    *(nn.Dropout, nn.Identity, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 
 
 def holds(module: nn.Module) -> str | None:
@@ -66,7 +75,7 @@ def holds(module: nn.Module) -> str | None:
     if not count or _is_linear(module) or type(module).forward is nn.Module.forward:
         return None
     # of a convolutional net, whose activations follow convolutions, a lone linear is the head
-    convolutions = any(isinstance(inner, _ConvNd) for inner in module.modules())
+    convolutions = any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules())
     if not _has_activation(module) or (convolutions and len(linears) < 2):
         return None
     return "linear" if count == 1 else "mlp"
@@ -112,7 +121,7 @@ def _written_inside(linears: dict[str, nn.Module], beside: dict[str, nn.Module])
 
 def _holds_mlp(linears: dict[str, nn.Module], beside: dict[str, nn.Module]) -> bool:
     """Whether two or three linears go to a hidden width and back, no norm at that width."""
-    if not 2 <= len(linears) <= 3 or any(isinstance(one, _ConvNd) for one in beside.values()):
+    if not 2 <= len(linears) <= 3 or any(isinstance(one, _CONVOLUTIONS) for one in beside.values()):
         return False
     norms = {p.numel() for one in beside.values() if _is_norm(one) for p in one.parameters()}
     sizes = [*enumerate(_sizes(one) for one in linears.values())]
@@ -147,7 +156,7 @@ def _of_linears(linears: dict[str, nn.Module]) -> str | None:
 
 
 def _of_norm(module: nn.Module) -> str:
-    if isinstance(module, (_NormBase, nn.GroupNorm)):
+    if isinstance(module, (*_BATCH_NORMS, nn.GroupNorm)):
         return "it does not normalise over the last dimensions, as LayerNorm and RMSNorm do"
     if not takes_one(module):
         return "its forward takes more than one tensor"
@@ -186,7 +195,7 @@ def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)):
+    if isinstance(module, (*_BATCH_NORMS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)):
         return True
     kind = type(module)
     own = [p for p in module._parameters.values() if p is not None]

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.autograd.subclass import subclass
 from fusedckpt.fusing import adapters, left, reasons
 from fusedckpt.fusing.forwards import FusedMLP, Swap, of_chunks
 from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
@@ -23,6 +22,7 @@ from fusedckpt.fusing.operands import MLPMatch
 from fusedckpt.fusing.recording import Node, Recording, record
 from fusedckpt.fusing.replica import rates_of, takes_one
 from fusedckpt.fusing.spying import held_by
+from fusedckpt.fusing.subclass import subclass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE = (2, 3)

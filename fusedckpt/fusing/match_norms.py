@@ -18,13 +18,13 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt import reference
-from fusedckpt.autograd.subclass import subclass
 from fusedckpt.fusing import left
 from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap
 from fusedckpt.fusing.layouts import FOREIGN, is_foreign, walk
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import Draw, call, replica, takes_one, undisturbed
 from fusedckpt.fusing.spying import held_by
+from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")

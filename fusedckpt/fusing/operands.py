@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fusedckpt.autograd import dispatch, fallbacks
+from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.quantised import quantised
+from fusedckpt.blocks.quantised import quantised
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
-from fusedckpt.layers import parallel, styles
+from fusedckpt.layers import fallbacks, parallel, styles
+from fusedckpt.layers.fallbacks import Fallback
 from fusedckpt.layers.parallel import Layout
 
 # a linear's weight as [out, in], under the adapters that it has, and its bias
@@ -126,7 +126,7 @@ def _obstacle(
     if dtype not in match.dtypes:
         return "dtype", dtype
     is_mixed = dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)
-    if (is_mixed and not dispatch.autocasts(x.device)) or adapters.casts(layer, x):
+    if (is_mixed and dispatch.autocast_dtype(x.device) is None) or adapters.casts(layer, x):
         return "dtype", x.dtype
     layer, name = _outermost(module, linear), ".".join(linear.weight[:-1])
     if layer is not module and adapters.is_lora(layer) and has_hooks(layer):

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.autograd.fallbacks import Fallback
-from fusedckpt.autograd.quantised import quantised, why_left
+from fusedckpt.autograd.private import is_fsdp_managed
 from fusedckpt.blocks import validate
+from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
 from fusedckpt.layers import styles
+from fusedckpt.layers.fallbacks import Fallback
 
 _CALLS = {
     "arguments": "called with arguments other than one tensor",
@@ -130,7 +131,7 @@ def of_storage(module: nn.Module) -> str | None:
         if isinstance(layer, torch.jit.ScriptModule):
             return f"TorchScript compiled {name}: fuse before scripting"
     layers = [layer for _, layer in named]
-    if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
+    if any(map(is_fsdp_managed, layers)):
         return "its parameters are sharded by FSDP: fuse before sharding"
     given = [p for layer in layers for p in layer._parameters.values() if p is not None]
     if any(nn.parameter.is_lazy(parameter) for parameter in given):

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
+from fusedckpt.autograd.private import TorchDispatchMode, pytree, schema_of, storage_key
 from fusedckpt.fusing.held import Path
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.spying import Log, spied
@@ -219,9 +218,9 @@ class _Recorder(TorchDispatchMode):
         """Give a tensor modified in place, and its aliases, the new node."""
         before = self.node(target)
         node = self._point(call, target) or Node("other", call.of, call.func)
-        storage = target.untyped_storage()._cdata
+        storage = storage_key(target.untyped_storage())
         for key, (tensor, old) in self.nodes.items():
-            if tensor.untyped_storage()._cdata == storage:
+            if storage_key(tensor.untyped_storage()) == storage:
                 # a view of a part of it, or what it is a part of
                 kept = node if old is before else Node("other", (old,), call.func)
                 self.nodes[key] = tensor, kept
@@ -275,19 +274,19 @@ class _Recorder(TorchDispatchMode):
 
     def _as(self, call: _Call, kind: str) -> Node:
         """Return the node of a call, with nodes in place of tensors."""
-        args, kwargs = tree_map(
+        args, kwargs = pytree.tree_map(
             lambda v: self.node(v) if isinstance(v, Tensor) else v, (call.args, call.kwargs)
         )
         return Node(kind, call.of, call.func, args, kwargs=kwargs)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an op modifies."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return [given[name] for name in names if isinstance(given.get(name), Tensor)]

@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 from torch.jit import ScriptModule
 
-from fusedckpt.autograd import fallbacks, levels
+from fusedckpt.autograd import levels
 from fusedckpt.autograd.levels import LEVELS
-from fusedckpt.autograd.subclass import made_of, subclass
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, left, reasons
 from fusedckpt.fusing.forwards import Swap, within
@@ -21,7 +20,9 @@ from fusedckpt.fusing.fuse_report import FuseReport, join
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.fusing.matcher import Matcher, unfit
+from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.wanted import Names, Wanted, patterns
+from fusedckpt.layers import fallbacks
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 

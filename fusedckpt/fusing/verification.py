@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd.accuracy import FLOOR, Errors
+from fusedckpt.fusing.accuracy import FLOOR, Errors
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import child_at
 from fusedckpt.fusing.replica import Draw, call, replica, undisturbed
@@ -26,7 +26,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
     """Return how a swap changes outputs or gradients, None if it does not.
 
     Compared in the module's dtype, in eval and training mode, on inputs of several scales, over 256
-    elements or 16 draws, by the error rule of `autograd.accuracy`; at scales other than 1 the floor
+    elements or 16 draws, by the error rule of `fusing.accuracy`; at scales other than 1 the floor
     is 64 epsilons of max(scale, rms(truth)).
     """
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fusedckpt.autograd.private import COMPILED_CHILD
 from fusedckpt.planning.planner import plan as make_plan
 from fusedckpt.planning.roles import is_assigned
 from fusedckpt.reporting.memory_report import report as make_report
@@ -51,7 +52,7 @@ def at_first_batch(
         if not (module.training and torch.is_grad_enabled()):
             return
         handle.remove()
-        module = getattr(module, "_orig_mod", module)
+        module = getattr(module, COMPILED_CHILD, module)
         step = {"loss": loss, "optimizer": optimizer, **kwargs}
         if plan is not None and not any(is_assigned(part) for part in module.modules()):
             found = make_plan(module, *args, **plan, **step)

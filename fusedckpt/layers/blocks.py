@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import Linears, split
 from fusedckpt.blocks.mlp_program import GATED, MLPOptions
+from fusedckpt.blocks.norm_spec import NormSpec
 from fusedckpt.blocks.programs import NormLinearOptions
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
 from fusedckpt.layers import constructors, parallel

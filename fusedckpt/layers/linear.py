@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from fusedckpt import reference
 from fusedckpt.autograd import levels
-from fusedckpt.autograd.lora import LoRA
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.programs import LinearOptions
 from fusedckpt.layers import constructors
 

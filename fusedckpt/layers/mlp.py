@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fusedckpt import reference
 from fusedckpt.autograd import arguments
-from fusedckpt.autograd.lora import LoRA
-from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import Linears, split
 from fusedckpt.blocks.mlp_program import GATED, PACKED, MLPOptions
+from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import LoRA
 
 __all__ = ["gated_mlp", "mlp"]
 

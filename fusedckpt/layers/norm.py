@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt import reference
-from fusedckpt.autograd import arguments, dispatch, fallbacks
+from fusedckpt.autograd import arguments, dispatch
+from fusedckpt.autograd.dispatch import Path
 from fusedckpt.blocks import compiled, norm_sharing, validate
 from fusedckpt.blocks.block import apply
-from fusedckpt.blocks.programs import COMPLEX, NormOptions
-from fusedckpt.layers import constructors, parallel
+from fusedckpt.blocks.programs import NormOptions
+from fusedckpt.layers import constructors, fallbacks, parallel
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -36,7 +37,7 @@ def _run(
     if isinstance(shape, tuple) and bool in map(type, shape):
         # True equals 1, which would be remembered: what is no tuple is looked at anew
         options = options._replace(normalized_shape=list(shape))
-    call, phase = dispatch.settled(options, x, residual, weight, bias)
+    _, call, phase = dispatch.settled(options, x, residual, weight, bias)
     if call is not None:
         inputs = (x,) if residual is None else (x, residual)
         return apply(call, phase, *inputs, weight, bias)
@@ -71,14 +72,14 @@ def _called(
     norm: nn.Module, options: NormOptions, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Run a module's call, and note what others read its result by, or why ours did not run."""
-    call, phase = dispatch.settled(options, x, None, weight, bias)
+    path, call, phase = dispatch.settled(options, x, None, weight, bias)
     if call is None:
         if parallel.is_sharded(x):
             shape, again = norm.normalized_shape, partial(_called, norm, options)
             y = parallel.on_rows(again, len(shape), x, weight, bias)  # type: ignore[arg-type]
             if y is not None:
                 return y
-        if not dispatch.are_plain(x, weight, bias) or x.dtype in COMPLEX:
+        if path is Path.OWN:
             fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
         return eager(options, x, options.normalized_shape, weight, bias=bias)
     y = apply(call, phase, x, weight, bias)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fusedckpt import reference
 from fusedckpt.autograd import dispatch
-from fusedckpt.autograd.lora import LoRA
-from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import Linears, split
+from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.programs import NormLinearOptions
 
 __all__ = ["norm_linear"]

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd import backward, dispatch
-from fusedckpt.autograd.versions import versions_of
+from fusedckpt.autograd import dispatch
+from fusedckpt.autograd.backward import versions_of
+from fusedckpt.autograd.private import at_end_of_backward, raw_saved
 from fusedckpt.blocks.norm_sharing import Recipe, Source, made_from
 
 if TYPE_CHECKING:
@@ -211,13 +212,13 @@ class _Reduced(torch.autograd.Function):
             return None, None, None
         (own,), rows = ctx.saved_tensors, ctx.rows
         dy, rows.ahead = rows.gathered(dy, own.detach())
-        backward.at_end_of_backward(rows.forget)
+        at_end_of_backward(rows.forget)
         return dy, None, None
 
 
 def _reads_again(y: Tensor) -> bool:
     """Whether the block that computed a tensor saves rows and gathers its input again."""
-    saved = getattr(y.grad_fn, "_raw_saved_tensors", ())
+    saved = raw_saved(y.grad_fn) if hasattr(y.grad_fn, "saved_tensors") else ()
     return bool(saved) and isinstance(saved[0].data, Recipe)
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, fallbacks, levels
-from fusedckpt.autograd.norm_spec import NormSpec
+from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import validate
+from fusedckpt.blocks.norm_spec import NormSpec
 from fusedckpt.kernels.activations import name_of
-from fusedckpt.layers import constructors
+from fusedckpt.layers import constructors, fallbacks
 from fusedckpt.layers.blocks import letter_of, spec_of
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import MLP_LEVELS, mlp

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fusedckpt.autograd.private import style_functions
 from fusedckpt.layers.parallel import Layout, is_sharded, library
 
 __all__ = ["is_known", "layout_of", "style_of", "unwrapped"]
@@ -109,8 +110,9 @@ def _of_torch(before: Callable[..., Any], after: Callable[..., Any]) -> Style | 
         return None
     for name, split in _KINDS.items():
         style = getattr(styles, name)
-        is_it = prepare.func is style._prepare_input_fn
-        if is_it and isinstance(finish, partial) and finish.func is style._prepare_output_fn:
+        at_input, at_output = style_functions(style)
+        is_it = prepare.func is at_input
+        if is_it and isinstance(finish, partial) and finish.func is at_output:
             (inputs, wanted), (outputs, is_local) = prepare.args, finish.args
             found = library()
             if wanted != ((found.Replicate(),) if split == "columns" else (found.Shard(-1),)):

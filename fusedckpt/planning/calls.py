@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from fusedckpt.autograd.private import function_of, pytree
 from fusedckpt.memory import nbytes_of, saved_tensors, storage_ref
 from fusedckpt.planning import roles
 from fusedckpt.reporting.step import Step
@@ -125,7 +125,7 @@ def leaf_bytes(outputs: Iterable[Tensor], known: list[Tensor]) -> int:
 
 def _is_fused(node: Any) -> bool:
     """Whether a node is a layer's function, of a module or called as it is."""
-    function = getattr(type(node), "_forward_cls", None)
+    function = function_of(node)
     return function is not None and function.__module__ == "fusedckpt.blocks.block"
 
 

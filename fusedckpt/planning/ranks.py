@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from fusedckpt.autograd.private import default_store, pytree
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.plans import Plan
 from fusedckpt.reporting.step import Step
@@ -129,7 +129,7 @@ class _Meeting:
     def __init__(self, group: ProcessGroup):
         self._ranks = dist.get_process_group_ranks(group)
         self._rank, self._first = dist.get_rank(), self._ranks[0]
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         # disjoint groups may have one name
         self._place = f"fusedckpt.plan/{group.group_name}/{self._first}"
         self._number = self._store.add(self._calls(self._rank), 1)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd.module_calls import PutsBackBuffers, recomputed
+from fusedckpt.autograd.private import storage_key
 from fusedckpt.checkpointing.calls import Argument, Call
+from fusedckpt.checkpointing.module_calls import PutsBackBuffers, recomputed
 from fusedckpt.memory import nbytes_of, storages_of, strided
 from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.roles import OPTIONS
@@ -192,10 +193,10 @@ def _results(call: Call, module: nn.Module, is_again: bool) -> list[Any]:
     if any(x.device.type != "cpu" for x in [*found, *saved]):
         return [x.clone() for x in found]
     # batch_norm saves running statistics, and does not read them
-    own = {x._cdata for x in storages_of([*own, *(x for _, _, x in _tensors_in(module))])}
+    own = {storage_key(x) for x in storages_of([*own, *(x for _, _, x in _tensors_in(module))])}
     # integers may be a workspace that nobody wrote; random masks among them change the output
     found += [part for x in saved if x.is_floating_point() for part in strided(x)]
-    return [_digest(x) for x in found if x.untyped_storage()._cdata not in own]
+    return [_digest(x) for x in found if storage_key(x.untyped_storage()) not in own]
 
 
 def _digest(tensor: Tensor) -> Any:

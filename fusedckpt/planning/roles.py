@@ -21,17 +21,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 
-from fusedckpt.autograd.backward import backward_id
+from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import Phase, can_see_hooks, current
-from fusedckpt.autograd.subclass import made_of, subclass
-from fusedckpt.autograd.versions import versions_of
+from fusedckpt.autograd.private import backward_id, pytree
 from fusedckpt.checkpointing.calls import (
     Argument,
     Call,
@@ -41,6 +39,7 @@ from fusedckpt.checkpointing.calls import (
     storage_of,
 )
 from fusedckpt.checkpointing.segment import Segment, checkpoint, is_plain_call
+from fusedckpt.fusing.subclass import made_of, subclass
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"

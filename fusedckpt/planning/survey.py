@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from fusedckpt.autograd.phases import current
+from fusedckpt.autograd.private import pytree
 from fusedckpt.memory import nbytes_of, storage_ref
 from fusedckpt.planning import roles
 from fusedckpt.planning.calls import (

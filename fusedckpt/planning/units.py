@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from fusedckpt.autograd.private import COMPILED_CHILD, compiled_call
 from fusedckpt.fusing.forwards import FusedMLP, FusedNorm
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.linear import Linear
@@ -162,12 +162,8 @@ def check_model(model: nn.Module) -> None:
     """Refuse a model whose units cannot be given roles."""
     if any(roles.is_assigned(module) for module in model.modules()):
         raise ValueError("plan: a plan is applied to this model: undo it first")
-    # who has compiled nothing is spared the seconds that importing it takes
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     for name, module in model.named_modules():
-        # torch.compile(module), and module.compile()
-        wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-        if wrapped or vars(module).get("_compiled_call_impl") is not None:
+        if compiled_call(module) is not None or COMPILED_CHILD in module._modules:
             raise ValueError(
                 f"plan: expected a model that is not compiled yet, got {name or 'one that is'} "
                 "compiled: plan a model that is made anew, apply the plan, then compile"

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from fusedckpt.autograd import fallbacks
+from fusedckpt.autograd.private import local_of
 from fusedckpt.fusing import fuse_report
+from fusedckpt.layers import fallbacks
 from fusedckpt.memory import SavedStorage
 
 __all__ = ["FusedCalls", "FusedModule"]
@@ -101,7 +102,7 @@ def _kept(name: str, storages: list[SavedStorage]) -> int:
 
 def _tokens(output: Tensor) -> int:
     """Return how many rows this process has of a module's output, whose class may be any."""
-    local = getattr(output, "_local_tensor", output)
+    local = local_of(output)
     if local.is_nested:
         return local.values().shape[0] if local.layout == torch.jagged else 0
     return math.prod(local.shape[:-1])

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.profiler import record_function
 
-from fusedckpt.autograd.module_calls import watched
+from fusedckpt.checkpointing.module_calls import watched
 from fusedckpt.memory import profiled
 
 __all__ = ["Block", "Moment", "Reading", "Watch", "live_by_phase", "read"]

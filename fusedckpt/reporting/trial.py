@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
 from fusedckpt.memory import strided
 
 __all__ = ["aliased", "is_state", "kept", "random_states", "tensors_of", "trial"]
@@ -176,18 +177,13 @@ def _keep_unreduced(model: nn.Module, undo: ExitStack) -> None:
 def _unreduced(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield where FSDP2 has gradients of whole parameters: private, as nothing public tells."""
     for module in model.modules():
-        if not hasattr(module, "_get_fsdp_state"):
-            continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        # torch 2.11 has one
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for held in (one for group in groups if group for one in group.fsdp_params):
+        for held in fsdp_parameters(module):
             # of another dtype than parameters; torch 2.15 has them as `.grad` too
             if "unsharded_accumulated_grad" in vars(held):
                 yield held, "unsharded_accumulated_grad"
             # made when it is first gathered
-            if hasattr(held, "_unsharded_param"):
-                yield held._unsharded_param, "grad"
+            if (whole := unsharded_of(held)) is not None:
+                yield whole, "grad"
 
 
 def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:
@@ -294,7 +290,7 @@ def _restorer(tensor: Tensor) -> Callable[[], None]:
 
 def _put_memory_back(tensor: Tensor, whole: Tensor) -> None:
     """Undo `tensor.data = other`."""
-    if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+    if storage_key(tensor.untyped_storage()) != storage_key(whole.untyped_storage()):
         tensor.data = whole
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fusedckpt.autograd.lora import Parts
+from fusedckpt.autograd.norm_spec import NormSpec, rule_of
 from support import compare, randn, saved_bytes
 from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import Meta
-from fusedckpt.autograd.lora import Parts
-from fusedckpt.autograd.norm_spec import NormSpec, rule_of
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Call

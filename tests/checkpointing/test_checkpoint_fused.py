@@ -19,10 +19,9 @@ from torch.utils.checkpoint import (
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
-from fusedckpt.autograd import phases
+from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.autograd.saved_tensor import SavedTensor
-from fusedckpt.checkpointing import calls
+from fusedckpt.autograd.private import SavedTensor
 from fusedckpt.functional import linear_act
 from fusedckpt.memory import saved_tensors
 
@@ -199,9 +198,9 @@ def test_inside_distributed_wrapper(impl):
 
 
 # torch's own, where it has one, and what stands for it
-@pytest.mark.parametrize("make_saved", dict.fromkeys([calls.make_saved, SavedTensor]))
+@pytest.mark.parametrize("make_saved", dict.fromkeys([private.make_saved, SavedTensor]))
 def test_saved_bytes_in_a_checkpoint_are_its_input(monkeypatch, make_saved):
-    monkeypatch.setattr(calls, "make_saved", make_saved)
+    monkeypatch.setattr(private, "make_saved", make_saved)
     layers = nn.Sequential(*blocks(fusedckpt.MLP, "preact"))
     x = randn(ROWS, D)
     for wrap in (fusedckpt.checkpoint, STOCK["non-reentrant"]):
@@ -236,8 +235,9 @@ def test_without_torchs_private_hooks(monkeypatch, name):
     """Layers then keep what their level says: recomputed more often, with equal gradients."""
     layers, x = blocks(fusedckpt.MLP, "inputs"), randn(ROWS, D)
     expected = gradients(nn.Sequential(*layers), [x])
-    monkeypatch.setattr(phases, "_top_hooks", None)
-    monkeypatch.setattr(calls, "make_saved", SavedTensor)
+    monkeypatch.setattr(private, "SEES_HOOKS", False)
+    monkeypatch.setattr(private, "top_hooks", lambda: None)
+    monkeypatch.setattr(private, "make_saved", SavedTensor)
     gemms, found = counted(partial(in_one, (STOCK | OURS)[name], layers), [x])
     assert gemms >= 35
     for a, b in zip(found, expected, strict=True):

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as stock
 
 from fusedckpt import Checkpoint, checkpoint, is_recomputing
-from fusedckpt.autograd.saved_tensor import SavedTensor
-from fusedckpt.checkpointing import calls
+from fusedckpt.autograd import private
+from fusedckpt.autograd.private import SavedTensor
 
 GLOBAL = nn.BatchNorm1d(6).to(DEVICE)
 
@@ -117,9 +117,9 @@ def test_c8_what_the_function_writes_after_it_was_saved_raises(call):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("make_saved", dict.fromkeys([calls.make_saved, SavedTensor]))
+@pytest.mark.parametrize("make_saved", dict.fromkeys([private.make_saved, SavedTensor]))
 def test_c9_segment_that_writes_its_input(monkeypatch, make_saved):
-    monkeypatch.setattr(calls, "make_saved", make_saved)
+    monkeypatch.setattr(private, "make_saved", make_saved)
 
     def fn(x):
         x.mul_(2)

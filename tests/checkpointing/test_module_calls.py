@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from support import DEVICE, randn
 from torch import nn
 
 from fusedckpt import checkpoint
-from fusedckpt.autograd.module_calls import observed
+from fusedckpt.checkpointing.module_calls import PutsBackBuffers, is_observer, observed
 
 
 def model():
@@ -25,6 +28,26 @@ def _recomputed():
 def test_the_class():
     assert nn.Module._compiled_call_impl is None
     assert model()._compiled_call_impl is None
+    assert not torch.nn.modules.module._has_any_global_hook()
+
+
+COMPILED = """
+import copy, torch, fusedckpt
+from torch import nn
+layers, x = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), torch.randn(4, 6)
+expected = copy.deepcopy(layers)
+expected(x)
+compiled = torch.compile(layers, backend="eager")
+fusedckpt.checkpoint(compiled, x).square().sum().backward()
+assert all(map(torch.equal, layers.buffers(), expected.buffers()))
+"""
+
+
+def test_a_compiled_module_warns_of_no_hooks():
+    """In a process of its own, as pytest has its own filters."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "global hooks" not in done.stderr
 
 
 def test_hooked_modules_compile_as_one_graph():
@@ -79,21 +102,20 @@ def test_the_buffers_of_scripts():
     assert all(map(torch.equal, layers.buffers(), expected.buffers()))
 
 
-class Calls:
+class Calls(PutsBackBuffers):
     def __init__(self):
+        super().__init__()
         self.seen = []
 
-    def sees(self, module):
-        return isinstance(module, nn.Linear)
+    def before(self, module, args):
+        super().before(module, args)
+        if is_observer(self) and isinstance(module, nn.Linear):
+            self.seen.append("before")
 
-    def enter(self, module):
-        self.seen.append("enter")
-
-    def returned(self, module, output):
-        self.seen.append("returned")
-
-    def leave(self, entered):
-        self.seen.append("leave")
+    def after(self, module, args, output):
+        super().after(module, args, output)
+        if is_observer(self) and isinstance(module, nn.Linear):
+            self.seen.append("after")
 
 
 def test_calls_are_seen():
@@ -102,7 +124,39 @@ def test_calls_are_seen():
         layers(randn(4, 6))
         with pytest.raises(RuntimeError):
             layers(randn(4, 5))
-        with observed(None):
+        with observed(PutsBackBuffers()):
             layers(randn(4, 6))
+        other = threading.Thread(target=layers, args=(randn(4, 6),))
+        other.start()
+        other.join()
     layers(randn(4, 6))
-    assert calls.seen == ["enter", "returned", "leave", "enter", "leave"]
+    assert calls.seen == ["before", "after", "before"]
+
+
+class Retries(nn.Module):
+    """Its BatchNorm is written, then raises; the module catches that, and goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = Fails(6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        try:
+            x = self.norm(x)
+        except ValueError:
+            x = x * 2
+        return self.last(x).sin()
+
+
+class Fails(nn.BatchNorm1d):
+    def forward(self, x):
+        super().forward(x)
+        raise ValueError
+
+
+def test_buffers_of_a_call_that_raised():
+    layers, x = Retries().to(DEVICE), randn(4, 6)
+    expected = copy.deepcopy(layers)
+    checkpoint(layers, x).square().sum().backward()
+    expected(x)
+    assert all(map(torch.equal, layers.buffers(), expected.buffers()))

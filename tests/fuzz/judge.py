@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.accuracy import FLOOR, SLACK
+from fusedckpt.fusing.accuracy import FLOOR, SLACK
 
 from .config import Config
 from .kept import kept_bytes, saved_bytes

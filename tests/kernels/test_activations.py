@@ -7,7 +7,7 @@ import torch
 from support import DEVICE, HALF, launches, squared
 from torch import nn
 
-from fusedckpt.autograd.accuracy import allowed
+from fusedckpt.fusing.accuracy import allowed
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL, name_of
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.linear import hidden, hidden_grad

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import register_quantised
-from fusedckpt.autograd.accuracy import Errors
+from fusedckpt.fusing.accuracy import Errors
 
 T, D, FF = 48, 16, 48
 LEVELS = ("inputs", "gate", "preact")

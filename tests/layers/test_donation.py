@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
-from fusedckpt.autograd import backward, donation
+from fusedckpt.autograd import backward, private
 from fusedckpt.functional import gated_mlp, linear_act, mlp
 from fusedckpt.memory import saved_tensors
 
@@ -200,7 +200,7 @@ def test_a_backward_beside_another(layer, monkeypatch):
 
     # the one in between is the first to ask
     keeps = iter((False, True))
-    monkeypatch.setattr(donation, "_keeps_graph", lambda: next(keeps))
+    monkeypatch.setattr(private, "keeps_graph", lambda: next(keeps))
     monkeypatch.setattr(backward, "begin", load_before_the_other)
     with pytest.raises(RuntimeError, match="an earlier backward overwrote"):
         torch.autograd.grad(y, inputs, dy, retain_graph=True)

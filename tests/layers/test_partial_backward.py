@@ -9,7 +9,7 @@ from support import DEVICE, as_tuple, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedckpt import functional
-from fusedckpt.autograd import backward
+from fusedckpt.autograd import private
 
 D, F, ROWS, LAYERS = 12, 20, 6, 3
 
@@ -166,16 +166,16 @@ def test_compiled_autograd_of_some_inputs():
 @pytest.mark.parametrize(
     "engine",
     [
-        {"_will_execute": lambda node: False},
-        {"_will_execute": lambda node: True},
-        {"_current_node": lambda: None},
+        {"will_execute": lambda node: False},
+        {"will_execute": lambda node: True},
+        {"current_node": lambda: None},
     ],
     ids=["no to all", "yes to all", "no node"],
 )
 def test_an_engine_that_does_not_tell(engine, monkeypatch, seen):
     """All gradients are computed, as by torch.distributed.autograd, whose engine says no to all."""
     for name, function in engine.items():
-        monkeypatch.setattr(backward, name, function)
+        monkeypatch.setattr(private, name, function)
     x, given = randn(ROWS, D), weights()
     expected = torch.autograd.grad(functional.mlp(x, *given).sum(), x)
     assert sum(seen[0]) == 5

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
 from fusedckpt import NormSpec, functional, reference
-from fusedckpt.autograd import backward
+from fusedckpt.autograd import private
 
 D, F, ROWS = 3, 4, 2
 # of leaves: two inputs, then weights
@@ -274,7 +274,7 @@ def test_some_gradients(seed, monkeypatch):
     found, seen = run(seed, True)
     assert_same(found, run(seed, False)[0])
     # as of an engine that does not tell what it wants
-    monkeypatch.setattr(backward, "_current_node", lambda: None)
+    monkeypatch.setattr(private, "current_node", lambda: None)
     assert_same([*found, *seen], [x for part in run(seed, True) for x in part])
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional, reference, register_quantised
-from fusedckpt.autograd import quantised
+from fusedckpt.blocks import quantised
 from fusedckpt.memory import peak_bytes
 
 T, D, F, R = 17, 24, 40, 4

@@ -13,7 +13,7 @@ from support import DEVICE, compare, randn
 from torch import Tensor
 
 from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional, reference, register_quantised
-from fusedckpt.autograd import quantised
+from fusedckpt.blocks import quantised
 
 T, D, F, R = 5, 4, 6, 2
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedckpt import NormSpec, functional, reference
 from fusedckpt.autograd import dispatch
-from fusedckpt.autograd.norm_spec import sums_dtype
+from fusedckpt.blocks.norm_spec import sums_dtype
 from fusedckpt.functional import add_rms_norm, gated_mlp, layer_norm, mlp, norm_linear
 from fusedckpt.kernels import aten, products
 from fusedckpt.kernels.norm import MAX_BLOCK, NormRule

@@ -8,7 +8,7 @@ import torch
 from transformers_cases import MODELS
 
 from fusedckpt import fuse, unfuse
-from fusedckpt.autograd.accuracy import Errors, allowed
+from fusedckpt.fusing.accuracy import Errors, allowed
 from fusedckpt.memory import saved_tensors
 
 BATCHES = 2

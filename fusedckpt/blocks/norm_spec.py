@@ -12,6 +12,9 @@ from fusedckpt.kernels.norm import NormRule
 
 __all__ = ["NormSpec"]
 
+# before, torch's rms_norm was not among the functions that autocast widens
+_AUTOCASTS_RMS = torch.__version__ >= "2.12"
+
 
 class NormSpec(NamedTuple):
     """The norm of a block, over the last dimension of its input.
@@ -28,6 +31,11 @@ class NormSpec(NamedTuple):
     cast: str = "torch"
 
 
+def widens_norm(autocast: torch.dtype | None, device: torch.device, kind: str) -> bool:
+    """Whether autocast runs a norm in float32: not on a CPU, and RMSNorm since torch 2.12."""
+    return autocast is not None and device.type != "cpu" and (kind == "layer" or _AUTOCASTS_RMS)
+
+
 def output_dtype(
     rule: NormRule | NormSpec, x: dispatch.Meta, weight: Any, autocast: torch.dtype | None
 ) -> torch.dtype:
@@ -36,7 +44,7 @@ def output_dtype(
         return torch.promote_types(x.dtype, weight.dtype)
     if rule.cast != "torch" or x.dtype == torch.float64:
         return x.dtype
-    return torch.float32 if dispatch.widens_norm(autocast, x.device, rule.kind) else x.dtype
+    return torch.float32 if widens_norm(autocast, x.device, rule.kind) else x.dtype
 
 
 def sums_dtype(x: dispatch.Meta, weight: Any, bias: Any) -> torch.dtype:

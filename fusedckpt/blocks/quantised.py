@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import arguments
-from fusedckpt.autograd.versions import Versioned
+from fusedckpt.autograd.backward import Versioned
 
 __all__ = ["QuantisedWeight", "register_quantised"]
 

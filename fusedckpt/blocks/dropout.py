@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd import dispatch
+from fusedckpt.autograd import dispatch, private
 from fusedckpt.kernels import dropout as kernels
 from fusedckpt.kernels.runtime import as_matrix
 
@@ -18,7 +18,7 @@ def draw_seeds(x: Tensor, count: int) -> Tensor | None:
     """
     if not count or torch.compiler.is_compiling() or dispatch.is_recorded(x):
         return None
-    if torch._C._are_functorch_transforms_active() or not dispatch.are_plain(x):
+    if private.are_transforms_active() or not dispatch.are_plain(x):
         return None
     return torch.randint(2**63 - 1, (count,), device=x.device)
 

@@ -1,0 +1,349 @@
+"""Every private touch of torch, each with a probe and a fallback that is slower or plainer.
+
+A name is looked up when this module is imported, and where the torch that runs has none the
+fallback takes its place: `PROBED` says which. The comment above a name says what is lost then: time
+or memory, never a right gradient. No other file names anything private of torch, but for the dicts
+of a module (`_parameters`, `_forward_hooks`, ...) and a tensor's `_version` and `_base`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+import torch.nn.attention
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+
+try:
+    from torch.utils import _pytree as pytree
+except ImportError:
+    from torch.utils import pytree  # type: ignore[attr-defined, no-redef]  # noqa: F401
+try:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+except ImportError:
+    # a torch that was built without torch.distributed: its tools do not see ours among its wrappers
+    ActivationWrapper = nn.Module
+
+# names that were looked up, and whether this torch has them
+PROBED: dict[str, bool] = {}
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def _probe(path: str, fallback: Any, of: Any = torch) -> Any:
+    """Return what a path names, the fallback where there is no such name."""
+    PROBED[path] = True
+    try:
+        return attrgetter(path)(of)
+    except AttributeError:
+        PROBED[path] = False
+        return fallback
+
+
+def _none(*_: Any) -> Any:
+    return None
+
+
+def _true(*_: Any) -> bool:
+    return True
+
+
+# the node that autograd's engine runs in this thread. Without it a backward computes all gradients
+# that may be wanted, and in the recompute of a reentrant checkpoint layers save by their level
+current_node: Callable[[], Any] = _probe("_C._current_autograd_node", _none)
+# whether this backward runs a node. Without it all gradients that may be wanted are computed
+will_execute: Callable[[Any], bool] = _probe("_C._will_engine_execute_node", _true)
+# whether this backward retains the graph. Without it nothing saved is written over
+keeps_graph: Callable[[], bool] = _probe("_C._autograd._get_current_graph_task_keep_graph", _true)
+# several calls of backward may be a group, of which each node runs once: not in every torch
+_exec_group: Callable[[], Any] = _probe("_C._get_graph_exec_group", _none)
+_task_id: Callable[[], int] = _probe("_C._current_graph_task_id", lambda: -1)
+_queue: Any = _probe("autograd.Variable._execution_engine.queue_callback", None)
+
+
+def backward_id() -> int:
+    """Return what tells one backward from another, -1 outside of any.
+
+    Without it a segment is recomputed for each of its saved tensors.
+    """
+    group = _exec_group()
+    if group is not None:
+        return id(group)
+    return -1 if _queue is None else _task_id()
+
+
+def at_end_of_backward(callback: Callable[[], Any]) -> None:
+    """Call back at the end of this backward; under a GraphExecGroup, at the end of the group.
+
+    Without it what would be freed is freed with its owner.
+    """
+    group = _exec_group()
+    if group is not None:
+        weakref.finalize(group, callback)
+    elif _queue is not None:
+        _queue(callback)
+
+
+# modes, tracers and transforms around a call. Without them each call is taken to be watched, and
+# goes through torch's ops; or to be under torch.func, and runs its eager reference
+num_dispatch_modes: Callable[[], int] = _probe("_C._len_torch_dispatch_stack", _true)
+num_function_modes: Callable[[], int] = _probe("_C._len_torch_function_stack", _true)
+is_profiled: Callable[[], bool] = _probe("autograd._profiler_enabled", _true)
+are_transforms_active: Callable[[], bool] = _probe("_C._are_functorch_transforms_active", _true)
+is_any_autocast_on: Callable[[], bool] = _probe("_C._is_any_autocast_enabled", _true)
+# the level of forward-mode AD, negative outside of it
+forward_level: Callable[[], int] = lambda: 0  # noqa: E731
+if _probe("_current_level", None, forward_ad) is not None:
+    forward_level = partial(getattr, forward_ad, "_current_level")
+# whether torch.export records: torch.compiler.is_exporting() is true under any torch.compile of
+# torch 2.11. Without it strict export keeps our autograd Functions
+is_exporting: Callable[[], bool] = _none
+if _probe("_is_exporting_flag", None, torch.compiler) is not None:
+    is_exporting = partial(getattr, torch.compiler, "_is_exporting_flag")
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[reportPrivateImportUsage]
+# hides ops from dispatch modes. Without it a checkpoint's phases are not looked for, see below
+disable_current_modes: Callable[[], AbstractContextManager[Any]] = _probe(
+    "utils._python_dispatch._disable_current_modes", nullcontext
+)
+# sees every op. Without it a checkpoint's debug=True names none, and fuse recognises no forward
+TorchDispatchMode: Any = _probe("utils._python_dispatch.TorchDispatchMode", nullcontext)
+
+_ExcludedKeys: Any = _probe("_C._ExcludeDispatchKeyGuard", None)
+_keys_below: Any = _probe("_C._dispatch_tls_local_exclude_set", None)
+_below_views: Any = _probe("_C._AutoDispatchBelowADInplaceOrView", None)
+_no_autocast: Any = _probe("_C._DisableAutocast", None)
+# runs an op below autograd. Without it an op of ours called with gradients does not raise
+below_autograd: Any = _probe("_C._AutoDispatchBelowAutograd", None)
+
+
+@contextmanager
+def _plainly_below() -> Iterator[None]:
+    """Turn autocast off. The caller may then not write in place to a result that is a view."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+# what kernels of a block run below: autograd, where a result that is a view of its own could not be
+# written in place by the caller, and autocast, which would cast the GEMMs inside once more
+below: Callable[[], AbstractContextManager[Any]] = _plainly_below
+if None not in (_ExcludedKeys, _keys_below, _below_views, _no_autocast):
+    with _no_autocast(), _below_views():
+        below = partial(_ExcludedKeys, _keys_below())
+else:
+    # versions count what kernels write there, so that nothing saved can be written over
+    keeps_graph = _true
+
+# batches of gradients are made by torch.vmap, and by is_grads_batched=True with an older vmap: each
+# tells its batches, removes their dimension and adds it. Without them every backward of a block
+# runs its eager reference, which any vmap takes
+_VMAPS = [
+    [_probe(path, None) for path in (f"_C._functorch.is_{kind}batchedtensor", *names)]
+    for kind, names in (
+        ("legacy_", ("_remove_batch_dim", "_add_batch_dim")),
+        ("", ("_C._functorch._remove_batch_dim", "_C._functorch._add_batch_dim")),
+    )
+]
+SEES_BATCHES = None not in (*_VMAPS[0], *_VMAPS[1])
+is_legacy_batch: Callable[[Tensor], bool] = _VMAPS[0][0] if SEES_BATCHES else _none
+is_vmap_batch: Callable[[Tensor], bool] = _VMAPS[1][0] if SEES_BATCHES else _none
+
+
+def batch_of(dy: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], int]:
+    """Return what makes a batch's dimension the first one, what takes that away, and its size."""
+    _, remove, add = _VMAPS[0 if is_legacy_batch(dy) else 1]
+    # torch numbers the levels of vmaps from 1 to 64; that of this thread is not the caller's
+    for level in range(64, 0, -1):
+        # at another level it would be repeated as often as asked
+        size, again = (remove(dy, level, size, 0).shape[0] for size in (1, 2))
+        if size == again:
+            unbatched = lambda t, at=level, count=size: remove(t, at, count, 0)  # noqa: E731
+            return unbatched, lambda t, at=level: add(t, 0, at), size
+    raise AssertionError("a batch without a level")
+
+
+# hide the vmap of a backward from what ran outside of it, such as the random ops of a recompute,
+# which it refuses: torch.vmap, and is_grads_batched=True. Without them such ops raise
+outside_vmap: Callable[[], AbstractContextManager[Any]] = _probe(
+    "_functorch.pyfunctorch.temporarily_clear_interpreter_stack", nullcontext
+)
+outside_legacy_vmap: Callable[[], AbstractContextManager[Any]] = nullcontext
+_keys_of, _key_of = _probe("_C.DispatchKeySet", None), _probe("_C._parse_dispatch_key", None)
+if None not in (_ExcludedKeys, _keys_of, _key_of):
+    outside_legacy_vmap = partial(_ExcludedKeys, _keys_of(_key_of("VmapMode")))
+
+# the hooks that saved tensors go through, innermost first. Without them layers save by their level
+# in a checkpoint too, and write over nothing that they saved
+_top_hooks: Any = _probe("_C._autograd._top_saved_tensors_default_hooks", None)
+SEES_HOOKS = _top_hooks is not None and disable_current_modes is not nullcontext
+top_hooks: Callable[[], Hooks | None] = partial(_top_hooks or _none, False)
+
+_HOOKS = {"_checkpoint_hook": "forward", "_recomputation_hook": "recompute"}
+_PHASES = {f"{name}.__init__.<locals>.pack_hook": phase for name, phase in _HOOKS.items()}
+if None in [_probe(f"utils.checkpoint.{name}", None) for name in _HOOKS]:
+    _PHASES = {}
+
+
+def stock_phase(pack: Any) -> str | None:
+    """Return the phase, "forward" or "recompute", whose hook of torch's checkpoint this is.
+
+    Without the names of its hooks layers save by their level in it.
+    """
+    is_stock = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+    return _PHASES.get(pack.__qualname__) if is_stock else None
+
+
+def num_wanted(pack: Any) -> int | None:
+    """Return how many tensors a recompute of torch's ends after, None where that is unknown.
+
+    Without it a layer computes its result also where the recompute ends with its inputs.
+    """
+    pack = getattr(pack, "_torchdynamo_orig_callable", pack)
+    try:
+        names = pack.__code__.co_freevars
+        cells = {n: c.cell_contents for n, c in zip(names, pack.__closure__, strict=True)}
+        frame, backward = cells["target_frame_ref"](), cells["gid"]
+        count, done = len(frame.weak_holders), frame.recomp_counter[backward]
+        return count - done if frame.early_stop else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def stock_switches() -> tuple[bool | None, bool | None]:
+    """Return what set_checkpoint_debug_enabled and set_checkpoint_early_stop set, if any."""
+    found = torch.utils.checkpoint
+    debug = getattr(found, "_checkpoint_debug_enabled", None)
+    return debug, getattr(found, "_enable_checkpoint_early_stop", None)
+
+
+class _Keep(torch.autograd.Function):
+    """Saves a tensor, as any function does."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.new_empty(0)
+
+
+class SavedTensor:
+    """torch's SavedTensor, made of public parts, which take some microseconds more."""
+
+    _anchor = torch.empty(0, requires_grad=True)
+
+    def __init__(self, tensor: Tensor, is_output: bool):
+        with torch.enable_grad():
+            self._output = _Keep.apply(self._anchor, tensor)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor; raise if it was modified in place since."""
+        return self._output.grad_fn.saved_tensors[0]
+
+
+# a tensor saved as autograd saves one, outside of any function; not in torch 2.11
+make_saved: Callable[..., Any] = _probe("_C._autograd._make_saved_tensor", SavedTensor)
+
+
+# what a node of an autograd Function saved, as it is. Without it no norm's result is shared
+raw_saved: Callable[[Any], Any] = lambda _: ()  # noqa: E731
+if _probe("_C._FunctionBase._raw_saved_tensors", None) is not None:
+    raw_saved = attrgetter("_raw_saved_tensors")
+# hooks on a tensor. Without them each is taken to have some, and no norm's result is shared
+hooks_of: Callable[[Tensor], Any] = _probe("_backward_hooks.__get__", _true, Tensor)
+
+
+# what Dynamo runs frames by, which exists before Dynamo is imported. Without it torch's decorator
+# takes its place, which costs a call more
+_frames: Any = _probe("_C._dynamo.eval_frame", None)
+_act: Any = _probe("set_code_exec_strategy", None, _frames)
+# breaks the graph where a compiled function calls it, which `uncompiled` does not
+breaks_graph: Any = _probe("_compile._disable_dynamo", torch.compiler.disable)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Dynamo compile neither a function nor what it calls."""
+    if _act is None:
+        return breaks_graph(function)
+    skip = _frames._FrameAction.SKIP
+    _act(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+# the address of a storage. Without it that of its weak reference, which is the same
+storage_key: Callable[[torch.UntypedStorage], int] = _probe(
+    "_cdata.__get__", lambda storage: StorageWeakRef(storage).cdata, torch.UntypedStorage
+)
+# nodes of autograd's graph that this thread has made, and the number of one of them. Without them
+# leaves that a segment reads but does not save are not compared, and segments are prefetched in the
+# order in which they are found
+num_nodes: Callable[[], float] = _probe("autograd._get_sequence_nr", lambda: math.inf)
+number_of: Callable[[Any], int] = lambda _: -1  # noqa: E731
+if _probe("_C._FunctionBase._sequence_nr", None) is not None:
+    number_of = methodcaller("_sequence_nr")
+# kernels of scaled_dot_product_attention: whether each is enabled, and its name. Without them a
+# recompute takes the kernels that are enabled in backward
+sdpa_kernels: list[tuple[Callable[[], bool], str]] = [
+    (_probe(f"_C._get_{name}_sdp_enabled", _true), backend)
+    for name, backend in _probe("nn.attention._backend_names", {}).items()
+]
+
+# what a module was compiled to by its `compile`, None; and the name of the child of torch.compile's
+# own module. Without it buffers in a compiled module are updated by a recompute too
+compiled_call: Callable[[nn.Module], Any] = _none
+if _probe("_compiled_call_impl", True, nn.Module) is None:
+    compiled_call = attrgetter("_compiled_call_impl")
+COMPILED_CHILD = "_orig_mod"
+
+
+def schema_of(op: Any) -> Any:
+    """Return an op's schema; an error without it, by which fuse recognises no forward."""
+    return op._schema
+
+
+def fsdp_parameters(module: nn.Module) -> list[Any]:
+    """Return what FSDP2 holds for each parameter of a module. Without it none."""
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    # torch 2.11 has one group
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [held for group in groups if group for held in group.fsdp_params]
+
+
+def unsharded_of(held: Any) -> Any:
+    """Return FSDP2's whole parameter, None before it is first gathered."""
+    return getattr(held, "_unsharded_param", None)
+
+
+def is_fsdp_managed(module: nn.Module) -> bool:
+    """Whether FSDP1 shards a module's parameters; without it fuse does not say so."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def local_of(tensor: Any) -> Any:
+    """Return a DTensor's part on this rank, any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def function_of(node: Any) -> Any:
+    """Return the autograd Function of a node. Without it plans know no layer by its node."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; an error without it, by plans over ranks."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def style_functions(style: Any) -> tuple[Any, Any]:
+    """Return what a tensor parallel style does to inputs and outputs. Without it linears of that
+    style are called as they are.
+    """
+    found = getattr(style, "_prepare_input_fn", None), getattr(style, "_prepare_output_fn", None)
+    return found if None not in found else (_none, _none)
