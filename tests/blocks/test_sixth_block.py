@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fusedckpt.autograd.lora import Parts
-from fusedckpt.autograd.norm_spec import NormSpec, rule_of
 from support import compare, randn, saved_bytes
 from torch import Tensor, nn
 
@@ -21,6 +19,8 @@ from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.norm_spec import NormSpec, rule_of
+from fusedckpt.blocks.operands import Parts
 from fusedckpt.blocks.steps import Hidden, Linear, Norm
 
 T, D, FF, OUT = 37, 5, 7, 11
