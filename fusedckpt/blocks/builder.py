@@ -146,7 +146,7 @@ class Builder:
         return self.add(Dropout(p, seed, dtype), out, (read,), ("seeds",))
 
     def call(
-        self, name: str, results: Sequence[str], inputs: dict[str, Any], given: Any, **options: Any
+        self, name: str, inputs: dict[str, Any], results: Sequence[str], given: Any, **options: Any
     ) -> Call:
         """Return a call of the program; inputs: metas by name; given: fields of the program.
 

@@ -17,7 +17,7 @@ from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.autograd.dropout import draw_seeds
 from fusedckpt.autograd.lora import Parts, count_dropouts
-from fusedckpt.autograd.norm_spec import NormSpec, output_dtype, rule_of, sums_dtype
+from fusedckpt.autograd.norm_spec import NormSpec, rule_of, sums_dtype
 from fusedckpt.blocks import eager, run, validate
 from fusedckpt.blocks.builder import PACKED, Builder, Linears, all_of, shape_of
 from fusedckpt.blocks.call import Call
@@ -134,21 +134,31 @@ class Options(NamedTuple):
         count = 0 if spec is None else 2
         norm, linears = metas[:count], self.linears.of(metas[count:])
         if spec is not None:
-            spec = validate.norm_spec(name, spec, *norm)
+            if not isinstance(spec, NormSpec):
+                arguments.wrong_type(name, "norm", "a NormSpec", spec)
+            spec = spec._replace(weight=norm[0], bias=norm[1])
+            validate.norm_rule(name, spec, "norm.")
         validate.tensors(name, self.names, (x, *norm, *all_of(linears)))
-        if self.over is not None:
-            validate.norm(name, x, validate.normalized_shape(name, self.over), *norm)
         last, halves = self.linears.last, 2 if keys == PACKED else 1
         named = dict(zip(keys, linears, strict=True))
         validate.linears(name, x, named, last, halves, adds=bool(self.residual))
-        dtype = around.compute_dtype(validate.normed(name, x, spec, around))
+        dtype, shape = x.dtype, tuple(x.shape[-1:])
+        if self.over is not None:
+            shape = validate.normalized_shape(name, self.over)
+        if spec is not None:
+            dtype = validate.norm(name, x, spec, shape, around, "norm.")
+        dtype = around.compute_dtype(dtype)
         validate.multiplied(name, around, dtype, named)
         validate.runs(name, self.kernel, x, dtype)
         if around.twin:
             return None
-        b, level = Builder(around, dtype), level if around.grad else "inputs"
-        variant = self._variant(x, dtype, activation, shape_of(linears[-1]))
-        return self._call(b, x, spec, linears, Hidden(activation, variant, keys == PACKED), level)
+        b, shape = Builder(around, dtype), shape_of(linears[-1])
+        hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
+        found = self._steps(b, x, spec, linears, hidden)
+        found |= {"level": level if around.grad else "inputs", "chunks": self._chunks(b, x, shape)}
+        read = None if spec is not None or x.dtype == dtype else dtype
+        x = x if read is None else x._replace(dtype=read)
+        return b.call(self.linears.function, {"x": x}, **found, read=read)
 
     def _variant(self, x: Meta, dtype: torch.dtype, activation: str, last: Sequence[int]) -> str:
         """Return which kernels run: "aten", "split", or the function's other one."""
@@ -164,65 +174,47 @@ class Options(NamedTuple):
         sizes: Any = (math.prod(x.shape[:-1]), *last)
         return dispatch.variant_for(function, x, dtype, sizes, wish, KERNELS[function])
 
-    def _call(
-        self,
-        b: Builder,
-        x: Meta,
-        spec: NormSpec | None,
-        linears: Sequence[Parts],
-        hidden: Hidden,
-        level: str,
-    ) -> Call:
-        """Return the call, of whose norm `spec` has what is known of its tensors."""
-        function, dtype, read = self.linears.function, b.dtype, "x"
-        has_last, adds = self.linears.last is not None, bool(self.residual) and x.dtype == b.dtype
+    def _steps(
+        self, b: Builder, x: Meta, spec: NormSpec | None, linears: Sequence[Parts], hidden: Hidden
+    ) -> dict[str, Any]:
+        """Add the steps; return the arguments of the call.
+
+        spec: of the norm, with what is known of its tensors.
+        """
+        read, adds = "x", bool(self.residual) and x.dtype == b.dtype
+        has_last, function = self.linears.last is not None, self.linears.function
         if spec is not None:
             # a block's sums may add up over chunks
             sums = None if has_last else sums_dtype(x, spec.weight, spec.bias)
-            op = Norm(rule_of(spec, x.dtype), dtype, sums, norm_kernel(x, dtype))
+            op = Norm(rule_of(spec, x.dtype), b.dtype, sums, norm_kernel(x, b.dtype))
             read = b.norm(op, spec.weight, spec.bias)
         numbers = [b.linear(*pair) for pair in zip(self.linears.keys, linears, strict=True)]
-        names, wide = self._outputs(has_last or hidden.activation != "identity"), None
+        firsts = numbers[: len(numbers) - has_last]
+        wide, results, products = None, [f"y{i}" for i in range(len(firsts))], ()
         if function == "norm_linear":
-            wide = torch.promote_types(dtype, x.dtype)
-        elif names[1:] and not self.linears.parts:
-            # two full GEMMs add up in float32
-            wide = torch.promote_types(dtype, torch.float32)
+            wide = torch.promote_types(b.dtype, x.dtype)
+        elif has_last or hidden.activation != "identity":
+            results = products = ("gate", "up") if firsts[1:] else ("z",)
+            if firsts[1:] and not self.linears.parts:
+                # two full GEMMs add up in float32
+                wide = torch.promote_types(b.dtype, torch.float32)
         # backward adds up in the order of the linears
-        for out, number in list(zip(names, numbers, strict=False))[::-1]:
+        for out, number in list(zip(results, firsts, strict=True))[::-1]:
             b.apply(number, wide, read, out)
-        results, products = names, ()
-        if names[0] in ("z", "gate"):
-            results, products = [b.add(hidden, "h" if has_last else "y", names)], names
+        if products:
+            results = [b.add(hidden, "h" if has_last else "y", products)]
         if has_last:
             y = b.dropout(self.dropout, 0, results[0], "dropped")
             y = b.apply(numbers[-1], None, y, "down")
             y = b.dropout(self.output_dropout, int(self.dropout > 0), y, "thinned")
             results = [b.add(Add(), "y", (y, "x")) if adds else y]
-        cast = None if spec is not None or x.dtype == dtype else dtype
-        given = {"products": products, "dtype": dtype if adds or read == "x" else None}
-        return b.call(
-            function,
-            results,
-            {"x": x if cast is None else x._replace(dtype=dtype)},
-            given,
-            level=level,
-            chunks=self._chunks(b, x, shape_of(linears[-1])) if has_last else 1,
-            read=cast,
-            adds_after=bool(self.residual) and not adds,
-        )
-
-    def _outputs(self, is_hidden: bool) -> tuple[str, ...]:
-        """Return the names of what the linears that read x or its norm give."""
-        count = len(self.linears.keys)
-        if self.linears.function == "norm_linear":
-            return tuple([f"y{i}" for i in range(count)])
-        if is_hidden:
-            return ("gate", "up") if count > 2 else ("z",)
-        return ("y",)
+        given = {"products": products, "dtype": b.dtype if adds or read == "x" else None}
+        return {"results": results, "given": given, "adds_after": bool(self.residual) and not adds}
 
     def _chunks(self, b: Builder, x: Meta, last: Sequence[int]) -> int:
         """Return into how many chunks a block cuts its rows."""
+        if self.linears.last is None:
+            return 1
         own = self.chunks
         if self.is_module and b.around.chunks is not None:
             own = b.around.chunks
@@ -259,37 +251,39 @@ class NormOptions(NamedTuple):
     is_module: bool = False
     names: tuple[str, ...] = ("x", "residual?", "weight?", "bias?")
 
-    def chosen(self, override: str | None, has_weight: bool = True) -> None:
+    def chosen(self, override: str | None, weight: Any = True) -> None:
         """Refuse options that mean nothing."""
         if self.kind == "layer":
             arguments.number(self.name, "eps", self.eps, 0)
-        else:
-            validate.rms_options(self.name, self.eps, self.offset, self.cast, has_weight)
+        validate.norm_rule(self.name, self._spec(weight, None))
+
+    def _spec(self, weight: Any, bias: Any) -> NormSpec:
+        return NormSpec(self.kind, weight, bias, self.eps, self.offset, self.cast)
 
     def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Call | None:
         """Refuse arguments that the eager norm would refuse."""
-        name = self.name
-        self.chosen(around.level, weight is not None)
+        name, spec = self.name, self._spec(weight, bias)
+        self.chosen(around.level, weight)
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
             return None
         validate.tensors(name, self.names, (x, residual, weight, bias))
-        validate.norm(name, x, shape, weight, bias)
-        inputs = {"x": x}
+        b, inputs, reads, keeps = Builder(around, x.dtype), {"x": x}, "x", ()
         if residual is not None:
-            validate.residual(name, x, residual)
-            x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))
+            if residual.shape != x.shape:
+                raise ValueError(
+                    f"{name}: residual must have the shape of x {list(x.shape)}, got "
+                    f"{list(residual.shape)}"
+                )
             inputs["residual"] = residual
-        if self.kind == "layer":
-            validate.layer_norm_dtypes(name, x, (weight, bias), around)
-        if around.twin:
-            return None
-        rule = rule_of(NormSpec(self.kind, None, None, self.eps, self.offset, self.cast), x.dtype)
-        out_dtype = output_dtype(rule, x, weight, around.autocast)
-        kernel, sums = norm_kernel(x, x.dtype), sums_dtype(x, weight, bias)
-        b, reads, keeps = Builder(around, x.dtype), "x", ()
-        if residual is not None:
+            if x.dtype != residual.dtype:
+                x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))
             reads = b.add(Add(), "total", ("x", "residual"))
             keeps = (reads,)
-        b.norm(Norm(rule, out_dtype, sums, kernel, len(shape)), weight, bias, reads, out="y")
-        return b.call("norm", ["y", *keeps], inputs, {"keeps": keeps, "num_dims": len(shape)})
+        dtype = validate.norm(name, x, spec, shape, around)
+        if around.twin:
+            return None
+        kernel, sums = norm_kernel(x, x.dtype), sums_dtype(x, weight, bias)
+        op = Norm(rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
+        b.norm(op, weight, bias, reads, out="y")
+        return b.call("norm", inputs, ["y", *keeps], {"keeps": keeps, "num_dims": len(shape)})

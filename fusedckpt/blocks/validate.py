@@ -79,7 +79,8 @@ def linears(
     given: by the names of their weights; last: the one that reads the hidden layer, whose result x
     is added to; halves: in how many parts the first weight's rows are.
     """
-    shape, read, rows, weight = x.shape, "x", dict[str, int](), x.shape
+    shape, read, weight = x.shape, "x", x.shape
+    rows: dict[str, int] = {}
     for key, parts in given.items():
         weight, bias = (parts.weight or parts.base).shape, parts.bias
         if key == last:
@@ -166,84 +167,55 @@ def _listed(given: Any) -> list[Any] | None:
     return list(given) if isinstance(given, Iterable) else None
 
 
+def norm_rule(name: str, spec: NormSpec, prefix: str = "") -> None:
+    """Refuse a norm that means nothing."""
+    choice(name, f"{prefix}kind", spec.kind, ("rms", "layer"))
+    if spec.eps is not None:
+        number(name, f"{prefix}eps", spec.eps, 0)
+    number(name, f"{prefix}offset", spec.offset)
+    choice(name, f"{prefix}cast", spec.cast, CASTS)
+    if spec.kind == "rms" and spec.bias is not None:
+        raise ValueError(f"{name}: {prefix}bias must be None, as an RMSNorm has none")
+    if spec.offset and spec.weight is None:
+        raise ValueError(f"{name}: {prefix}offset={spec.offset} needs {prefix}weight, got none")
+    if spec.kind == "layer" and (spec.offset or spec.cast != "torch"):
+        raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
+
+
 def norm(
-    name: str, x: Meta, shape: tuple[int, ...], weight: Any, bias: Any, prefix: str = ""
-) -> None:
-    """Refuse shapes that F.rms_norm or F.layer_norm would refuse."""
+    name: str, x: Meta, spec: NormSpec, shape: tuple[int, ...], around: Around, prefix: str = ""
+) -> torch.dtype:
+    """Return the dtype of norm(x); refuse what F.rms_norm or F.layer_norm would refuse.
+
+    spec: with what is known of weight and bias in their places; shape: normalized_shape.
+    """
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
         )
-    for key, value in (("weight", weight), ("bias", bias)):
-        if value is not None and tuple(value.shape) != shape:
+    given = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
+    found = {key: value for key, value in given.items() if value is not None}
+    for key, value in found.items():
+        if tuple(value.shape) != shape:
             raise ValueError(
-                f"{name}: {prefix}{key} must be normalized_shape {list(shape)}, got "
-                f"{list(value.shape)}"
+                f"{name}: {key} must be normalized_shape {list(shape)}, got {list(value.shape)}"
             )
+    dtypes = {key: value.dtype for key, value in found.items()}
+    if not (spec.kind == "rms" or _fit(x, set(dtypes.values()), around)):
+        key = next(key for key, dtype in dtypes.items() if dtype != x.dtype)
+        raise TypeError(f"{name}: x and {key} must share a dtype, got {x.dtype} and {dtypes[key]}")
+    return output_dtype(spec, x, spec.weight, around.autocast)
 
 
-def layer_norm_dtypes(
-    name: str, x: Meta, parameters: Sequence[Meta | None], around: Around, prefix: str = ""
-) -> None:
-    """Refuse dtypes that F.layer_norm would refuse: F.rms_norm takes any."""
-    pairs = zip(("weight", "bias"), parameters, strict=True)
-    found = {key: value.dtype for key, value in pairs if value is not None}
-    if x.device.type == "meta" or all(other == x.dtype for other in found.values()):
-        return
+def _fit(x: Meta, dtypes: set[torch.dtype], around: Around) -> bool:
+    """Whether F.layer_norm takes parameters of these dtypes beside x."""
+    if x.device.type == "meta" or dtypes <= {x.dtype}:
+        return True
     widens = dispatch.widens_norm(around.autocast, x.device, "layer")
-    if widens and torch.float64 not in (x.dtype, *found.values()):
-        return
+    if widens and torch.float64 not in (x.dtype, *dtypes):
+        return True
     # a CPU's reads parameters of float32 beside half precision
-    if x.device.type == "cpu" and x.dtype in HALF and set(found.values()) == {torch.float32}:
-        return
-    key = next(key for key, other in found.items() if other != x.dtype)
-    raise TypeError(
-        f"{name}: x and {prefix}{key} must share a dtype, got {x.dtype} and {found[key]}"
-    )
-
-
-def residual(name: str, x: Meta, given: Meta) -> None:
-    """Refuse a residual of another shape."""
-    if given.shape != x.shape:
-        raise ValueError(
-            f"{name}: residual must have the shape of x {list(x.shape)}, got {list(given.shape)}"
-        )
-
-
-def norm_spec(name: str, given: Any, weight: Meta | None, bias: Meta | None) -> NormSpec:
-    """Return a record of a norm with its weight and bias; refuse one that means nothing."""
-    if not isinstance(given, NormSpec):
-        arguments.wrong_type(name, "norm", "a NormSpec", given)
-    given = given._replace(weight=weight, bias=bias)  # type: ignore[arg-type]  # known of tensors
-    choice(name, "norm.kind", given.kind, ("rms", "layer"))
-    if given.kind == "rms" and given.bias is not None:
-        raise ValueError(f"{name}: norm.bias must be None, as an RMSNorm has none")
-    rms_options(
-        name,
-        given.eps,
-        given.offset,
-        given.cast,
-        has_weight=given.weight is not None,
-        prefix="norm.",
-    )
-    if given.kind == "layer" and (given.offset or given.cast != "torch"):
-        raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
-    return given
-
-
-def normed(name: str, x: Meta, spec: NormSpec | None, around: Around) -> torch.dtype:
-    """Return the dtype of norm(x) for a block, or x's; refuse a norm over anything but its rows.
-
-    The record holds what is known of the norm's weight and bias in their places.
-    """
-    if spec is None:
-        return x.dtype
-    weight: Any = spec.weight
-    bias: Any = spec.bias
-    norm(name, x, tuple(x.shape[-1:]), weight, bias=bias, prefix="norm.")
-    if spec.kind == "layer":
-        layer_norm_dtypes(name, x, (weight, bias), around, prefix="norm.")
-    return output_dtype(spec, x, weight, around.autocast)
+    return x.device.type == "cpu" and x.dtype in HALF and dtypes == {torch.float32}
 
 
 def block(name: str, residual: Any, chunks: Any) -> None:
@@ -273,24 +245,3 @@ def several(name: str, key: str, given: Any) -> list[Any]:
     if found is None:
         arguments.wrong_type(name, key, "a list of tensors", given)
     return found
-
-
-def no_bias(name: str, up_bias: Any) -> None:
-    """Refuse a bias of an up projection that is packed with the gate."""
-    if up_bias is not None:
-        raise ValueError(
-            f"{name}: up_bias must be None if up_weight is, as gate_bias is packed too, got "
-            f"{type(up_bias).__name__}"
-        )
-
-
-def rms_options(
-    name: str, eps: Any, offset: Any, cast: Any, has_weight: bool, prefix: str = ""
-) -> None:
-    """Refuse options of RMSNorm that mean nothing."""
-    if eps is not None:
-        number(name, f"{prefix}eps", eps, 0)
-    number(name, f"{prefix}offset", offset)
-    choice(name, f"{prefix}cast", cast, CASTS)
-    if offset and not has_weight:
-        raise ValueError(f"{name}: {prefix}offset={offset} needs {prefix}weight, got none")

@@ -73,7 +73,7 @@ def spec_of(norm: Any) -> NormSpec:
 
 
 class _Block(nn.Module):
-    """The constructor and forward of MLP and GatedMLP.
+    """The constructor, with the defaults of MLP, and forward of MLP and GatedMLP.
 
     function: its name; linears: the weights as it names them; names: the children that have them.
     """
@@ -88,17 +88,18 @@ class _Block(nn.Module):
         self,
         in_features: int,
         hidden_features: int,
-        out_features: int | None,
-        activation: str,
-        bias: bool,
-        device: Any,
-        dtype: torch.dtype | None,
-        norm: nn.Module | None,
-        residual: bool,
-        save: str,
-        chunks: int | None,
-        dropout: float,
-        output_dropout: float,
+        out_features: int | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: nn.Module | None = None,
+        residual: bool = False,
+        save: str = "inputs",
+        chunks: int | None = None,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
     ):
         name, out = type(self).__name__, in_features if out_features is None else out_features
         sizes = {"in_features": in_features, "hidden_features": hidden_features}
@@ -191,27 +192,6 @@ class MLP(_Block):
 
     function, linears, names = "mlp", Linears(PLAIN), ("fc1", "fc2")
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        out_features: int | None = None,
-        activation: str = "gelu",
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        norm: nn.Module | None = None,
-        residual: bool = False,
-        save: str = "inputs",
-        chunks: int | None = None,
-        dropout: float = 0.0,
-        output_dropout: float = 0.0,
-    ):
-        sizes = in_features, hidden_features, out_features
-        rest = activation, bias, device, dtype, norm, residual, save, chunks
-        super().__init__(*sizes, *rest, dropout, output_dropout)
-
 
 class GatedMLP(_Block):
     """SwiGLU, GEGLU or ReGLU block; only the input is saved for backward.
@@ -243,9 +223,15 @@ class GatedMLP(_Block):
         dropout: float = 0.0,
         output_dropout: float = 0.0,
     ):
-        sizes = in_features, hidden_features, out_features
-        rest = activation, bias, device, dtype, norm, residual, save, chunks
-        super().__init__(*sizes, *rest, dropout, output_dropout)
+        super().__init__(
+            *(in_features, hidden_features, out_features, activation, bias, device, dtype),
+            norm=norm,
+            residual=residual,
+            save=save,
+            chunks=chunks,
+            dropout=dropout,
+            output_dropout=output_dropout,
+        )
 
 
 class NormLinear(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedckpt.autograd.lora import LoRA
 from fusedckpt.autograd.norm_spec import NormSpec
-from fusedckpt.blocks import programs, validate
+from fusedckpt.blocks import programs
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import Options, split
@@ -122,8 +122,11 @@ def gated_mlp(
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
-    if up_weight is None:
-        validate.no_bias("gated_mlp", up_bias)
+    if up_weight is None and up_bias is not None:
+        raise ValueError(
+            "gated_mlp: up_bias must be None if up_weight is, as gate_bias is packed too, got "
+            f"{type(up_bias).__name__}"
+        )
     up = [] if up_weight is None else [(up_weight, up_bias)]
     bare, kinds, tensors = split(norm)
     options = Options(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, fallbacks
+from fusedckpt.autograd.norm_spec import NormSpec
 from fusedckpt.blocks import compiled, eager, norm_sharing, validate
 from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.programs import COMPLEX, NormOptions
@@ -176,7 +177,8 @@ class RMSNorm(nn.RMSNorm):
         cast: str = "torch",
     ):
         affine = arguments.flag("RMSNorm", "elementwise_affine", elementwise_affine)
-        validate.rms_options("RMSNorm", eps, offset, cast, has_weight=affine)
+        spec = NormSpec("rms", affine or None, None, eps, offset, cast)  # type: ignore[arg-type]  # no weight yet
+        validate.norm_rule("RMSNorm", spec)
         constructors.factory("RMSNorm", device, dtype)
         shape = validate.normalized_shape("RMSNorm", normalized_shape)
         self.offset = offset
