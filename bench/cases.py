@@ -1,6 +1,6 @@
 """What `python -m bench run` measures: each case once, over the functions of either library.
 
-A case calls functions of `lib`: of `fusedckpt.reference`, which is eager, or of
+A case calls functions of `lib`: of `bench.eager`, which is plain torch, or of
 `fusedckpt.functional`, which is ours.
 """
 
@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench import eager
 from bench.settings import CASE_NAMES, SEQUENCE, Size
-from fusedckpt import NormSpec, functional, reference
+from fusedckpt import NormSpec, functional
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Shapes = tuple[tuple[int, ...], ...]
@@ -45,7 +46,7 @@ class Case(NamedTuple):
 
     def eager(self, size: Size) -> Function:
         """The eager form, of x and the parameters."""
-        return partial(self.call, reference, size)
+        return partial(self.call, eager, size)
 
     def fused(self, size: Size) -> Function:
         """Ours, of x and the parameters, with `save` and `kernel` where there are any."""

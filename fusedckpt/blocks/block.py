@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import backward as autograd
-from fusedckpt.autograd import dispatch
+from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.private import SEES_BATCHES
-from fusedckpt.blocks import backward_schedule, compiled, norm_sharing, ops, run
-from fusedckpt.blocks.builder import Linears
+from fusedckpt.blocks import backward_schedule, compiled, eager, norm_sharing, ops, run
+from fusedckpt.blocks.builder import GATED, PACKED, Linears
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.dropout import draw_seeds
-from fusedckpt.blocks.mlp_program import GATED, PACKED
 from fusedckpt.blocks.operands import (
     Parts,
     adapters_of,
@@ -133,24 +132,28 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
 def run_linears(
     options: Any, x: Tensor, norm: Sequence[Any], linears: Sequence[tuple[Any, Any]]
 ) -> Any:
-    """Run a call of linears, pairs of weight and bias; None where the eager reference runs."""
-    tensors = given = list(chain.from_iterable(linears))
+    """Run a call of linears, pairs of weight and bias; None where a module calls its children."""
+    if eager.forced.is_on:
+        return options.eager(x, norm, linears)
+    tensors, whole = list(chain.from_iterable(linears)), options
+    given = tensors
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
         return _compiled(options, x, norm, linears)
     if not _DENSE.issuperset(map(type, given)) and are_adapted(linears):
         keys = options.linears.keys
+        options.chosen(levels.override.level)
         parts = taken_apart(options.name, keys, linears, options.num_seeds)
         options, tensors, given = _adapted(options, keys, parts)
         if keys == PACKED:
             # a weight that does not fit is refused whole
             if dispatch.settled(options, x, *norm, *given).call is None:
-                return None
+                return None if whole.is_module else whole.eager(x, norm, linears)
             # views: autograd puts their gradients together again
             parts = [parts[0].half(0), parts[0].half(1), parts[1]]
             options, tensors, given = _adapted(options, GATED, parts)
     _, call, phase = dispatch.settled(options, x, *norm, *given)
     if call is None:
-        return None
+        return None if whole.is_module else whole.eager(x, norm, linears)
     is_free = phase is None or phase.levels is None
     saves_half = is_free and call.level == "gate"
     if options.linears.keys == PACKED and (saves_half or options.num_seeds):
@@ -184,7 +187,7 @@ def _compiled(
     if not are_adapted(linears):
         dispatch.settled(options, x, *norm, *tensors)
     saved = options.saved_gemms([len(adapters_of(weight)) for weight, _ in linears])
-    return compiled.run(lambda x: options.reference(x, norm, linears), saved, x)
+    return compiled.run(lambda x: options.eager(x, norm, linears), saved, x)
 
 
 _DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))

@@ -1,4 +1,4 @@
-"""The programs of linears, norms, and norms with linears, and the checks of their calls.
+"""The programs of every layer, and the checks of its calls.
 
 A layer's options are a record without tensors. `settle` takes them with the shapes and dtypes of a
 call's tensors to a Call; `dispatch.settled` remembers it for calls that are alike.
@@ -6,102 +6,237 @@ call's tensors to a Call; `dispatch.settled` remembers it for calls that are ali
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fusedckpt import reference
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around, Meta, Path
-from fusedckpt.blocks import validate
-from fusedckpt.blocks.builder import Builder, Linears, bias_of, metas_of, pair_of
+from fusedckpt.blocks import eager, run, validate
+from fusedckpt.blocks.builder import PACKED, Builder, Linears, all_of, shape_of
 from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.norm_spec import NormSpec, output_dtype, rule_of, sums_dtype
-from fusedckpt.blocks.steps import Add, Hidden, Linear, Norm
+from fusedckpt.blocks.dropout import draw_seeds
+from fusedckpt.blocks.norm_spec import NormSpec, rule_of, sums_dtype
+from fusedckpt.blocks.operands import Parts, count_dropouts
+from fusedckpt.blocks.steps import Add, Hidden, Norm
+
+# of each function: its save levels, and its kernel variant beside "split"
+LEVELS = {
+    "linear_act": ("inputs", "preact"),
+    "mlp": ("inputs", "preact"),
+    "gated_mlp": ("inputs", "gate", "preact"),
+    "norm_linear": ("inputs",),
+}
+KERNELS = {"linear_act": "fused", "mlp": "hybrid", "gated_mlp": "hybrid"}
+# F.rms_norm takes them
+COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 
-class LinearOptions(NamedTuple):
-    """The options of a linear layer with an activation."""
+class Options(NamedTuple):
+    """The options of a call of linears, with what is computed before and after them.
+
+        linear_act, norm_linear: x -> norm -> linears -> activation
+        mlp, gated_mlp: x -> norm -> linears -> hidden layer -> last linear -> plus x
+
+    name: the name in errors about tensors, caller: about options; norm: a NormSpec without its
+    tensors, of `kinds`; over: the shape of a module's norm; save: the level that a call names,
+    default: its module's; is_module: whether it is a module's call.
+    """
 
     name: str
-    activation: str | None
-    save: str | None
+    caller: str
+    linears: Linears
+    activation: str | None = None
+    norm: NormSpec | None = None
+    kinds: tuple[type, ...] = ()
+    over: Any = None
+    residual: bool = False
+    save: str | None = None
     default: str = "inputs"
+    chunks: int | None = None
     kernel: str | None = None
+    dropout: float = 0.0
+    output_dropout: float = 0.0
     is_module: bool = False
-    linears: Linears = Linears(("weight",))
 
-    levels = ("inputs", "preact")
+    @property
+    def num_seeds(self) -> int:
+        """How many seeds the block's own dropouts have."""
+        return (self.dropout > 0) + (self.output_dropout > 0)
 
-    num_seeds = 0
+    @property
+    def is_plain(self) -> bool:
+        """Whether no linear is adapted and nothing is dropped."""
+        return not (self.linears.parts or self.num_seeds)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors of a call."""
-        return ("x", *self.linears.names)
+        norm = () if self.norm is None else ("norm.weight?", "norm.bias?")
+        return ("x", *norm, *self.linears.names)
 
     def chosen(self, override: str | None) -> tuple[str, str]:
-        """Return activation and save level; refuse unknown ones, and unknown kernels."""
-        level = levels.chosen(self.name, (self.save, override, self.default), self.levels)
-        activation = validate.activation(self.name, self.activation)
-        validate.kernel(self.name, self.kernel, "fused")
+        """Return activation and save level; refuse invalid options."""
+        caller, function = self.caller, self.linears.function
+        level = levels.chosen(caller, (self.save, override, self.default), LEVELS[function])
+        activation = validate.activation(caller, self.activation)
+        validate.block(caller, self.residual, self.chunks)
+        for key in ("dropout", "output_dropout"):
+            arguments.probability(caller, key, getattr(self, key))
+        if self.kernel is not None:
+            arguments.choice(caller, "kernel", self.kernel, ("split", KERNELS[function]))
+            if not self.is_plain:
+                # adapters are GEMMs of their own
+                arguments.choice(caller, "kernel", self.kernel, ("split",))
         return activation, level
 
-    def reference(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Any:
-        """Return the result by the eager reference."""
-        return reference.linear_act(x, *linears[0], self.activation)
+    def eager(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Any:
+        """Return the results by torch's own ops; norm: its tensors; linears: weights and biases."""
+        weights, (before, after) = [w for w, _ in linears], (self.dropout, self.output_dropout)
+        seeds: Any = eager.forced.seeds
+        if seeds is None:
+            seeds = draw_seeds(x, count_dropouts(weights, before, after))
+        numbers = itertools.count(self.num_seeds)
+        n = x if self.norm is None else eager.norm(self.norm, x, x.shape[-1:], *norm)
+        firsts = linears if self.linears.last is None else linears[:-1]
+        zs = [eager.linear(n, *pair, seeds, numbers) for pair in firsts]
+        if self.linears.function == "norm_linear":
+            return tuple(zs)
+        if self.linears.keys == PACKED:
+            gate, up = zs[0].chunk(2, dim=-1)
+            zs = [gate, up]
+        y = eager.hidden(zs, self.activation)
+        if self.linears.last is not None:
+            own = iter([None, None] if seeds is None else seeds)
+            h = eager.dropout(y, before, next(own) if before else None)
+            y = eager.linear(h, *linears[-1], seeds, numbers)
+            y = eager.dropout(y, after, next(own) if after else None)
+        return x + y if self.residual else y
 
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
-        """Return the numbers of the reference's GEMMs whose outputs the level saves."""
+        """Return the numbers of the eager GEMMs whose outputs the level saves.
+
+        adapters: how many each linear has, of two GEMMs each, which are cheap to recompute.
+        """
         activation, level = self.chosen(levels.override.level)
-        return (0,) if level == "preact" and activation != "identity" else ()
+        has_hidden = self.linears.last is not None or activation != "identity"
+        if level == "inputs" or not has_hidden:
+            return ()
+        return (0, 1 + 2 * adapters[0]) if level == "preact" and len(adapters) > 2 else (0,)
 
     def settle(self, around: Around, x: Any, *metas: Any) -> Call | Path:
-        """Refuse arguments that F.linear would refuse."""
-        name = self.name
+        """Refuse a call whose parts do not fit; return the path where only eager may run."""
         activation, level = self.chosen(around.level)
-        validate.tensors(name, self.names, (x, *metas_of(metas, self.linears.of(metas))))
-        if self.linears.parts and self.kernel is not None:
-            # adapters are GEMMs of their own
-            arguments.choice(name, "kernel", self.kernel, ("split",))
-        (parts,) = linears = self.linears.of(metas)
-        weight, bias = pair_of(parts, around.compute_dtype(x.dtype))
-        validate.linear(name, x.shape, (weight, bias))
-        dtype = validate.multiplied(name, around, x.dtype, {"weight": weight, "bias": bias})
-        self.linears.check(name, linears, around)
-        validate.runs(name, self.kernel, "fused", x, dtype=dtype)
+        name, keys, spec = self.name, self.linears.keys, self.norm
+        count = 0 if spec is None else 2
+        norm, linears = metas[:count], self.linears.of(metas[count:])
+        if spec is not None:
+            if not isinstance(spec, NormSpec):
+                arguments.wrong_type(name, "norm", "a NormSpec", spec)
+            spec = spec._replace(weight=norm[0], bias=norm[1])
+            validate.norm_rule(name, spec, "norm.")
+        validate.tensors(name, self.names, (x, *norm, *all_of(linears)))
+        last, halves = self.linears.last, 2 if keys == PACKED else 1
+        named = dict(zip(keys, linears, strict=True))
+        validate.linears(name, x, named, last, halves, adds=bool(self.residual))
+        dtype, shape = x.dtype, tuple(x.shape[-1:])
+        if self.over is not None:
+            shape = validate.normalized_shape(name, self.over)
+        if spec is not None:
+            dtype = validate.norm(name, x, spec, shape, around, "norm.")
+        dtype = around.compute_dtype(dtype)
+        validate.multiplied(name, around, dtype, named)
+        validate.runs(name, self.kernel, x, dtype)
         if around.twin:
             return Path.REFERENCE
-        variant = _linear_variant(x, dtype, activation, self.kernel, weight.shape)
-        if self.linears.parts and variant == "fused":
-            variant = "split"
-        b = Builder()
-        numbers = b.linear("weight", parts, dtype, around)
-        has_z = activation != "identity"
-        y = b.apply(numbers, Linear(dtype), "x", "z" if has_z else "y")
-        if has_z:
-            y = b.add(Hidden(activation, variant), "y", (y,))
-        program = b.program([y], products=("z",) if has_z else (), dtype=dtype)
-        level = level if around.grad else "inputs"
-        read = None if x.dtype == dtype else dtype
-        metas = (x._replace(dtype=dtype), *metas_of(metas, linears))
-        return b.call("linear_act", program, metas, level=level, direct=around.direct, read=read)
+        b, shape = Builder(around, dtype), shape_of(linears[-1])
+        hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
+        found = self._steps(b, x, spec, linears, hidden)
+        found |= {"level": level if around.grad else "inputs", "chunks": self._chunks(b, x, shape)}
+        read = None if spec is not None or x.dtype == dtype else dtype
+        x = x if read is None else x._replace(dtype=read)
+        return b.call(self.linears.function, {"x": x}, **found, read=read)
+
+    def _variant(self, x: Meta, dtype: torch.dtype, activation: str, last: Sequence[int]) -> str:
+        """Return which kernels run: "aten", "split", or the function's other one."""
+        function, wish = self.linears.function, self.kernel if self.is_plain else "split"
+        if function == "norm_linear" or not x.shape[-1]:
+            return "aten"
+        if function == "linear_act":
+            # an identity has nothing to fuse
+            wish = "split" if activation == "identity" and wish is None else wish
+        else:
+            # the GEMM that the hybrid variant does itself contracts over the output features
+            last = last[::-1]
+        sizes: Any = (math.prod(x.shape[:-1]), *last)
+        return dispatch.variant_for(function, x, dtype, sizes, wish, KERNELS[function])
+
+    def _steps(
+        self, b: Builder, x: Meta, spec: NormSpec | None, linears: Sequence[Parts], hidden: Hidden
+    ) -> dict[str, Any]:
+        """Add the steps; return the arguments of the call.
+
+        spec: of the norm, with what is known of its tensors.
+        """
+        read, adds = "x", bool(self.residual) and x.dtype == b.dtype
+        has_last, function = self.linears.last is not None, self.linears.function
+        if spec is not None:
+            # a block's sums may add up over chunks
+            sums = None if has_last else sums_dtype(x, spec.weight, spec.bias)
+            op = Norm(rule_of(spec, x.dtype), b.dtype, sums, norm_kernel(x, b.dtype))
+            read = b.norm(op, spec.weight, spec.bias)
+        numbers = [b.linear(*pair) for pair in zip(self.linears.keys, linears, strict=True)]
+        firsts = numbers[: len(numbers) - has_last]
+        wide, results, products = None, [f"y{i}" for i in range(len(firsts))], ()
+        if function == "norm_linear":
+            wide = torch.promote_types(b.dtype, x.dtype)
+        elif has_last or hidden.activation != "identity":
+            results = products = ("gate", "up") if firsts[1:] else ("z",)
+            if firsts[1:] and not self.linears.parts:
+                # two full GEMMs add up in float32
+                wide = torch.promote_types(b.dtype, torch.float32)
+        # backward adds up in the order of the linears
+        for out, number in list(zip(results, firsts, strict=True))[::-1]:
+            b.apply(number, wide, read, out)
+        if products:
+            results = [b.add(hidden, "h" if has_last else "y", products)]
+        if has_last:
+            y = b.dropout(self.dropout, 0, results[0], "dropped")
+            y = b.apply(numbers[-1], None, y, "down")
+            y = b.dropout(self.output_dropout, int(self.dropout > 0), y, "thinned")
+            results = [b.add(Add(), "y", (y, "x")) if adds else y]
+        given = {"products": products, "dtype": b.dtype if adds or read == "x" else None}
+        return {"results": results, "given": given, "adds_after": bool(self.residual) and not adds}
+
+    def _chunks(self, b: Builder, x: Meta, last: Sequence[int]) -> int:
+        """Return into how many chunks a block cuts its rows."""
+        if self.linears.last is None:
+            return 1
+        own = self.chunks
+        if self.is_module and b.around.chunks is not None:
+            own = b.around.chunks
+        num, rows = 2 if self.linears.function == "mlp" else 3, math.prod(x.shape[:-1])
+        return own or run.chunks_for(rows, x.shape[-1], last[1], num, b.dtype.itemsize)
 
 
-def _linear_variant(
-    x: Meta, dtype: torch.dtype, activation: str, kernel: str | None, weight: Any
-) -> str:
-    """Return which launcher runs for tensors like x: fused, split or aten."""
-    # an identity has nothing to fuse
-    kernel = "split" if activation == "identity" and kernel is None else kernel
-    sizes = math.prod(x.shape[:-1]), *weight
-    return dispatch.variant_for("linear_act", x, dtype, sizes, kernel=kernel, fused="fused")
+def split(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
+    """Return a record without its tensors, the types in it, and these tensors."""
+    if norm is None:
+        return None, (), ()
+    if not isinstance(norm, NormSpec):
+        # refused
+        return norm, (), (None, None)
+    bare = norm._replace(weight=None, bias=None)
+    return bare, tuple(map(type, bare)), (norm.weight, norm.bias)
 
 
-# F.rms_norm takes them
-COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+def norm_kernel(x: Meta, dtype: torch.dtype) -> str:
+    """Return which kernels normalise tensors like x."""
+    on_aten = 0 in x.shape or dispatch.path_of(x.device, dtype) == "aten"
+    return "aten" if on_aten else "triton"
 
 
 class NormOptions(NamedTuple):
@@ -116,118 +251,39 @@ class NormOptions(NamedTuple):
     is_module: bool = False
     names: tuple[str, ...] = ("x", "residual?", "weight?", "bias?")
 
-    def chosen(self, override: str | None, has_weight: bool = True) -> None:
+    def chosen(self, override: str | None, weight: Any = True) -> None:
         """Refuse options that mean nothing."""
         if self.kind == "layer":
             arguments.number(self.name, "eps", self.eps, 0)
-        else:
-            validate.rms_options(self.name, self.eps, self.offset, self.cast, has_weight)
+        validate.norm_rule(self.name, self._spec(weight, None))
+
+    def _spec(self, weight: Any, bias: Any) -> NormSpec:
+        return NormSpec(self.kind, weight, bias, self.eps, self.offset, self.cast)
 
     def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Call | Path:
         """Refuse arguments that the eager norm would refuse."""
-        name, metas = self.name, (x, residual, weight, bias)
-        self.chosen(around.level, weight is not None)
+        name, spec = self.name, self._spec(weight, bias)
+        self.chosen(around.level, weight)
         shape = validate.normalized_shape(name, self.normalized_shape)
-        dtype = getattr(x, "dtype", None)
-        if self.is_module and self.kind == "rms" and dtype in COMPLEX:
+        if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
             return Path.OWN
-        validate.tensors(name, self.names, metas)
-        validate.norm(name, x, shape, weight, bias)
+        validate.tensors(name, self.names, (x, residual, weight, bias))
+        b, inputs, reads, keeps = Builder(around, x.dtype), {"x": x}, "x", ()
         if residual is not None:
-            validate.residual(name, x, residual)
-            x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))
-        if self.kind == "layer":
-            validate.layer_norm_dtypes(name, x, (weight, bias), around)
+            if residual.shape != x.shape:
+                raise ValueError(
+                    f"{name}: residual must have the shape of x {list(x.shape)}, got "
+                    f"{list(residual.shape)}"
+                )
+            inputs["residual"] = residual
+            if x.dtype != residual.dtype:
+                x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))
+            reads = b.add(Add(), "total", ("x", "residual"))
+            keeps = (reads,)
+        dtype = validate.norm(name, x, spec, shape, around)
         if around.twin:
             return Path.REFERENCE
-        spec = NormSpec(self.kind, None, None, self.eps, self.offset, self.cast)
-        rule = rule_of(spec, x.dtype)
-        out_dtype = output_dtype(rule, x, weight, around.autocast)
-        op = Norm(rule, out_dtype, sums_dtype(x, weight, bias), norm_kernel(x, x.dtype), len(shape))
-        b, options = Builder(), {"num_dims": len(shape)}
-        if residual is None:
-            b.norm(op, weight, bias, out="y")
-            program, metas = b.program(["y"], **options), (x, weight, bias)
-        else:
-            b.add(Add(), "total", ("x", "residual"))
-            b.norm(op, weight, bias, reads="total", out="y")
-            options |= {"inputs": ("x", "residual"), "keeps": ("total",)}
-            program = b.program(["y", "total"], **options)
-        return b.call("norm", program, metas, direct=around.direct)
-
-
-def norm_kernel(x: Meta, dtype: torch.dtype) -> str:
-    """Return which kernels normalise tensors like x."""
-    on_aten = 0 in x.shape or dispatch.path_of(x.device, dtype) == "aten"
-    return "aten" if on_aten else "triton"
-
-
-class NormLinearOptions(NamedTuple):
-    """The options of a norm with linears; norm: a NormSpec without its tensors, of `kinds`; over:
-    its shape.
-    """
-
-    name: str
-    norm: NormSpec
-    kinds: tuple[type, ...]
-    linears: Linears
-    over: Any = None
-    is_module: bool = False
-
-    num_seeds = 0
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors of a call."""
-        return ("x", "norm.weight?", "norm.bias?", *self.linears.names)
-
-    def chosen(self, override: str | None) -> None:
-        """Nothing is chosen."""
-
-    def reference(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Any:
-        """Return the results by the eager reference."""
-        spec = self.norm._replace(weight=norm[0], bias=norm[1])
-        weights, biases = zip(*linears, strict=True)
-        return reference.norm_linear(x, spec, weights, biases)
-
-    def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
-        """Return none: no GEMM is recomputed."""
-        return ()
-
-    def settle(self, around: Around, x: Any, weight: Any, bias: Any, *metas: Any) -> Call | Path:
-        """Refuse linears that cannot all read norm(x)."""
-        name, norm = self.name, self.norm
-        if isinstance(norm, NormSpec):
-            norm = norm._replace(weight=weight, bias=bias)
-        validate.norm_spec(name, norm)
-        linears = self.linears.of(metas)
-        validate.tensors(name, self.names, (x, weight, bias, *metas_of(metas, linears)))
-        if self.over is not None:
-            shape = validate.normalized_shape(name, self.over)
-            validate.norm(name, x, shape, weight, bias=bias)
-        keys = [(key, bias_of(key)) for key in self.linears.keys]
-        for names, parts in zip(keys, linears, strict=True):
-            validate.linear(name, x.shape, pair_of(parts, x.dtype), names)
-        read = validate.normed(name, x, norm, around)
-        given: dict[str, Any] = {}
-        for names, parts in zip(keys, linears, strict=True):
-            given |= zip(names, pair_of(parts, around.compute_dtype(read)), strict=True)
-        dtype = validate.multiplied(name, around, read, given)
-        self.linears.check(name, linears, around)
-        if around.twin:
-            return Path.REFERENCE
-        b, rule = Builder(), rule_of(norm, x.dtype)
-        b.norm(
-            Norm(rule, dtype, sums_dtype(x, weight, bias), norm_kernel(x, x.dtype)), weight, bias
-        )
-        op = Linear(dtype, grad_dtype=torch.promote_types(dtype, x.dtype))
-        numbers = [
-            b.linear(key, p, dtype, around)
-            for key, p in zip(self.linears.keys, linears, strict=True)
-        ]
-        results = [f"y{i}" for i in range(len(linears))]
-        # backward adds up in the order of the linears
-        for out, number in list(zip(results, numbers, strict=True))[::-1]:
-            b.apply(number, op, "n", out)
-        metas = (x, weight, bias, *metas_of(metas, linears))
-        return b.call("norm_linear", b.program(results), metas, direct=around.direct)
+        kernel, sums = norm_kernel(x, x.dtype), sums_dtype(x, weight, bias)
+        op = Norm(rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
+        b.norm(op, weight, bias, reads, out="y")
+        return b.call("norm", inputs, ["y", *keeps], {"keeps": keeps, "num_dims": len(shape)})

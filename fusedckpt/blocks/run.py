@@ -58,9 +58,10 @@ def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
             args = _arguments(call, code, given, homes=homes)
             for rows in row_chunks(num_rows, call.chunks):
                 code.run(rows.start, *_cut(code, args, rows))
-    if x.dim() == 2 and call.num_dims == 1:
-        return found
-    return [y.view(call.shape(x.shape, y.shape[1])) for y in found]
+        if x.dim() == 2 and call.num_dims == 1:
+            return found
+        # below autograd, too, which refuses to write a view that a Function returns
+        return [y.view(call.shape(x.shape, y.shape[1])) for y in found]
 
 
 def backward(

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from fusedckpt import reference
-from fusedckpt.blocks import passes
+from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.dropout import dropout
 from fusedckpt.blocks.program import Gradient, Op, Pass
 from fusedckpt.blocks.quantised import QuantisedWeight
@@ -73,12 +72,7 @@ class Norm(Op):
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return norm(x) in torch's ops."""
-        (x,), (weight, bias), (kind, eps, offset, casts) = reads, params, self.rule
-        shape = x.shape[-self.num_dims :]
-        if kind == "layer":
-            y = reference.layer_norm(x, shape, weight, bias, eps)
-        else:
-            y = reference.rms_norm(x, shape, weight, eps, offset=offset, cast=casts)
+        y = eager.norm(self.rule, reads[0], reads[0].shape[-self.num_dims :], *params)
         return y if self.dtype is None else y.to(self.dtype)
 
 
@@ -247,7 +241,7 @@ class Hidden(Op):
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return h in torch's ops."""
         pair = reads[0].chunk(2, -1) if self.is_packed else reads
-        return reference.hidden(pair, self.activation)
+        return eager.hidden(pair, self.activation)
 
 
 @dataclass(frozen=True)
@@ -286,7 +280,7 @@ class Dropout(Op):
         """Return dropout(x) in torch's ops."""
         seed = None if params[0] is None else params[0][self.seed]
         x = reads[0] if self.dtype is None else reads[0].to(self.dtype)
-        return reference.dropout(x, self.p, seed)
+        return eager.dropout(x, self.p, seed)
 
 
 @dataclass(frozen=True)

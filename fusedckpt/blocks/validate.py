@@ -17,7 +17,9 @@ from torch.fx import Proxy
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.blocks.builder import bias_of
 from fusedckpt.blocks.norm_spec import NormSpec, output_dtype, widens_norm
+from fusedckpt.blocks.operands import Parts
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 
 CASTS = ("torch", "llama", "gemma")
@@ -32,12 +34,6 @@ def activation(name: str, given: Any) -> str:
         # the error names one spelling of each
         choice(name, "activation", given, ACTIVATIONS)
     return CANONICAL[given]
-
-
-def kernel(name: str, given: Any, fused: str) -> None:
-    """Refuse a kernel variant that is neither "split" nor `fused`."""
-    if given is not None:
-        choice(name, "kernel", given, ("split", fused))
 
 
 def tensors(name: str, keys: Sequence[str], metas: Sequence[Meta | None]) -> None:
@@ -75,48 +71,81 @@ def tensor(name: str, key: str, given: Any) -> None:
         arguments.wrong_type(name, key, "a tensor", given)
 
 
-def linear(
-    name: str,
-    shape: Sequence[int],
-    linear: tuple[Meta, Meta | None],
-    keys: Sequence[str] = ("weight", "bias"),
-    read: str = "x",
+def linears(
+    name: str, x: Meta, given: Mapping[str, Parts], last: str | None, halves: int, adds: bool
 ) -> None:
-    """Refuse shapes that nn.Linear would refuse; `keys` name weight and bias, `read` the input."""
-    weight, bias = linear
-    if len(weight.shape) != 2 or not shape:
-        problem = f"{read} must have at least one dimension and {keys[0]} two"
-    elif shape[-1] != weight.shape[1]:
-        problem = f"{keys[0]} expects {weight.shape[1]} input features, {read} has {shape[-1]}"
-    elif bias is not None and bias.shape != weight.shape[:1]:
-        problem = f"{keys[1]} must be [{weight.shape[0]}], got {list(bias.shape)}"
-    else:
-        return
-    raise ValueError(f"{name}: {problem} ({read} {list(shape)}, weight {list(weight.shape)})")
+    """Refuse linears that F.linear would refuse, or that do not fit each other.
 
-
-def multiplied(
-    name: str, around: Around, read: torch.dtype, weights: Mapping[str, Meta | None]
-) -> torch.dtype:
-    """Return the dtype that linears reading `read` multiply in; refuse weights of another."""
-    dtype = around.compute_dtype(read)
-    for key, value in weights.items():
-        if value is None or value.dtype == dtype:
+    given: by the names of their weights; last: the one that reads the hidden layer, whose result x
+    is added to; halves: in how many parts the first weight's rows are.
+    """
+    shape, read, weight = x.shape, "x", x.shape
+    rows: dict[str, int] = {}
+    for key, parts in given.items():
+        weight, bias = (parts.weight or parts.base).shape, parts.bias
+        if key == last:
+            features = _features(name, rows, halves)
+            shape, read = (*shape[:-1], features // halves), "h"
+        if len(weight) != 2 or not shape:
+            problem = f"{read} must have at least one dimension and {key} two"
+        elif shape[-1] != weight[1]:
+            problem = f"{key} expects {weight[1]} input features, {read} has {shape[-1]}"
+        elif bias is not None and bias.shape != weight[:1]:
+            problem = f"{bias_of(key)} must be [{weight[0]}], got {list(bias.shape)}"
+        else:
+            rows[key.removesuffix("_weight")] = weight[0]
             continue
-        # autocast casts every floating dtype but float64
-        if around.autocast is None or torch.float64 in (value.dtype, dtype):
-            raise TypeError(
-                f"{name}: x and {key} must share a dtype, got {dtype} and {value.dtype}"
-            )
-    return dtype
-
-
-def runs(name: str, chosen: str | None, fused: str, x: Meta, dtype: torch.dtype) -> None:
-    """Refuse a kernel that cannot run where x is."""
-    if chosen == fused and dispatch.path_of(x.device, dtype) == "aten":
+        raise ValueError(f"{name}: {problem} ({read} {list(shape)}, weight {list(weight)})")
+    if adds and last is not None and weight[0] != x.shape[-1]:
         raise ValueError(
-            f"{name}: kernel={fused!r} needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and "
-            f"float32, bfloat16 or float16 tensors, got {dtype} on {x.device}"
+            f"{name}: residual needs {x.shape[-1]} output features, {last} has {weight[0]}"
+        )
+
+
+def _features(name: str, rows: Mapping[str, int], halves: int) -> int:
+    """Return the number of rows of the weights before a hidden layer."""
+    features = next(iter(rows.values()))
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"{name}: weights but the last must have one number of rows, got {rows}")
+    if features % halves:
+        raise ValueError(
+            f"{name}: a packed gate_weight must have an even number of rows, 2 F, got {features}"
+        )
+    return features
+
+
+def multiplied(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Parts]) -> None:
+    """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
+    for key, parts in given.items():
+        for own, value in ((key, parts.weight), (bias_of(key), parts.bias)):
+            if value is None or value.dtype == dtype:
+                continue
+            # autocast casts every floating dtype but float64
+            if around.autocast is None or torch.float64 in (value.dtype, dtype):
+                raise TypeError(
+                    f"{name}: x and {own} must share a dtype, got {dtype} and {value.dtype}"
+                )
+    for key, parts in given.items():
+        n, k = (parts.weight or parts.base).shape
+        for a, b in parts.adapters:
+            fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
+            if not fits or (b.shape[0], a.shape[1]) != (n, k):
+                raise ValueError(
+                    f"{name}: {key} is {[n, k]}, so A must be [r, {k}] and B [{n}, r], got "
+                    f"{list(a.shape)} and {list(b.shape)}"
+                )
+            if a.dtype != b.dtype and around.autocast is None:
+                raise TypeError(
+                    f"{name}: {key}.A and {key}.B must share a dtype, got {a.dtype} and {b.dtype}"
+                )
+
+
+def runs(name: str, kernel: str | None, x: Meta, dtype: torch.dtype) -> None:
+    """Refuse a kernel that cannot run where x is."""
+    if kernel not in (None, "split") and dispatch.path_of(x.device, dtype) == "aten":
+        raise ValueError(
+            f"{name}: kernel={kernel!r} needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and"
+            f" float32, bfloat16 or float16 tensors, got {dtype} on {x.device}"
         )
 
 
@@ -138,85 +167,55 @@ def _listed(given: Any) -> list[Any] | None:
     return list(given) if isinstance(given, Iterable) else None
 
 
+def norm_rule(name: str, spec: NormSpec, prefix: str = "") -> None:
+    """Refuse a norm that means nothing."""
+    choice(name, f"{prefix}kind", spec.kind, ("rms", "layer"))
+    if spec.eps is not None:
+        number(name, f"{prefix}eps", spec.eps, 0)
+    number(name, f"{prefix}offset", spec.offset)
+    choice(name, f"{prefix}cast", spec.cast, CASTS)
+    if spec.kind == "rms" and spec.bias is not None:
+        raise ValueError(f"{name}: {prefix}bias must be None, as an RMSNorm has none")
+    if spec.offset and spec.weight is None:
+        raise ValueError(f"{name}: {prefix}offset={spec.offset} needs {prefix}weight, got none")
+    if spec.kind == "layer" and (spec.offset or spec.cast != "torch"):
+        raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
+
+
 def norm(
-    name: str, x: Meta, shape: tuple[int, ...], weight: Any, bias: Any, prefix: str = ""
-) -> None:
-    """Refuse shapes that F.rms_norm or F.layer_norm would refuse."""
+    name: str, x: Meta, spec: NormSpec, shape: tuple[int, ...], around: Around, prefix: str = ""
+) -> torch.dtype:
+    """Return the dtype of norm(x); refuse what F.rms_norm or F.layer_norm would refuse.
+
+    spec: with what is known of weight and bias in their places; shape: normalized_shape.
+    """
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
         )
-    for key, value in (("weight", weight), ("bias", bias)):
-        if value is not None and tuple(value.shape) != shape:
+    given = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
+    found = {key: value for key, value in given.items() if value is not None}
+    for key, value in found.items():
+        if tuple(value.shape) != shape:
             raise ValueError(
-                f"{name}: {prefix}{key} must be normalized_shape {list(shape)}, got "
-                f"{list(value.shape)}"
+                f"{name}: {key} must be normalized_shape {list(shape)}, got {list(value.shape)}"
             )
+    dtypes = {key: value.dtype for key, value in found.items()}
+    if not (spec.kind == "rms" or _fit(x, set(dtypes.values()), around)):
+        key = next(key for key, dtype in dtypes.items() if dtype != x.dtype)
+        raise TypeError(f"{name}: x and {key} must share a dtype, got {x.dtype} and {dtypes[key]}")
+    return output_dtype(spec, x, spec.weight, around.autocast)
 
 
-def layer_norm_dtypes(
-    name: str, x: Meta, parameters: Sequence[Meta | None], around: Around, prefix: str = ""
-) -> None:
-    """Refuse dtypes that F.layer_norm would refuse: F.rms_norm takes any."""
-    pairs = zip(("weight", "bias"), parameters, strict=True)
-    found = {key: value.dtype for key, value in pairs if value is not None}
-    if x.device.type == "meta" or all(other == x.dtype for other in found.values()):
-        return
+def _fit(x: Meta, dtypes: set[torch.dtype], around: Around) -> bool:
+    """Whether F.layer_norm takes parameters of these dtypes beside x."""
+    if x.device.type == "meta" or dtypes <= {x.dtype}:
+        return True
     widens = widens_norm(around.autocast, x.device, "layer")
-    if widens and torch.float64 not in (x.dtype, *found.values()):
-        return
+    if widens and torch.float64 not in (x.dtype, *dtypes):
+        return True
     # a CPU's reads parameters of float32 beside half precision
-    if x.device.type == "cpu" and x.dtype in HALF and set(found.values()) == {torch.float32}:
-        return
-    key = next(key for key, other in found.items() if other != x.dtype)
-    raise TypeError(
-        f"{name}: x and {prefix}{key} must share a dtype, got {x.dtype} and {found[key]}"
-    )
-
-
-def residual(name: str, x: Meta, given: Meta) -> None:
-    """Refuse a residual of another shape."""
-    if given.shape != x.shape:
-        raise ValueError(
-            f"{name}: residual must have the shape of x {list(x.shape)}, got {list(given.shape)}"
-        )
-
-
-def norm_spec(name: str, given: Any) -> None:
-    """Refuse what is no record of a norm, or one that means nothing.
-
-    Its weight and bias may be tensors or what is known of them: they are checked beside the others.
-    """
-    if not isinstance(given, NormSpec):
-        arguments.wrong_type(name, "norm", "a NormSpec", given)
-    choice(name, "norm.kind", given.kind, ("rms", "layer"))
-    if given.kind == "rms" and given.bias is not None:
-        raise ValueError(f"{name}: norm.bias must be None, as an RMSNorm has none")
-    rms_options(
-        name,
-        given.eps,
-        given.offset,
-        given.cast,
-        has_weight=given.weight is not None,
-        prefix="norm.",
-    )
-    if given.kind == "layer" and (given.offset or given.cast != "torch"):
-        raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
-
-
-def normed(name: str, x: Meta, spec: NormSpec | None, around: Around) -> torch.dtype:
-    """Return the dtype of norm(x) for a block, or x's; refuse a norm over anything but its rows.
-
-    The record holds what is known of the norm's weight and bias in their places.
-    """
-    if spec is None:
-        return x.dtype
-    weight: Any = spec.weight
-    bias: Any = spec.bias
-    norm(name, x, tuple(x.shape[-1:]), weight, bias=bias, prefix="norm.")
-    if spec.kind == "layer":
-        layer_norm_dtypes(name, x, (weight, bias), around, prefix="norm.")
-    return output_dtype(spec, x, weight, around.autocast)
+    return x.device.type == "cpu" and x.dtype in HALF and dtypes == {torch.float32}
 
 
 def block(name: str, residual: Any, chunks: Any) -> None:
@@ -224,37 +223,6 @@ def block(name: str, residual: Any, chunks: Any) -> None:
     flag(name, "residual", residual)
     if chunks is not None:
         integer(name, "chunks", chunks, 1)
-
-
-def mlp(
-    name: str,
-    x: Meta,
-    linears: Mapping[str, tuple[Meta, Meta | None]],
-    adds: bool,
-    packed: bool,
-) -> None:
-    """Refuse an MLP block whose linears, (weight, bias) by name, the last one last, do not fit.
-
-    adds: x is added to the result; packed: the first weight holds the gate's rows, then up's.
-    """
-    *first, (last, (down, down_bias)) = linears.items()
-    for key, (weight, bias) in first:
-        linear(name, x.shape, (weight, bias), (f"{key}_weight", f"{key}_bias"))
-    rows = {key: weight.shape[0] for key, (weight, _) in first}
-    features = next(iter(rows.values()))
-    if len(set(rows.values())) > 1:
-        raise ValueError(f"{name}: weights but the last must have one number of rows, got {rows}")
-    if packed and features % 2:
-        raise ValueError(
-            f"{name}: a packed gate_weight must have an even number of rows, 2 F, got {features}"
-        )
-    h = (*x.shape[:-1], features // 2 if packed else features)
-    linear(name, h, (down, down_bias), (f"{last}_weight", f"{last}_bias"), read="h")
-    if adds and down.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"{name}: residual needs {x.shape[-1]} output features, {last}_weight has "
-            f"{down.shape[0]}"
-        )
 
 
 def projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
@@ -277,24 +245,3 @@ def several(name: str, key: str, given: Any) -> list[Any]:
     if found is None:
         arguments.wrong_type(name, key, "a list of tensors", given)
     return found
-
-
-def no_bias(name: str, up_bias: Any) -> None:
-    """Refuse a bias of an up projection that is packed with the gate."""
-    if up_bias is not None:
-        raise ValueError(
-            f"{name}: up_bias must be None if up_weight is, as gate_bias is packed too, got "
-            f"{type(up_bias).__name__}"
-        )
-
-
-def rms_options(
-    name: str, eps: Any, offset: Any, cast: Any, has_weight: bool, prefix: str = ""
-) -> None:
-    """Refuse options of RMSNorm that mean nothing."""
-    if eps is not None:
-        number(name, f"{prefix}eps", eps, 0)
-    number(name, f"{prefix}offset", offset)
-    choice(name, f"{prefix}cast", cast, CASTS)
-    if offset and not has_weight:
-        raise ValueError(f"{name}: {prefix}offset={offset} needs {prefix}weight, got none")

@@ -1,9 +1,9 @@
 """MLP, gated MLP and norm-then-linears as modules, with the parameter names that models use.
 
-A block computes all its children as one. A child that was replaced by another kind of module,
-parametrized, hooked, given another forward, or weights of a class with ops of its own is called
-instead, and what is left is fused. All are called for an input of such a class, and where a program
-is recorded, as by torch.export.
+A block computes all its children as one. It calls a child that was replaced by another kind of
+module, parametrized, hooked, given another forward or weights of a class with ops of its own, and
+fuses the other children. It calls all children for an input of such a class, and where a program is
+recorded, as by torch.export.
 """
 
 from __future__ import annotations
@@ -11,30 +11,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedckpt.autograd import arguments, dispatch, levels
+from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.blocks import validate
+from fusedckpt.blocks import eager
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.builder import Linears, split
-from fusedckpt.blocks.mlp_program import GATED, MLPOptions
+from fusedckpt.blocks.builder import GATED, PLAIN, Linears
 from fusedckpt.blocks.norm_spec import NormSpec
-from fusedckpt.blocks.programs import NormLinearOptions
+from fusedckpt.blocks.programs import Options, split
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
 from fusedckpt.layers import constructors, parallel
 from fusedckpt.layers.linear import Linear
-from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, PLAIN, gated_mlp, mlp
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.norm_linear import linears_of, run_projections
+from fusedckpt.layers.norm_linear import run_projections
 from fusedckpt.layers.styles import layout_of
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]
 
-_BIASES = ("gate_bias", "up_bias", "down_bias")
-
-# one letter for what a layer is in a block; looked up by type, subclasses are strangers
+# a letter for each kind of layer in a block; looked up by type, subclasses have none
 _LETTERS: dict[type[nn.Module], str] = {
     **dict.fromkeys((act.module for act in ACTIVATIONS.values() if act.module), "a"),
     **dict.fromkeys((nn.Linear, Linear), "l"),
@@ -43,7 +38,7 @@ _LETTERS: dict[type[nn.Module], str] = {
 
 
 def letter_of(layer: Any) -> str:
-    """Return n, l or a for a norm, linear or activation that a block can stand for, else -."""
+    """Return n, l or a for a norm, linear or activation that a block can compute, else -."""
     letter = _letter(layer)
     plain = letter != "-" and dispatch.are_plain(*layer._parameters.values())
     return letter if plain and not has_hooks(layer) else "-"
@@ -60,113 +55,115 @@ def _letter(layer: Any) -> str:
     return letter if fits else "-"
 
 
+def _are(letter: str, *layers: Any) -> bool:
+    """Whether a block can compute these modules, of one letter, without calling them."""
+    for layer in layers:
+        if _letter(layer) != letter:
+            return False
+    return not has_hooks(*layers)
+
+
 def spec_of(norm: Any) -> NormSpec:
     """Describe a norm module of torch's or ours."""
     if isinstance(norm, nn.LayerNorm):
         return NormSpec("layer", norm.weight, norm.bias, norm.eps)
     if isinstance(norm, RMSNorm):
-        return NormSpec("rms", norm.weight, None, norm.eps, offset=norm.offset, cast=norm.cast)
+        return NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
     return NormSpec("rms", norm.weight, None, norm.eps)
 
 
 class _Block(nn.Module):
-    """What MLP and GatedMLP share: an optional norm before, an optional residual around."""
+    """The constructor, with the defaults of MLP, and forward of MLP and GatedMLP.
 
-    levels: tuple[str, ...]
+    function: its name; linears: the weights as it names them; names: the children that have them.
+    """
+
+    function: str
+    linears: Linears
     names: tuple[str, ...]
     # of modules that were pickled before there were any
     dropout = output_dropout = 0.0
 
     def __init__(
         self,
-        sizes: tuple[int, int, int | None],
-        linear: tuple[bool, Any, torch.dtype | None],
-        activation: str,
-        norm: nn.Module | None,
-        residual: bool,
-        save: str,
-        chunks: int | None,
-        dropouts: tuple[float, float],
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: nn.Module | None = None,
+        residual: bool = False,
+        save: str = "inputs",
+        chunks: int | None = None,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
     ):
-        name = type(self).__name__
-        constructors.block(name, sizes, linear, norm, residual=residual)
-        activation = validate.activation(name, activation)
-        levels.check(name, save, self.levels)
-        validate.block(name, residual, chunks)
-        for key, p in zip(("dropout", "output_dropout"), dropouts, strict=True):
-            arguments.probability(name, key, p)
+        name, out = type(self).__name__, in_features if out_features is None else out_features
+        sizes = {"in_features": in_features, "hidden_features": hidden_features}
+        constructors.linear(name, sizes | {"out_features": out}, bias, device, dtype)
+        constructors.block(name, in_features, out, norm, residual)
+        drops = {"dropout": dropout, "output_dropout": output_dropout}
+        given = {"default": save, "chunks": chunks, **drops}
+        activation, _ = Options(name, name, self.linears, activation, **given).chosen(None)
         super().__init__()
         self.norm = norm
         self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
-        self.dropout, self.output_dropout = dropouts
+        self.dropout, self.output_dropout = dropout, output_dropout
+        for child in self.names[:-1]:
+            self.add_module(child, nn.Linear(in_features, hidden_features, bias, device, dtype))
+        self.add_module(self.names[-1], nn.Linear(hidden_features, out, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        x, norm, linears = input, self.norm, self._linears()
-        options = MLPOptions(
+        norm, modules, is_dropping = self.norm, self._modules, self.training
+        linears: list[Any] = list(map(modules.__getitem__, self.names))
+        options = Options(
+            self.function,
             type(self).__name__,
-            Linears(self.names),
+            self.linears,
             self.activation,
             residual=self.residual,
-            save=None,
-            levels=self.levels,
-            chunks=self.chunks,
             default=self.save,
+            chunks=self.chunks,
+            dropout=self.dropout if is_dropping else 0.0,
+            output_dropout=self.output_dropout if is_dropping else 0.0,
             is_module=True,
         )
-        if self.training and (self.dropout or self.output_dropout):
-            drops = {"dropout": self.dropout, "output_dropout": self.output_dropout}
-            options = options._replace(**drops)
-        tensors: tuple[Any, ...] = (None, None)
-        if norm is not None and _letter(norm) == "n" and not has_hooks(norm):
-            (spec, kinds), tensors = split(spec_of(norm))
-            options = options._replace(norm=spec, kinds=kinds, over=norm.normalized_shape)
-        elif norm is not None and not dispatch.is_recorded(input):
-            options.chosen(levels.override.level)
-            x, norm, options = norm(input), None, options._replace(residual=False)
-        y, parts = None, [_letter(linear) for linear in linears]
-        if parts.count("l") == len(parts) and not has_hooks(*linears):
-            y = run_linears(options, x, tensors, [(m.weight, m.bias) for m in linears])
-        elif not dispatch.is_recorded(input):
-            options.chosen(levels.override.level)
+        are_linears, is_norm = _are("l", *linears), norm is None or _are("n", norm)
+        pairs = [(linear.weight, linear.bias) for linear in linears] if are_linears else []
+        if are_linears and is_norm:
+            whole, tensors = options, ()
+            if norm is not None:
+                bare, kinds, tensors = split(spec_of(norm))
+                over: Any = norm.normalized_shape
+                whole = options._replace(name=options.caller, norm=bare, kinds=kinds, over=over)
+            y = run_linears(whole, input, tensors, pairs)
+            if y is not None:
+                return y
+        options.chosen(levels.override.level)
+        n, y = input if norm is None else norm(input), None
+        if are_linears and not is_norm:
+            y = run_linears(options._replace(residual=False), n, (), pairs)
         if y is None:
-            n = x if norm is None else norm(x)
-            drops = self.training and (self.dropout or self.output_dropout)
-            is_spread = parts.count("l") == len(parts) and not drops
-            y = self._spread(n, linears) if is_spread else None
-            if y is None:
-                y = F.dropout(self._eager(n), self.output_dropout, self.training)
-            return input + y if self.residual else y
-        return y if options.residual or not self.residual else input + y
+            y = self._called(options, n, linears)
+        return input + y if self.residual else y
 
-    def _spread(self, x: Any, linears: tuple[Any, ...]) -> Any:
-        """Return what tensor parallel linears make of x, None where they are called instead."""
-        if dispatch.is_recorded(x) or torch.compiler.is_compiling():
-            return None
-        layout = layout_of(*linears) if has_hooks(*linears) else None
-        if layout is None or not parallel.takes(x, layout):
-            return None
-        pairs = parallel.shards_of([(m.weight, m.bias) for m in linears], layout)
-        tensors = [tensor for pair in pairs for tensor in pair]
-        if not dispatch.are_plain(*tensors):
-            return None
-        level = levels.resolve(type(self).__name__, None, self.save, self.levels)
-        return parallel.spread(lambda n: self._functional(n, level, *tensors), x, layout)
-
-    def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
-        raise NotImplementedError
-
-    def _act(self, z: Tensor) -> Tensor:
-        return ACTIVATIONS[validate.activation(type(self).__name__, self.activation)].eager(z)
-
-    def _dropped(self, h: Tensor) -> Tensor:
-        return F.dropout(h, self.dropout, self.training)
-
-    def _linears(self) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-    def _eager(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    def _called(self, options: Options, n: Tensor, linears: list[Any]) -> Tensor:
+        """Call the linears on n, or run on shards of their weights."""
+        layout, is_traced = None, torch.compiler.is_compiling() or dispatch.is_recorded(n)
+        if has_hooks(*linears) and not (options.num_seeds or is_traced):
+            is_known = all(_letter(linear) == "l" for linear in linears)
+            layout = layout_of(*linears) if is_known else None
+        if layout is not None and parallel.takes(n, layout):
+            pairs = parallel.shards_of([(m.weight, m.bias) for m in linears], layout)
+            if dispatch.are_plain(*[tensor for pair in pairs for tensor in pair]):
+                shard = options._replace(residual=False, is_module=False)
+                return parallel.spread(lambda n: run_linears(shard, n, (), pairs), n, layout)
+        h = eager.hidden([linear(n) for linear in linears[:-1]], options.activation)
+        return eager.dropout(linears[-1](eager.dropout(h, options.dropout)), options.output_dropout)
 
     def extra_repr(self) -> str:
         """Describe what no child shows."""
@@ -193,52 +190,7 @@ class MLP(_Block):
     Children are `fc1`, `fc2` and, where given, `norm`.
     """
 
-    levels, names = MLP_LEVELS, PLAIN
-
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        out_features: int | None = None,
-        activation: str = "gelu",
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        norm: nn.Module | None = None,
-        residual: bool = False,
-        save: str = "inputs",
-        chunks: int | None = None,
-        dropout: float = 0.0,
-        output_dropout: float = 0.0,
-    ):
-        sizes, linear = (in_features, hidden_features, out_features), (bias, device, dtype)
-        dropouts = dropout, output_dropout
-        super().__init__(
-            sizes,
-            linear,
-            activation,
-            norm,
-            residual=residual,
-            save=save,
-            chunks=chunks,
-            dropouts=dropouts,
-        )
-        out_features = in_features if out_features is None else out_features
-        self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden_features, out_features, bias, device, dtype=dtype)
-
-    def _linears(self) -> tuple[Any, ...]:
-        return self.fc1, self.fc2
-
-    def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
-        w1, b1, w2, b2 = tensors
-        return mlp(
-            x, w1, b1, w2, fc2_bias=b2, activation=self.activation, save=save, chunks=self.chunks
-        )
-
-    def _eager(self, x: Tensor) -> Tensor:
-        return self.fc2(self._dropped(self._act(self.fc1(x))))
+    function, linears, names = "mlp", Linears(PLAIN), ("fc1", "fc2")
 
 
 class GatedMLP(_Block):
@@ -251,7 +203,8 @@ class GatedMLP(_Block):
     `norm`.
     """
 
-    levels, names = GATED_LEVELS, GATED
+    function, linears = "gated_mlp", Linears(GATED)
+    names = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(
         self,
@@ -270,34 +223,15 @@ class GatedMLP(_Block):
         dropout: float = 0.0,
         output_dropout: float = 0.0,
     ):
-        sizes, linear = (in_features, hidden_features, out_features), (bias, device, dtype)
-        dropouts = dropout, output_dropout
         super().__init__(
-            sizes,
-            linear,
-            activation,
-            norm,
+            *(in_features, hidden_features, out_features, activation, bias, device, dtype),
+            norm=norm,
             residual=residual,
             save=save,
             chunks=chunks,
-            dropouts=dropouts,
+            dropout=dropout,
+            output_dropout=output_dropout,
         )
-        out_features = in_features if out_features is None else out_features
-        self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype=dtype)
-        self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype=dtype)
-        self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype=dtype)
-
-    def _linears(self) -> tuple[Any, ...]:
-        return self.gate_proj, self.up_proj, self.down_proj
-
-    def _functional(self, x: Tensor, save: str, *tensors: Any) -> Tensor:
-        (gate, up, down), biases = tensors[::2], dict(zip(_BIASES, tensors[1::2], strict=True))
-        return gated_mlp(
-            x, gate, up, down, activation=self.activation, **biases, save=save, chunks=self.chunks
-        )
-
-    def _eager(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._dropped(self._act(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class NormLinear(nn.Module):
@@ -313,7 +247,8 @@ class NormLinear(nn.Module):
     """
 
     def __init__(self, norm: nn.Module, *linears: nn.Module):
-        constructors.norm_and_linears("NormLinear", norm, linears)
+        constructors.module("NormLinear", "norm", norm)
+        constructors.modules("NormLinear", "linears", linears)
         super().__init__()
         self.norm = norm
         self.linears = nn.ModuleList(linears)
@@ -322,18 +257,9 @@ class NormLinear(nn.Module):
         """Map [..., in_features] to one [..., out_features] per linear."""
         norm: Any = self.norm
         linears: list[Any] = list(self.linears)
-        letters = "".join([_letter(layer) for layer in (norm, *linears)])
-        if letters == "n" + "l" * len(linears) and not has_hooks(norm, *linears):
-            (spec, kinds), tensors = split(spec_of(norm))
-            options = NormLinearOptions(
-                "NormLinear",
-                spec,
-                kinds,
-                linears_of(len(linears)),
-                over=norm.normalized_shape,
-                is_module=True,
-            )
-            ys = run_projections(options, input, tensors, [(m.weight, m.bias) for m in linears])
+        if _are("n", norm) and _are("l", *linears):
+            pairs, over = [(m.weight, m.bias) for m in linears], norm.normalized_shape
+            ys = run_projections("NormLinear", input, spec_of(norm), pairs, over)
             if ys is not None:
                 return ys
         n = norm(input)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -19,16 +20,12 @@ def factory(name: str, device: Any, dtype: Any) -> None:
         arguments.dtype(name, dtype)
 
 
-def linear(
-    name: str, in_features: Any, out_features: Any, bias: Any, device: Any, dtype: Any
-) -> tuple[int, int, bool]:
-    """Return the sizes of an nn.Linear, and whether it has a bias."""
+def linear(name: str, sizes: Mapping[str, Any], bias: Any, device: Any, dtype: Any) -> None:
+    """Refuse arguments of an nn.Linear."""
+    for key, size in sizes.items():
+        integer(name, key, size)
+    flag(name, "bias", bias)
     factory(name, device, dtype)
-    return (
-        integer(name, "in_features", in_features),
-        integer(name, "out_features", out_features),
-        flag(name, "bias", bias),
-    )
 
 
 def module(name: str, key: str, given: Any) -> None:
@@ -37,46 +34,22 @@ def module(name: str, key: str, given: Any) -> None:
         arguments.wrong_type(name, key, "a module", given)
 
 
-def norm_and_linears(name: str, norm: Any, linears: tuple[Any, ...]) -> None:
-    """Refuse children of a NormLinear."""
-    module(name, "norm", norm)
-    if not linears:
+def modules(name: str, key: str, given: tuple[Any, ...]) -> None:
+    """Refuse children of which one is no module; nn.Sequential takes None, and one OrderedDict."""
+    if key == "linears" and not given:
         raise ValueError(f"{name}: linears must not be empty, got none")
-    for i, linear in enumerate(linears):
-        module(name, f"linears[{i}]", linear)
+    is_named = key == "args" and len(given) == 1 and isinstance(given[0], OrderedDict)
+    for index, layer in given[0].items() if is_named else enumerate(given):
+        if layer is not None or key == "linears":
+            module(name, f"{key}[{index!r}]", layer)
 
 
-def layers(name: str, given: tuple[Any, ...]) -> None:
-    """Refuse children of a Sequential; nn.Sequential takes None."""
-    if len(given) == 1 and isinstance(given[0], OrderedDict):
-        named = given[0].items()
-    else:
-        named = enumerate(given)
-    for key, layer in named:
-        if layer is not None:
-            module(name, f"args[{key!r}]", layer)
-
-
-def block(
-    name: str,
-    sizes: tuple[Any, Any, Any],
-    linear: tuple[Any, Any, Any],
-    norm: Any,
-    residual: Any,
-) -> None:
-    """Refuse arguments of an MLP module, of which out_features may be None."""
-    *first, out_features = sizes
-    out_features = first[0] if out_features is None else out_features
-    keys = ("in_features", "hidden_features", "out_features")
-    for key, size in zip(keys, (*first, out_features), strict=True):
-        integer(name, key, size)
-    bias, device, dtype = linear
-    flag(name, "bias", bias)
-    factory(name, device, dtype)
+def block(name: str, in_features: int, out_features: int, norm: Any, residual: Any) -> None:
+    """Refuse a norm that is no module, and a residual between two widths."""
     if norm is not None:
         module(name, "norm", norm)
-    if flag(name, "residual", residual) and first[0] != out_features:
+    if flag(name, "residual", residual) and in_features != out_features:
         raise ValueError(
             f"{name}: residual needs as many output as input features, got out_features "
-            f"{out_features} for {first[0]}"
+            f"{out_features} for {in_features}"
         )

@@ -1,4 +1,4 @@
-"""Linear followed by an activation, keeping x alone: backward recomputes the pre-activation."""
+"""Linear followed by an activation, saving x alone: backward recomputes the pre-activation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import reference
 from fusedckpt.autograd import levels
-from fusedckpt.blocks import validate
+from fusedckpt.blocks import programs, validate
 from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.builder import LINEAR, Linears
 from fusedckpt.blocks.operands import LoRA
-from fusedckpt.blocks.programs import LinearOptions
+from fusedckpt.blocks.programs import Options
 from fusedckpt.layers import constructors
 
 __all__ = ["Linear", "linear_act"]
 
-LEVELS = LinearOptions.levels
+LEVELS = programs.LEVELS["linear_act"]
+_LINEARS = Linears(LINEAR)
 
 
 def linear_act(
@@ -55,13 +56,9 @@ def linear_act(
 
     Other tensor subclasses, and inference tensors where gradients are needed, run in eager.
     """
-    options = LinearOptions("linear_act", activation, save, kernel=kernel)
-    return _run(options, x, weight, bias)
-
-
-def _run(options: LinearOptions, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    y = run_linears(options, x, (), [(weight, bias)])
-    return reference.linear_act(x, weight, bias, options.activation) if y is None else y
+    name = "linear_act"
+    options = Options(name, name, _LINEARS, activation, save=save, kernel=kernel)
+    return run_linears(options, x, (), [(weight, bias)])
 
 
 class Linear(nn.Linear):
@@ -86,17 +83,20 @@ class Linear(nn.Linear):
     ):
         activation = validate.activation("Linear", activation)
         levels.check("Linear", save, LEVELS)
-        sizes = constructors.linear(
-            "Linear", in_features, out_features, bias, device=device, dtype=dtype
-        )
-        super().__init__(*sizes, device, dtype)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        constructors.linear("Linear", sizes, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.save = save
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        options = LinearOptions("Linear", self.activation, None, self.save, is_module=True)
-        return _run(options, input, self.weight, self.bias)
+        options = Options(
+            "Linear", "Linear", _LINEARS, self.activation, default=self.save, is_module=True
+        )
+        pair = self.weight, self.bias
+        y = run_linears(options, input, (), [pair])
+        return options.eager(input, (), [pair]) if y is None else y
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.Linear does, with the activation and level after it."""

@@ -12,41 +12,18 @@ The last GEMM is never recomputed, and a level keeps only what the wanted gradie
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from fusedckpt import reference
-from fusedckpt.autograd import arguments
-from fusedckpt.blocks import validate
+from fusedckpt.blocks import programs
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.builder import Linears, split
-from fusedckpt.blocks.mlp_program import GATED, PACKED, MLPOptions
+from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
 from fusedckpt.blocks.norm_spec import NormSpec
 from fusedckpt.blocks.operands import LoRA
+from fusedckpt.blocks.programs import Options, split
 
 __all__ = ["gated_mlp", "mlp"]
 
-MLP_LEVELS = ("inputs", "preact")
-GATED_LEVELS = ("inputs", "gate", "preact")
-PLAIN = ("fc1_weight", "fc2_weight")
-
-
-def _options(
-    name: str, names: tuple[str, ...], norm: NormSpec | None, **given: Any
-) -> tuple[MLPOptions, tuple[Any, ...]]:
-    """Return the options of a call, with the norm's apart from its tensors, and these."""
-    (bare, kinds), tensors = split(norm)
-    return MLPOptions(name, Linears(names), norm=bare, kinds=kinds, **given), tensors
-
-
-def _dropping(options: MLPOptions, **dropouts: Any) -> MLPOptions:
-    """Return the options with dropouts; refuse those that are no probabilities."""
-    for key, p in dropouts.items():
-        if type(p) is not float or p:
-            arguments.probability(options.caller, key, p)
-            options = options._replace(**{key: p})
-    return options
+MLP_LEVELS, GATED_LEVELS = programs.LEVELS["mlp"], programs.LEVELS["gated_mlp"]
 
 
 def mlp(
@@ -97,15 +74,17 @@ def mlp(
         ValueError: invalid shapes, devices, activation, level, chunks or kernel.
         TypeError: tensors are not dense, not floating point, or of different dtypes.
     """
-    given = {"activation": activation, "residual": residual, "save": save, "kernel": kernel}
-    options, norm_tensors = _options("mlp", PLAIN, norm, **given, chunks=chunks, levels=MLP_LEVELS)
-    options = _dropping(options, dropout=dropout, output_dropout=output_dropout)
-    weights = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    y = run_linears(options, x, norm_tensors, [weights[:2], weights[2:]])
-    if y is not None:
-        return y
-    extras = {"residual": residual, "dropout": dropout, "output_dropout": output_dropout}
-    return reference.mlp(x, *weights, activation, norm=norm, **extras)
+    bare, kinds, tensors = split(norm)
+    options = Options(
+        *("mlp", "mlp", Linears(PLAIN), activation, bare, kinds),
+        residual=residual,
+        save=save,
+        chunks=chunks,
+        kernel=kernel,
+        dropout=dropout,
+        output_dropout=output_dropout,
+    )
+    return run_linears(options, x, tensors, [(fc1_weight, fc1_bias), (fc2_weight, fc2_bias)])
 
 
 def gated_mlp(
@@ -143,20 +122,21 @@ def gated_mlp(
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
-    if up_weight is None:
-        validate.no_bias("gated_mlp", up_bias)
-    names = PACKED if up_weight is None else GATED
-    given = {"activation": activation, "residual": residual, "save": save, "kernel": kernel}
-    options, norm_tensors = _options(
-        "gated_mlp", names, norm, **given, chunks=chunks, levels=GATED_LEVELS
-    )
-    options = _dropping(options, dropout=dropout, output_dropout=output_dropout)
+    if up_weight is None and up_bias is not None:
+        raise ValueError(
+            "gated_mlp: up_bias must be None if up_weight is, as gate_bias is packed too, got "
+            f"{type(up_bias).__name__}"
+        )
     up = [] if up_weight is None else [(up_weight, up_bias)]
+    bare, kinds, tensors = split(norm)
+    options = Options(
+        *("gated_mlp", "gated_mlp", Linears(GATED if up else PACKED), activation, bare, kinds),
+        residual=residual,
+        save=save,
+        chunks=chunks,
+        kernel=kernel,
+        dropout=dropout,
+        output_dropout=output_dropout,
+    )
     linears = [(gate_weight, gate_bias), *up, (down_weight, down_bias)]
-    y = run_linears(options, x, norm_tensors, linears)
-    if y is not None:
-        return y
-    biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    weights = (gate_weight, up_weight, down_weight)
-    extras = {"residual": residual, "dropout": dropout, "output_dropout": output_dropout}
-    return reference.gated_mlp(x, *weights, activation, **biases, norm=norm, **extras)
+    return run_linears(options, x, tensors, linears)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import reference
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.dispatch import Path
-from fusedckpt.blocks import compiled, norm_sharing, validate
+from fusedckpt.blocks import compiled, eager, norm_sharing, validate
 from fusedckpt.blocks.block import apply
+from fusedckpt.blocks.norm_spec import NormSpec
 from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.layers import constructors, fallbacks, parallel
 
@@ -25,19 +25,14 @@ __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm
 Shape = int | Sequence[int]
 
 
-def _run(
-    options: NormOptions,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> Any:
+def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, bias: Any) -> Any:
     """Run the Function for a call, or its eager reference."""
-    shape = options.normalized_shape
+    shape, call, phase = options.normalized_shape, None, None
     if isinstance(shape, tuple) and bool in map(type, shape):
         # True equals 1, which would be remembered: what is no tuple is looked at anew
         options = options._replace(normalized_shape=list(shape))
-    _, call, phase = dispatch.settled(options, x, residual, weight, bias)
+    if not eager.forced.is_on:
+        _, call, phase = dispatch.settled(options, x, residual, weight, bias)
     if call is not None:
         inputs = (x,) if residual is None else (x, residual)
         return apply(call, phase, *inputs, weight, bias)
@@ -45,45 +40,33 @@ def _run(
         # torch's own takes no numbers of numpy
         shape = validate.normalized_shape(options.name, shape)
     total = x if residual is None else x + residual
-    y = eager(options, total, shape, weight, bias=bias)
+    y = _eager(options, total, shape, weight, bias)
     return y if residual is None else (y, total)
 
 
-def eager(
-    options: NormOptions, x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Run the eager reference of a norm."""
-    if torch.compiler.is_compiling() and not dispatch.is_recorded(x) and dispatch.are_plain(x):
-        run = partial(_eager, options, shape=shape, weight=weight, bias=bias)
+def _eager(options: NormOptions, x: Tensor, shape: Any, weight: Any, bias: Any) -> Tensor:
+    """Run the eager reference of a norm, which torch.compile recomputes in backward."""
+    traced = torch.compiler.is_compiling() and not eager.forced.is_on
+    if traced and not dispatch.is_recorded(x) and dispatch.are_plain(x):
+        run = partial(eager.norm, options, shape=shape, weight=weight, bias=bias)
         return compiled.run_norm(run, x)
-    return _eager(options, x, shape, weight, bias)
+    return eager.norm(options, x, shape, weight, bias)
 
 
-def _eager(
-    options: NormOptions, x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    if options.kind == "layer":
-        return reference.layer_norm(x, shape, weight, bias, options.eps)  # type: ignore[arg-type]  # a checked one
-    given = {"offset": options.offset, "cast": options.cast}
-    return reference.rms_norm(x, shape, weight, options.eps, **given)
-
-
-def _called(
-    norm: nn.Module, options: NormOptions, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Run a module's call, and note what others read its result by, or why ours did not run."""
+def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    """Run a module's call; note the inputs for readers of its result, or why eager ran."""
     path, call, phase = dispatch.settled(options, x, None, weight, bias)
-    if call is None:
-        if parallel.is_sharded(x):
-            shape, again = norm.normalized_shape, partial(_called, norm, options)
-            y = parallel.on_rows(again, len(shape), x, weight, bias)  # type: ignore[arg-type]
-            if y is not None:
-                return y
-        if path is Path.OWN:
-            fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
-        return eager(options, x, options.normalized_shape, weight, bias=bias)
-    y = apply(call, phase, x, weight, bias)
-    return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
+    if call is not None:
+        y = apply(call, phase, x, weight, bias)
+        return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
+    shape = options.normalized_shape
+    if parallel.is_sharded(x):
+        y = parallel.on_rows(partial(_called, norm, options), len(shape), x, weight, bias)
+        if y is not None:
+            return y
+    if path is Path.OWN:
+        fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
+    return _eager(options, x, shape, weight, bias)
 
 
 def rms_norm(
@@ -195,7 +178,8 @@ class RMSNorm(nn.RMSNorm):
         cast: str = "torch",
     ):
         affine = arguments.flag("RMSNorm", "elementwise_affine", elementwise_affine)
-        validate.rms_options("RMSNorm", eps, offset, cast, has_weight=affine)
+        spec = NormSpec("rms", affine or None, None, eps, offset, cast)  # type: ignore[arg-type]  # no weight yet
+        validate.norm_rule("RMSNorm", spec)
         constructors.factory("RMSNorm", device, dtype)
         shape = validate.normalized_shape("RMSNorm", normalized_shape)
         self.offset = offset
@@ -211,15 +195,8 @@ class RMSNorm(nn.RMSNorm):
         """Normalise [..., *normalized_shape]."""
         # once: a parametrization computes it
         weight = self.weight
-        options = NormOptions(
-            "rms_norm",
-            "rms",
-            self.normalized_shape,
-            self.eps,
-            offset=self.offset,
-            cast=self.cast,
-            is_module=True,
-        )
+        shape, eps, offset, cast = self.normalized_shape, self.eps, self.offset, self.cast
+        options = NormOptions("rms_norm", "rms", shape, eps, offset, cast, is_module=True)
         return _called(self, options, x, weight, bias=None)
 
     def _get_name(self) -> str:
@@ -256,9 +233,8 @@ class LayerNorm(nn.LayerNorm):
         """Normalise [..., *normalized_shape]."""
         # once: a parametrization computes them
         weight, bias = self.weight, self.bias
-        options = NormOptions(
-            "layer_norm", "layer", self.normalized_shape, self.eps, is_module=True
-        )
+        shape, eps = self.normalized_shape, self.eps
+        options = NormOptions("layer_norm", "layer", shape, eps, is_module=True)
         return _called(self, options, input, weight, bias=bias)
 
     def _get_name(self) -> str:

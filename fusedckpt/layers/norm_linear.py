@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedckpt import reference
-from fusedckpt.autograd import dispatch
+from fusedckpt.autograd import arguments
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.builder import Linears, split
+from fusedckpt.blocks.builder import Linears
 from fusedckpt.blocks.norm_spec import NormSpec
 from fusedckpt.blocks.operands import LoRA
-from fusedckpt.blocks.programs import NormLinearOptions
+from fusedckpt.blocks.programs import Options, split
 
 __all__ = ["norm_linear"]
 
@@ -44,21 +43,23 @@ def norm_linear(
         ValueError: no weights, another number of biases, or invalid shapes or devices.
         TypeError: tensors are not dense, not floating point, or of different dtypes.
     """
-    if dispatch.is_recorded(x):
-        return reference.norm_linear(x, norm, weights, biases)
+    if norm is None:
+        arguments.wrong_type("norm_linear", "norm", "a NormSpec", norm)
     weights, biases = validate.projections("norm_linear", weights, biases)
-    (bare, kinds), tensors = split(norm)
-    options = NormLinearOptions("norm_linear", bare, kinds, linears_of(len(weights)))
-    ys = run_projections(options, x, tensors, zip(weights, biases, strict=True))
-    return reference.norm_linear(x, norm, weights, biases) if ys is None else ys
+    return run_projections("norm_linear", x, norm, list(zip(weights, biases, strict=True)))
 
 
-def linears_of(count: int) -> Linears:
-    """Name the linears of a call."""
-    return Linears(tuple([f"weights[{i}]" for i in range(count)]))
+def run_projections(
+    name: str, x: Tensor, norm: NormSpec, linears: list[tuple[Any, Any]], over: Any = None
+) -> Any:
+    """Run a norm and linears on x; None where a module calls its children.
 
-
-def run_projections(options: NormLinearOptions, x: Tensor, norm: Any, linears: Any) -> Any:
-    """Run a block on x, a norm's weight and bias, and linears; None where eager is to run."""
-    ys = run_linears(options, x, norm, list(linears))
+    over: the shape of a module's norm, None for a function's call.
+    """
+    keys = tuple([f"weights[{i}]" for i in range(len(linears))])
+    bare, kinds, tensors = split(norm)
+    options = Options(
+        name, name, Linears(keys), None, bare, kinds, over, is_module=over is not None
+    )
+    ys = run_linears(options, x, tensors, linears)
     return (ys,) if isinstance(ys, Tensor) else ys

@@ -128,8 +128,12 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
         own = x.detach().redistribute(placements=[split]).to_local()
     rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
     y = block(_kept_as(whole, rows.again, own, None, bias=None))
-    if _reads_again(y) and layout.output == split and (y.shape, y.dtype) == (rows.shape, own.dtype):
-        return _from_rows(_Reduced.apply(y, own, rows), layout, rows.shape)
+    # whether the block saves rows and gathers its input again
+    saved = raw_saved(y.grad_fn) if hasattr(y.grad_fn, "saved_tensors") else ()
+    gathers = bool(saved) and isinstance(saved[0].data, Recipe)
+    if gathers and layout.output == split and (y.shape, y.dtype) == (rows.shape, own.dtype):
+        local = _Reduced.apply(y, own, rows)
+        return local if layout.is_local else _sharded(local, mesh, [layout.output], rows.shape)
     return _laid_out(y, layout)
 
 
@@ -216,22 +220,12 @@ class _Reduced(torch.autograd.Function):
         return dy, None, None
 
 
-def _reads_again(y: Tensor) -> bool:
-    """Whether the block that computed a tensor saves rows and gathers its input again."""
-    saved = raw_saved(y.grad_fn) if hasattr(y.grad_fn, "saved_tensors") else ()
-    return bool(saved) and isinstance(saved[0].data, Recipe)
-
-
 def _laid_out(y: Tensor, layout: Layout) -> Any:
     """Reduce partial results over ranks."""
     found = library()
     total = found.DTensor.from_local(y, layout.mesh, [found.Partial()], run_check=False)
     total = total.redistribute(placements=[layout.output])
     return total.to_local() if layout.is_local else total
-
-
-def _from_rows(y: Tensor, layout: Layout, shape: Sequence[int]) -> Any:
-    return y if layout.is_local else _sharded(y, layout.mesh, [layout.output], shape)
 
 
 def on_rows(norm: Callable[..., Any], features: int, x: Any, *parameters: Any) -> Any:
@@ -247,14 +241,11 @@ def on_rows(norm: Callable[..., Any], features: int, x: Any, *parameters: Any) -
     wholes = (found.Replicate(),) * x.device_mesh.ndim
     # of its own rows, a rank has a part of a parameter's gradient
     grads = [p if p.is_replicate() else found.Partial() for p in x.placements]
-    locals_ = []
-    for parameter in parameters:
-        if parameter is not None:
-            if not is_sharded(parameter) or parameter.device_mesh != x.device_mesh:
-                return None
-            if parameter.placements != wholes:
-                return None
-            parameter = parameter.to_local(grad_placements=grads)
-        locals_.append(parameter)
-    y = norm(x.to_local(), *locals_)
+    for p in parameters:
+        if p is not None and not (
+            is_sharded(p) and p.device_mesh == x.device_mesh and p.placements == wholes
+        ):
+            return None
+    own = [None if p is None else p.to_local(grad_placements=grads) for p in parameters]
+    y = norm(x.to_local(), *own)
     return y if not isinstance(y, Tensor) else _sharded(y, x.device_mesh, x.placements, x.shape)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears
+from fusedckpt.blocks.programs import Options, split
 from fusedckpt.kernels.activations import name_of
 from fusedckpt.layers import constructors, fallbacks
 from fusedckpt.layers.blocks import letter_of, spec_of
-from fusedckpt.layers.linear import linear_act
-from fusedckpt.layers.mlp import MLP_LEVELS, mlp
-from fusedckpt.layers.norm_linear import norm_linear
+from fusedckpt.layers.mlp import MLP_LEVELS
 
 __all__ = ["Sequential"]
 
@@ -31,8 +31,7 @@ _PATTERNS = (
 )
 
 
-# a save level, and chunks
-_Options = tuple[str, int | None]
+_WEIGHTS = {"mlp": PLAIN, "linear_act": LINEAR, "norm_linear": ("weights[0]",)}
 
 
 class Run(NamedTuple):
@@ -70,7 +69,7 @@ class Sequential(nn.Sequential):
     def __init__(self, *args: Any, save: str = "inputs", chunks: int | None = None):
         levels.check("Sequential", save, MLP_LEVELS)
         validate.block("Sequential", False, chunks)
-        constructors.layers("Sequential", args)
+        constructors.modules("Sequential", "args", args)
         super().__init__(*args)
         self.save, self.chunks = save, chunks
 
@@ -95,13 +94,12 @@ class Sequential(nn.Sequential):
         """Pass the input through all layers."""
         if dispatch.is_recorded(input):
             return super().forward(input)
-        level = levels.resolve("Sequential", None, self.save, MLP_LEVELS)
-        layers = list(self._modules.values())
+        levels.check("Sequential", self.save, MLP_LEVELS)
+        layers, chunks = list(self._modules.values()), levels.chunks_of(self.chunks)
         for run in runs(layers):
             if run.kind != "layer":
                 if dispatch.are_plain(input):
-                    options = (level, levels.chunks_of(self.chunks))
-                    input = _COMPUTE[run.kind](input, options, *run.of(layers))
+                    input = _run(run, run.of(layers), input, self.save, chunks)
                     continue
                 fallbacks.note(self, fallbacks.unplain(input))
             for layer in run.of(layers):
@@ -121,34 +119,20 @@ def runs(layers: list[Any]) -> Iterator[Run]:
                 break
 
 
-def _spec(norm: Any, x: Any) -> NormSpec:
-    """Describe a norm that reads x: a record without a weight would take any x."""
-    spec = spec_of(norm)
-    given = {"x": x, "weight": spec.weight, "bias": spec.bias}
-    validate.dense("Sequential", {key: value for key, value in given.items() if value is not None})
-    shape = validate.normalized_shape("Sequential", norm.normalized_shape)
-    validate.norm("Sequential", x, shape, spec.weight, bias=spec.bias)
-    return spec
-
-
-def _run_mlp(x: Tensor, options: _Options, *layers: Any) -> Tensor:
-    *norm, fc1, activation, fc2 = layers
-    spec = _spec(norm[0], x) if norm else None
-    weights = (fc1.weight, fc1.bias, fc2.weight, fc2.bias)
-    name, (save, chunks) = name_of(activation), options
-    return mlp(x, *weights, name, norm=spec, save=save, chunks=chunks)  # type: ignore[arg-type]  # an "a" has a name
-
-
-def _run_linear_act(x: Tensor, options: _Options, linear: Any, activation: Any) -> Tensor:
-    return linear_act(x, linear.weight, linear.bias, name_of(activation), save=options[0])
-
-
-def _run_norm_linear(x: Tensor, options: _Options, norm: Any, linear: Any) -> Tensor:
-    return norm_linear(x, _spec(norm, x), [linear.weight], [linear.bias])[0]
-
-
-_COMPUTE: dict[str, Callable[..., Tensor]] = {
-    "mlp": _run_mlp,
-    "linear_act": _run_linear_act,
-    "norm_linear": _run_norm_linear,
-}
+def _run(run: Run, layers: list[Any], x: Tensor, save: str, chunks: int | None) -> Tensor:
+    """Compute the layers of a run as one block."""
+    norms, linears, acts = ([m for m in layers if letter_of(m) == letter] for letter in "nla")
+    norm, kinds, tensors = split(spec_of(norms[0]) if norms else None)
+    options = Options(
+        "Sequential" if norms else run.kind,
+        "Sequential",
+        Linears(_WEIGHTS[run.kind]),
+        name_of(acts[0]) if acts else None,
+        norm,
+        kinds,
+        norms[0].normalized_shape if norms else None,
+        default=save if acts else "inputs",
+        chunks=chunks,
+    )
+    y = run_linears(options, x, tensors, [(m.weight, m.bias) for m in linears])
+    return y[0] if isinstance(y, tuple) else y

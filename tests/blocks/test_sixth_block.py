@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from support import compare, randn, saved_bytes
 from torch import Tensor, nn
 
-from fusedckpt.autograd.dispatch import Meta
+from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.norm_spec import NormSpec, rule_of
 from fusedckpt.blocks.operands import Parts
-from fusedckpt.blocks.steps import Hidden, Linear, Norm
+from fusedckpt.blocks.steps import Hidden, Norm
 
 T, D, FF, OUT = 37, 5, 7, 11
 INPUTS = "x", "fc1", "fc1_bias", "norm", "fc2", "fc2_bias"
@@ -35,16 +35,16 @@ SAVED = {
 def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> Call:
     """Return the layer as a program."""
     x, w1, b1, weight, w2, b2 = metas
-    b, around, dtype = Builder(), None, x.dtype
-    fc1 = b.linear("fc1_weight", Parts(w1, None, b1, (), ()), dtype, around)
-    z = b.apply(fc1, Linear(dtype), "x", "z")
+    dtype = x.dtype
+    b = Builder(Around(True, None, None, None, False, True, ()), dtype)
+    fc1 = b.linear("fc1_weight", Parts(w1, None, b1, (), ()))
+    z = b.apply(fc1, None, "x", "z")
     h = b.add(Hidden("relu2", "aten"), "h", (z,))
     n = b.norm(Norm(rule_of(NormSpec("rms"), dtype), dtype), weight, None, reads=h)
-    fc2 = b.linear("fc2_weight", Parts(w2, None, b2, (), ()), dtype, around)
-    y = b.apply(fc2, Linear(dtype), n, "y")
-    program = b.program([y], products=(z,), dtype=dtype)
-    given = (x, w1, b1, weight, None, w2, b2)
-    return b.call("relu2_mlp", program, given, level=level, chunks=chunks, direct=True)
+    fc2 = b.linear("fc2_weight", Parts(w2, None, b2, (), ()))
+    y = b.apply(fc2, None, n, "y")
+    given = {"products": (z,), "dtype": dtype}
+    return b.call("relu2_mlp", {"x": x}, [y], given, level=level, chunks=chunks)
 
 
 def relu2_mlp(

@@ -59,8 +59,8 @@ def test_every_dtype_on_every_path(path):
             return fusedckpt.functional.gated_mlp(n, *tensors)
 
         def eager(x, weight, *tensors):
-            spec = fusedckpt.NormSpec("rms", weight, None, 1e-6, 0.0, "llama")
-            return reference.gated_mlp(reference.apply_norm(x, spec), *tensors)
+            n = reference.rms_norm(x, (D,), weight, 1e-6, cast="llama")
+            return reference.gated_mlp(n, *tensors)
 
         def make(dtype=dtype, weight=weight, tensors=tensors):
             leaves = [t.detach().clone().requires_grad_(True) for t in (weight, *tensors)]
