@@ -218,9 +218,8 @@ def num_wanted(pack: Any) -> int | None:
 
 def stock_switches() -> tuple[bool | None, bool | None]:
     """Return what set_checkpoint_debug_enabled and set_checkpoint_early_stop set, if any."""
-    found = torch.utils.checkpoint
-    debug = getattr(found, "_checkpoint_debug_enabled", None)
-    return debug, getattr(found, "_enable_checkpoint_early_stop", None)
+    names = "_checkpoint_debug_enabled", "_enable_checkpoint_early_stop"
+    return tuple(getattr(torch.utils.checkpoint, name, None) for name in names)  # type: ignore[return-value]  # of two
 
 
 class _Keep(torch.autograd.Function):
@@ -250,10 +249,14 @@ class SavedTensor:
 make_saved: Callable[..., Any] = _probe("_C._autograd._make_saved_tensor", SavedTensor)
 
 
-# what a node of an autograd Function saved, as it is. Without it no norm's result is shared
-raw_saved: Callable[[Any], Any] = lambda _: ()  # noqa: E731
-if _probe("_C._FunctionBase._raw_saved_tensors", None) is not None:
-    raw_saved = attrgetter("_raw_saved_tensors")
+_HAS_RAW = _probe("_C._FunctionBase._raw_saved_tensors", None) is not None
+
+
+def raw_saved(node: Any) -> Any:
+    """Return the packed tensors of a node; none, and no norm is shared, without torch's name."""
+    return getattr(node, "_raw_saved_tensors", ()) if _HAS_RAW else ()
+
+
 # hooks on a tensor. Without them each is taken to have some, and no norm's result is shared
 hooks_of: Callable[[Tensor], Any] = _probe("_backward_hooks.__get__", _true, Tensor)
 
@@ -342,8 +345,6 @@ def default_store() -> Any:
 
 
 def style_functions(style: Any) -> tuple[Any, Any]:
-    """Return what a tensor parallel style does to inputs and outputs. Without it linears of that
-    style are called as they are.
-    """
+    """Return what a parallel style does to inputs and outputs; without it linears run as eager."""
     found = getattr(style, "_prepare_input_fn", None), getattr(style, "_prepare_output_fn", None)
     return found if None not in found else (_none, _none)

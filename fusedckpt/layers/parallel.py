@@ -129,7 +129,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
     y = block(_kept_as(whole, rows.again, own, None, bias=None))
     # whether the block saves rows and gathers its input again
-    saved = raw_saved(y.grad_fn) if hasattr(y.grad_fn, "saved_tensors") else ()
+    saved = raw_saved(y.grad_fn)
     gathers = bool(saved) and isinstance(saved[0].data, Recipe)
     if gathers and layout.output == split and (y.shape, y.dtype) == (rows.shape, own.dtype):
         local = _Reduced.apply(y, own, rows)

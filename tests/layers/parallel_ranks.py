@@ -111,7 +111,8 @@ def check_table(ranks: Ranks) -> None:
             found = ranks.results(model, way)
             same(found, expected)
             alike(found, unfused)
-            assert costs(ranks, model, way) == (saved[1], collectives[1])
+            found = costs(ranks, model, way)
+            assert found == (saved[1], collectives[1]), (way, fuse, found)
             assert not model.report.fallbacks, model.report
         assert 2 * saved[1] <= saved[0]
 
