@@ -1,5 +1,4 @@
-"""The fused layers: for each block its ops, its autograd Function, its function and its module.
+"""The fused layers that users call: functions and modules.
 
-A call is checked by validate where none like it was settled before, then runs its Function over
-fusedckpt.kernels.
+Each makes a record of its options and calls blocks.block.run_linears, or, of a norm alone, apply.
 """
