@@ -1,0 +1,238 @@
+"""`python -m bench.fused_share [model ...]`: what `fuse` leaves of a layer's saved bytes, by model.
+
+Models of transformers at D = 256 with the ratios of their published configurations, in bfloat16, in
+training mode with their dropouts. A layer's bytes are those of four layers less those of two, so
+that embeddings, the last norm and the head do not count; attention is torch's fused one, without
+dropout, which a CPU cannot fuse.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from statistics import median
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fusedckpt import fuse
+from fusedckpt.fusing.fuse_report import FuseReport
+from fusedckpt.memory import SavedTensors, saved_tensors
+
+D, TOKENS, VOCAB = 256, 64, 128
+# bytes of D values of every token, in bfloat16
+UNIT = TOKENS * D * 2
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+class Shape(NamedTuple):
+    """A model: its class, hidden width by D, heads, heads of keys and values, and more options."""
+
+    model: str
+    hidden: float = 4
+    heads: int = 8
+    kv: int = 8
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+# config.json of the checkpoint named in the comment, widths divided by hidden_size / 256
+DENSE: dict[str, Shape] = {
+    # meta-llama/Meta-Llama-3-8B
+    "llama": Shape("LlamaModel", 3.5, kv=2),
+    # mistralai/Mistral-7B-v0.3
+    "mistral": Shape("MistralModel", 3.5, kv=2),
+    # Qwen/Qwen2.5-7B: 4 of 28 heads
+    "qwen2": Shape("Qwen2Model", 5.286, kv=1),
+    # Qwen/Qwen3-8B
+    "qwen3": Shape("Qwen3Model", 3, kv=2, options={"head_dim": 32}),
+    # google/gemma-7b: heads 1.33 D wide
+    "gemma": Shape("GemmaModel", 8, options={"head_dim": 42}),
+    # google/gemma-2-9b: 8 of 16 heads, 1.14 D wide
+    "gemma2": Shape("Gemma2Model", 4, kv=4, options={"head_dim": 36}),
+    # google/gemma-3-4b: 4 of 8 heads, 0.8 D wide
+    "gemma3": Shape("Gemma3TextModel", 4, kv=4, options={"head_dim": 26}),
+    # microsoft/phi-2
+    "phi": Shape("PhiModel", 4, options={"resid_pdrop": 0.1}),
+    # microsoft/Phi-3-mini-4k-instruct
+    "phi3": Shape("Phi3Model", 2.6667),
+    # allenai/OLMo-7B-hf
+    "olmo": Shape("OlmoModel", 2.6875),
+    # allenai/OLMo-2-1124-7B
+    "olmo2": Shape("Olmo2Model", 2.6875),
+    # ibm-granite/granite-3.1-8b-base
+    "granite": Shape("GraniteModel", 3.125, kv=2, options={"residual_multiplier": 0.22}),
+    # THUDM/glm-4-9b-hf
+    "glm": Shape("GlmModel", 3.344, kv=1, options={"head_dim": 32}),
+    # zai-org/GLM-4-9B-0414
+    "glm4": Shape("Glm4Model", 3.344, kv=1, options={"head_dim": 32}),
+    # bigcode/starcoder2-7b
+    "starcoder2": Shape("Starcoder2Model", 4, kv=1),
+    # stabilityai/stablelm-2-1_6b
+    "stablelm": Shape("StableLmModel", 2.75),
+    # openai-community/gpt2
+    "gpt2": Shape("GPT2Model", 4),
+    # EleutherAI/pythia-6.9b
+    "gpt_neox": Shape("GPTNeoXModel", 4),
+    # HuggingFaceTB/SmolLM3-3B
+    "smollm3": Shape("SmolLM3Model", 5.375, kv=2),
+    # LGAI-EXAONE/EXAONE-4.0-32B
+    "exaone4": Shape("Exaone4Model", 5.35, kv=2),
+}
+HARDER: dict[str, Shape] = {
+    # facebook/opt-6.7b
+    "opt": Shape("OPTModel", 4),
+    # openai/whisper-large-v3
+    "whisper": Shape("WhisperModel", 4),
+    # google-bert/bert-large-uncased
+    "bert": Shape("BertModel", 4),
+    # torch's default sizes
+    "nn.TransformerEncoder": Shape("", 4),
+    # swiss-ai/Apertus-8B-2509
+    "apertus": Shape("ApertusModel", 5.25, kv=2),
+    # microsoft/bitnet-b1.58-2B-4T
+    "bitnet": Shape("BitNetModel", 2.7, kv=2),
+    # ByteDance-Seed/Seed-OSS-36B-Base
+    "seed_oss": Shape("SeedOssModel", 5.4, kv=1, options={"head_dim": 32, "residual_dropout": 0.1}),
+    # nvidia/Minitron-4B-Base
+    "nemotron": Shape("NemotronModel", 3, kv=2, options={"head_dim": 32}),
+    # CohereLabs/c4ai-command-r7b-12-2024
+    "cohere2": Shape("Cohere2Model", 3.5, kv=2, options={"head_dim": 32}),
+    # tiiuae/falcon-7b, CohereLabs/c4ai-command-r-v01, kyutai/helium-1-2b, tiiuae/Falcon-H1-7B-Base
+    "cohere": Shape("CohereModel", 2.75),
+    "falcon": Shape("FalconModel", 4),
+    "helium": Shape("HeliumModel", 2.75, options={"head_dim": 32}),
+    "gptj": Shape("GPTJModel", 4),
+    "vit": Shape("ViTModel", 4),
+    "t5": Shape("T5EncoderModel", 2.5),
+}
+# dropouts of attention weights, by whatever name
+NO_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def model_of(shape: Shape, layers: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return a model of some layers and its inputs."""
+    if not shape.model:
+        layer = nn.TransformerEncoderLayer(D, shape.heads, int(shape.hidden * D), batch_first=True)
+        layer.self_attn.dropout = 0.0
+        return nn.TransformerEncoder(layer, layers), (torch.randn(1, TOKENS, D),), {}
+    import transformers
+
+    kind = getattr(transformers, shape.model)
+    hidden, heads = 8 * round(shape.hidden * D / 8), shape.heads
+    options: dict[str, Any] = {
+        **{"vocab_size": VOCAB, "hidden_size": D, "intermediate_size": hidden, **IDS},
+        **{"num_hidden_layers": layers, "num_attention_heads": heads},
+        **{"num_key_value_heads": shape.kv, "max_position_embeddings": TOKENS},
+    }
+    if shape.model == "OPTModel":
+        options |= {"ffn_dim": hidden, "word_embed_proj_dim": D}
+    elif shape.model == "WhisperModel":
+        options |= {"d_model": D, "encoder_layers": layers, "decoder_layers": layers}
+        options |= {f"{s}_attention_heads": heads for s in ("encoder", "decoder")}
+        options |= {f"{s}_ffn_dim": hidden for s in ("encoder", "decoder")}
+        options |= {"num_mel_bins": 8, "max_source_positions": TOKENS // 2}
+        options |= {"decoder_start_token_id": 1}
+    elif shape.model in ("GPT2Model", "GPTJModel"):
+        options = {"n_embd": D, "n_layer": layers, "n_head": heads, "vocab_size": VOCAB, **IDS}
+        options |= {"rotary_dim": 16} if shape.model == "GPTJModel" else {}
+    elif shape.model == "ViTModel":
+        options |= {"image_size": 8 * 8, "patch_size": 8}
+    elif shape.model == "T5EncoderModel":
+        options = {"d_model": D, "d_ff": hidden, "d_kv": 32, "num_layers": layers, **IDS}
+        options |= {"num_heads": heads, "vocab_size": VOCAB, "feed_forward_proj": "gated-gelu"}
+    config = kind.config_class(**{**options, **shape.options})
+    for name in NO_DROPOUT:
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    if hasattr(config, "layer_types") and config.layer_types is not None:
+        config.layer_types = ["full_attention"] * layers
+    config._attn_implementation = "sdpa" if kind._supports_sdpa else "eager"
+    ids = torch.randint(3, VOCAB, (1, TOKENS))
+    if shape.model == "ViTModel":
+        return kind(config), (torch.randn(1, 3, 64, 64, dtype=torch.bfloat16),), {}
+    if shape.model == "WhisperModel":
+        features = torch.randn(1, 8, TOKENS, dtype=torch.bfloat16)
+        return kind(config), (), {"input_features": features, "decoder_input_ids": ids}
+    more = {} if shape.model in ("BertModel", "T5EncoderModel") else {"use_cache": False}
+    return kind(config), (ids,), more
+
+
+def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedTensors:
+    """Return what one forward in training saves."""
+    with saved_tensors() as saved:
+        y = model(*args, **kwargs)
+    del y
+    return saved
+
+
+class Found(NamedTuple):
+    """Of a model: a layer's saved values by D per token before and after, and what is left."""
+
+    before: float
+    after: float
+    left: Counter[tuple[float, tuple[int, ...]]]
+    report: FuseReport
+
+    @property
+    def gone(self) -> float:
+        """The share of saved bytes that is gone."""
+        return 1 - self.after / self.before
+
+
+def measured(shape: Shape) -> Found:
+    """Return what a model's layer saves before and after `fuse`."""
+    found, reports = dict[int, tuple[SavedTensors, SavedTensors]](), dict[int, FuseReport]()
+    for layers in (4, 2):
+        torch.manual_seed(0)
+        model, args, kwargs = model_of(shape, layers)
+        model = model.to(torch.bfloat16).train()
+        args = tuple(x.bfloat16() if x.is_floating_point() else x for x in args)
+        before = saved_by(model, args, kwargs)
+        reports[layers] = fuse(model)
+        found[layers] = before, saved_by(model, args, kwargs)
+    sizes = [(found[4][i].nbytes - found[2][i].nbytes) / (2 * UNIT) for i in (0, 1)]
+    counts = [
+        Counter((one.nbytes / UNIT, one.shape) for one in found[layers][1].storages)
+        for layers in (4, 2)
+    ]
+    return Found(sizes[0], sizes[1], counts[0] - counts[1], reports[4])
+
+
+def rows(names: list[str]) -> Iterator[tuple[str, Found]]:
+    """Measure and print models, one a line."""
+    print(f"{'model':22}{'before':>8}{'after':>8}{'gone':>7}  left per layer, in units of D")
+    for name in names:
+        found = measured({**DENSE, **HARDER}[name])
+        left = ", ".join(
+            f"{count / 2:g} x {size:.2f} {list(shape)}"
+            for (size, shape), count in sorted(found.left.items(), reverse=True)[:9]
+            if size > 0.02
+        )
+        print(
+            f"{name:22}{found.before:8.2f}{found.after:8.2f}{found.gone:7.0%}  {left}", flush=True
+        )
+        yield name, found
+
+
+def main(names: list[str]) -> None:
+    """Print the table, and the median of the dense models."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    is_verbose = "-v" in names
+    names = [name for name in names if name != "-v"]
+    found = {}
+    for name, one in rows(names or [*DENSE, *HARDER]):
+        found[name] = one
+        if is_verbose:
+            print(one.report)
+    dense = [one.gone for name, one in found.items() if name in DENSE]
+    if dense:
+        print(f"median of {len(dense)} dense models: {median(dense):.0%} gone")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
