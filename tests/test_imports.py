@@ -17,7 +17,9 @@ ALLOWED = {
     "functional": {"layers"},
     "reference": {"blocks", "functional"},
     "checkpointing": {"autograd", "memory"},
-    "fusing": {"kernels", "autograd", "reference", "blocks", "layers", "memory"},
+    "fusing": {
+        *("kernels", "autograd", "reference", "blocks", "layers", "memory", "checkpointing"),
+    },
     "reporting": {"autograd", "memory", "layers", "checkpointing", "fusing"},
     "planning": {"autograd", "memory", "blocks", "layers", "checkpointing", "fusing", "reporting"},
     "integrations": {"autograd", "checkpointing", "fusing", "reporting", "planning"},

@@ -78,7 +78,7 @@ def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> 
     found = made_from(n)
     if found is None:
         return function(read, *args)
-    with _uncounted() as count:
+    with uncounted() as count:
         # hooks can be set only on tensors saved without hooks
         if private.top_hooks() is None:
             y = function(read, *args)
@@ -132,7 +132,7 @@ def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:
 
 
 @contextmanager
-def _uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
+def uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
     """Remove hooks that only count, and return a function that counts a tensor as they would."""
     lifted: list[Hooks] = []
     while (hooks := private.top_hooks()) is not None and phases.only_count(hooks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -18,8 +18,11 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled, norm_sharing
+from fusedckpt.checkpointing.segment import checkpoint
+from fusedckpt.fusing import sharing
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
 from fusedckpt.fusing.operands import Linear, MLPMatch, dropped, drops_of, layout_of, tensors_of
+from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, recipe_of
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks, parallel
 from fusedckpt.layers.fallbacks import Fallback
@@ -36,7 +39,7 @@ class Swap:
     kind: "norm", "mlp" or "linear", as in `fuse`'s arguments; change: its text in the report;
     features: the trailing shape of the module's input; is_sized: whether the module computes the
     same with smaller parameters, so that smaller ones are verified; parts: for reports, by the name
-    below the module.
+    below the module; own: of a method's swap, its children as a module.
     """
 
     kind: str
@@ -46,6 +49,7 @@ class Swap:
     features: tuple[int, ...]
     is_sized: bool = False
     parts: dict[str, Part] = field(default_factory=dict)
+    own: Any = None
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""
@@ -60,7 +64,7 @@ class NormMatch(NamedTuple):
     weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: pairs
     of x's and the weight's dtype for which it was verified, x's twice without a weight; kind: "rms"
     or "layer"; bias: an attribute's name; casts_back: whether the result has x's dtype even under
-    autocast; held: state that must not change.
+    autocast; held: state that must not change; autocasts: whether it may run under autocast.
     """
 
     weight: str | None
@@ -72,6 +76,8 @@ class NormMatch(NamedTuple):
     bias: str | None = None
     casts_back: bool = False
     held: tuple[Held, ...] = ()
+    # of those that were pickled without
+    autocasts: bool = True
 
 
 # what a function is made of
@@ -105,11 +111,16 @@ class Swapped(nn.Module):
             fallbacks.note(self, y)
         return super().forward(*args, **kwargs)
 
+    __prepare_scriptable__ = sharing.Shared.__prepare_scriptable__
+
     def _by_keyword(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the input if it is the only argument, passed by name; None for any other call."""
         alone = not args and len(kwargs) == 1
         name = self._fusedckpt_argument
         return kwargs.get(name) if alone and name is not None else None
+
+    def _original(self, x: Tensor) -> Any:
+        return super().forward(x)
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         """Return the result, or why this call cannot run fused."""
@@ -153,7 +164,8 @@ class FusedNorm(Swapped):
         own = x.dtype if weight is None else weight.dtype
         # F.layer_norm takes two dtypes on a CPU, and where autocast casts them
         is_taken = match.kind == "rms" or x.device.type in ("cpu", "meta") or own == x.dtype
-        is_taken = is_taken or dispatch.autocast_dtype(x.device) is not None
+        is_cast = dispatch.autocast_dtype(x.device) is not None
+        is_taken = match.autocasts if is_cast else is_taken
         if (x.dtype, own) not in match.dtypes or not is_taken:
             return "dtype", x.dtype
         return self._normalised(match, x, weight, bias)
@@ -164,6 +176,7 @@ class FusedNorm(Swapped):
         shape = x.shape[-1:] if weight is None else weight.shape
         eps = getattr(self, match.eps) if isinstance(match.eps, str) else match.eps
         if match.kind == "layer":
+            weight = weight + match.offset if weight is not None and match.offset else weight
             y = layer_norm(x, shape, weight, bias, eps=eps)
         else:
             y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
@@ -178,6 +191,48 @@ class FusedNorm(Swapped):
         return _described(super().extra_repr(), *ours)
 
 
+class FusedFeedForward(nn.Module):
+    """Overrides a layer's method that is an MLP."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        own: Any = self
+        y: Any = ("arguments", "") if dispatch.is_recorded(x) else FusedMLP._fused(own, x)
+        if type(y) is not tuple:
+            return y
+        fallbacks.note(self, y)
+        return self._original(x)
+
+    def _original(self, x: Tensor) -> Any:
+        return super()._ff_block(x)  # type: ignore[misc]  # of the layer's class
+
+
+# of a module that no program computes
+RERUN = Block("recomputed", (), "")
+
+
+class Recomputed(Swapped):
+    """The module's own forward, recomputed in backward up to the input of its last linear."""
+
+    _fusedckpt_match: MLPMatch
+
+    def _fused(self, x: Tensor) -> Tensor | Fallback:
+        if not torch.is_grad_enabled():
+            return self._original(x)
+        found = broken(self, self._fusedckpt_match.held)
+        if found is not None:
+            return found
+        if not dispatch.are_plain(x, *self.parameters()):
+            return fallbacks.unplain(x, **dict(self.named_parameters(recurse=False)))
+        return recomputed(self._original, x, draws=self.training)
+
+
+def recomputed(forward: Callable[[Tensor], Tensor], x: Tensor, draws: bool) -> Tensor:
+    """Run a forward that saves x, or what made it, and is run again in backward."""
+    recipe = recipe_of(x)
+    again = partial(checkpoint, forward, preserve_rng_state=draws)
+    return again(x) if recipe is None else sharing.read(recipe, x, again)
+
+
 class FusedMLP(Swapped):
     """Forward of an MLP of any class; saves what its level says."""
 
@@ -186,8 +241,22 @@ class FusedMLP(Swapped):
     # of those that were pickled without
     chunks: int | None = None
 
+    def _shares(self, x: Tensor) -> bool:
+        """Whether a linear and its activation are layers that save a recipe of this input."""
+        kinds = [type(layer) for layer in self._modules.values()]
+        are_all = (
+            any(issubclass(k, one) for k in kinds) for one in (SharedLinear, SharedActivation)
+        )
+        return len(kinds) > 1 and all(are_all) and recipe_of(x) is not None
+
+    def _level(self) -> str:
+        return levels.resolve("mlp", None, within(self.save, MLP_LEVELS), MLP_LEVELS)
+
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         match, block = self._fusedckpt_match, self._fusedckpt_match.block
+        if block.kind == "linear_act" and FusedMLP._shares(self, x):
+            # its layers save no more, and let the next linear save as little
+            return self._original(x)
         found, layout = broken(self, match.held), None
         if found is not None and found[0] == "hook" and torch.compiler.is_compiling():
             # torch.compile cannot trace a look at hooks, but the hooks of parallel linears
@@ -198,6 +267,9 @@ class FusedMLP(Swapped):
                 found = broken(self, match.held, [one.weight[:-1] for one in block.linears])
         tensors = found or tensors_of(self, match, x, layout)
         if isinstance(tensors, tuple):
+            runs_again = tensors[0] == "dropout" and layout is None and torch.is_grad_enabled()
+            if runs_again and dispatch.are_plain(x) and FusedMLP._level(self) == "inputs":
+                return recomputed(self._original, x, draws=True)
             return tensors
         options = self.save, self.chunks, drops_of(self, match)
 

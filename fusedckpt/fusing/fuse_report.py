@@ -14,6 +14,7 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import left, reasons
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.fusing.whole import Whole, whole
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.sequential import Sequential
 
@@ -28,9 +29,10 @@ class FuseReport:
 
     Each is a dict by module name. swapped: what it became; already: the same for modules fused
     before; left: why it was not swapped; kinds: "norm", "mlp" or "linear"; classes: of modules
-    left, the class; saved: of fused modules, the bytes per token saved for backward before and now,
-    the input included, measured on meta tensors at the module's widths and dtype (missing where it
-    cannot run on them).
+    left, the class; shared: of linears and activations that save what made their input, where a
+    fused norm did, the class; saved: of fused modules, the bytes per token saved for backward
+    before and now, the input included, measured on meta tensors at the module's widths and dtype
+    (missing where it cannot run on them).
 
     `fallbacks` tells which of them have not run fused since.
     """
@@ -41,6 +43,8 @@ class FuseReport:
     saved: dict[str, tuple[float, float]] = field(default_factory=dict)
     already: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict, compare=False)
+    _whole: list[Whole | None] = field(default_factory=list, compare=False, repr=False)
     _model: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -60,6 +64,18 @@ class FuseReport:
             if name in known
         }
         return {name: reason for name, reason in now.items() if reason is not None}
+
+    @property
+    def whole(self) -> Whole | None:
+        """Bytes per token that the whole model saves, before and now, and what saves most.
+
+        None where a copy of the model does not run on meta tensors.
+        """
+        if not self._whole:
+            model = self._model[0]() if self._model else None
+            known = self.swapped or self.already
+            self._whole.append(whole(model) if model is not None and known else None)
+        return self._whole[0]
 
     def watch(self, model: nn.Module) -> None:
         """Keep a weak reference to the model, and forget what ran in it before."""
@@ -91,7 +107,8 @@ class FuseReport:
 
     def __str__(self) -> str:
         before = f", {len(self.already)} fused before" if self.already else ""
-        lines = [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
+        lines = [] if self.whole is None else [*self.whole.lines()]
+        lines += [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
         if self.kinds:
             lines.append("  kind    matched  swapped  left  saved bytes per token")
             lines += [self._row(kind) for kind in _KINDS if kind in self.kinds.values()]
@@ -99,6 +116,8 @@ class FuseReport:
             by_kind = sorted(changes, key=lambda name: _KINDS.index(self.kinds[name]))
             counts = Counter(changes[name] for name in by_kind)
             lines += [f"  {count:4d} x {change}{when}" for change, count in counts.items()]
+        counts = Counter(self.shared.values())
+        lines += [f"  {n:4d} x {kind} -> saves what made its input" for kind, n in counts.items()]
         left = {name: (self.classes[name], reason) for name, reason in self.left.items()}
         lines += [f"  left {line}" for line in _grouped(left)]
         return "\n".join([*lines, *self._unfused()])
@@ -169,6 +188,9 @@ def reason_now(module: nn.Module, inner: str) -> str | None:
 def _dropping(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the modules that a dropout's rate will keep from running fused in training, and why."""
     for name, module, _, _ in parts(model):
+        if getattr(module, "save", "") == "inputs":
+            # recomputed with its masks
+            continue
         for path, rate in getattr(module.__dict__.get("_fusedckpt_match"), "rates", ()):
             if getattr(child_at(module, path), rate, 0) > 0:
                 yield name, reasons.of_call(module, ("dropout", ".".join(path) or rate))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from functools import cache
-from itertools import permutations
 from types import CodeType
 
 import torch
@@ -87,12 +86,17 @@ def activates(module: nn.Module) -> bool:
     return _has_activation(module) or all(not is_lazy(p) and p.dim() < 2 for p in inside)
 
 
+def of_parts(module: nn.Module) -> str | None:
+    """Say why a module's parameters or linears are not to be taken, None if they are."""
+    own = reasons.of_storage(module) or reasons.of_layer(module)
+    return own or _of_linears(_linears(module))
+
+
 def reason_of(module: nn.Module, found: str | None) -> str:
     """Say why a module that `holds` something was left; `found` is what a matcher said."""
     linears = _linears(module)
-    of_parts = reasons.of_storage(module) or reasons.of_layer(module) or _of_linears(linears)
-    if of_parts is not None:
-        return of_parts
+    if (reason := of_parts(module)) is not None:
+        return reason
     if _is_norm(module):
         return found or _of_norm(module)
     own = _own(module)
@@ -100,7 +104,7 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return "its weights are 3-dimensional: a mixture of experts is not fused"
     beside = _beside(module)
     if beside and (linears or own):
-        return _written_inside(linears, beside)
+        return _written_inside(beside)
     if found is not None:
         return _of_activation(module, found.endswith(NONE)) or found
     if not takes_one(module):
@@ -110,41 +114,13 @@ def reason_of(module: nn.Module, found: str | None) -> str:
     return f"its layers and parameters do not form an MLP: {', '.join(parts)}"
 
 
-def _written_inside(linears: dict[str, nn.Module], beside: dict[str, nn.Module]) -> str:
+def _written_inside(beside: dict[str, nn.Module]) -> str:
     """Say that a layer calls linears and an activation itself, beside other layers."""
-    where = f"written inside this layer's forward (beside {', '.join(beside)})"
-    if _holds_mlp(linears, beside):
-        return f"its MLP is {where}; move it into its own module to fuse it"
-    what = "linear and activation" if len(linears) == 1 else "linears and activation"
-    return f"its {what} are {where}; fuse takes them only from a module of their own"
-
-
-def _holds_mlp(linears: dict[str, nn.Module], beside: dict[str, nn.Module]) -> bool:
-    """Whether two or three linears go to a hidden width and back, no norm at that width."""
-    if not 2 <= len(linears) <= 3 or any(isinstance(one, _CONVOLUTIONS) for one in beside.values()):
-        return False
-    norms = {p.numel() for one in beside.values() if _is_norm(one) for p in one.parameters()}
-    sizes = [*enumerate(_sizes(one) for one in linears.values())]
-    return any(
-        up[0] == width
-        # what lies in another order is one if it widens
-        and (i < j or hidden > width)
-        and hidden not in norms - {width}
-        # q, k and v are as wide as their input
-        and (up[1] == hidden if hidden == width else up[1] in (hidden, 2 * hidden))
-        and (hidden != width or len(sizes) == 2)
-        for (i, up), (j, (hidden, width)) in permutations(sizes, 2)
+    return (
+        f"its linears and activation are written inside this layer's forward (beside "
+        f"{', '.join(beside)}): fuse takes them from a module of their own, or where an activation "
+        "module reads a linear after a fused norm"
     )
-
-
-def _sizes(linear: nn.Module) -> tuple[int, int]:
-    """Return a linear's features: in and out."""
-    base: nn.Module = getattr(linear, "base_layer", linear)
-    weight = base._parameters.get("weight")
-    if weight is None or weight.dim() != 2:
-        return 0, 0
-    out, given = weight.shape
-    return (out, given) if reasons.is_transposed(base) else (given, out)
 
 
 def _of_linears(linears: dict[str, nn.Module]) -> str | None:

@@ -8,6 +8,7 @@ reads. No names of classes or attributes are used.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import adapters, left, reasons
-from fusedckpt.fusing.forwards import FusedMLP, Swap, of_chunks
+from fusedckpt.fusing.forwards import RERUN, FusedMLP, Recomputed, Swap, of_chunks
 from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
 from fusedckpt.fusing.layouts import block_of, is_bent
 from fusedckpt.fusing.operands import MLPMatch
@@ -50,6 +51,48 @@ def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | 
     if not isinstance(match, MLPMatch) or any(_is_alone(c, module) for c in module.children()):
         return None if isinstance(match, MLPMatch) else match
     return _swap(module, match, save, chunks)
+
+
+def recomputed_swap(module: nn.Module) -> Swap | None:
+    """Return the swap of a module that no program computes, but that can be run again.
+
+    Its forward takes one tensor, reads only parameters and simple state, and writes nothing.
+    """
+    if not _may_be(module) or left.holds(module) != "mlp" or left.of_parts(module) is not None:
+        return None
+    found = [_first_recording(module)]
+    if found[0].y is None:
+        return None
+    shape = found[0].shapes[0]
+    found += [record(module, shape, training=True), record(module, shape, autocast=True)]
+    # what draws in training draws the same again
+    if any(one.y is None for one in found) or shape[:-1] != found[0].shapes[1][:-1]:
+        return None
+    match = MLPMatch(RERUN, held_by([one.log for one in found]), (), None, dtypes=())
+    change = f"{type(module).__name__} -> recomputed"
+    to = subclass(Recomputed, type(module))
+    return Swap("mlp", change, to, {"_fusedckpt_match": match}, features=shape[-1:], is_sized=True)
+
+
+def feed_forward_of(layer: nn.Module) -> nn.Module | None:
+    """Return the MLP that a method of a layer is, as a module of the layer's children."""
+    kind = type(layer)
+    if not isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        return None
+    forward = type(layer)._ff_block
+    if forward not in (nn.TransformerEncoderLayer._ff_block, nn.TransformerDecoderLayer._ff_block):
+        return None
+    names = ("linear1", "dropout", "linear2", "activation")
+    last = "dropout2" if forward is nn.TransformerEncoderLayer._ff_block else "dropout3"
+    found = object.__new__(_method(kind, forward))
+    children = {n: c for n, c in layer._modules.items() if n in (*names, last)}
+    found.__dict__.update(vars(layer), _modules=children)
+    return found
+
+
+@cache
+def _method(kind: type[nn.Module], forward: Any) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str:

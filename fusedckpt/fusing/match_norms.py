@@ -112,8 +112,11 @@ def _swap(module: nn.Module, match: NormMatch, recordings: list[Recording], widt
     # an epsilon is read in every call
     held = held_by([r.log for r in recordings], [((), str(match.eps))])
     rule = f"{match.cast} cast" + (f", offset {match.offset:g}" if match.offset else "")
-    change = f"rms_norm ({rule})" if match.kind == "rms" else "layer_norm"
-    attributes = {"_fusedckpt_match": match._replace(held=held)}
+    layer = f"layer_norm (offset {match.offset:g})" if match.offset else "layer_norm"
+    change = f"rms_norm ({rule})" if match.kind == "rms" else layer
+    cast = record(module, (2, 3, width), training=True, autocast=True)
+    match = match._replace(held=held, autocasts=cast.log.stop is None)
+    attributes = {"_fusedckpt_match": match}
     kind = type(module)
     to = subclass(FusedNorm, kind)
     return Swap("norm", f"{kind.__name__} -> {change}", to, attributes, features=(width,))
@@ -172,8 +175,10 @@ def _candidates(
     if eps is not None and _ops(recordings[0]) & _CENTRES:
         slots = permutations(names) if len(names) == 2 else [(*names, None, None)]
         found = [
-            NormMatch(weight, eps, 0.0, "torch", dtypes=(), kind="layer", bias=bias)
+            NormMatch(weight, eps, offset, "torch", dtypes=(), kind="layer", bias=bias)
             for weight, bias, *_ in slots
+            for offset in (0.0, 1.0)
+            if weight is not None or not offset
         ]
     if len(names) > 1:
         return found
@@ -254,6 +259,7 @@ class _Draws:
             try:
                 if match.kind == "rms":
                     return reference.rms_norm(x, shape, weight, eps, **options)
+                weight = weight + match.offset if weight is not None and match.offset else weight
                 return reference.layer_norm(x, shape, weight, bias, eps=eps)
             except RuntimeError:
                 return None

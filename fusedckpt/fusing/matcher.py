@@ -12,7 +12,7 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, reasons, verification
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Part, is_simple
-from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap
+from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.layers.styles import style_of, unwrapped
@@ -43,12 +43,29 @@ class Matcher:
             else:
                 swap = (lora_swap if kind == "lora" else mlp_swap)(bare, self.save, self.chunks)
             if not isinstance(swap, Swap):
-                return swap
+                return (self._rerun(module, kind) if isinstance(swap, str) else None) or swap
             layers = list(module.modules())
             obstacle = _of_adapters(module) or unfit(module, swap.attributes, layers)
             return obstacle or self._check(adapters.rebuilt(module, adapters.dense), swap)
 
         return self._once((kind, adapters.described(module)), bare, find)
+
+    def _rerun(self, module: nn.Module, kind: str) -> Swap | None:
+        """Return the swap of an MLP that no program computes, where it saves much less."""
+        if (
+            kind != "mlp"
+            or isinstance(module, nn.Sequential)
+            or self.save != "inputs"
+            or adapters.rebuilt(module, adapters.bare) is not module
+        ):
+            return None
+        swap = recomputed_swap(module)
+        if swap is None or unfit(module, swap.attributes, list(module.modules())) is not None:
+            return None
+        found = self._check(module, swap)
+        part = found.parts[""] if isinstance(found, Swap) else None
+        is_worth = part is not None and part.saved is not None and part.saved[1] < part.saved[0] / 2
+        return found if is_worth and isinstance(found, Swap) else None
 
     def checked(self, module: nn.Module, swap: Swap) -> Swap | str:
         """Return a swap with the bytes saved per token, or how it would change results."""

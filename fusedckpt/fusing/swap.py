@@ -6,6 +6,9 @@ children and state_dict are unchanged.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,10 +17,11 @@ from torch.jit import ScriptModule
 from fusedckpt.autograd import levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
-from fusedckpt.fusing import adapters, left, reasons
-from fusedckpt.fusing.forwards import Swap, within
+from fusedckpt.fusing import adapters, left, reasons, sharing
+from fusedckpt.fusing.forwards import FusedFeedForward, FusedNorm, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
+from fusedckpt.fusing.match_mlps import feed_forward_of
 from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.fusing.matcher import Matcher, unfit
 from fusedckpt.fusing.subclass import made_of, subclass
@@ -97,15 +101,62 @@ def fuse(
         if module in inside:
             continue
         swap = _swap_of(name, module, wanted, matcher, report=report)
+        if swap is None and (found := _feed_forward(name, module, wanted, matcher, report=report)):
+            swaps.append((module, found))
+            inside.update(found.own.children())
         if swap is not None:
             swaps.append((module, swap))
         if _computes_children(module, vars(module) if swap is None else swap.attributes):
             inside.update(module.modules())
     wanted.check(modules, report.kinds)
     report.watch(model)
+    if linear:
+        found = _shared(modules, swaps, inside, wanted, save=save)
+        report.shared.update((name, type(modules[name]).__name__) for name in found)
+        swaps += [(modules[name], swap) for name, swap in found.items()]
+        for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], found)]:
+            del report.left[name], report.kinds[name], report.classes[name]
     for module, swap in swaps:
         swap.apply(module)
     return report
+
+
+def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
+    """Whether the linears and activations that a layer calls save what made their inputs."""
+    found = [shared.get(join(name, child)) for child, _ in module.named_children()]
+    kinds = [swap.to for swap in found if swap is not None]
+    acts = sum(issubclass(kind, sharing.SharedActivation) for kind in kinds)
+    return acts > 0 and len(kinds) >= acts + 2
+
+
+def _shared(
+    modules: Mapping[str, nn.Module],
+    swaps: Sequence[tuple[nn.Module, Swap]],
+    inside: Set[nn.Module],
+    wanted: Wanted,
+    save: str,
+) -> dict[str, Swap]:
+    """Return the swaps of linears and activations that may read what a norm made."""
+    norms = (LayerNorm, RMSNorm, FusedNorm)
+    kinds = [*map(type, modules.values()), *(swap.to for _, swap in swaps)]
+    if not any(issubclass(kind, norms) for kind in kinds):
+        return {}
+    seen = {*inside, *(one for one, _ in swaps)}
+    for one, swap in swaps:
+        # its blocks are told by the classes of its layers
+        seen.update(one.children() if issubclass(swap.to, Sequential) else ())
+    found = {}
+    for name, module in modules.items():
+        if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):
+            seen.update(module.modules())
+        if module in seen or module._modules or not wanted.may_share(name):
+            continue
+        to = sharing.shared(module)
+        if to is not None:
+            attributes = {"_fusedckpt_save": save} if issubclass(to, sharing.SharedLinear) else {}
+            found[name] = Swap("linear", "", to, attributes, features=())
+    is_read = any(issubclass(swap.to, sharing.SharedProduct) for swap in found.values())
+    return found if is_read else {}
 
 
 def _swap_of(
@@ -149,6 +200,28 @@ def _swap_of(
     return None
 
 
+def _feed_forward(
+    name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
+) -> Swap | None:
+    """Return the swap of a layer's method that is an MLP."""
+    own = None if MARK in vars(module) else feed_forward_of(module)
+    if own is None or not wanted.has(name, "mlp"):
+        return None
+    swap = matcher.of(own, "mlp")
+    if not isinstance(swap, Swap) or swap.kind != "mlp":
+        return None
+    if unfit(module, swap.attributes, [module]) is not None:
+        return None
+    report.left.pop(name, None)
+    report.classes.pop(name, None)
+    report.swap(name, swap.parts[""])
+    match = swap.attributes["_fusedckpt_match"]
+    held = tuple([one for one in match.held if one.path])
+    attributes = {**swap.attributes, "_fusedckpt_match": match._replace(held=held)}
+    to = subclass(FusedFeedForward, type(module))
+    return replace(swap, to=to, attributes=attributes, own=own)
+
+
 def _lora(
     name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
 ) -> Swap | None:
@@ -169,7 +242,9 @@ def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
     match = attributes.get("_fusedckpt_match")
     rates = getattr(match, "rates", ())
     dropping = any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
-    return isinstance(module, ScriptModule) or (match is not None and not dropping)
+    # a linear and its activation may read a recipe, and be read by one
+    shares = sharing.may_share(module, getattr(match, "block", None))
+    return isinstance(module, ScriptModule) or (match is not None and not dropping and not shares)
 
 
 def _sequential(
@@ -227,6 +302,8 @@ def unfuse(model: nn.Module) -> nn.Module:
     """
     _check_module("unfuse", model)
     swapped = [(name, m) for name, m in model.named_modules() if MARK in m.__dict__]
+    if not swapped:
+        warnings.warn("unfuse: no module of the model is fused", stacklevel=2)
     for name, module in swapped:
         kind = type(module)
         _, was = made_of(kind) or (None, None)

@@ -129,7 +129,8 @@ def test_other_arguments_are_named():
 
 def test_dropout_counts_while_training_alone():
     model = nn.Sequential(Dropping()).to(DEVICE)
-    fused = fuse(model.eval(), verify=False)
+    # at this level nothing is recomputed
+    fused = fuse(model.eval(), save="preact", verify=False)
     model(randn(3, D))
     with torch.no_grad():
         model.train()(randn(3, D))
@@ -164,7 +165,7 @@ def test_fuse_again_begins_anew():
     assert again.swapped == again.left == again.fallbacks == {}
     assert again.already == fused.swapped
     assert again.saved == fused.saved
-    assert str(again).startswith("fused 0 modules, left 0, 3 fused before\n")
+    assert "\nfused 0 modules, left 0, 3 fused before\n" in str(again)
     assert "     2 x Gated -> gated_mlp (silu) (before)" in str(again)
 
 
@@ -202,7 +203,7 @@ def test_compiled_code_notes_it_without_breaks_or_recompiles():
     from torch._dynamo.testing import CompileCounter
 
     model = nn.Sequential(stack(), Dropping().to(DEVICE))
-    fused = fuse(model, verify=False)
+    fused = fuse(model, save="preact", verify=False)
     hook(model[0])
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)

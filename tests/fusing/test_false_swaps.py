@@ -150,7 +150,8 @@ def test_left_untouched_with_a_reason(make, reason):
     module.act = nn.SiLU()
     before = copy.deepcopy(module)
     states = random.getstate(), torch.get_rng_state()
-    report = fuse(module, verify=False)
+    # at this level nothing is recomputed
+    report = fuse(module, verify=False, save="preact")
     assert report.swapped == {}
     assert reason in report.left[""]
     assert vars(module).keys() == vars(before).keys()
@@ -164,7 +165,12 @@ def test_left_untouched_with_a_reason(make, reason):
 @pytest.mark.parametrize("limit", [5.0, 7.0, 10.0, 20.0, 1e4])
 @pytest.mark.parametrize("kind", [ClampedBefore, ClampedAfter, ClampedHidden, ClampedResult])
 def test_a_limit_is_seen_wherever_it_is(kind, limit):
-    assert fuse(kind(limit).to(DEVICE)).swapped == {}
+    module = kind(limit).to(DEVICE, torch.float64)
+    eager, x = copy.deepcopy(module), 10 * randn(2, 3, D, dtype=torch.float64)
+    assert fuse(module, save="preact").swapped == {}
+    assert fuse(module).swapped == {"": f"{kind.__name__} -> recomputed"}
+    found = [torch.autograd.grad(m(x).sum(), [x, *m.parameters()]) for m in (module, eager)]
+    assert all(map(torch.equal, *found))
 
 
 def test_fused_in_the_dtypes_that_were_seen_to_be_the_same():
@@ -175,7 +181,7 @@ def test_fused_in_the_dtypes_that_were_seen_to_be_the_same():
     x = x.bfloat16()
     assert torch.equal(module.bfloat16()(x), eager.bfloat16()(x))
     assert not is_fused(module, x)
-    assert fuse(eager).swapped == {}
+    assert fuse(eager, save="preact").swapped == {}
 
 
 class Tuned(Gated):
@@ -283,5 +289,5 @@ def test_a_result_of_another_dtype_is_no_block():
     x = randn(2, 3, D).bfloat16()
     assert module.bfloat16()(x).dtype == torch.float32
     module = Widening().to(DEVICE, torch.bfloat16)
-    assert fuse(module).swapped == {}
+    assert fuse(module, save="preact").swapped == {}
     assert "is torch.float32 for an input of torch.bfloat16" in str(mlp_swap(module, "inputs"))

@@ -1,9 +1,11 @@
 """fuse: a forward that computes something else in another mode, for other inputs or in backward."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from support import DEVICE
+from support import DEVICE, randn
 from test_false_swaps import D, Gated, H
 from torch import nn
 
@@ -145,6 +147,17 @@ LEFT = {
 
 @pytest.mark.parametrize(("make", "reason"), LEFT.values(), ids=list(LEFT))
 def test_left_with_a_reason(make, reason):
-    report = fuse(make().to(DEVICE), verify=False)
+    # at this level nothing is recomputed
+    report = fuse(make().to(DEVICE), verify=False, save="preact")
     assert report.swapped == {}
     assert reason in report.left[""]
+    module = make().to(DEVICE, torch.float64)
+    eager, x = copy.deepcopy(module), randn(2, 3, D, dtype=torch.float64)
+    swapped = fuse(module, verify=False).swapped
+    assert swapped in ({}, {"": f"{type(eager).__name__} -> recomputed"})
+    for training in (True, False) if swapped else ():
+        ours, theirs = (
+            torch.autograd.grad(m.train(training)(x).sum(), [x, *m.parameters()], allow_unused=True)
+            for m in (module, eager)
+        )
+        assert all(a is b or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -200,11 +200,6 @@ def test_a_norm_whose_flag_changes_runs_the_original():
     assert torch.equal(module(x), eager(x))
 
 
-def test_an_inlined_mlp_is_named():
-    reason = "its MLP is written inside this layer's forward (beside self_attn, norm1, norm2)"
-    assert reason in fuse(nn.TransformerEncoderLayer(D, 2).to(DEVICE), norm=False).left[""]
-
-
 def test_what_runs_once_for_all_is_the_same_for_all(monkeypatch):
     """Identical modules are checked once, others each."""
     from fusedckpt.fusing import verification

@@ -136,7 +136,8 @@ def test_copies_files_and_back():
 
 def test_matches_that_were_pickled_before():
     module, eager = pair(SeedOss)
-    said = fuse(module)
+    # at this level nothing is recomputed
+    said = fuse(module, save="preact")
     match: Any = module._fusedckpt_match
     old = match._replace(last=None, rates=(((), "residual_dropout"),))
     vars(module)["_fusedckpt_match"] = MLPMatch(*old[:6])
@@ -194,12 +195,12 @@ OTHERS = {
 def test_others_are_named_with_their_bytes_before_and_after_a_step(make, name):
     module = make(P).to(DEVICE)
     eager, x = copy.deepcopy(module), randn(1, T, D)
-    said = fuse(module)
+    said = fuse(module, save="preact")
     assert said.swapped
     assert said.fallbacks == {}
     before, after = said.saved[""]
     more = round(before - after)
-    assert more >= 2 * 4 * H
+    assert more >= 4 * H
     line = f"1 x {said.swapped['']}: {name} {DRAWN} (root): up to {more:,} bytes per token more"
     assert str(said).endswith(f"not run fused in training: 1 of 1\n  {line}")
     for training in (True, False):
@@ -213,7 +214,7 @@ def test_others_are_named_with_their_bytes_before_and_after_a_step(make, name):
     assert found.extra_bytes is not None
     assert 0 < found.extra_bytes <= T * more
     setattr(module, name, 0.0)
-    assert "not run fused" not in str(fuse(module))
+    assert "not run fused" not in str(fuse(module, save="preact"))
 
 
 class Always(ByTorch):
@@ -248,7 +249,7 @@ def test_parts_in_different_modes_run_the_original():
             return F.dropout(Plain.forward(self, x), self.drop_rate, self.second.training)
 
     module, eager = pair(OfChild)
-    said, x = fuse(module), randn(T, D, dtype=torch.float64)
+    said, x = fuse(module, save="preact"), randn(T, D, dtype=torch.float64)
     torch.testing.assert_close(seeded(module, x), seeded(eager, x), rtol=1e-12, atol=1e-12)
     assert said.fallbacks == {}
     module.second.eval()

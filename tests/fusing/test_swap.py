@@ -55,7 +55,14 @@ def replaced() -> nn.Module:
 
 def test_report_reads_well():
     model = nn.Sequential(net(), nn.Linear(D, D), nn.Softmax(-1), nn.Linear(D, D), nn.Softmax(-1))
+    again = "fusedckpt.checkpoint recomputes them"
+    stream = "the residual stream: fusedckpt.checkpoint saves it once for each segment"
     assert str(fuse(model)) == (
+        "the model saves 616 -> 288 bytes per token, 53% gone\n"
+        f"          96 *.* (Sequential): {again}\n"
+        f"          96 * (Softmax): {again}\n"
+        f"          48 *.* (LayerNorm): {stream}\n"
+        f"          48 * (Linear): {again}\n"
         "fused 5 modules, left 2\n"
         "  kind    matched  swapped  left  saved bytes per token\n"
         "  norm          2        2     0  168 -> 96\n"
@@ -66,6 +73,7 @@ def test_report_reads_well():
         "     1 x nn.Linear + gelu + nn.Linear -> mlp\n"
         "     1 x nn.Linear + tanh -> linear_act\n"
         "     1 x nn.RMSNorm + nn.Linear -> norm_linear\n"
+        "     2 x Linear -> saves what made its input\n"
         "  left 2 x Sequential: Softmax(dim=-1) is no activation that can be fused (1 and 1 more)"
     )
     root = nn.Sequential(nn.RMSNorm(D), nn.Linear(D, D))
@@ -235,7 +243,7 @@ def test_transformer_encoder(norm_first):
     eager = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
     eager.to(DEVICE, torch.float64)
     model = copy.deepcopy(eager)
-    assert len(fuse(model).swapped) == 5
+    assert len(fuse(model).swapped) == 7
     x = randn(2, 3, 8, dtype=torch.float64)
     assert_equal(model, eager, x)
     # torch's fast path reads the norms' attributes instead of calling them

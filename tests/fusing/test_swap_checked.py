@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_classes import LoraLinear
-from support import DEVICE, randn
+from support import DEVICE, randn, saved_bytes
 from swap_cases import assert_equal, kinds
 from test_chosen import sequential
 from test_found import Split
@@ -167,7 +167,10 @@ LEFT = {
     "RReLU": (lambda: Plain(nn.RReLU()), "its forward draws random numbers"),
     "dtypes": (with_two_dtypes, "its weights have several dtypes: torch.bfloat16, torch.float32"),
     "scaled": (Scaled, "after its last linear it computes mul"),
-    "inlined": (Inlined, "its MLP is written inside this layer's forward (beside norm)"),
+    "inlined": (
+        Inlined,
+        "its linears and activation are written inside this layer's forward (beside norm)",
+    ),
     "own parameter": (Own, "its forward computes mul of scale"),
     "in training": (Noisy, "Noisy computes something else while training"),
     "experts": (Experts, "its weights are 3-dimensional: a mixture of experts is not fused"),
@@ -181,12 +184,32 @@ def test_left_with_a_reason(make, reason):
     model = nn.Module()
     model.mlp = make().to(DEVICE)
     before = kinds(model)
-    report = fuse(model, norm=False)
+    # at this level nothing is recomputed
+    report = fuse(model, norm=False, save="preact")
     assert report.swapped == {}
     assert reason in report.left["mlp"]
     assert list(report.left) == ["mlp"]
     assert kinds(model) == before
     assert f"left 1 x {type(model.mlp).__name__}: " in str(report)
+
+
+# of these, the ones whose forward can be run again
+AGAIN = ("ELU", "Softplus", "threshold", "ReLU6", "scaled", "inlined", "own parameter")
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_some_are_recomputed_where_only_inputs_are_saved(name):
+    model = nn.Module()
+    model.mlp = LEFT[name][0]().to(DEVICE, torch.float64 if name in AGAIN else None)
+    eager = copy.deepcopy(model)
+    report = fuse(model, norm=False)
+    change = f"{type(eager.mlp).__name__} -> recomputed"
+    assert report.swapped == ({"mlp": change} if name in (*AGAIN, "in training") else {})
+    if name in AGAIN:
+        x = randn(3, 4, D, dtype=torch.float64)
+        assert_equal(model.mlp, eager.mlp, x, tol=0)
+        assert saved_bytes(lambda x: model.mlp(x * 1), [x]) == 8 * 3 * 4 * D
+        assert report.fallbacks == {}
 
 
 def test_what_looks_like_no_mlp_is_not_mentioned():

@@ -120,3 +120,17 @@ def test_more_than_the_input_runs_the_original():
     assert torch.equal(fused(x, scale=2.0), eager(x, scale=2.0))
     assert torch.equal(fused(x, 2.0), eager(x, 2.0))
     assert torch.equal(fused(hidden_states=x, scale=2.0), eager(x, 2.0))
+
+
+def test_results_are_written_in_place():
+    # Falcon adds attention's output to its MLP's, and both to the residual, in place
+    for layer in (nn.LayerNorm(D), Gated()):
+        x, found = randn(2, 3, D), []
+        for module in (layer, copy.deepcopy(layer)):
+            if module is layer:
+                fuse(module.to(DEVICE))
+            y = module.to(DEVICE)(x)
+            y += x
+            found.append(torch.autograd.grad(y.square().sum(), [x, *module.parameters()]))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs)

@@ -34,7 +34,7 @@ def test_fusing_twice_does_nothing():
     again = fuse(model, save="preact")
     assert again.swapped == again.left == {}
     assert again.already == NET_SWAPS
-    assert str(again).startswith("fused 0 modules, left 0, 5 fused before\n")
+    assert "\nfused 0 modules, left 0, 5 fused before\n" in str(again)
     assert kinds(model) == before
     assert model[1].save == "inputs"
     assert kinds(unfuse(model)) == kinds(net())
@@ -171,3 +171,23 @@ def test_unfuse_part_of_a_model():
     assert kinds(model[1]) == kinds(net()[1])
     assert type(model[2]) is fusedckpt.Sequential
     assert fuse(model).swapped == {"1.0": NET_SWAPS["1.0"]}
+
+
+def test_torch_script_refuses_by_name():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.q, self.mlp = nn.LayerNorm(D), nn.Linear(D, D), net()[1]
+
+        def forward(self, x):
+            return self.q(self.norm(x)) + self.mlp(x)
+
+    model = Half()
+    fuse(model)
+    with pytest.raises(TypeError, match=r"torch.jit.script: the model was fused, call fusedckpt"):
+        torch.jit.script(model)
+
+
+def test_unfuse_says_that_nothing_is_fused():
+    with pytest.warns(UserWarning, match="unfuse: no module of the model is fused"):
+        unfuse(nn.Linear(D, D))

@@ -49,10 +49,10 @@ def kept_by_attention(model):
 @pytest.mark.parametrize(
     ("save", "share", "per_layer"),
     [
-        # the two norms' inputs and what attention reads, then what the level adds
-        ("inputs", 1 / 4, 3 * 2 * D),
-        ("gate", 2 / 5, 3 * 2 * D + 2 * F),
-        ("preact", 1 / 2, 3 * 2 * D + 4 * F),
+        # the two norms' inputs, then what the level adds
+        ("inputs", 1 / 5, 2 * 2 * D),
+        ("gate", 2 / 5, 2 * 2 * D + 2 * F),
+        ("preact", 1 / 2, 2 * 2 * D + 4 * F),
     ],
 )
 def test_a_fraction_is_kept(llama, save, share, per_layer):

@@ -8,12 +8,11 @@ import torch
 import transformers_cases  # skips where transformers is missing
 from support import DEVICE, randn
 from torch import nn
-from transformers import ApertusConfig, LlamaConfig, SeedOssConfig
+from transformers import ApertusConfig, BitNetConfig, FalconH1Config, LlamaConfig, SeedOssConfig
 
 from fusedckpt import fuse
 
 D, H = 32, 48
-NO = "is no activation that can be fused"
 
 
 def layer(folder: str, name: str, *args, **kwargs) -> nn.Module:
@@ -49,6 +48,25 @@ SWAPPED = {
         lambda: layer("falcon_mamba", "FalconMambaWeightlessRMSNorm", D),
         "FalconMambaWeightlessRMSNorm -> rms_norm (llama cast)",
     ),
+    "apertus": (
+        lambda: layer("apertus", "ApertusMLP", sized(ApertusConfig)),
+        "ApertusMLP -> recomputed",
+    ),
+    "minimax": (minimax, "MiniMaxM3VLDenseMLP -> recomputed"),
+    "nemotron": (
+        lambda: layer("nemotron", "NemotronLayerNorm1P", D),
+        "NemotronLayerNorm1P -> layer_norm (offset 1)",
+    ),
+    "bitnet": (
+        lambda: layer("bitnet", "BitNetMLP", sized(BitNetConfig)),
+        "BitNetMLP -> recomputed",
+    ),
+    "falcon h1": (
+        lambda: layer(
+            "falcon_h1", "FalconH1MLP", sized(FalconH1Config, mlp_multipliers=[0.3, 1.7])
+        ),
+        "FalconH1MLP -> recomputed",
+    ),
     "seed oss": (
         lambda: layer("seed_oss", "SeedOssMLP", sized(SeedOssConfig)),
         "SeedOssMLP -> gated_mlp (silu)",
@@ -75,11 +93,6 @@ def test_swapped_and_trained_as_before(make, change):
 
 
 LEFT = {
-    "apertus": (
-        lambda: layer("apertus", "ApertusMLP", sized(ApertusConfig)),
-        f"act_fn: XIELUActivation() {NO}",
-    ),
-    "minimax": (minimax, NO),
     "mobilebert": (lambda: layer("mobilebert", "NoNorm", D), "NoNorm computes no known norm"),
     "detr": (
         lambda: layer("detr", "DetrFrozenBatchNorm2d", D),

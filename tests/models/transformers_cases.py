@@ -99,7 +99,6 @@ def bert_like(name: str, left: dict[str, str]) -> Model:
 
 NORM = "nn.LayerNorm -> LayerNorm"
 INSIDE = "written inside this layer's forward (beside"
-LAYER = f"its MLP is {INSIDE} self_attn"
 SEQ2SEQ = {"vocab_size": VOCAB, "decoder_start_token_id": 1, **IDS}
 T5 = {
     **SEQ2SEQ,
@@ -174,10 +173,36 @@ MODELS = {
         "OPTConfig",
         {**TEXT, **SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
         {NORM: 5},
-        {f"model.decoder.layers.{i}": LAYER for i in range(2)},
+    ),
+    "apertus": decoder(
+        "Apertus",
+        {"ApertusRMSNorm -> rms_norm (llama cast)": 9, "ApertusMLP -> recomputed": 2},
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "bitnet": decoder(
+        "BitNet", {"BitNetRMSNorm -> rms_norm (llama cast)": 7, "BitNetMLP -> recomputed": 2}
+    ),
+    "nemotron": decoder(
+        "Nemotron",
+        {
+            "NemotronLayerNorm1P -> layer_norm (offset 1)": 5,
+            "NemotronMLP -> mlp (relu2)": 2,
+        },
+        head_dim=8,
+    ),
+    "cohere2": decoder(
+        "Cohere2",
+        {"Cohere2LayerNorm -> layer_norm": 3, "Cohere2MLP -> gated_mlp (silu)": 2},
+        head_dim=8,
+    ),
+    "seed_oss": decoder(
+        "SeedOss",
+        {"SeedOssRMSNorm -> rms_norm (llama cast)": 5, "SeedOssMLP -> gated_mlp (silu)": 2},
+        head_dim=8,
     ),
     "bert": bert_like(
-        "Bert", {"cls.predictions.transform": f"its linear and activation are {INSIDE} LayerNorm"}
+        "Bert", {"cls.predictions.transform": f"its linears and activation are {INSIDE} LayerNorm"}
     ),
     "roberta": bert_like("Roberta", {"lm_head": f"linears and activation are {INSIDE} layer_norm"}),
     "vit": Model(
@@ -219,7 +244,6 @@ MODELS = {
         "WhisperConfig",
         WHISPER,
         {NORM: 12},
-        {f"model.{half}.layers.{i}": LAYER for half in ("encoder", "decoder") for i in range(2)},
         inputs=speech,
     ),
 }

@@ -1,0 +1,346 @@
+"""Linears and activations that save what made their input, where that is less.
+
+A linear that reads a fused norm's output saves the norm's input, which the norm saves anyway. An
+activation that reads such a linear's output saves the same, and so does a linear that reads that
+activation's: an MLP written inside a layer's forward saves only the input of its norm. Values are
+recomputed when backward reads them, each once: a value that a later node of the backward needs too
+stays until then.
+
+The layer's own forward runs, on the same tensors; hooks on what it saves do the rest. A module that
+reads anything else runs as it did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
+
+from fusedckpt.autograd import dispatch, private
+from fusedckpt.autograd.backward import Versioned, versions_of
+from fusedckpt.autograd.dispatch import autocast_dtype
+from fusedckpt.blocks import norm_sharing
+from fusedckpt.fusing import reasons
+from fusedckpt.fusing.held import MARK, Block
+from fusedckpt.fusing.layouts import is_bent
+from fusedckpt.fusing.recording import record
+from fusedckpt.fusing.replica import takes_one
+from fusedckpt.fusing.subclass import subclass
+
+# where a node has its note, and its recipe
+_NOTE, _RECIPE = "fusedckpt note", "fusedckpt recipe"
+
+
+class Recipe:
+    """How to recompute a value: `again` of another recipe's value, if there is one, and tensors.
+
+    readers: saved tensors that are recomputed by it; left: those of them not read in this backward.
+    """
+
+    def __init__(self, again: Callable[..., Tensor], parent: Recipe | None, *tensors: Any):
+        self.again, self.parent, self.given = again, parent, Versioned(*tensors)
+        self.readers = self.left = 0
+        self.value: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the recipe keeps alive."""
+        own = [t for t in self.given.read() if t is not None]
+        return own if self.parent is None else [*self.parent.tensors, *own]
+
+    def added(self) -> None:
+        """Count a reader."""
+        self.readers += 1
+        self.left += 1
+
+    def taken(self) -> Tensor:
+        """Return the value for a reader."""
+        value = self.lent()
+        self.left -= 1
+        if self.left <= 0:
+            self.left, self.value = self.readers, None
+        return value
+
+    def lent(self) -> Tensor:
+        """Return the value, and keep it for the readers left."""
+        value = self.value
+        if value is None:
+            first = () if self.parent is None else (self.parent.lent(),)
+            value = self.again(*first, *self.given.read())
+        if self.left:
+            self.value = value
+        return value
+
+
+class Note(NamedTuple):
+    """How a node's result was made: `again` of the value of a recipe, and tensors; None for a
+    result that is saved itself.
+
+    parent: a weak reference, as the recipe goes when backward has read it; makes: "linear" or
+    "activation"; versions: of the result.
+    """
+
+    again: Callable[..., Tensor] | None
+    parent: Any
+    tensors: tuple[Any, ...]
+    makes: str
+    versions: tuple[int, ...]
+
+
+class _Kept:
+    """What is saved in place of a tensor: a recipe and a dtype, or the tensor itself.
+
+    alive: a recipe that lives as long as this.
+    """
+
+    def __init__(self, recipe: Recipe | None, like: Tensor, alive: Recipe):
+        self.recipe, self.alive = recipe, alive
+        self.dtype, self.shape = like.dtype, like.shape
+        # an output packed as it is would hold its own node
+        self.own = None if recipe is not None else Versioned(like.detach())
+
+    def read(self) -> Tensor:
+        """Return the tensor."""
+        if self.recipe is None:
+            (own,) = self.own.read()  # type: ignore[union-attr]  # where there is no recipe
+            assert own is not None
+            return own
+        with torch.no_grad():
+            return self.recipe.taken().to(self.dtype).view(self.shape)
+
+
+def recipe_of(x: Any, *makers: str) -> Recipe | None:
+    """Return how to recompute x where a fused norm or one of `makers` made it, None otherwise."""
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.grad_fn is None:
+        return None
+    node: Any = x.grad_fn
+    if hasattr(node, "source"):
+        return _of_norm(x, node)
+    note: Note | None = node.metadata.get(_NOTE)
+    if note is None or note.makes not in makers or private.hooks_of(x):
+        return None
+    parent = note.parent()
+    if parent is None or note.versions != versions_of(x) or not torch.is_grad_enabled():
+        return None
+    if note.again is None:
+        return _remembered(node, lambda: Recipe(_itself, None, x.detach()))
+    again = note.again
+    return _remembered(node, lambda: Recipe(again, parent, *note.tensors))
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _of_norm(n: Tensor, node: Any) -> Recipe | None:
+    found = norm_sharing.made_from(n)
+    if found is None:
+        return None
+    return _remembered(node, lambda: Recipe(node.source.again, None, *found))
+
+
+def _remembered(node: Any, make: Callable[[], Recipe]) -> Recipe:
+    """Return a node's recipe: the same one for all readers, as long as one is there."""
+    known = node.metadata.get(_RECIPE)
+    recipe = None if known is None else known()
+    if recipe is None:
+        recipe = make()
+        node.metadata[_RECIPE] = weakref.ref(recipe)
+    return recipe
+
+
+def read(recipe: Recipe, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return run(x), which saves the recipe in place of x."""
+    with norm_sharing.uncounted() as count:
+        if private.top_hooks() is not None or not x.is_contiguous():
+            return run(x)
+        storage = x.untyped_storage()._cdata
+
+        def pack(tensor: Tensor) -> _Kept:
+            is_x = tensor.untyped_storage()._cdata == storage and tensor.numel() == x.numel()
+            is_x = is_x and tensor.is_contiguous()
+            if is_x:
+                recipe.added()
+            if count is not None:
+                for kept in recipe.tensors if is_x else [tensor]:
+                    count(kept)
+            return _Kept(recipe if is_x else None, tensor, recipe)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return run(x)
+
+
+def _unpack(kept: _Kept) -> Tensor:
+    # compiled autograd cannot trace a look at versions
+    return _uncompiled(kept) if torch.compiler.is_compiling() else kept.read()
+
+
+@_disable_dynamo
+def _uncompiled(kept: _Kept) -> Tensor:
+    return kept.read()
+
+
+def _note(
+    layer: nn.Module,
+    y: Tensor,
+    recipe: Recipe,
+    again: Callable[..., Tensor] | None,
+    makes: str,
+    *given: Any,
+) -> None:
+    # hooks may gather a layer's weights for the call alone
+    if y.grad_fn is not None and not dispatch.has_hooks(layer):
+        note = Note(again, weakref.ref(recipe), given, makes, versions_of(y))
+        node: Any = y.grad_fn
+        node.metadata[_NOTE] = note
+
+
+class Shared(nn.Module):
+    """Forward of a layer that may save a recipe of its input."""
+
+    # what it looks like stays as it was
+    _fusedckpt_prefix = ""
+    # the makers of inputs whose recipes it saves
+    _fusedckpt_reads: tuple[str, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward; save what made the input, if that is known."""
+        forward = super().forward
+        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+            recipe = recipe_of(args[0], *self._fusedckpt_reads)
+            if recipe is not None and not dispatch.is_recorded(args[0]):
+                return self._shared(args[0], recipe, forward)
+        return forward(*args, **kwargs)
+
+    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script."""
+        raise TypeError("torch.jit.script: the model was fused, call fusedckpt.unfuse first")
+
+
+class SharedProduct(Shared):
+    """Forward of a layer that multiplies its input by a weight of its own."""
+
+    _fusedckpt_reads = ("activation",)
+
+    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
+        to = autocast_dtype(x.device)
+        # as autocast does, on a tensor that is known
+        return read(recipe, x if to is None or x.dtype == torch.float64 else x.to(to), forward)
+
+
+class SharedLinear(SharedProduct):
+    """Forward of nn.Linear, whose result an activation recomputes, or saves at another level."""
+
+    _fusedckpt_save: str
+
+    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
+        y = super()._shared(x, recipe, forward)
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        again = partial(_linear, y.dtype) if self._fusedckpt_save == "inputs" else None
+        _note(self, y, recipe, again, "linear", weight, bias)
+        return y
+
+
+class SharedActivation(Shared):
+    """Forward of a function of single elements, which may have parameters and buffers."""
+
+    _fusedckpt_reads = ("linear",)
+
+    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
+        given, run = (
+            (*self.parameters(), *self.buffers()),
+            partial(_run, forward, autocast_dtype(x.device)),
+        )
+        y = read(recipe, x, lambda z: _Rerun.apply(run, z, *given))
+        _note(self, y, recipe, run, "activation", *given)
+        return y
+
+
+def _cast_by(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Let autocast cast to a dtype, or, for None, not at all."""
+    if autocast_dtype(device) == to:
+        return nullcontext()
+    return torch.autocast(device.type, to, enabled=to is not None)
+
+
+def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with _cast_by(x.device, None):
+        bias = None if bias is None else bias.to(dtype)
+        return F.linear(x.to(dtype), weight.to(dtype), bias)
+
+
+def _run(
+    forward: Callable[[Tensor], Tensor], cast: torch.dtype | None, x: Tensor, *given: Any
+) -> Tensor:
+    """Run a forward under the autocast of its first run."""
+    with _cast_by(x.device, cast):
+        return forward(x)
+
+
+class _Rerun(torch.autograd.Function):
+    """A function that saves only its input: backward runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *given: Tensor) -> Tensor:
+        """Return run(x), which reads the parameters and buffers `given`, too."""
+        ctx.save_for_backward(x, *given)
+        ctx.run = run
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        """Return the gradients of x and of what is given."""
+        x, *given = ctx.saved_tensors
+        creates = torch.is_grad_enabled()
+        with torch.enable_grad():
+            x = x if creates else x.detach().requires_grad_(ctx.needs_input_grad[1])
+            y = ctx.run(x)
+            needs = ctx.needs_input_grad[1:]
+            wanted = [t for t, need in zip((x, *given), needs, strict=True) if need]
+            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=creates))
+        return (None, *[next(grads) if need else None for need in needs])
+
+
+def shared(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class of a layer that may read a recipe, None for other modules."""
+    if "forward" in vars(module) or MARK in vars(module):
+        return None
+    if not dispatch.are_plain(*module._parameters.values()):
+        return None
+    if type(module).forward is nn.Linear.forward:
+        ours = SharedLinear
+    elif isinstance(module, nn.Linear) or reasons.is_transposed(module):
+        # its own forward runs, and saves its input or something else
+        ours = SharedProduct
+    elif is_activation(module):
+        ours = SharedActivation
+    else:
+        return None
+    return subclass(ours, type(module))
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether a module is a function of single elements, as its recorded forward shows."""
+    parameters = [*module.parameters()]
+    if module._modules or any(is_lazy(p) or p.dim() > 1 for p in parameters):
+        return False
+    return takes_one(module) and is_bent(record(module, (2, 3, 8)))
+
+
+def may_share(module: nn.Module, block: Block | None) -> bool:
+    """Whether a linear with its activation are two layers of a module, and nothing else is."""
+    if block is None or block.kind != "linear_act" or block.activation == "identity":
+        return False
+    layers = [*module.children()]
+    return len(block.linears[0].weight) == 2 and sum(map(is_activation, layers)) == 1

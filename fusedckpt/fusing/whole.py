@@ -1,0 +1,190 @@
+"""What a whole model saves for backward, before and after `fuse`: measured on meta tensors.
+
+Copies of the model run once, on inputs guessed from its forward: token ids, images, or rows of its
+first weight's width. Attention counts as fused, as on a GPU. Where the copy cannot run, nothing is
+said: `fusedckpt.report` measures any model on its own inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from fusedckpt.fusing.held import MARK, Path
+from fusedckpt.fusing.replica import replica, undisturbed
+from fusedckpt.memory import saved_tensors
+
+_TOKENS = 64
+_LARGEST = 5
+_CONTAINERS = (list, dict, set)
+# by a part of a class's name: how its bytes go
+_REMEDIES = (
+    ("attention", "fusedckpt.checkpoint of the layer recomputes them"),
+    ("expert", "experts are not fused; fusedckpt.checkpoint of the layer recomputes them"),
+    ("moe", "experts are not fused; fusedckpt.checkpoint of the layer recomputes them"),
+    ("norm", "the residual stream: fusedckpt.checkpoint saves it once for each segment"),
+    ("dropout", "masks: a rate of 0 saves none"),
+    ("mlp", "left below says why"),
+    ("forcausallm", "logits: a loss that computes them in chunks"),
+)
+
+
+class Left(NamedTuple):
+    """Modules that save: their names, layers' numbers as *, class, and bytes per token."""
+
+    name: str
+    kind: str
+    saved: float
+
+
+class Whole(NamedTuple):
+    """Bytes per token that a model saves before and after, and the modules that save most now."""
+
+    before: float
+    after: float
+    left: tuple[Left, ...]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the first lines of a report."""
+        gone = 1 - self.after / self.before if self.before else 0.0
+        sizes = f"{self.before:,.0f} -> {self.after:,.0f}"
+        yield f"the model saves {sizes} bytes per token, {gone:.0%} gone"
+        for name, kind, saved in self.left:
+            found = (remedy for part, remedy in _REMEDIES if part in kind.lower())
+            remedy = next(found, "fusedckpt.checkpoint recomputes them")
+            yield f"  {saved:10,.0f} {name or 'root'} ({kind}): {remedy}"
+
+
+def whole(model: nn.Module) -> Whole | None:
+    """Return what a fused model saves, and saved before; None where its copy cannot run."""
+    inputs = _inputs(model)
+    if inputs is None:
+        return None
+    found = []
+    with undisturbed("meta"):
+        for is_fused in (False, True):
+            try:
+                found.append(_saved(model, inputs, is_fused))
+            except Exception:  # arbitrary code of others, on a device that it may not know
+                return None
+    (before, _), (after, owners) = found
+    if not after:
+        return None
+    kinds = {name: _kind(module).__name__ for name, module in model.named_modules()}
+    sums: Counter[tuple[str, str]] = Counter()
+    for name, nbytes in owners.items():
+        sums[re.sub(r"\b\d+\b", "*", name), kinds.get(name, "")] += nbytes
+    left = [Left(*key, nbytes / _TOKENS) for key, nbytes in sums.most_common(_LARGEST)]
+    return Whole(before / _TOKENS, after / _TOKENS, tuple(left))
+
+
+def _inputs(model: nn.Module) -> Callable[[], dict[str, Any]] | None:
+    try:
+        names = [*inspect.signature(model.forward).parameters]
+    except (TypeError, ValueError):
+        return None
+    weight = next((p for p in model.parameters() if p.dim() >= 2), None)
+    if not names or weight is None:
+        return None
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    first = next((m for m in model.modules() if m._parameters), None)
+    if "input_ids" in names or isinstance(first, nn.Embedding):
+        name = "input_ids" if "input_ids" in names else names[0]
+        given = [name, *(["labels"] if "labels" in names else [])]
+        more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+        ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+        return lambda: {**dict.fromkeys(given, ids), **more}
+    shape = (1, _TOKENS, weight.shape[-1])
+    size = getattr(getattr(model, "config", None), "image_size", None)
+    if "pixel_values" in names and isinstance(size, int):
+        names, shape = ["pixel_values"], (1, 3, size, size)
+    return lambda: {names[0]: torch.empty(shape, dtype=dtype, device="meta")}
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)
+
+
+def _saved(
+    model: nn.Module, inputs: Callable[[], dict[str, Any]], is_fused: bool
+) -> tuple[int, Counter[str]]:
+    """Return the bytes that a copy saves, and those of every module, by its name."""
+    made: dict[int, Tensor] = {}
+    names: dict[int, str] = {}
+
+    def parameter(p: Tensor, path: Path) -> Tensor:
+        like = torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=p.requires_grad)
+        return made.setdefault(id(p), like)
+
+    def enter(part: nn.Module, path: Path) -> tuple[type, dict[str, Any]]:
+        own = {n: copy.copy(v) for n, v in vars(part).items() if type(v) in _CONTAINERS}
+        own = {n: v for n, v in own.items() if not n.startswith("_")}
+        buffers = {n: None if b is None else b.to("meta") for n, b in part._buffers.items()}
+        return type(part) if is_fused else _kind(part), {**own, "_buffers": buffers}
+
+    clone = replica(model, parameter, training=True, enter=enter)
+    names = {id(module): name for name, module in clone.named_modules()}
+    inside = [""]
+    counted = saved_tensors(owner=lambda: inside[-1])
+    with _entered(names, inside), _FusedAttention(), counted as saved:
+        y = clone(**inputs())
+    owners: Counter[str] = Counter()
+    for storage in saved.storages:
+        owners[storage.owner] += storage.nbytes
+    del y
+    return saved.nbytes, owners
+
+
+@contextmanager
+def _entered(names: dict[int, str], inside: list[str]) -> Iterator[None]:
+    """Keep the name of the running module of a copy at the end of a list."""
+    hooks = [
+        register_module_forward_pre_hook(
+            lambda module, _: inside.append(names.get(id(module), inside[-1]))
+        ),
+        register_module_forward_hook(lambda *_: inside.__delitem__(-1), always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Runs attention that saves no scores, which it does not compute on meta tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            return _Attention.apply(given["query"], given["key"], given["value"])
+        # a warning of transformers' looks for padding
+        return False if func is Tensor.__contains__ else func(*args, **(kwargs or {}))
+
+
+class _Attention(torch.autograd.Function):
+    """Saves what kernels of attention save, but for a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return a result of the right shape, transposed as kernels return it."""
+        shape = (*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
+        y = q.new_empty(shape).transpose(-2, -3)
+        ctx.save_for_backward(q, k, v, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        """Is never run."""
+        raise NotImplementedError

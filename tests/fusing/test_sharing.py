@@ -1,0 +1,255 @@
+"""Linears and activations of a layer's own forward save what made their input."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support import DEVICE, gemms, randn, saved_bytes
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedckpt
+from fusedckpt.memory import saved_tensors
+
+T, D, F = 5, 16, 48
+
+
+class Gain(nn.Module):
+    """An activation with parameters and a buffer, as xIELU has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([0.3]))
+        self.register_buffer("b", torch.tensor(0.5))
+
+    def forward(self, z):
+        return torch.where(z > 0, self.a * z * z, torch.expm1(z) * self.a) + self.b * z
+
+
+class Layer(nn.Module):
+    """An attention without attending, and an MLP written inside the layer."""
+
+    def __init__(self, act: nn.Module, bias: bool = True):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.RMSNorm(D)
+        self.q, self.k = nn.Linear(D, D, bias), nn.Linear(D, D, bias)
+        self.fc1, self.act, self.fc2 = nn.Linear(D, F, bias), act, nn.Linear(F, D, bias)
+
+    def forward(self, x, scale=1.0):
+        n = self.norm1(x)
+        x = x + self.q(n) * scale + self.k(n)
+        h = self.act(self.fc1(self.norm2(x)))
+        return x + self.fc2(h)
+
+
+def layer(act: nn.Module | None = None, dtype: torch.dtype = torch.float64) -> Layer:
+    torch.manual_seed(0)
+    return Layer(act or nn.GELU()).to(DEVICE, dtype)
+
+
+def pair(act: nn.Module | None = None, **options):
+    eager = layer(act)
+    fused = copy.deepcopy(eager)
+    fusedckpt.fuse(fused, **options)
+    return eager, fused
+
+
+def grads(model: nn.Module, x: torch.Tensor, times: int = 1) -> list[torch.Tensor]:
+    y = model(x)
+    wanted = [x, *model.parameters()]
+    for left in reversed(range(times)):
+        found = torch.autograd.grad(y.square().sum(), wanted, retain_graph=left > 0)
+    return [y.detach(), *found]
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.ReLU(), nn.Tanh(), Gain()], ids=str)
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_are_those_of_the_layer(act, times):
+    eager, fused = pair(act)
+    x = randn(2, T, D, dtype=torch.float64)
+    for ours, theirs in zip(grads(fused, x, times), grads(eager, x, times), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("save", "kept"), [("inputs", 2 * D), ("preact", 2 * D + F)])
+def test_only_the_norms_inputs_are_saved(save, kept):
+    _, fused = pair(save=save)
+    # x is a leaf, which does not count
+    assert saved_bytes(lambda x: fused(x * 1), [randn(T, D, dtype=torch.float64)]) == 8 * T * kept
+    # another input of the linear is saved as it is
+    x = randn(T, D, dtype=torch.float64)
+    with saved_tensors() as saved:
+        fused.q(x * 1)
+    assert saved.nbytes == 8 * T * D
+
+
+def test_memory_is_as_counted_and_freed_by_backward():
+    _, fused = pair()
+    x = randn(2, T, D, dtype=torch.float64)
+    y = fused(x)
+    fc2 = y.grad_fn.next_functions[1][0]
+    while not hasattr(fc2, "_raw_saved_mat1"):
+        fc2 = fc2.next_functions[0][0]
+    kept = fc2._raw_saved_mat1.data
+    assert kept.recipe is not None
+    recipes = [kept.recipe]
+    while recipes[-1].parent is not None:
+        recipes.append(recipes[-1].parent)
+    assert len(recipes) == 3
+    loss = y.square().sum()
+    loss.backward(retain_graph=True)
+    # each value was recomputed once, and let go of after its last reader
+    assert all(recipe.value is None for recipe in recipes)
+
+
+def test_one_gemm_is_recomputed():
+    eager, fused = pair()
+    x = randn(2, T, D, dtype=torch.float64)
+    assert len(gemms(lambda: grads(fused, x))) == len(gemms(lambda: grads(eager, x))) + 1
+    eager, fused = pair(save="preact")
+    assert len(gemms(lambda: grads(fused, x))) == len(gemms(lambda: grads(eager, x)))
+
+
+@pytest.mark.parametrize("frozen", ["fc1", "fc2", "act", "norm2", "q"])
+def test_frozen_layers(frozen):
+    eager, fused = pair(Gain())
+    x = randn(2, T, D, dtype=torch.float64)
+    found = []
+    for model in (eager, fused):
+        getattr(model, frozen).requires_grad_(False)
+        y = model(x)
+        wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+        found.append(torch.autograd.grad(y.square().sum(), wanted))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_a_second_derivative():
+    eager, fused = pair(nn.Tanh())
+    x, found = randn(2, T, D, dtype=torch.float64), []
+    for model in (eager, fused):
+        wanted = [x, model.fc1.weight, model.fc2.weight]
+        first = torch.autograd.grad(model(x).square().sum(), wanted, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), wanted))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["norm2.weight", "fc1.weight"])
+def test_parameters_that_are_written_before_backward_raise(name):
+    _, fused = pair()
+    y = fused(randn(2, T, D, dtype=torch.float64))
+    with torch.no_grad():
+        fused.get_parameter(name).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an"):
+        y.sum().backward()
+
+
+def test_results_that_are_written_are_saved():
+    _, fused = pair()
+    x = randn(2, T, D, dtype=torch.float64)
+    n = fused.norm2(x)
+    z = fused.fc1(n)
+    with torch.no_grad():
+        z.mul_(2)
+    h = fused.act(z)
+    (found,) = torch.autograd.grad(h.sum(), z)
+    z = z.detach().requires_grad_()
+    torch.testing.assert_close(found, torch.autograd.grad(nn.GELU()(z).sum(), z)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    eager, fused = (one.float() for one in pair(Gain()))
+    x, found = randn(2, T, D), []
+    for model in (eager, fused):
+        with torch.autocast(DEVICE.type, dtype):
+            y = model(x)
+        found.append(torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_a_checkpoint(use_reentrant):
+    eager, fused = pair()
+    x = randn(2, T, D, dtype=torch.float64)
+    found = []
+    for model in (eager, fused):
+        y = checkpoint(model, x, use_reentrant=use_reentrant)
+        model.zero_grad()
+        y.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_unfuse_restores_the_classes():
+    eager, fused = pair()
+    kinds = [type(one) for one in eager.modules()]
+    assert [type(one) for one in fused.modules()] != kinds
+    assert repr(fused.q) == repr(eager.q)
+    fusedckpt.unfuse(fused)
+    assert [type(one) for one in fused.modules()] == kinds
+
+
+def test_linear_false_leaves_them():
+    _, fused = pair(linear=False)
+    assert type(fused.q) is nn.Linear
+    assert type(fused.act) is nn.GELU
+
+
+def test_the_report_counts_the_whole_model():
+    eager, _ = pair()
+    model = copy.deepcopy(eager)
+    report, found = fusedckpt.fuse(model), []
+    for one in (eager, model):
+        with saved_tensors() as saved:
+            one(torch.randn(1, 64, D, dtype=torch.float64, device=DEVICE))
+        found.append(saved.nbytes / 64)
+    assert report.whole is not None
+    assert str(fusedckpt.fuse(nn.Linear(D, D))) == "fused 0 modules, left 0"
+    assert [report.whole.before, report.whole.after] == found
+    assert [(one.name, one.saved) for one in report.whole.left] == [
+        ("norm1", 8 * D),
+        ("norm2", 8 * D),
+    ]
+    lines = str(report).splitlines()
+    gone = 1 - found[1] / found[0]
+    assert lines[0] == (
+        f"the model saves {found[0]:,.0f} -> {found[1]:,.0f} bytes per token, {gone:.0%} gone"
+    )
+    assert "     4 x Linear -> saves what made its input" in str(report)
+
+
+@pytest.mark.parametrize("name", ["norm2", "fc1", "act"])
+def test_layers_with_hooks_are_not_run_again(name):
+    eager, fused = pair()
+    # as sharding gathers weights for the call alone
+    fused.get_submodule(name).register_forward_hook(lambda module, args, y: None)
+    x = randn(2, T, D, dtype=torch.float64)
+    y = fused(x)
+    fc2 = y.grad_fn.next_functions[1][0]
+    while not hasattr(fc2, "_raw_saved_mat1"):
+        fc2 = fc2.next_functions[0][0]
+    assert fc2._saved_mat1.shape[-1] == F
+    for ours, theirs in zip(grads(fused, x), grads(eager, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    bytes_saved = saved_bytes(lambda x: fused(x * 1), [x])
+    assert bytes_saved > 8 * 2 * T * 2 * D
+
+
+def test_compiled_as_one_graph():
+    from torch._dynamo.testing import CompileCounter
+
+    eager, fused = pair()
+    counter = CompileCounter()
+    compiled = torch.compile(fused, backend=counter, fullgraph=True)
+    x = randn(2, T, D, dtype=torch.float64)
+    wanted = [x, *fused.parameters()]
+    found = torch.autograd.grad(compiled(x).square().sum(), wanted)
+    assert counter.frame_count == 1
+    for ours, theirs in zip(found, grads(eager, x)[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
