@@ -97,7 +97,7 @@ class Reading:
 
     def __init__(self, phases: Sequence[Phase], late: Sequence[int]):
         self._late, self.live = late, dict[str, int]()
-        self._peaks, self._ms = Counter[str](), Counter[str]()
+        self._peaks, self._ms = Counter[str](), dict[str, float]()
         where = "begin"
         for phase in phases:
             self.live.setdefault(phase.name, phase.start)
@@ -105,7 +105,7 @@ class Reading:
                 continue
             where = where if phase.name in _INSIDE else phase.name
             self._peaks[where] = max(self._peaks[where], phase.peak)
-            self._ms[where] += phase.ms
+            self._ms[where] = self._ms.get(where, 0.0) + phase.ms
 
     def peak(self, kind: str, i: int) -> int:
         """Return the peak of a unit's phase; of one that was not called, the bytes of then."""
@@ -113,7 +113,7 @@ class Reading:
 
     def ms(self, kind: str, i: int) -> float:
         """Return the ms of a unit's phase."""
-        return self._ms[f"{kind} {i}"]
+        return self._ms.get(f"{kind} {i}", 0.0)
 
     def begin(self, i: int) -> int:
         """Return the live bytes when unit i begins, or when the model returns."""

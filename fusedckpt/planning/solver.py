@@ -86,7 +86,8 @@ def _starts_of(chain: Chain, longest: int) -> list[_Starts]:
         kept = np.concatenate(([x.kept for x in levels], -freed))
         need = np.concatenate((own, np.maximum(np.maximum(forward, backward), first)))
         ms = np.concatenate(([x.extra for x in levels], ms))
-        found.append(_Starts(*(x.astype(np.int64) for x in (stop, kept, need)), ms))
+        stop, kept, need = (x.astype(np.int64) for x in (stop, kept, need))
+        found.append(_Starts(stop, kept, need, ms))
     return found[::-1]
 
 

@@ -51,7 +51,7 @@ class _Called(NamedTuple):
     is_fused: fused layers ran in it, modules or functions.
     """
 
-    index: int
+    unit: int
     given: list[tuple[StorageWeakRef, bool]]
     input: int
     writes: bool
@@ -138,7 +138,7 @@ class Survey:
     def units(self) -> list[Found]:
         """Return the units in the order in which they run."""
         found: list[Found] = []
-        for call in (call for call in self._calls if self._why_not(call.index) is None):
+        for call in (call for call in self._calls if self._why_not(call.unit) is None):
             # a tensor that several units get does not tell, but the first argument
             own = [
                 is_returned
@@ -148,7 +148,7 @@ class Survey:
             fixed = WRITES if call.writes else ""
             is_open = bool(found) and not found[-1].fixed and not fixed
             joined = is_open and bool(own) and all(own)
-            name, module = self.names[call.index], self._modules[call.index]
+            name, module = self.names[call.unit], self._modules[call.unit]
             levels = levels_of(module) or (LEVELS[::-1] if call.is_fused else (PLAIN,))
             found.append(Found(name, module, fixed, joined, levels, call.input))
         return found
@@ -163,7 +163,7 @@ class Survey:
             return "is not called in a step with gradients"
         if count > 1:
             return f"is called {count} times in a step"
-        call = next(call for call in self._calls if call.index == i)
+        call = next(call for call in self._calls if call.unit == i)
         if call.hidden:
             return (
                 f"returns a dataclass, {call.hidden}, whose tensors are not seen: let it return a "
