@@ -51,12 +51,13 @@ def plan(
         print(plan)
         plan.apply(model)
 
-    The model is cut into units that run one after the other. Equal units are measured once, on the
-    arguments of their first call: time and memory at every level of the fused layers inside and,
-    for a budget, with MLPs cut into chunks. The plan gives each unit a level, or checkpoints it in
-    a segment, so that the peak of the step stays below the budget at the least extra time. One step
-    under the plan then measures its peak, and some more, in turns with steps that save everything
-    where these fit, its extra time. Afterwards model, optimizer and RNG states are restored.
+    The model is cut into units that run one after the other. They are measured where they run, in
+    one step with each in a checkpoint of its own and one at each level of the fused layers inside.
+    The plan gives each unit a level, or checkpoints it in a segment, so that the peak of the step
+    stays below the budget at the least extra time. One step under the plan then measures its peak;
+    what that exceeds the budget by is taken off the limit, at most four times. Some more steps, in
+    turns with steps that save everything where these fit, measure its extra time. Afterwards model,
+    optimizer and RNG states are restored.
 
     The planned step begins with the gradients that exist when this is called, as after
     `zero_grad(set_to_none=False)`; with `accumulate` with all of them, outside of any bucket, as
@@ -65,9 +66,8 @@ def plan(
 
     A unit that modifies its arguments in place is left unchanged. A unit whose forward is not the
     same twice from the same arguments and random states (torch's, Python's and NumPy's) is never
-    recomputed; `left_out` names it. For a DistributedDataParallel the
-    module inside is planned and its buckets are counted. Plan a model first, then shard it, then
-    compile it.
+    recomputed; `left_out` names it. For a DistributedDataParallel the module inside is planned and
+    its buckets are counted. Plan a model first, then shard it, then compile it.
 
     Where torch.distributed is initialised, all ranks of a group call this with the same model,
     budget and shapes; the first rank measures, and all get its plan. The forward must not
@@ -81,15 +81,13 @@ def plan(
         activation_budget: the same without parameters, gradients, optimizer state and the
             optimizer's step, for a step that accumulates into existing gradients.
         policy: "budget"; or, without a budget, "none" (save everything), "all" (checkpoint every
-            unit), "sqrt", "recursive" (nested segments, as in `checkpoint_sequential`: each unit
-            runs log2(n) / 2 more times), "uniform:k" (k segments), "memory" (the least measured
-            peak of five plans: the predicted best, "all", "sqrt", "recursive" and "none"), "speed"
-            (save matmul and convolution outputs, in units that save less that way), or a list of
-            modules, or their names, to checkpoint one by one.
+            unit), "sqrt", "uniform:k" (k segments), "memory" (the least measured peak of four
+            plans: the predicted best, "all", "sqrt" and "none"), "speed" (save matmul and
+            convolution outputs, in units that save less that way), or a list of modules, or their
+            names, to checkpoint one by one.
         units: the modules to plan, or their names. By default the entries of every nn.Sequential,
             nn.ModuleList and nn.ModuleDict; if there are none, the fused layers; else the model's
-            children. For a budget and for "memory" default units are split, or parts of them
-            checkpointed, where that is cheaper.
+            children.
         loss, optimizer: as in `report`.
         accumulate: True, or a number of micro-batches, if gradients accumulate over several: the
             budget then holds for each micro-batch.
@@ -97,7 +95,7 @@ def plan(
             that train replicas, or shards, of this model. None means the group of a
             DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
             group; False plans on this rank alone.
-        progress: show on stderr how many units are measured, if rich is installed.
+        progress: show on stderr what is measured, if rich is installed.
 
     Returns:
         A Plan, not yet applied.

@@ -18,7 +18,7 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import function_of
 from fusedckpt.memory import nbytes_of, storage_ref
-from fusedckpt.planning.roles import PLAIN, assigned
+from fusedckpt.planning.roles import PLAIN, Segmented, assigned
 from fusedckpt.planning.units import levels_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
@@ -92,7 +92,8 @@ class Survey:
         given = [x for x in tensors if x.requires_grad]
         returned = [self._is_returned(x) for x in given]
         before, states = [(id(x), x._version) for x in tensors], _states(args, kwargs)
-        output = forward(*args, **kwargs)
+        # it keeps nothing: a forward that saves everything may not fit
+        output = Segmented(1).roles()[0](forward, args, kwargs)
         _refuse_cache(states, _states(args, kwargs))
         after = [(id(x), x._version) for x in tensors_of([args, kwargs])]
         made = [x for x in tensors_of([output]) if x.requires_grad]

@@ -27,6 +27,7 @@ from torch import nn
 
 from fusedckpt import report
 from fusedckpt.planning.chain import simulate
+from fusedckpt.planning.meter import Meter
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.solver import solve
 
@@ -60,6 +61,19 @@ class TwoInputs(nn.Module):
 def made(name):
     model, example = MODELS[name]
     return model(), example()
+
+
+def test_a_model_that_does_not_fit_is_measured_some_units_at_a_time(monkeypatch):
+    model, x = transformer(4), tokens()
+    whole = planned(model, x, policy="all").chain
+    steps, saving = [], Meter.saving
+    monkeypatch.setattr(Meter, "saving", lambda self, *a: steps.append(a[1]) or saving(self, *a))
+    monkeypatch.setattr("fusedckpt.planning.measure.spare_bytes", lambda device: 0)
+    parts = planned(model, x, policy="all").chain
+    assert steps == [[0], [1], [2], [3]]
+    for one, other in zip(whole.units, parts.units, strict=True):
+        ours, theirs = one.levels[0], other.levels[0]
+        assert (ours.kept, ours.backward) == pytest.approx((theirs.kept, theirs.backward), rel=0.01)
 
 
 @pytest.mark.parametrize("adamw", [False, True], ids=["no optimizer", "AdamW"])
