@@ -137,9 +137,11 @@ class _Costs:
         if len(self._groups) == 1:
             plain, forward = self._meter.times([run_at(name) for name in fastest])
         scale = sum(forward) / profiled if profiled else 1.0
-        alike = {kind: [i for i, x in enumerate(kinds) if x == kind] for kind in kinds}
-        found = [self._ms(alike[kind], scale, forward) for kind in kinds]
-        return plain, found
+        alike: dict[Any, list[int]] = {}
+        for i, kind in enumerate(kinds):
+            alike.setdefault(kind, []).append(i)
+        found = {kind: self._ms(units, scale, forward) for kind, units in alike.items()}
+        return plain, [found[kind] for kind in kinds]
 
     def _pairs(self, fastest: Sequence[str]) -> Any:
         return enumerate(zip(self._readings, fastest, strict=True))

@@ -47,7 +47,8 @@ class _Held:
 
     def note(self, i: int, tensors: Iterable[Tensor], is_given: bool) -> None:
         """Note the tensors that unit i gets, or makes."""
-        self.see(i if is_given else i + 1)
+        if is_given:
+            self.see(i)
         for x in tensors:
             storage = storage_ref(x)
             # a tensor that a unit makes for another is for the first that gets it to hold
