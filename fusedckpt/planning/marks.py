@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from fusedckpt.memory import open_workspaces, profiled
+from fusedckpt.memory import allocator_count, open_workspaces, profiled
 from fusedckpt.planning.timing import seconds
 
 __all__ = ["Mark", "Reading", "phases_of"]
@@ -73,13 +73,14 @@ def _collect(events: Any, found: list[tuple[int, int, Any]]) -> None:
 def _on_cuda(run: Callable[[Mark], Any], device: torch.device, resident: int) -> list[Phase]:
     found, last = list[Phase](), ("begin", seconds(device), resident)
     open_workspaces(device)
-    first = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    count = f"{allocator_count()}.all"
+    first = torch.cuda.memory_stats(device)[f"{count}.current"]
     torch.cuda.reset_peak_memory_stats(device)
 
     def mark(name: str) -> None:
         nonlocal last
         now, stats = seconds(device), torch.cuda.memory_stats(device)
-        live, peak = (stats[f"requested_bytes.all.{x}"] - first for x in ("current", "peak"))
+        live, peak = (stats[f"{count}.{x}"] - first for x in ("current", "peak"))
         found.append(Phase(last[0], last[2], peak + resident, 1e3 * (now - last[1])))
         torch.cuda.reset_peak_memory_stats(device)
         last = name, now, live + resident
