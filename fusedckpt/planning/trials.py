@@ -14,13 +14,13 @@ from typing import Any
 
 from fusedckpt.planning.budget import Policy, spare_bytes
 from fusedckpt.planning.chain import Chain, Item, Keep, Level, Outcome, Unit, simulate
-from fusedckpt.planning.marks import phases_of
 from fusedckpt.planning.measure import Measured
 from fusedckpt.planning.plans import Plan, structure_of
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.roles import PRODUCTS
 from fusedckpt.planning.solver import least_peak, may_go_lower, solve
 from fusedckpt.planning.timing import Times, once, step_kind, times_of
+from fusedckpt.reporting.memory_report import measure
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.tables import enough
 
@@ -67,16 +67,14 @@ class Trials:
         )  # fmt: skip
 
     def tried(self, solution: Outcome) -> Plan:
-        """Run a step under a plan, and add its peak."""
+        """Run a step under a plan, and add its peak, and what it held outside saved tensors."""
         found = self._plan(solution)
         found.apply(self.step.model)
         try:
-            step, held = self.step.fresh()
-            resident, device = step.resident(held), held[0].device
-            phases = phases_of(lambda mark: step.take(mark, held), device, resident)
+            measured = measure(self.step)
         finally:
             found.undo()
-        return replace(found, measured_bytes=max(phase.peak for phase in phases))
+        return replace(found, measured_bytes=measured.peak_bytes, held=measured.held)
 
     def within(self, limit: int, rest: int, known: int | None = None) -> Plan:
         """Return the fastest plan whose step, when run, stays within the limit.
