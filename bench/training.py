@@ -32,7 +32,7 @@ from fusedckpt.reporting.trial import trial
 SLICES = 160
 # of the way from the least peak that a plan reaches to that of saving everything
 BUDGETS = (0.25, 0.5, 0.75)
-POLICIES = ("all", "sqrt", "recursive", "speed", "memory")
+POLICIES = ("all", "sqrt", "speed", "memory")
 NUM_PLANS = len(POLICIES) + len(BUDGETS)
 NOTES = (
     "saved: for backward; peak: of a step, above parameters and gradients that exist before;",

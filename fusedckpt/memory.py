@@ -23,6 +23,7 @@ __all__ = [
     "SavedStorage",
     "SavedTensors",
     "addresses_of",
+    "allocator_count",
     "live_bytes",
     "nbytes_of",
     "open_workspaces",
@@ -204,10 +205,7 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
 
 
 def _peak_on_cuda(fn: Callable[[], Any], device: torch.device | str) -> int:
-    # a block from the cache may be a MiB larger than what was asked of it, by what ran before; only
-    # torch's own allocator knows what was asked
-    is_native = torch.cuda.get_allocator_backend() == "native"
-    count = "requested_bytes" if is_native else "allocated_bytes"
+    count = allocator_count()
     open_workspaces(device)
     torch.cuda.synchronize(device)
     start = torch.cuda.memory_stats(device)[f"{count}.all.current"]
@@ -215,6 +213,14 @@ def _peak_on_cuda(fn: Callable[[], Any], device: torch.device | str) -> int:
     fn()
     torch.cuda.synchronize(device)
     return torch.cuda.memory_stats(device)[f"{count}.all.peak"] - start
+
+
+def allocator_count() -> str:
+    """Return the name of the bytes that CUDA's allocator counts."""
+    # a block from the cache may be a MiB larger than what was asked of it, by what ran before; only
+    # torch's own allocator knows what was asked
+    is_native = torch.cuda.get_allocator_backend() == "native"
+    return "requested_bytes" if is_native else "allocated_bytes"
 
 
 def open_workspaces(device: torch.device | str) -> None:

@@ -196,6 +196,115 @@ def _t5(draw: random.Random) -> Made:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+class Dense(nn.Module):
+    """A DenseNet's block: each layer gets the outputs of all layers before it."""
+
+    def __init__(self, growth: int, depth: int):
+        super().__init__()
+        widths = [growth * (i + 1) for i in range(depth)]
+        self.stem = nn.Conv2d(3, growth, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(n), nn.ReLU(), nn.Conv2d(n, growth, 3, padding=1))
+            for n in widths
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all features."""
+        features = [self.stem(x)]
+        for layer in self.layers:
+            features.append(layer(torch.cat(features, 1)))
+        return torch.cat(features, 1)
+
+
+class UNet(nn.Module):
+    """Convolutions that end in an in-place ReLU, down and up again, with skip connections."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        sizes = [width * 2**i for i in range(depth)]
+        self.down = nn.ModuleList(
+            self._block(a, b) for a, b in zip([3, *sizes], sizes, strict=False)
+        )
+        self.up = nn.ModuleList(
+            self._block(a + b, b) for a, b in zip(sizes[:0:-1], sizes[-2::-1], strict=True)
+        )
+
+    def _block(self, before: int, after: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(True),
+            nn.Conv2d(after, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(True),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features of the input's size."""
+        skips = []
+        for i, block in enumerate(self.down):
+            x = block(nn.functional.max_pool2d(x, 2) if i else x)
+            skips.append(x)
+        for block, skip in zip(self.up, skips[-2::-1], strict=True):
+            x = block(torch.cat([nn.functional.interpolate(x, scale_factor=2), skip], 1))
+        return x
+
+
+class Siamese(nn.Module):
+    """One tower for two inputs, and a head of units that run once."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.tower = nn.ModuleList(Residual(_mlp(width)) for _ in range(depth))
+        self.head = nn.ModuleList(Residual(_mlp(width)) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features of the difference."""
+        y = -x
+        for unit in self.tower:
+            x, y = unit(x), unit(y)
+        x = x - y
+        for unit in self.head:
+            x = unit(x)
+        return x
+
+
+def _mlp(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+    )
+
+
+class LSTMs(nn.Module):
+    """Recurrent layers with norms between them."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the last layer's output."""
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def _recurrent_gemma(draw: random.Random) -> Made:
+    return _language("recurrent_gemma", draw, hidden_size=64, intermediate_size=192, lru_width=64,
+                     num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=6,
+                     attention_window_size=64)  # fmt: skip
+
+
+def _conformer(draw: random.Random) -> Made:
+    import transformers
+
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=48, num_hidden_layers=draw.choice([3, 5]), num_attention_heads=4,
+        intermediate_size=96, conv_dim=(32, 32), conv_stride=(5, 4), conv_kernel=(10, 8),
+        num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+        layerdrop=0.0, mask_time_prob=0.0,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ConformerModel(config).train(), {
+        "input_values": torch.randn(2, 4000)
+    }
+
+
 MODELS: dict[str, Callable[[random.Random], Made]] = {
     **{f"chain {i}": _chain(i) for i in range(12)},
     "llama": _llama,
@@ -216,6 +325,12 @@ MODELS: dict[str, Callable[[random.Random], Made]] = {
         transformer(draw.choice([4, 8])),
         {"tokens": torch.randint(128, (4, 64))},
     ),
+    "densenet": lambda draw: (Dense(16, draw.choice([4, 8])), {"x": torch.randn(4, 3, 24, 24)}),
+    "unet": lambda draw: (UNet(12, draw.choice([3, 4])), {"x": torch.randn(4, 3, 32, 32)}),
+    "siamese": lambda draw: (Siamese(64, draw.choice([2, 4])), {"x": torch.randn(512, 64)}),
+    "lstms": lambda draw: (LSTMs(64, draw.choice([3, 5])), {"x": torch.randn(8, 24, 64)}),
+    "recurrent gemma": _recurrent_gemma,
+    "conformer": _conformer,
 }
 
 
@@ -241,18 +356,46 @@ class Result(NamedTuple):
     step: float
 
 
-def peak_of(model: nn.Module, inputs: dict[str, Any], steps: int) -> int:
-    """Return the peak of so many micro-batches, whose gradients add up."""
+class Loop(NamedTuple):
+    """How a model is trained.
 
-    def loop() -> None:
-        for _ in range(steps):
-            output = model(**inputs)
-            loss = loss_of(output)
-            loss.backward()
+    steps: micro-batches, whose gradients add up. has_gradients: they exist when a step begins.
+    """
 
-    model.zero_grad()
-    held = nbytes_of([*model.parameters(), *model.buffers(), *tensors_of(inputs)])
-    return held + peak_bytes(loop)
+    model: nn.Module
+    inputs: dict[str, Any]
+    steps: int
+    optimizer: torch.optim.Optimizer | None
+    has_gradients: bool
+
+    def clear(self) -> None:
+        """Bring the gradients to where a step begins."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if self.has_gradients else None
+
+    def planned(self, budget: int) -> fusedckpt.Plan:
+        """Plan within a budget."""
+        self.clear()
+        options = {"accumulate": self.steps > 1, "optimizer": self.optimizer, "progress": False}
+        return fusedckpt.plan(self.model, budget=budget, **options, **self.inputs)
+
+    def peak(self) -> int:
+        """Return the peak of a step."""
+        model, optimizer = self.model, self.optimizer
+
+        def loop() -> None:
+            for _ in range(self.steps):
+                output = model(**self.inputs)
+                loss = loss_of(output)
+                loss.backward()
+            if optimizer is not None:
+                optimizer.step()
+
+        self.clear()
+        state = [] if optimizer is None else [*tensors_of([*optimizer.state.values()])]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        held = [*model.parameters(), *model.buffers(), *tensors_of(self.inputs), *state, *gradients]
+        return nbytes_of(held) + peak_bytes(loop)
 
 
 def seconds_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
@@ -270,19 +413,24 @@ def run(name: str, draw: random.Random, rounds: int) -> Result:
     torch.manual_seed(draw.randrange(1 << 30))
     model, inputs = MODELS[name](draw)
     accumulate, share = draw.random() < 0.5, draw.random()
-    most, least = peak_of(model, inputs, 2 if accumulate else 1), 0
+    optimizer = torch.optim.AdamW(model.parameters()) if draw.random() < 0.4 else None
+    has_gradients = not accumulate and draw.random() < 0.3
+    loop = Loop(model, inputs, 2 if accumulate else 1, optimizer, has_gradients)
+    # the first step makes the optimizer's state
+    loop.peak()
+    most, least = loop.peak(), 0
     try:
-        fusedckpt.plan(model, budget=1, accumulate=accumulate, progress=False, **inputs)
+        loop.planned(1)
     except ValueError as error:
         least = int(str(error).split(" bytes")[0].split()[-1])
     budget = int(least + share * (most - least))
     step = min(seconds_of(model, inputs)[1] for _ in range(3))
     model.zero_grad()
     start = time.thread_time()
-    found = fusedckpt.plan(model, budget=budget, accumulate=accumulate, progress=False, **inputs)
+    found = loop.planned(budget)
     planning = time.thread_time() - start
     found.apply(model)
-    measured = peak_of(model, inputs, 2 if accumulate else 1)
+    measured = loop.peak()
     found.undo()
     items = policy(found.chain, "none")
     outcome = simulate(found.chain, items)
@@ -298,7 +446,7 @@ def run(name: str, draw: random.Random, rounds: int) -> Result:
     actual = 0.0
     if rounds:
         actual = statistics.median(slower) / statistics.median(forward for forward, _ in times[0])
-    claimed, error = (ms / found.chain.forward for ms in (found.extra_ms, found.error_ms))
+    claimed, error = (ms / found.forward_ms for ms in (found.extra_ms, found.error_ms))
     error = error if found.rounds else math.inf
     return Result(budget, found.predicted_bytes, measured, claimed, error, actual, planning, step)
 

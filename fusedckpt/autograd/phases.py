@@ -35,14 +35,11 @@ class Phase:
 
     levels: the level whose extras backward can count on, and that at which the forward computes
     them; None for the layer's own level.
-    running: of checkpoints inside, one that a later call may go on with: what returns it, or None,
-    whose it is, and the place of that call in it.
     """
 
     recomputes = False
     owns_extras = False
     levels: tuple[str, str] | None = None
-    running: tuple[Callable[[], Any], Any, int] = (lambda: None), None, 0
 
     def enter(self, given: Tensors, likes: Likes = ()) -> None:
         """Take note of what the layer is about to save, before it computes anything."""

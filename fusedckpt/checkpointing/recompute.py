@@ -110,7 +110,6 @@ class Recompute(Phase):
                     packed.version = owner._version
             # this lives until the end of the backward, arguments and what ran inside do not
             del self._segment, self._leaves
-            self.running = Phase.running
         self._check(segment, run)
 
     def _run_calls(self, run: Run | None) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Policy", "bytes_of", "limit_of", "spare_bytes"]
 
 Policy = str | Sequence[str | nn.Module]
 
-_POLICY = re.compile(r"budget|none|all|sqrt|recursive|uniform:[1-9]\d*|memory|speed")
+_POLICY = re.compile(r"budget|none|all|sqrt|uniform:[1-9]\d*|memory|speed")
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -62,8 +62,8 @@ def limit_of(budget: Any, activation_budget: Any, policy: Any, device: torch.dev
     is_name = isinstance(policy, str)
     if not (_POLICY.fullmatch(policy) if is_name else isinstance(policy, Iterable)):
         raise ValueError(
-            "plan: policy must be budget, none, all, sqrt, recursive, uniform:k, memory, speed or "
-            f"a list of modules, got {policy!r}"
+            "plan: policy must be budget, none, all, sqrt, uniform:k, memory, speed or a "
+            f"list of modules, got {policy!r}"
         )
     given = {"budget": budget, "activation_budget": activation_budget}
     given = {name: value for name, value in given.items() if value is not None}

@@ -1,147 +1,94 @@
-"""A model as a chain of units, what a plan does to it, and what that costs in bytes and time.
+"""A model as a chain of units, plans for it, and the bytes and the time that a plan takes.
 
-A plan covers the chain, in order, with items: a unit that keeps a level of its intermediates, or a
-checkpointed segment that keeps only its input and is run again in backward; as a chain of its own,
-where segments are nested in it. `simulate` walks
-through a step and adds up the bytes that live, one moment after the other: what items before keep,
-what the units of this one hold for their backward, what those behind left, and what is there for a
-moment only. It knows nothing of `solver`, whose plans it checks.
+All peaks of a chain are those of one step in which every unit is in a checkpoint of its own. A plan
+changes them by sums: a unit that saves a level adds the bytes of that level until its backward is
+done; a unit inside a segment, behind another one, subtracts its input, which nothing keeps then.
+`moments` goes through a step under a plan. It is independent of `solver`, whose plans it checks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
-__all__ = [
-    "Chain",
-    "Item",
-    "Keep",
-    "Level",
-    "Outcome",
-    "Segment",
-    "Unit",
-    "moments",
-    "simulate",
-]
+__all__ = ["Chain", "Item", "Keep", "Level", "Outcome", "Segment", "Unit", "moments", "simulate"]
 
 
-_AMOUNTS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
-
-
-def _check_amounts(record: Level | Unit | Chain) -> None:
+def _check(record: Level | Unit | Chain, times: Sequence[str], *signed: str) -> None:
+    """Refuse a field that is no size in bytes, or no time."""
     for field in fields(record):
-        value, (wanted, _, optional) = getattr(record, field.name), str(field.type).partition(" | ")
-        if wanted not in _AMOUNTS or (value is None and optional):
+        value, is_ms = getattr(record, field.name), field.name in times
+        if not is_ms and field.type != "int":
             continue
-        # True is an int, too
-        least = -math.inf if field.name == "tail" else 0
-        if value is None or type(value) not in _AMOUNTS[wanted] or not least <= value < math.inf:
+        known = type(value) is int or (is_ms and type(value) is float and math.isfinite(value))
+        if not known or (value < 0 and field.name not in signed):
+            expected = "a time" if is_ms else "a size in bytes"
             kind = type(record).__name__
-            raise ValueError(
-                f"{kind}: {field.name} is {field.type}, finite and not negative, got {value!r}"
-            )
+            raise ValueError(f"{kind}: {field.name} is {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Level:
-    """What a unit may keep from its forward until its backward.
+    """A unit that saves something from its forward until its backward.
 
-    kept: bytes, its own input included where autograd keeps that; a tensor between two units is
-        counted by the one that reads it.
-    extra: ms by which backward is slower than at the level that keeps most.
-    transient: bytes that its backward holds at its worst moment beyond all that is kept: dy, dx,
-        temporaries, the gradients that it leaves.
-    ending: bytes that being run again and its backward hold at the worst moment beyond all that is
-        kept, where the unit ends a segment: a recompute that stops early brings back less. None:
-        as anywhere else.
-    nested: it takes checkpoints inside the unit, which no segment may hold.
-    forward_transient: as that of the unit, where it is kept at this level. None: that of the unit.
-    again: bytes that it keeps where it was run again in a segment. None: as many as ever.
-    running: as forward_transient of the unit, where it is in a segment. None: that of the unit.
-    chunks: into how many chunks MLPs inside cut their tokens, beyond what they do by themselves.
+    kept: bytes beyond those that it saves in a checkpoint of its own, below 0 where it saves less.
+    extra: ms that a step takes more than at the fastest level. forward: the peak of the step while
+    the unit runs. backward: the peak from the arrival of its gradient to that of the unit before.
     """
 
     name: str
     kept: int
     extra: float
-    transient: int
-    ending: int | None = None
-    nested: bool = False
-    forward_transient: int | None = None
-    again: int | None = None
-    running: int | None = None
-    chunks: int = 1
+    forward: int
+    backward: int
 
     def __post_init__(self):
-        _check_amounts(self)
-        if not self.chunks:
-            raise ValueError(f"Level: {self.name} needs at least one chunk, got 0")
-
-    @property
-    def held(self) -> int:
-        """Bytes that it keeps where it was run again."""
-        return self.kept if self.again is None else self.again
+        _check(self, ("extra",), "kept")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A fused layer, a block, or any other module that runs as a whole.
+    """A module that runs as a whole.
 
-    levels: in any order, at least one, names distinct.
-    forward: ms. rerun: ms that it takes to run it again in a segment; None: as long as its forward.
-    tail: ms that a segment takes less than that for all of its units, where this one is the last:
-        its last GEMM is not run again; below 0 where what a segment itself does costs more.
-    input, output: bytes; `input` is what a segment that starts here keeps.
-    forward_transient: bytes that its forward holds at its worst moment beyond what is kept, its
-        output included, and its input where no level keeps that.
-    left: bytes that stay after its backward, such as gradients of parameters.
-    fixed: it cannot be run again, so that no segment may hold it.
-    code: it is no module, but what the model's own code does around units.
-    composed: it has modules inside, which could be units themselves.
+    levels: of distinct names, at least one. again: the unit in a segment of its own; its `extra` is
+    the time of the recompute; None where `fixed` says why no segment may hold it. inside: the unit
+    between its recompute and its backward in a segment. forward_ms: the time of its forward;
+    rerun_ms: of its recompute before other units. input: bytes of the arguments that a segment
+    keeps which starts here; freed: of those that it does not keep where the unit is behind another
+    one. begin: live bytes when its forward begins; arrives: when its gradient arrives. between: the
+    peak from its end to the beginning of the next unit. joined: it may be in one segment with the
+    unit before. composed: it has modules inside, which could be units.
     """
 
     name: str
     levels: tuple[Level, ...]
-    forward: float
+    again: Level | None
+    inside: Level
+    forward_ms: float
+    rerun_ms: float
     input: int
-    output: int
-    tail: float = 0.0
-    forward_transient: int = 0
-    left: int = 0
-    fixed: bool = False
-    code: bool = False
+    freed: int
+    begin: int
+    between: int
+    arrives: int
+    joined: bool = False
     composed: bool = False
-    rerun: float | None = None
+    fixed: str = ""
 
     def __post_init__(self):
-        _check_amounts(self)
+        _check(self, ("forward_ms", "rerun_ms"))
         names = [level.name for level in self.levels]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"Unit: {self.name} needs levels of distinct names, got {names}")
-        if self.tail > self.again:
-            raise ValueError(f"Unit: the tail of {self.name} takes longer than its forward")
-
-    @property
-    def again(self) -> float:
-        """Ms that it takes to run it again in a segment."""
-        return self.forward if self.rerun is None else self.rerun
+        if (self.again is None) != bool(self.fixed):
+            raise ValueError(f"Unit: {self.name} is either fixed or has the cost of a segment")
 
     @property
     def fastest(self) -> Level:
-        """The level of least extra time without checkpoints inside; of those that keeps least."""
-        return min(self.levels, key=lambda level: (level.nested, level.extra, level.kept))
-
-    def forward_at(self, level: Level) -> int:
-        """Return what its forward holds beyond what is kept, where it is kept at this level."""
-        found = level.forward_transient
-        return self.forward_transient if found is None else found
-
-    def running_at(self, level: Level) -> int:
-        """Return the same of it in a segment, as it runs first or again."""
-        return self.forward_transient if level.running is None else level.running
+        """The level of least extra time; of several the one that keeps least."""
+        return min(self.levels, key=lambda level: (level.extra, level.kept))
 
     def has(self, name: str) -> bool:
         """Whether it has a level called `name`."""
@@ -154,66 +101,65 @@ class Unit:
                 return level
         raise ValueError(f"Unit: {self.name} has no level {name!r}")
 
+    def saved(self, level: Level) -> int:
+        """Return the bytes that it saves at a level, its input included."""
+        return max(0, self.input + level.kept)
+
 
 @dataclass(frozen=True)
 class Chain:
     """Units in the order of their forward.
 
-    base: bytes that are there before, during and after: parameters, existing gradients, optimizer.
+    base: live bytes when the step begins: parameters, gradients, optimizer. before, after: the
+    peaks until the first unit runs, and after all backwards. states: bytes of random states that a
+    segment keeps of each unit. head: bytes that the code behind the last unit saves.
     """
 
     units: tuple[Unit, ...]
     base: int = 0
+    before: int = 0
+    after: int = 0
+    states: int = 0
+    head: int = 0
 
     def __post_init__(self):
-        _check_amounts(self)
+        _check(self, ())
         if not self.units:
             raise ValueError("Chain: at least one unit is needed, got none")
 
     @property
-    def forward(self) -> float:
-        """Ms of one forward pass."""
-        return sum(unit.forward for unit in self.units)
+    def forward_ms(self) -> float:
+        """Ms of the forward of all units."""
+        return sum(unit.forward_ms for unit in self.units)
 
     def units_of(self, item: Item) -> tuple[Unit, ...]:
         """Return the units of an item of a plan."""
         return self.units[item.start : item.stop]
 
-    def levels_of(self, item: Item) -> list[tuple[Unit, Level]]:
-        """Return the units of an item with their levels."""
-        return [(u, u.level(x)) for u, x in zip(self.units_of(item), item.levels, strict=True)]
-
-    def kept_by(self, item: Item, again: bool = False) -> int:
-        """Return the bytes that an item keeps from where it runs, or runs again, until backward."""
-        unit, level = self.levels_of(item)[0]
-        if isinstance(item, Segment):
-            return unit.input
-        return level.held if again else level.kept
+    def kept_by(self, item: Item) -> int:
+        """Return the bytes that an item saves until its backward."""
+        unit = self.units[item.start]
+        return unit.saved(unit.level(item.level)) if isinstance(item, Keep) else unit.input
 
     def extra_of(self, item: Item) -> float:
         """Return the ms that an item adds to a step."""
-        units = self.units_of(item)
+        *units, last = self.units_of(item)
         if isinstance(item, Keep):
-            return units[0].level(item.level).extra
-        extra = sum(map(self.extra_of, item.items)) + sum(unit.again for unit in units)
-        last = item.items[-1]
-        if isinstance(last, Keep):
-            return extra - units[-1].tail
-        # the recompute ends where it has the input of that
-        return extra - sum(unit.again for unit in self.units_of(last))
+            return last.level(item.level).extra
+        assert last.again is not None
+        return sum(unit.rerun_ms for unit in units) + last.again.extra
+
+    def saves(self, unit: Unit) -> int:
+        """Return the bytes that a unit adds in a segment from its recompute to its backward."""
+        return unit.inside.kept + self.states
 
 
 @dataclass(frozen=True)
 class Keep:
-    """An item of a plan: unit number `start` keeps `level`."""
+    """An item of a plan: unit number `start` saves `level`."""
 
     start: int
     level: str
-
-    @property
-    def levels(self) -> tuple[str, ...]:
-        """That level, as a segment has those of its units."""
-        return (self.level,)
 
     @property
     def stop(self) -> int:
@@ -223,25 +169,10 @@ class Keep:
 
 @dataclass(frozen=True)
 class Segment:
-    """An item of a plan: units from `start` on are checkpointed as one.
-
-    levels: for each of its units what that keeps between being run again and its backward.
-    inner: how its units run when they run again, as segments of their own; () where all are kept.
-    """
+    """An item of a plan: the units from `start` to `stop` are checkpointed as one segment."""
 
     start: int
-    levels: tuple[str, ...]
-    inner: tuple[Item, ...] = ()
-
-    @property
-    def items(self) -> tuple[Item, ...]:
-        """How its units run when they run again."""
-        return self.inner or tuple(Keep(i, x) for i, x in enumerate(self.levels, self.start))
-
-    @property
-    def stop(self) -> int:
-        """The number of the next item's first unit."""
-        return self.start + len(self.levels)
+    stop: int
 
 
 Item: TypeAlias = Keep | Segment
@@ -249,7 +180,7 @@ Item: TypeAlias = Keep | Segment
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan costs: the peak in bytes, extra ms per step, and the moment of the peak.
+    """The peak of a plan in bytes and where it is, its extra ms per step, and a bound of these.
 
     lower_bound: ms that no plan within the same budget is below, as far as is known.
     """
@@ -262,85 +193,55 @@ class Outcome:
 
 
 def simulate(chain: Chain, items: Sequence[Item]) -> Outcome:
-    """Walk through one step under a plan; raise ValueError if that does not cover the chain."""
-    _check_cover(chain, items, 0, len(chain.units))
+    """Return peak and time of a plan; raise ValueError if it does not cover the chain."""
+    at = 0
+    for item in items:
+        if item.start != at or not at < item.stop <= len(chain.units):
+            raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
+        first, *others = chain.units_of(item)
+        units = (first, *others)
+        joins = all(unit.joined for unit in others) and not any(unit.fixed for unit in units)
+        if isinstance(item, Segment) and not joins:
+            raise ValueError(f"simulate: units that may be in one segment expected, got {item}")
+        at = item.stop
+    if at != len(chain.units):
+        raise ValueError(f"simulate: the plan covers {at} of {len(chain.units)} units")
     peak, where = max(moments(chain, items), key=lambda moment: moment[0])
     return Outcome(tuple(items), peak, sum(map(chain.extra_of, items)), where)
 
 
-def _check_cover(chain: Chain, items: Sequence[Item], at: int, stop: int) -> None:
-    for item in items:
-        if item.start != at or not at < item.stop <= stop:
-            raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
-        at, inner = item.stop, item.items if isinstance(item, Segment) else ()
-        held = chain.levels_of(item) if inner else ()
-        if any(unit.fixed or level.nested for unit, level in held):
-            raise ValueError(
-                f"simulate: a segment without fixed units or nested levels expected, got {item}"
-            )
-        _check_cover(chain, inner, item.start, item.stop if inner else item.start)
-        if inner and item.levels != tuple(level for x in inner for level in x.levels):
-            raise ValueError(f"simulate: a segment with levels as in those inside, got {item}")
-    if at != stop:
-        raise ValueError(f"simulate: the plan covers {at} of {len(chain.units)} units")
-
-
 def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
-    """Yield live bytes and what is going on, from the first forward to the last backward."""
-    kept = [chain.kept_by(item) for item in items]
-    live = chain.base
-    for item, nbytes in zip(items, kept, strict=True):
-        live += nbytes
-        yield from _forward(chain, item, live)
-    yield from _backward(chain, items, kept, live)
-
-
-def _forward(chain: Chain, item: Item, live: int, again: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield what is live as an item runs, for the first time or again within a segment."""
-    for i, (unit, level) in enumerate(chain.levels_of(item), item.start):
-        transient = unit.running_at(level)
+    """Yield peaks of a step, and the part of the step that each is of, in order."""
+    yield chain.before, "code before the units"
+    offset, offsets = 0, []
+    for item in items:
+        offsets.append(offset)
+        for number, unit in enumerate(chain.units_of(item)):
+            level = unit.level(item.level) if isinstance(item, Keep) else unit.again
+            assert level is not None
+            yield level.forward + offset, f"forward of {unit.name}"
+            offset += level.kept if isinstance(item, Keep) else -unit.freed if number else 0
+            yield unit.between + offset, f"code behind {unit.name}"
+    for item, offset in zip(reversed(items), reversed(offsets), strict=True):
         if isinstance(item, Segment):
-            transient += chain.units[i - 1].output if i > item.start else 0
-        elif not again:
-            transient = unit.forward_at(level)
-        yield live + transient, f"{'recompute' if again else 'forward'} of {unit.name}"
+            yield from _backward(chain, item, offset)
+        else:
+            unit = chain.units[item.start]
+            yield unit.level(item.level).backward + offset, f"backward of {unit.name}"
+    yield chain.after, "the optimizer's step"
 
 
-def _backward(
-    chain: Chain, items: Sequence[Item], kept: Sequence[int], live: int, again: bool = False
-) -> Generator[tuple[int, str], None, int]:
-    """Yield what is live in the backward of items, last to first; return what is afterwards.
-
-    live: what is when it begins, what the items keep included. again: they are of a segment that
-    has just run again.
-    """
-    for item, nbytes in zip(reversed(items), reversed(kept), strict=True):
-        if isinstance(item, Segment):
-            held = [chain.kept_by(inner, again=True) for inner in item.items]
-            held[0] = max(held[0], nbytes)
-            live -= nbytes
-            yield from _recompute(chain, item, held, live)
-            live = yield from _backward(chain, item.items, held, live + sum(held), again=True)
-            continue
-        unit, level = chain.levels_of(item)[0]
-        # of the last unit of a segment, `ending` was both
-        if not again or item is not items[-1] or level.ending is None:
-            yield live + level.transient, f"backward of {unit.name}"
-        live += unit.left - nbytes
-    return live
-
-
-def _recompute(
-    chain: Chain, item: Segment, held: Sequence[int], live: int
-) -> Iterator[tuple[int, str]]:
-    """Yield what is live as a segment runs again, of whose items each holds so much then."""
-    *before, last = item.items
-    dy = chain.units[item.stop - 1].output
-    for inner, nbytes in zip(before, held, strict=False):
-        live += nbytes
-        yield from _forward(chain, inner, live + dy, again=True)
-    # it ends where it has the input of a segment within
-    if isinstance(last, Keep):
-        unit, level = chain.levels_of(last)[0]
-        again = unit.running_at(level) + dy if level.ending is None else level.ending
-        yield live + held[-1] + again, f"recompute of {unit.name}"
+def _backward(chain: Chain, item: Segment, offset: int) -> Iterator[tuple[int, str]]:
+    """Yield the peaks of a segment's recompute and backward; offset: bytes of the items before."""
+    *units, last = chain.units_of(item)
+    assert last.again is not None
+    behind = chain.units[item.start + 1 : item.stop]
+    live = offset + last.arrives - sum(unit.freed for unit in behind)
+    for unit, after in zip(units, behind, strict=True):
+        yield live + unit.inside.forward - unit.begin, f"recompute of {unit.name}"
+        live += chain.saves(unit) + after.freed
+    offset += sum(map(chain.saves, units))
+    yield last.again.backward + offset, f"recompute of {last.name}"
+    for unit in reversed(units):
+        offset -= chain.saves(unit)
+        yield unit.inside.backward + offset, f"backward of {unit.name}"

@@ -27,7 +27,6 @@ _RULES = {
     "none": "save everything",
     "sqrt": "sqrt(n) segments",
     "all": "checkpoint every unit",
-    "recursive": "recursive",
 }
 
 
@@ -43,7 +42,7 @@ def draw(plan: PlanRecord, path: Path) -> None:
 
 def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
     chain = plan.chain
-    forward = chain.forward or 1.0
+    forward = plan.forward_ms or chain.forward_ms or 1.0
     points = _frontier(chain, plan.predicted_bytes)
     axes.step(
         [point.peak / _MIB for point in points],
@@ -52,7 +51,7 @@ def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
         color=BLUE,
         label="best plan for each budget",
     )
-    for marker, (rule, label) in zip("s^Dv", _RULES.items(), strict=True):
+    for marker, (rule, label) in zip("s^D", _RULES.items(), strict=True):
         outcome = simulate(chain, policy(chain, rule))
         spot = outcome.peak / _MIB, 100 * outcome.extra / forward
         axes.plot(*spot, marker, color=GREY, markersize=8, label=label)
@@ -89,8 +88,8 @@ def _draw_step(axes: Axes, plan: PlanRecord) -> None:
         live = [nbytes / _MIB for nbytes, _ in moments(plan.chain, items)]
         peak = enough(simulate(plan.chain, items).peak)
         axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {peak}")
-    # a forward is a moment for each unit
-    axes.axvline(len(plan.chain.units) + 0.5, color=FAINT, linewidth=1, linestyle=":")
+    # a forward has two moments for each unit, and one before them
+    axes.axvline(2 * len(plan.chain.units) + 1.5, color=FAINT, linewidth=1, linestyle=":")
     budget = math.inf if plan.budget_bytes is None else plan.budget_bytes / _MIB
     # one far above would flatten the curves
     if budget <= (1 + _FAR) * axes.get_ylim()[1]:

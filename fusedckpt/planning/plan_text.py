@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 
-from fusedckpt.planning.chain import Item, Segment, Unit, simulate
-from fusedckpt.planning.plan_record import PLAIN, PlanRecord, level_and_parts
+from fusedckpt.planning.chain import Item, Segment, simulate
+from fusedckpt.planning.plan_record import PlanRecord
 from fusedckpt.planning.policies import policy
-from fusedckpt.planning.solver import least_outcome, may_go_lower
+from fusedckpt.planning.roles import PLAIN
+from fusedckpt.planning.solver import least_peak, may_go_lower
 from fusedckpt.reporting.tables import Row, enough, held_by, size, table
 
 __all__ = ["text"]
@@ -20,17 +20,15 @@ _HEAD = ("unit", "plan", "saved", "extra ms", "forward ms")
 def text(plan: PlanRecord) -> str:
     """Return a table, units that are alike in one row, between a title and what the plan costs."""
     title = f"Plan for {plan.model}, policy {plan.policy!r}"
-    between = [unit for unit in plan.chain.units[1:-1] if unit.code]
-    lines = _rows(plan, between), _figures(plan, between)
-    return "\n".join([title, table(_HEAD, lines[0], numbers=(2, 3, 4)), *lines[1]])
+    return "\n".join([title, table(_HEAD, _rows(plan), numbers=(2, 3, 4)), *_figures(plan)])
 
 
-def _rows(plan: PlanRecord, between: list[Unit]) -> list[Row]:
+def _rows(plan: PlanRecord) -> list[Row]:
     """Return a row of `_HEAD` for every item, or for several alike in a row."""
-    found: list[Row] = []
     units, number = plan.chain.units, 0
-    shown = [item for item in plan.items if units[item.start] not in between]
-    for cells, group in groupby(shown, partial(_cells, plan)):
+    before = max(0, units[0].begin - plan.chain.base - units[0].input)
+    found: list[Row] = [("(before)", "unchanged", size(before), "", "")]
+    for cells, group in groupby(plan.items, partial(_cells, plan)):
         items = list(group)
         count = len(items)
         names = [units[i].name for i in (items[0].start, items[-1].stop - 1)]
@@ -42,40 +40,29 @@ def _rows(plan: PlanRecord, between: list[Unit]) -> list[Row]:
         if count > 1:
             figures = [f"{count} x {figure}" for figure in figures]
         found.append((" to ".join(dict.fromkeys(names)), planned, *figures))
-    return found
+    return [*found, ("(after)", "unchanged", size(plan.chain.head), "", "")]
 
 
 def _cells(plan: PlanRecord, item: Item) -> Row:
     """Return what the row of an item says, but for its name and number."""
     chain, units = plan.chain, plan.chain.units_of(item)
-    kept, forward = size(chain.kept_by(item)), f"{sum(unit.forward for unit in units):.2f}"
-    extra = f"{chain.extra_of(item):.2f}"
+    kept, forward = size(chain.kept_by(item)), f"{sum(unit.forward_ms for unit in units):.2f}"
+    extra, chunks = f"{chain.extra_of(item):.2f}", f"in {plan.chunks} chunks"
     if isinstance(item, Segment):
-        counts = sorted({level.chunks for _, level in chain.levels_of(item)})
         of = f" of {len(units)} units" if len(units) > 1 else ""
-        up_to = "up to " * (len(counts) > 1)
-        of += f", in {up_to}{counts[-1]} chunks" if counts[-1] > 1 else ""
-        of += ", nested" if item.inner else ""
-        return of, kept, extra, forward
-    unit, chunks = units[0], units[0].level(item.level).chunks
-    level, parts = level_and_parts(item.level)
-    changes = {
-        f"saves {level}": level != PLAIN,
-        f"in {chunks} chunks": chunks > 1,
-        f"{' and '.join(parts)} checkpointed": parts,
-    }
+        return of + f", {chunks}" * (plan.chunks > 1), kept, extra, forward
+    changes = {f"saves {item.level}": item.level != PLAIN, chunks: plan.chunks > 1}
     planned = ", ".join(text for text, applies in changes.items() if applies) or "unchanged"
     # a unit whose forward is not the same twice is named below
-    if unit.fixed and not unit.code and unit.name not in plan.left_out:
-        holds = any(name == unit.name or name.startswith(f"{unit.name}.") for name in plan.held)
-        planned += ", holds tensors that no checkpoint frees" if holds else ", modifies its input"
-    return planned, kept, *(("", "") if unit.code else (extra, forward))
+    if units[0].fixed and units[0].name not in plan.left_out:
+        planned += f", {units[0].fixed}"
+    return planned, kept, extra, forward
 
 
-def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
+def _figures(plan: PlanRecord) -> list[str]:
     """Return one line for each figure of the whole."""
     chain, measured = plan.chain, plan.measured_bytes
-    least = least_outcome(chain)
+    least = least_peak(chain)
     finer = may_go_lower(chain, least)
     begins = "without gradients; with accumulate=True it holds for steps that add to them"
     if plan.gradient_bytes:
@@ -92,9 +79,8 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
         "held": held_by(held),
         "extra time": _extra(plan),
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
+        "limited by": _limited_by(plan),
     }
-    if between:
-        figures["limited by"] = _limited_by(chain.units, between)
     every = simulate(chain, policy(chain, "all"))
     is_better = every.extra <= plan.extra_ms and every.peak <= plan.predicted_bytes
     if plan.policy == "speed" and is_better:
@@ -106,18 +92,23 @@ def _figures(plan: PlanRecord, between: list[Unit]) -> list[str]:
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]
 
 
-def _limited_by(units: Sequence[Unit], between: list[Unit]) -> str:
+def _limited_by(plan: PlanRecord) -> str | None:
     """Say which units cannot be in one segment, because of code between them."""
-    numbers = [i for i, unit in enumerate(units) if unit in between]
-    pairs = [f"{units[i - 1].name} and {units[i + 1].name}" for i in numbers]
-    names = ", ".join(pairs[:2]) + (f", and {len(pairs) - 2} more" if pairs[2:] else "")
-    kept = size(sum(unit.levels[0].kept for unit in between))
-    return f"code between these modules prevents one segment across them: {names}; it saves {kept}"
+    units = plan.chain.units
+    pairs = [(a, b) for a, b in pairwise(units) if not (b.joined or a.fixed or b.fixed)]
+    if not pairs:
+        return None
+    names = ", ".join(f"{a.name} and {b.name}" for a, b in pairs[:2])
+    names += f", and {len(pairs) - 2} more" if pairs[2:] else ""
+    states = plan.chain.states
+    kept = sum(max(0, b.begin - a.begin - b.input - states) for a, b in pairs)
+    told = f"code between these modules prevents one segment across them: {names}"
+    return f"{told}; it saves {size(kept)}"
 
 
 def _extra(plan: PlanRecord) -> str:
     """Return the plan's extra time, and whether it was measured or predicted."""
-    ms, error, forward = plan.extra_ms, plan.error_ms, plan.chain.forward
+    ms, error, forward = plan.extra_ms, plan.error_ms, plan.forward_ms
     told = f"{ms:.2f} ms" + (f", {ms / forward:.1%} of the forward" if forward else "")
     if plan.rounds:
         pairs = f"{plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"

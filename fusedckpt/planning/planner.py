@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import importlib
+import importlib.util
 import operator
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fusedckpt.memory import nbytes_of, peak_bytes
+from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.chain import Chain
-from fusedckpt.planning.code_between import chain_of
+from fusedckpt.planning.measure import Measured, measured
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
-from fusedckpt.planning.repeats import Repeats
-from fusedckpt.planning.roles import assigned
-from fusedckpt.planning.solver import least_outcome, solve
-from fusedckpt.planning.survey import Kinds, Survey, ticking
+from fusedckpt.planning.survey import surveyed
 from fusedckpt.planning.trials import Trials
-from fusedckpt.planning.unit_costs import Ways
-from fusedckpt.planning.units import Cut, check_model, cuts_of
+from fusedckpt.planning.units import check_model, has_mlps, names_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
@@ -56,12 +51,13 @@ def plan(
         print(plan)
         plan.apply(model)
 
-    The model is cut into units that run one after the other. Equal units are measured once, on the
-    arguments of their first call: time and memory at every level of the fused layers inside and,
-    for a budget, with MLPs cut into chunks. The plan gives each unit a level, or checkpoints it in
-    a segment, so that the peak of the step stays below the budget at the least extra time. One step
-    under the plan then measures its peak, and some more, in turns with steps that save everything
-    where these fit, its extra time. Afterwards model, optimizer and RNG states are restored.
+    The model is cut into units that run one after the other. They are measured where they run, in
+    one step with each in a checkpoint of its own and one at each level of the fused layers inside.
+    The plan gives each unit a level, or checkpoints it in a segment, so that the peak of the step
+    stays below the budget at the least extra time. One step under the plan then measures its peak;
+    what that exceeds the budget by is taken off the limit, at most four times. Some more steps, in
+    turns with steps that save everything where these fit, measure its extra time. Afterwards model,
+    optimizer and RNG states are restored.
 
     The planned step begins with the gradients that exist when this is called, as after
     `zero_grad(set_to_none=False)`; with `accumulate` with all of them, outside of any bucket, as
@@ -70,9 +66,8 @@ def plan(
 
     A unit that modifies its arguments in place is left unchanged. A unit whose forward is not the
     same twice from the same arguments and random states (torch's, Python's and NumPy's) is never
-    recomputed; `left_out` names it. For a DistributedDataParallel the
-    module inside is planned and its buckets are counted. Plan a model first, then shard it, then
-    compile it.
+    recomputed; `left_out` names it. For a DistributedDataParallel the module inside is planned and
+    its buckets are counted. Plan a model first, then shard it, then compile it.
 
     Where torch.distributed is initialised, all ranks of a group call this with the same model,
     budget and shapes; the first rank measures, and all get its plan. The forward must not
@@ -86,15 +81,13 @@ def plan(
         activation_budget: the same without parameters, gradients, optimizer state and the
             optimizer's step, for a step that accumulates into existing gradients.
         policy: "budget"; or, without a budget, "none" (save everything), "all" (checkpoint every
-            unit), "sqrt", "recursive" (nested segments, as in `checkpoint_sequential`: each unit
-            runs log2(n) / 2 more times), "uniform:k" (k segments), "memory" (the least measured
-            peak of five plans: the predicted best, "all", "sqrt", "recursive" and "none"), "speed"
-            (save matmul and convolution outputs, in units that save less that way), or a list of
-            modules, or their names, to checkpoint one by one.
+            unit), "sqrt", "uniform:k" (k segments), "memory" (the least measured peak of four
+            plans: the predicted best, "all", "sqrt" and "none"), "speed" (save matmul and
+            convolution outputs, in units that save less that way), or a list of modules, or their
+            names, to checkpoint one by one.
         units: the modules to plan, or their names. By default the entries of every nn.Sequential,
             nn.ModuleList and nn.ModuleDict; if there are none, the fused layers; else the model's
-            children. For a budget and for "memory" default units are split, or parts of them
-            checkpointed, where that is cheaper.
+            children.
         loss, optimizer: as in `report`.
         accumulate: True, or a number of micro-batches, if gradients accumulate over several: the
             budget then holds for each micro-batch.
@@ -102,7 +95,7 @@ def plan(
             that train replicas, or shards, of this model. None means the group of a
             DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
             group; False plans on this rank alone.
-        progress: show on stderr how many units are measured, if rich is installed.
+        progress: show on stderr what is measured, if rich is installed.
 
     Returns:
         A Plan, not yet applied.
@@ -123,15 +116,15 @@ def plan(
         check_model(model)
         device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
         limit = limit_of(budget, activation_budget, policy, device)
-        cuts = cuts_of(model, policy, units)
+        names = names_of(model, policy, units)
         is_rest = activation_budget is not None
         is_there = _accumulates(accumulate) or is_rest
         step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
         step = step._replace(caller="plan", reseed=random_states())
         step, assumed = _in_state(step, parallel, is_there)
         goal = _Goal(policy, limit, is_rest, assumed, progress)
-        facts = facts_of(step, cuts[0].names, policy, limit, is_rest)
-        return facts, lambda: _planned(step, cuts, goal)
+        facts = facts_of(step, names, policy, limit, is_rest)
+        return facts, lambda: _planned(step, names, goal)
 
     return together(ranks, prepare)
 
@@ -182,97 +175,59 @@ def _in_state(
     return step._replace(gradients=gradients, beside=beside), set(absent if is_there else ())
 
 
-def _planned(step: Step, cuts: Sequence[Cut], goal: _Goal) -> Plan:
+def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
     """Measure, solve and try."""
     policy, limit = goal.policy, goal.limit
     parts = (
         nn.ModuleList([step.model, step.loss]) if isinstance(step.loss, nn.Module) else step.model
     )
     given = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
-    with trial(parts, step.optimizer, given), torch.enable_grad():
-        ways = Ways(policy == "speed", policy in ("budget", "memory"))
-        surveys = _surveys(step, cuts, ways, goal.progress)
-        # of a cut into smaller units fewer may seem to be
-        trained = set.intersection(*(survey.trained for survey in surveys))
-        never = goal.assumed - trained
+    with trial(parts, step.optimizer, given), torch.enable_grad(), telling(goal.progress) as tell:
+        tell("running the model")
+        survey = surveyed(step, names)
+        never = goal.assumed - survey.trained
         gradients = {p: grad for p, grad in step.gradients.items() if p not in never}
-        step = step._replace(last=surveys[0].last, gradients=gradients)
-        stepping = _stepping(step, trained)
+        step = step._replace(last=survey.last, gradients=gradients)
+        _make_state(step, survey.trained)
         step.fresh()
         held = [*step.parameters(), *step.gradients.values(), *step.state()]
         rest = step.resident(held) if goal.is_rest else 0
         limit = None if limit is None else limit + rest
-        chains = [chain_of(step, one.units(), trained, stepping) for one in surveys]
-        # of one cut there is nothing to choose
-        best = min(range(len(chains)), key=lambda i: len(chains) > 1 and _cost(chains[i], limit))
-        title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(cuts[0].names)}"
-        trials = Trials(step, chains[best], title, limit, surveys[best].left_out())
-        found = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
-        found = trials.timed(found, surveys[0].forward_ms)
-    gradients = nbytes_of(step.gradients.values())
-    return replace(found, gradient_bytes=gradients)
+        units, is_selective = survey.units(), policy == "speed"
+
+        def measure(chunks: int) -> Measured:
+            tell("measuring units" + f" in {chunks} chunks" * (chunks > 1))
+            return measured(step, units, is_selective, chunks)
+
+        found = measure(1)
+        tell("trying plans")
+        title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}"
+        again = measure if any(has_mlps(unit.module) for unit in units) else None
+        left_out = survey.left_out() | found.left_out
+        trials = Trials(step, found, title, limit, left_out, again)
+        best = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
+        best = trials.timed(best)
+    return replace(best, gradient_bytes=nbytes_of(step.gradients.values()))
 
 
-def _surveys(step: Step, cuts: Sequence[Cut], ways: Ways, progress: bool) -> list[Survey]:
-    """Return what the units of cuts cost, of those that have some."""
-    kinds: Kinds = {}
-    repeats = Repeats()
-    with ticking(sum(len(cut.names) for cut in cuts), progress) as tick:
-        surveys = [Survey(cut, kinds, repeats, tick, ways) for cut in cuts]
-        for survey in surveys:
-            survey.run(step)
-    if found := [survey for survey in surveys if survey.units()]:
-        return found
-    why = [f"{name} {reason}" for name, reason in surveys[0].left_out().items()]
-    told = "; ".join([*why[:3], f"{len(why) - 3} more"] if len(why) > 4 else why)
-    others = [name for name in _run_once(step) if name not in surveys[0].left_out()]
-    advice = f", name some with units=, such as {', '.join(others[:3])}" if others else ""
-    raise ValueError(
-        f"plan: expected a unit of {type(step.model).__name__} that runs exactly once{advice}: "
-        f"{told or 'it has no parts'}"
-    )
-
-
-def _run_once(step: Step) -> list[str]:
-    """Return the names of modules with trained parameters that the forward calls exactly once."""
-    trained = {
-        name: module
-        for name, module in step.model.named_modules()
-        if name and any(p.requires_grad for p in module.parameters())
-    }
-    calls: Counter[str] = Counter()
-
-    def counted(name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        calls[name] += 1
-        return forward(*args, **kwargs)
-
-    step, _ = step.fresh()
-    with torch.no_grad(), assigned({x: partial(counted, name) for name, x in trained.items()}):
-        step.model(*step.args, **step.kwargs)
-    return [name for name, count in calls.items() if count == 1]
-
-
-def _cost(chain: Chain, limit: int | None) -> tuple[float, int]:
-    """Return what tells which of several ways to cut a model is the best."""
-    least = least_outcome(chain).peak
-    if limit is None or least > limit:
-        return math.inf, least
-    return solve(chain, limit).extra, least
-
-
-def _stepping(step: Step, trained: Collection[Tensor]) -> int:
-    """Return the bytes that the optimizer's step takes for a moment, once it has made its state.
-
-    trained: the parameters that get a gradient.
-    """
-    optimizer = step.optimizer
-    if optimizer is None:
-        return 0
+def _make_state(step: Step, trained: Collection[Tensor]) -> None:
+    """Let the optimizer make its state; trained: the parameters that get a gradient."""
+    if step.optimizer is None or step.optimizer.state:
+        return
     for parameter in step.parameters():
         found = step.gradients.get(parameter)
         if found is None and parameter in trained:
             found = torch.zeros_like(parameter)
         parameter.grad = found
-    if not optimizer.state:
-        optimizer.step()
-    return peak_bytes(optimizer.step, step.parameters()[0].device) if step.is_last else 0
+    step.optimizer.step()
+
+
+@contextmanager
+def telling(progress: bool) -> Iterator[Callable[[str], None]]:
+    """Yield what shows on stderr what is going on, where rich is installed."""
+    if not progress or importlib.util.find_spec("rich") is None:
+        yield lambda text: None
+        return
+    console = importlib.import_module("rich.console").Console(stderr=True)
+    with console.status("planning") as status:
+        yield status.update

@@ -1,4 +1,4 @@
-"""A plan for a model: which of its units keep what, which run again as one segment."""
+"""A plan for a model: which of its units save what, which run again as one segment."""
 
 from __future__ import annotations
 
@@ -16,37 +16,30 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedckpt.autograd.levels import LEVELS, Chunked, saving
 from fusedckpt.checkpointing.sequential import Span
 from fusedckpt.planning import roles
-from fusedckpt.planning.chain import Item, Segment
-from fusedckpt.planning.chunks import in_chunks
-from fusedckpt.planning.plan_record import (
-    BUT,
-    FORMAT,
-    PRODUCTS,
-    PlanRecord,
-    level_and_parts,
-    read,
-)
+from fusedckpt.planning.chain import Keep, Segment
+from fusedckpt.planning.plan_record import FORMAT, PlanRecord, read
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
 from fusedckpt.reporting.figure import drawing
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "structure_of"]
 
 
 @dataclass(frozen=True)
 class Plan(PlanRecord):
-    """What `plan` found: `items` for the units of `chain`, in order.
+    """The result of `plan`: `items` for the units of `chain`, in order.
 
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
     latter is None if no step was run under the plan. Times are in ms per step. `extra_ms` is the
     time over a step that saves everything: the median difference of `rounds` pairs of steps. With
     one pair it is the mean of that difference and of the prediction from units. With 0 rounds it is
     the prediction alone: a step that saves everything may not fit, or steps differ by more.
-    `error_ms` is the standard error of the measurement. `lower_bound_ms` bounds every plan within
-    the budget whose segments do not nest. `left_out` says why modules were not made units, or are
-    never recomputed; `structure` has the classes of the model and its units. `gradient_bytes`
-    counts the gradients that exist when the planned step begins, `held` the bytes of the measured
-    step outside saved tensors, as in a report.
+    `error_ms` is the standard error of the measurement, `forward_ms` the time of the model's
+    forward. `lower_bound_ms` bounds every plan within the budget. `chunks`: into how many all MLPs
+    in units cut their tokens. `left_out` says why modules were not made units, or are never
+    recomputed; `structure` has the classes of the model and its units. `gradient_bytes` counts the
+    gradients that exist when the planned step begins, `held` the bytes of the measured step outside
+    saved tensors, as in a report.
     """
 
     _applied: list[weakref.ref[nn.Module]] = field(
@@ -67,20 +60,19 @@ class Plan(PlanRecord):
         if not isinstance(model, nn.Module):
             raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        for unit in self.chain.units[1:-1]:
-            if not unit.code:
-                _unit(inner, unit.name)
+        for unit in self.chain.units:
+            _unit(inner, unit.name)
         for name, expected in self.structure.items():
             if (found := structure_of(_unit(inner, name))) != expected:
                 raise ValueError(
                     f"Plan.apply: {name or 'the model'} is a {found}, the plan was made for a "
                     f"{expected}: call fusedckpt.plan for this model"
                 )
-        given = [(_unit(inner, name), role) for name, role in self._roles()]
         if any(roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
-        for module, role in given:
-            roles.assign(module, role)
+        for name, role in self._roles():
+            module = _unit(inner, name)
+            roles.assign(module, roles.in_chunks(role, self.chunks))
             self._applied.append(weakref.ref(module))
         return model
 
@@ -96,33 +88,22 @@ class Plan(PlanRecord):
         self._applied[:] = [ref for ref in self._applied if ref() not in (None, *given)]
 
     def __getstate__(self) -> dict[str, Any]:
-        # what it was applied to stays here
+        # the models that it was applied to stay here
         return {**self.__dict__, "_applied": []}
 
     def _roles(self) -> Iterator[tuple[str, roles.Role]]:
         for item in self.items:
             names = [unit.name for unit in self.chain.units_of(item)]
             if isinstance(item, Segment):
-                given = _segmented(item).roles()
-                yield from zip(names, map(in_chunks, given, self._chunks(item)), strict=True)
-                continue
-            level, parts = level_and_parts(item.level)
-            if level == PRODUCTS:
-                yield names[0], roles.keep_products
-            elif level in LEVELS:
-                yield names[0], in_chunks(roles.save_at(level), *self._chunks(item))
-            yield from ((f"{names[0]}.{part}", roles.again()) for part in parts)
-
-    def _chunks(self, item: Item) -> list[int]:
-        """Return into how many chunks each unit of an item is cut."""
-        return [level.chunks for _, level in self.chain.levels_of(item)]
+                yield from zip(names, roles.Segmented(len(names)).roles(), strict=True)
+            elif item.level != roles.PLAIN or self.chunks > 1:
+                yield names[0], roles.run_at(item.level)
 
     def cut(self, functions: Sequence[Any]) -> list[Any]:
         """Return the functions of an nn.Sequential, those in chunks that the plan cuts."""
         found = list(functions)
-        for unit, level in (pair for item in self.items for pair in self.chain.levels_of(item)):
-            if level.chunks > 1:
-                found[int(unit.name)] = Chunked(found[int(unit.name)], level.chunks)
+        for unit in self.chain.units if self.chunks > 1 else ():
+            found[int(unit.name)] = Chunked(found[int(unit.name)], self.chunks)
         return found
 
     def spans(self, count: int) -> list[Span]:
@@ -133,36 +114,19 @@ class Plan(PlanRecord):
         """
         found: list[Span] = []
         for item in self.items:
-            names = [u.name for u in self.chain.units_of(item) if not u.fixed]
-            if not names:
-                continue
+            names = [unit.name for unit in self.chain.units_of(item)]
             if not all(name.isdecimal() and int(name) < count for name in names):
                 raise ValueError(
                     f"checkpoint_sequential: a plan of {count} functions was expected, got one "
                     f"with the unit {names[-1]}: give plan these functions as units="
                 )
-            if isinstance(item, Segment):
-                within = self._within(item)
-            else:
-                if BUT in item.level:
-                    raise ValueError(
-                        "checkpoint_sequential: a plan of whole functions was expected, got one "
-                        f"that runs parts of {names[0]} again: give plan these functions as units="
-                    )
-                level, _ = level_and_parts(item.level)
-                within = saving(level) if level in LEVELS else nullcontext()
+            within = None
+            if isinstance(item, Keep):
+                within = saving(item.level) if item.level in LEVELS else nullcontext()
             found.append((int(names[0]), int(names[-1]) + 1, within))
         planned = {i for start, stop, _ in found for i in range(start, stop)}
         rest = [(i, i + 1, nullcontext()) for i in range(count) if i not in planned]
         return sorted(found + rest, key=lambda span: span[0])
-
-    def _within(self, item: Segment) -> list[Span] | None:
-        """Return the spans that are nested in a segment, what is no unit with those before it."""
-        numbers = [int(unit.name) for unit in self.chain.units_of(item)]
-        starts = [numbers[x.start - item.start] - numbers[0] for x in item.inner]
-        stops = [*starts[1:], numbers[-1] + 1 - numbers[0]]
-        ways = [self._within(x) if isinstance(x, Segment) else nullcontext() for x in item.inner]
-        return [*zip(starts, stops, ways, strict=True)] if starts else None
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -203,16 +167,6 @@ def _unit(model: nn.Module, name: str) -> nn.Module:
             f"Plan.apply: {type(model).__name__} has no unit {name!r}: call fusedckpt.plan for "
             "this model"
         ) from error
-
-
-def _segmented(item: Segment) -> roles.Segmented:
-    inner: dict[int, tuple[roles.Segmented, int]] = {}
-    for within in item.inner:
-        if isinstance(within, Segment):
-            nested = _segmented(within)
-            numbers = range(within.start, within.stop)
-            inner |= {i - item.start: (nested, place) for place, i in enumerate(numbers)}
-    return roles.Segmented((level_and_parts(name)[0] for name in item.levels), inner)
 
 
 def structure_of(module: nn.Module) -> str:

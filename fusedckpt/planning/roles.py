@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, TypeAlias
@@ -27,14 +27,13 @@ from torch.utils.checkpoint import (
 )
 
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.autograd.levels import LEVELS, saving
-from fusedckpt.autograd.phases import Phase, can_see_hooks, current
+from fusedckpt.autograd.levels import LEVELS, Chunked, chunking, saving
+from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import backward_id, pytree
 from fusedckpt.checkpointing.calls import (
     Argument,
     Call,
     Options,
-    Surroundings,
     layout_of,
     storage_of,
 )
@@ -45,6 +44,11 @@ from fusedckpt.fusing.subclass import made_of, subclass
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
 # of the segments of a plan: units may draw from Python's and NumPy's generators
 OPTIONS = Options(preserve_python_rng=True)
+
+# the level of a module without fused layers, and that which saves the outputs of matrix products
+PLAIN, PRODUCTS = "plain", "products"
+# as layers save in the recompute of a segment, whose hooks keep norms from sharing what they save
+INSIDE = "inside"
 
 # what happens in place of a module's forward: gets that, its args and its kwargs
 Role: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
@@ -141,14 +145,35 @@ class _Gathering:
                 module.reshard()
 
 
-def save_at(level: str) -> Role:
-    """Return the role that keeps what autograd keeps, fused layers inside at `level`, if one."""
-    return functools.partial(_save_at, level)
+def run_at(level: str) -> Role:
+    """Return the role of a unit that saves a level: PLAIN, PRODUCTS or one of fused layers."""
+    if level in (PRODUCTS, INSIDE):
+        return keep_products if level == PRODUCTS else _inside
+    return functools.partial(_run_at, level)
 
 
-def _save_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with saving(level) if level in LEVELS else nullcontext():
         return forward(*args, **kwargs)
+
+
+def _inside(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+    with saving("preact"), hooks:
+        return forward(*args, **kwargs)
+
+
+def in_chunks(role: Role, chunks: int) -> Role:
+    """Return a role with MLPs cut into chunks, in recomputes too; the role itself for one."""
+    return role if chunks == 1 else functools.partial(_cut, role, chunks)
+
+
+def _cut(role: Role, chunks: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        # a compiled checkpoint traces its recompute but once, and is to change nothing outside
+        with chunking(chunks):
+            return role(forward, args, kwargs)
+    return role(Chunked(forward, chunks), args, kwargs)
 
 
 def keep_products(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -208,25 +233,15 @@ class HandingOn(Segment):
         self._outputs: dict[Any, tuple[weakref.ref[Tensor], tuple[int, ...], _Output]] = {}
         self._last_uses: dict[tuple[int, int], int] = {}
 
-    def go_on(
-        self,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-        level: str = "preact",
-        surroundings: Surroundings | None = None,
-    ) -> Any:
-        """Call `fn`, fused layers in it keeping in the recompute what `level` says.
-
-        surroundings: those of now, where a segment around has them: it is nested in that.
-        """
+    def go_on(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call `fn` as the next call of the segment."""
         number = len(self.calls)
-        if number or surroundings is not None:
-            # an output of an earlier call may be anywhere in them, or what the one around drops
+        if number:
+            # an output of an earlier call may be anywhere in them
             args, spec = pytree.tree_flatten((args, kwargs))
             fn, kwargs = _Flat(fn, spec), {}
-        part = _Part(fn, args, kwargs, self.options, self._hold, surroundings)
-        part.level, part.number, part.last_uses = level, number, self._last_uses
+        part = _Part(fn, args, kwargs, self.options, self._hold)
+        part.number, part.last_uses = number, self._last_uses
         output = self.run(part, args, kwargs)
         for i, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
@@ -264,8 +279,8 @@ class _Flat:
 
 
 class _Thread(threading.local):
-    # as in a phase, where segments are nested in none
-    running = Phase.running
+    # the segment that a later call may go on with, whose it is, and the place of that call
+    running: tuple[Callable[[], Any], Any, int] = (lambda: None), None, 0
 
 
 _thread = _Thread()
@@ -274,17 +289,11 @@ _thread = _Thread()
 class Segmented:
     """Several modules, called one after the other, checkpointed as one segment.
 
-    levels: what fused layers in each keep in the recompute, "preact" where that is none of theirs.
-    inner: by place, of members that a segment nested in this one holds, that and the place there.
-
-    Under torch.compile every module is a checkpoint of its own, whatever the segments around it.
+    Under torch.compile every module is a checkpoint of its own.
     """
 
-    def __init__(
-        self, levels: Iterable[str], inner: Mapping[int, tuple[Segmented, int]] | None = None
-    ):
-        self.levels = tuple(level if level in LEVELS else "preact" for level in levels)
-        self.inner = dict(inner or {})
+    def __init__(self, count: int):
+        self._count = count
 
     def run(self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run member `place`; called out of order, it starts a segment of its own."""
@@ -293,56 +302,17 @@ class Segmented:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(functools.partial(forward, **kwargs), *args)
-        segment, _thread.running = self.known(_thread, place) or HandingOn(), Phase.running
-        output = segment.go_on(self.nested(place, forward), args, kwargs, self.levels[place])
+        segment, _thread.running = self._known(place) or HandingOn(), _Thread.running
+        output = segment.go_on(forward, args, kwargs)
         _thread.running = weakref.ref(segment), self, place + 1
         return output
 
-    def known(self, around: Phase | _Thread, place: int) -> HandingOn | None:
-        """Return the segment that runs there, if it expects this member next."""
+    def _known(self, place: int) -> HandingOn | None:
+        """Return the segment that runs, if it expects this member next."""
         # while a graph holds it
-        known, of, expected = around.running
+        known, of, expected = _thread.running
         return known() if place and of is self and expected == place else None
-
-    def nested(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a member's forward as it runs in the segment."""
-        if place not in self.inner or not can_see_hooks():
-            return forward
-        return _Nested(*self.inner[place], forward)
 
     def roles(self) -> list[Role]:
         """Return the role of each module."""
-        return [functools.partial(self.run, place) for place in range(len(self.levels))]
-
-
-class _Nested:
-    """A member's forward in a segment that is nested in another, made anew as that recomputes.
-
-    What the first call found holds for all: the recompute is to save what the forward did.
-    """
-
-    def __init__(self, of: Segmented, place: int, forward: Callable[..., Any]):
-        self._of, self._place, self._forward = of, place, of.nested(place, forward)
-        self.__self__ = getattr(forward, "__self__", None)
-        # of the call around; and whether this goes on with the segment of the one before
-        self._first: tuple[Surroundings, bool] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        around: Any = current()
-        segment = self._of.known(around, self._place)
-        if self._first is None:
-            self._first = around.calls[-1].surroundings, segment is not None
-        surroundings, goes_on = self._first
-        if segment is None or not goes_on:
-            segment = HandingOn()
-        around.running, level = Phase.running, self._of.levels[self._place]
-        output = segment.go_on(self._forward, args, kwargs, level, surroundings)
-        # a recompute lets go of it at its end, a forward has none
-        known = (lambda: segment) if around.recomputes else weakref.ref(segment)
-        around.running = known, self._of, self._place + 1
-        return output
-
-
-def again(level: str = "preact") -> Role:
-    """Return the role of a module that runs again in backward on its own."""
-    return Segmented((level,)).roles()[0]
+        return [functools.partial(self.run, place) for place in range(self._count)]

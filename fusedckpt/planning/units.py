@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.private import COMPILED_CHILD, compiled_call
 from fusedckpt.fusing.forwards import FusedMLP, FusedNorm
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
@@ -18,45 +18,68 @@ from fusedckpt.layers.sequential import Sequential, runs
 from fusedckpt.planning import roles
 from fusedckpt.planning.budget import Policy
 
-__all__ = ["Cut", "candidates", "check_model", "cuts_of", "has_levels"]
+__all__ = [
+    "candidates",
+    "check_model",
+    "has_levels",
+    "has_mlps",
+    "levels_of",
+    "names_of",
+    "shares_norms",
+]
 
 _FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedNorm)
 
 
-class Cut(NamedTuple):
-    """Names of modules that may be units, and by unit of what in it may run again on its own."""
-
-    names: Sequence[str]
-    parts: Mapping[str, Sequence[str]]
-
-
-def cuts_of(model: nn.Module, policy: Policy, units: Any) -> list[Cut]:
-    """Return the cuts to choose from: the one that was given, or that of a rule, as it is."""
+def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
+    """Return the names of the modules to plan: those that were given, or found by a rule."""
     if not isinstance(policy, str):
         if units is not None:
             raise ValueError("plan: expected units or a policy that lists modules, got both")
-        return [Cut(_named(model, policy), {})]
+        return _named(model, policy)
     names = candidates(model) if units is None else _named(model, units)
     rule, _, number = policy.partition(":")
     if rule == "uniform" and int(number) > len(names):
         raise ValueError(f"plan: expected uniform:1 to {len(names)}, got {policy!r}")
-    if units is not None or policy not in ("budget", "memory"):
-        return [Cut(names, {})]
-    finer = candidates(model, finer=True)
-    # a module that is elsewhere, too, is no part
-    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    return [
-        Cut(cut, {name: [*_parts(model.get_submodule(name), places)] for name in cut})
-        for cut in ([names] if finer == names else [names, finer])
-    ]
+    return names
 
 
-def _parts(unit: nn.Module, places: Mapping[nn.Module, int]) -> Iterator[str]:
-    for name, child in () if _is_fused(unit) else unit.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from (f"{name}.{inner}" for inner in _parts(child, places))
-        elif places[child] == 1:
-            yield name
+def levels_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the save levels that layers in a module offer, from the most that is saved.
+
+    A module offers levels by its attribute `save_levels`; those of fused layers are known.
+    """
+    found = {level for child in module.modules() for level in _offered(child)}
+    return tuple(level for level in reversed(LEVELS) if level in found)
+
+
+def _offered(module: nn.Module) -> tuple[str, ...]:
+    if isinstance(module, Sequential):
+        is_mlp = any(run.kind != "layer" for run in runs(list(module)))
+        return ("inputs", "preact") if is_mlp else ()
+    kind = module._fusedckpt_match.block.kind if isinstance(module, FusedMLP) else ""
+    if isinstance(module, GatedMLP) or kind == "gated_mlp":
+        return LEVELS
+    saves = kind or isinstance(module, (MLP, Linear))
+    return ("inputs", "preact") if saves else getattr(module, "save_levels", ())
+
+
+def shares_norms(module: nn.Module) -> bool:
+    """Whether fused norms in it may share tensors with the layers behind them."""
+    return any(isinstance(child, (RMSNorm, LayerNorm, FusedNorm)) for child in module.modules())
+
+
+def has_mlps(module: nn.Module) -> bool:
+    """Whether there is an MLP in it that can be cut into chunks."""
+    return any(map(_is_mlp, module.modules()))
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    if isinstance(module, FusedMLP):
+        return module._fusedckpt_match.block.kind != "linear_act"
+    if isinstance(module, Sequential):
+        return any(run.kind == "mlp" for run in runs(list(module)))
+    return isinstance(module, (MLP, GatedMLP))
 
 
 def _is_fused(module: nn.Module) -> bool:
@@ -71,17 +94,17 @@ def has_levels(module: nn.Module) -> bool:
     return any(_is_fused(child) for child in module.modules())
 
 
-def candidates(model: nn.Module, finer: bool = False) -> list[str]:
+def candidates(model: nn.Module) -> list[str]:
     """Return the names of the modules that may be units, in order of definition.
 
     What is in an nn.Sequential, nn.ModuleList or nn.ModuleDict, and in those inside of them, but
-    that an nn.Sequential of layers beside as many others is a unit, unless `finer`. Where the rest
+    that an nn.Sequential of layers beside as many others is a unit. Where the rest
     of the model has more layers with parameters than these (a body of attributes, a head that is a
     Sequential), the rest, too. Where there are none of these: the fused layers; else the model's
     own children. A module that is there twice has its first name.
     """
     count = len(model) if _is_container(model) else 0  # type: ignore[arg-type]  # sized
-    found = [*_walk("", model, count, finer)]
+    found = [*_walk("", model, count)]
     inside = [(name, m) for name, m, is_inside in found if is_inside]
     rest = [m for _, m, is_inside in found if not is_inside]
     if inside and _layers(rest) > _layers(m for _, m in inside):
@@ -91,21 +114,19 @@ def candidates(model: nn.Module, finer: bool = False) -> list[str]:
     return [name for name, module in inside if first.pop(module, None) == name]
 
 
-def _walk(
-    prefix: str, module: nn.Module, count: int, finer: bool
-) -> Iterator[tuple[str, nn.Module, bool]]:
+def _walk(prefix: str, module: nn.Module, count: int) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield the modules into which another falls, and whether each is in a container.
 
     count: of what the innermost container around holds, 0 outside of any.
     """
     for name, child in module.named_children():
         name = f"{prefix}.{name}" if prefix else name
-        if _is_container(child) and (finer or not _is_block(child, count)):
-            yield from _walk(name, child, len(child), finer)  # type: ignore[arg-type]  # sized
+        if _is_container(child) and not _is_block(child, count):
+            yield from _walk(name, child, len(child))  # type: ignore[arg-type]  # sized
         elif count or not any(map(_is_container, child.modules())):
             yield name, child, count > 0
         else:
-            yield from _walk(name, child, 0, finer)
+            yield from _walk(name, child, 0)
 
 
 def _is_block(module: nn.Module, count: int) -> bool:
@@ -163,6 +184,7 @@ def check_model(model: nn.Module) -> None:
     if any(roles.is_assigned(module) for module in model.modules()):
         raise ValueError("plan: a plan is applied to this model: undo it first")
     for name, module in model.named_modules():
+        # torch.compile(module), and module.compile()
         if compiled_call(module) is not None or COMPILED_CHILD in module._modules:
             raise ValueError(
                 f"plan: expected a model that is not compiled yet, got {name or 'one that is'} "

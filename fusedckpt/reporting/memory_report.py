@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt.memory import SavedStorage, SavedTensors, addresses_of, nbytes_of, profiled
+from fusedckpt.fusing.fused_calls import FusedCalls, FusedModule
+from fusedckpt.memory import (
+    SavedStorage,
+    SavedTensors,
+    addresses_of,
+    nbytes_of,
+    profiled,
+    saved_tensors,
+)
 from fusedckpt.reporting.figure import drawing
-from fusedckpt.reporting.fused_calls import FusedCalls, FusedModule
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.tables import Row, held_by, size, table
 from fusedckpt.reporting.timeline import Block, Moment, Watch, read
@@ -235,8 +243,9 @@ def measure(step: Step) -> MemoryReport:
     inputs = step.inputs()
     device = held[0].device
     resident = step.resident(held)
-    watch, calls, saved = Watch(step.model), FusedCalls(step.model), list[SavedTensors]()
-    events = profiled(lambda: saved.append(step.take(watch, held, calls)), device)
+    watch, calls, counted = Watch(step.model), FusedCalls(step.model), list[SavedTensors]()
+    events = profiled(lambda: counted.append(_taken(step, held, watch, calls)), device)
+    (saved,) = counted
     gradients = [x.grad for x in [*parameters, *inputs] if x.grad is not None]
     found = read(events, device, resident, addresses_of(gradients))
     return MemoryReport(
@@ -248,11 +257,32 @@ def measure(step: Step) -> MemoryReport:
         optimizer_bytes=None if step.optimizer is None else nbytes_of(step.state()),
         gradient_bytes=nbytes_of(gradients),
         resident_bytes=resident,
-        saved=saved[0].storages,
+        saved=saved.storages,
         timeline=tuple(found.moments),
-        fused=calls.found(saved[0].storages),
-        held=_by_module(block for block in found.held if block.address not in saved[0].known),
+        fused=calls.found(saved.storages),
+        held=_by_module(block for block in found.held if block.address not in saved.known),
     )
+
+
+def _taken(step: Step, held: list[Tensor], watch: Watch, calls: FusedCalls) -> SavedTensors:
+    """Take a step, and return the tensors that its forward saved."""
+    found: list[SavedTensors] = []
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        # outermost, and not in backward: what a recompute saves was not kept since the forward
+        with saved_tensors(held, watch.current) as saved, calls.hooked():
+            found.append(saved)
+            yield
+
+    def made(tensors: list[Tensor]) -> None:
+        # beside these, what lives on from the forward was kept by other means
+        found[0].known = found[0].addresses | addresses_of(tensors)
+
+    # in backward too: a recompute calls modules
+    with watch.hooked():
+        step.take(watch.phase, held, counted(), made)
+    return found[0]
 
 
 def _by_module(blocks: Iterable[Block]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt.memory import SavedTensors, addresses_of, nbytes_of, saved_tensors
-from fusedckpt.reporting.fused_calls import FusedCalls
-from fusedckpt.reporting.timeline import Watch
+from fusedckpt.memory import nbytes_of
 from fusedckpt.reporting.trial import aliased, tensors_of
 
 __all__ = ["Step", "default_loss"]
@@ -41,30 +39,32 @@ class Step(NamedTuple):
     reseed: Callable[[], None] | None = None
 
     def take(
-        self, watch: Watch, held: list[Tensor], calls: FusedCalls | None = None
-    ) -> SavedTensors:
-        """Run it as a training loop does, where output and loss live on until the next step."""
-        # in backward too: a recompute calls modules
-        with watch.hooked():
-            watch.phase("forward")
-            # outermost, and not in backward: what a recompute saves was not kept since the forward
-            seen = nullcontext() if calls is None else calls.hooked()
-            with saved_tensors(held, watch.current) as saved, seen:
-                last = held[0].new_empty(self.last, dtype=torch.uint8)
-                output = self.model(*self.args, **self.kwargs)
-                del last
-                loss = _checked(self.caller, self.loss(output))
-            # beside these, what lives on from the forward was kept by other means
-            saved.known = saved.addresses | addresses_of([*tensors_of([output]), loss])
-            # as where autocast ends before backward
-            torch.clear_autocast_cache()
-            watch.phase("backward")
-            loss.backward()
-            if self.optimizer is not None and self.is_last:
-                watch.phase("optimizer")
-                self.optimizer.step()
-            watch.phase("end")
-        return saved
+        self,
+        mark: Callable[[str], Any],
+        held: list[Tensor],
+        around: AbstractContextManager[Any] | None = None,
+        made: Callable[[list[Tensor]], Any] = len,
+    ) -> None:
+        """Run it as a training loop does, where output and loss live on until the next step.
+
+        mark: gets the name of each phase as that begins. around: of forward and loss. made: gets
+        the output's tensors and the loss.
+        """
+        mark("forward")
+        with around or nullcontext():
+            last = held[0].new_empty(self.last, dtype=torch.uint8)
+            output = self.model(*self.args, **self.kwargs)
+            del last
+            loss = _checked(self.caller, self.loss(output))
+        made([*tensors_of([output]), loss])
+        # as where autocast ends before backward
+        torch.clear_autocast_cache()
+        mark("backward")
+        loss.backward()
+        if self.optimizer is not None and self.is_last:
+            mark("optimizer")
+            self.optimizer.step()
+        mark("end")
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
         """Return the step from `gradients` alone, on aliases of its inputs, and what is held."""

@@ -11,7 +11,7 @@ caching allocator reports to the same profiler; that part has not run on a GPU y
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -25,9 +25,8 @@ from torch.nn.modules.module import (
 from torch.profiler import record_function
 
 from fusedckpt.checkpointing.module_calls import watched
-from fusedckpt.memory import profiled
 
-__all__ = ["Block", "Moment", "Reading", "Watch", "live_by_phase", "read"]
+__all__ = ["Block", "Moment", "Reading", "Watch", "read"]
 
 # what stands for a module's name: the model itself, what runs outside of it
 ROOT, LOSS, OPTIMIZER = "(model)", "(loss)", "(optimizer)"
@@ -147,16 +146,6 @@ class _Item(NamedTuple):
     time_ns: int
     kind: str
     content: Any
-
-
-def live_by_phase(
-    step: Callable[[], Any], device: torch.device, resident: int = 0
-) -> dict[str, list[int]]:
-    """Run what marks phases, and return live bytes in each, after one allocation or free each."""
-    found: dict[str, list[int]] = {}
-    for moment in read(profiled(step, device), device, resident).moments:
-        found.setdefault(moment.phase, []).append(moment.live_bytes)
-    return found
 
 
 def read(

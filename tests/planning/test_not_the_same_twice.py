@@ -198,7 +198,7 @@ def recomputed(found):
     return [found.chain.units[i].name for item in items for i in range(item.start, item.stop)]
 
 
-POLICIES = ["all", "sqrt", "recursive", "uniform:1", "memory", "speed", "budget"]
+POLICIES = ["all", "sqrt", "uniform:1", "memory", "speed", "budget"]
 
 
 def options(policy, make, x):
@@ -218,7 +218,7 @@ def test_gradients_are_those_without_a_plan(kind, policy):
     assert_equal(steps(model, x), steps(plain, x))
 
 
-@pytest.mark.parametrize("policy", ["all", "sqrt", "recursive", "uniform:1"])
+@pytest.mark.parametrize("policy", ["all", "sqrt", "uniform:1"])
 @pytest.mark.parametrize("kind", [kind for kind in RESTORED if not issubclass(kind, Dropped)])
 def test_what_is_restored_is_planned(kind, policy):
     found = planned(made(kind), torch.randn(64, WIDTH), policy=policy)
@@ -226,7 +226,7 @@ def test_what_is_restored_is_planned(kind, policy):
     assert WHY not in str(found)
 
 
-@pytest.mark.parametrize("policy", ["all", "sqrt", "recursive", "uniform:1"])
+@pytest.mark.parametrize("policy", ["all", "sqrt", "uniform:1"])
 @pytest.mark.parametrize("kind", LEFT)
 def test_what_is_not_the_same_twice_is_left_and_named(kind, policy):
     found = planned(made(kind), torch.randn(64, WIDTH), policy=policy)
@@ -255,7 +255,7 @@ def test_no_unit_is_the_same_twice():
         return nn.Sequential(*(OwnTorch() for _ in range(3)))
 
     x, model, plain = torch.randn(64, WIDTH), make(), make()
-    for policy in ("none", "all", "sqrt", "recursive", "uniform:2", "speed"):
+    for policy in ("none", "all", "sqrt", "uniform:2", "speed"):
         found = planned(model, x, policy=policy)
         assert (found.left_out, recomputed(found)) == (dict.fromkeys("012", WHY), [])
     found.apply(model)

@@ -12,8 +12,7 @@ import fusedckpt
 from fusedckpt import Plan, checkpoint_sequential, report
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.planning import chunks
-from fusedckpt.planning.calls import Call
+from fusedckpt.planning import planner
 from fusedckpt.planning.chain import Segment
 
 T, D, F = 512, 16, 512
@@ -67,7 +66,7 @@ def uncut(monkeypatch):
 
     def plan_uncut(model, *args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(chunks, "_COUNTS", ())
+            patch.setattr(planner, "has_mlps", lambda module: False)
             return planned(model, *args, **options)
 
     return plan_uncut
@@ -101,7 +100,8 @@ def least():
 def test_segments_in_chunks(least, uncut):
     model, x = wide(), tokens()
     plain = copy.deepcopy(model)
-    assert any(isinstance(item, Segment) and "chunks" in item.levels[-1] for item in least.items)
+    assert any(isinstance(item, Segment) for item in least.items)
+    assert chunks_of(least) > 1
     assert least.measured_bytes <= least.predicted_bytes <= 1.02 * least.measured_bytes
     assert least.measured_bytes < uncut(model, x, policy="memory").measured_bytes
     least.apply(model)
@@ -130,7 +130,6 @@ def test_a_plan_in_chunks_is_told_saved_and_taken_elsewhere(least, tmp_path):
 def test_rules_cut_nothing(policy):
     found = planned(mlps(), torch.randn(T, D), policy=policy)
     assert chunks_of(found) == 1
-    assert not any(level.chunks > 1 for unit in found.chain.units for level in unit.levels)
 
 
 def test_a_budget_with_room_cuts_nothing():
@@ -140,22 +139,9 @@ def test_a_budget_with_room_cuts_nothing():
     assert chunks_of(found) == 1
 
 
-def test_units_without_mlps_are_measured_as_ever():
+def test_units_without_mlps_are_not_cut():
     model = nn.Sequential(*(fusedckpt.Linear(D, D, activation="gelu") for _ in range(3)))
-    found = planned(model, torch.randn(T, D), policy="memory")
-    assert {level.chunks for unit in found.chain.units for level in unit.levels} == {1}
-
-
-def test_a_few_calls_of_one_unit_of_a_kind_are_what_chunks_take(monkeypatch):
-    model, x, seen = mlps(5), torch.randn(T, D), []
-    taken = Call.bytes
-    monkeypatch.setattr(Call, "bytes", lambda self, run: seen.append(1) or taken(self, run))
-    planned(model, x, policy="memory")
-    chunked, seen[:] = len(seen), []
-    monkeypatch.setattr(chunks, "_COUNTS", ())
-    planned(model, x, policy="memory")
-    # kept and in a segment, at 2 and at 8 chunks, of the first unit and of the others
-    assert chunked - len(seen) == 2 * 2 * 2
+    assert chunks_of(planned(model, torch.randn(T, D), policy="memory")) == 1
 
 
 def test_checkpoint_sequential_takes_a_plan_in_chunks(uncut):

@@ -67,7 +67,7 @@ def test_what_cannot_be_joined_is_not(code, pairs):
     for policy in ("none", "all", "sqrt", "uniform:2", "memory"):
         found = planned(model, policy=policy)
         assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
-        assert all(len(item.levels) == 1 for item in segments(found))
+        assert all(item.stop == item.start + 1 for item in segments(found))
     told = "code between these modules prevents one segment across them"
     places = "layers.0 and layers.1, layers.1 and layers.2, and 3 more; it saves"
     assert f"limited by      {told}: {places}" in str(found)
@@ -78,7 +78,7 @@ def test_what_is_handed_on_is_joined_unless_it_is_held_anyway(holds):
     for policy in ("none", "all", "uniform:2"):
         found = planned(Coded(holds=holds), policy=policy)
         assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
-    assert [len(item.levels) for item in segments(found)] == ([1] * 6 if holds else [3, 3])
+    assert [item.stop - item.start for item in segments(found)] == ([1] * 6 if holds else [3, 3])
     assert ("limited by" in str(found)) == holds
 
 
@@ -170,11 +170,3 @@ def test_what_callers_of_units_hold_meanwhile_is_counted_once(policy):
     model, x = ResNet((16, 32), 2), torch.randn(8, 3, 32, 32)
     found = plan(model, x, policy=policy, progress=False)
     assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
-
-
-def test_a_unit_keeps_nothing_that_is_not_its_own():
-    found = planned(Coded("relu"), policy="none")
-    names = {f"layers.{i}" for i in range(1, LAYERS)}
-    kept = [unit.levels[0].kept for unit in found.chain.units if unit.name in names]
-    # its input is the code's, which keeps it, too
-    assert kept == [0] * (LAYERS - 1)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from plan_models import assert_predicted
 from torch import nn
 
 from fusedckpt import plan
@@ -13,7 +14,7 @@ WIDTH = 64
 
 def assert_as_predicted(model, x, policy):
     found = plan(model, x, policy=policy, progress=False, loss=lambda y: y[0].square().mean())
-    assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
+    assert_predicted(found, 1.01)
     plain = copy.deepcopy(model)
     found.apply(model)
     for each in (model, plain):

@@ -25,8 +25,9 @@ from plan_models import (
 )
 from torch import nn
 
-from fusedckpt import Plan, report
-from fusedckpt.planning.chain import Segment, simulate
+from fusedckpt import report
+from fusedckpt.planning.chain import simulate
+from fusedckpt.planning.meter import Meter
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.solver import solve
 
@@ -60,6 +61,19 @@ class TwoInputs(nn.Module):
 def made(name):
     model, example = MODELS[name]
     return model(), example()
+
+
+def test_a_model_that_does_not_fit_is_measured_some_units_at_a_time(monkeypatch):
+    model, x = transformer(4), tokens()
+    whole = planned(model, x, policy="all").chain
+    steps, saving = [], Meter.saving
+    monkeypatch.setattr(Meter, "saving", lambda self, *a: steps.append(a[1]) or saving(self, *a))
+    monkeypatch.setattr("fusedckpt.planning.measure.spare_bytes", lambda device: 0)
+    parts = planned(model, x, policy="all").chain
+    assert steps == [[0], [1], [2], [3]]
+    for one, other in zip(whole.units, parts.units, strict=True):
+        ours, theirs = one.levels[0], other.levels[0]
+        assert (ours.kept, ours.backward) == pytest.approx((theirs.kept, theirs.backward), rel=0.01)
 
 
 @pytest.mark.parametrize("adamw", [False, True], ids=["no optimizer", "AdamW"])
@@ -166,23 +180,6 @@ def test_budgets_are_kept_and_the_least_is_named(name):
         planned(model, x, budget=int(0.99 * least))
 
 
-def test_what_the_model_takes_too_much_is_made_use_of():
-    """Random states are predicted as if all units ran again."""
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(40)]
-    model, x = nn.Sequential(*layers), torch.randn(512, 64)
-    most = planned(model, x, policy="none").measured_bytes
-    found = planned(model, x, budget=int(0.8 * most))
-    budget = (found.measured_bytes + found.predicted_bytes) // 2
-    assert budget < found.predicted_bytes
-    again = planned(model, x, budget=budget)
-    assert again.measured_bytes <= budget
-    assert count_again(again) == count_again(found)
-
-
-def count_again(found: Plan) -> int:
-    return sum(len(item.levels) for item in found.items if isinstance(item, Segment))
-
-
 def test_a_larger_budget_is_never_slower_and_sqrt_never_better():
     model, x = transformer(fused=True), tokens()
     found = planned(model, x, policy="memory")
@@ -229,7 +226,7 @@ def assert_same(a, b):
         assert a == b
 
 
-@pytest.mark.parametrize("fails_at", [None, 1, 3, 12])
+@pytest.mark.parametrize("fails_at", [None, 1, 2, 5])
 def test_everything_is_as_before(fails_at):
     model, x = convolutional(3), images()
     optimizer = torch.optim.AdamW(model.parameters())

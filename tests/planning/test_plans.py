@@ -28,14 +28,7 @@ def plan() -> Plan:
     """A segment of one unit and one of two, and a unit that keeps a level."""
     with forced_path("aten"):
         found = fusedckpt.plan(transformer(4, fused=True), tokens(), policy="all", progress=False)
-    before, *_, after = found.items
-    items = (
-        before,
-        Segment(1, ("preact",)),
-        Segment(2, ("preact", "inputs")),
-        Keep(4, "inputs"),
-        after,
-    )
+    items = Segment(0, 1), Segment(1, 3), Keep(3, "inputs")
     outcome = simulate(found.chain, items)
     return replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
 
@@ -86,8 +79,8 @@ def test_a_loaded_plan_is_the_saved_one(plan, tmp_path):
         lambda found: found.update(format="something.else"),
         lambda found: found["items"].pop(),
         lambda found: found["items"][0].update(start=1),
-        lambda found: found["items"][0].update(level="nonsense"),
-        lambda found: found["chain"]["units"][1].update(output=-1),
+        lambda found: found["items"][2].update(level="nonsense"),
+        lambda found: found["chain"]["units"][1].update(input=-1),
         lambda found: found.update(predicted_bytes=1),
         lambda found: found.update(surprise=1),
     ],
@@ -158,7 +151,7 @@ class Own(nn.LayerNorm):
 def test_unfuse_leaves_a_planned_module_alone(kind, name):
     model = nn.Sequential(kind(8), nn.Linear(8, 8))
     fusedckpt.fuse(model)
-    with roles.assigned({model[0]: roles.again()}):
+    with roles.assigned({model[0]: roles.Segmented(1).roles()[0]}):
         twin = pickle.loads(pickle.dumps(model))
         assert type(twin[0]) is type(model[0])
         with pytest.raises(ValueError, match=f"unfuse: 0 became a {name}: undo that first"):
@@ -187,10 +180,14 @@ def test_no_plan_is_below_the_line_of_the_best(plan):
 
 def test_text_folds_what_is_alike_and_names_budgets_that_hold():
     # an odd number of bytes, which no text of a tenth of a MiB is
-    level = Level("plain", 400_001, 0.0, 50_003)
-    inner = (Unit(f"blocks.{i}", (level,), 1.0, 100_003, 100_003) for i in range(12))
-    ends = (Unit(name, (level,), 0.0, 0, 0, fixed=True) for name in ("(before)", "(after)"))
-    chain = Chain((next(ends), *inner, next(ends)), 1_000_003)
+    levels = (Level("plain", 300_000, 0.0, 1_500_003, 1_600_001),)
+    again = Level("again", 0, 1.0, 1_500_003, 1_700_001)
+    inner = [
+        Unit(f"blocks.{i}", levels, again, levels[0], 1.0, 1.0, 100_003, 100_003 * (i > 0),
+             1_100_006 + i, 1_200_000, 1_300_000, joined=i > 0)
+        for i in range(12)
+    ]  # fmt: skip
+    chain = Chain(tuple(inner), 1_000_003)
     found = {}
     for name in ("none", "all", "uniform:4"):
         items = by_rule(chain, name)
@@ -250,4 +247,4 @@ def test_a_budget_far_above_all_points_does_not_collapse_them(plan, times):
 def test_a_figure_names_policies(plan):
     trade, _ = axes_of(plan)
     labels = [text.get_text() for text in trade.get_legend().get_texts()]
-    assert {"checkpoint every unit", "recursive", "sqrt(n) segments", "save everything"} < {*labels}
+    assert {"checkpoint every unit", "sqrt(n) segments", "save everything"} < {*labels}

@@ -6,13 +6,29 @@ from dataclasses import replace
 import pytest
 from random_chains import random_chain
 
-from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
+from fusedckpt.planning.chain import Chain, Keep, Level, simulate
 from fusedckpt.planning.policies import policy
+
+AGAIN = Level("again", 0, 1.0, 1, 1)
+
+
+def chain_of(count, fixed=()):
+    """Return a chain whose units are joined but for fixed ones."""
+    chain = random_chain(random.Random(10), count)
+    units = [
+        replace(
+            unit,
+            fixed="modifies its input" if i in fixed else "",
+            again=None if i in fixed else AGAIN,
+            joined=i > 0 and not {i - 1, i} & {*fixed},
+        )
+        for i, unit in enumerate(chain.units)
+    ]
+    return Chain(tuple(units), chain.base)
 
 
 def test_policies_cover_the_chain():
-    chain = random_chain(random.Random(10), 17)
-    chain = replace(chain, units=tuple(replace(unit, fixed=False) for unit in chain.units))
+    chain = chain_of(17)
     count = {"none": 17, "all": 17, "uniform:1": 1, "uniform:5": 5, "uniform:17": 17}
     for name, expected in count.items():
         items = policy(chain, name)
@@ -24,10 +40,7 @@ def test_policies_cover_the_chain():
 
 
 def test_policies_keep_fixed_units():
-    chain = random_chain(random.Random(10), 9)
-    fixed = {0, 4, 8}
-    units = [replace(unit, fixed=i in fixed) for i, unit in enumerate(chain.units)]
-    chain = replace(chain, units=tuple(units))
+    chain = chain_of(9, fixed={0, 4, 8})
     starts = {"none": range(9), "all": range(9), "uniform:1": (0, 1, 4, 5, 8)}
     for name, expected in starts.items():
         items = policy(chain, name)
@@ -37,34 +50,20 @@ def test_policies_keep_fixed_units():
         policy(chain, "uniform:7")
 
 
-def test_recursive_halves_halves_between_fixed_units():
-    unit = Unit("a", (Level("plain", 1, 0.0, 1),), 1.0, 1, 1)
-    units = [replace(unit, name=f"u{i}", fixed=i in (0, 5, 7)) for i in range(8)]
-    pair = Segment(1, ("plain",) * 2, (Segment(1, ("plain",)), Keep(2, "plain")))
-    assert policy(Chain(tuple(units)), "recursive") == (
-        Keep(0, "plain"), pair, Segment(3, ("plain",)), Segment(4, ("plain",)),
-        Keep(5, "plain"), Segment(6, ("plain",)), Keep(7, "plain"),
-    )  # fmt: skip
-    # nine inputs and a gradient, and as many reruns as `checkpoint_sequential` takes
-    units = tuple(replace(unit, name=f"u{i}") for i in range(256))
-    outcome = simulate(Chain(units), policy(Chain(units), "recursive"))
-    assert outcome.peak == 10
-    assert outcome.extra == 256 * 8 / 2 + 1
-
-
-def test_segments_that_do_not_fit_their_own_are_refused():
-    unit = Unit("a", (Level("plain", 1, 0.0, 1), Level("other", 1, 0.0, 1)), 1.0, 1, 1)
-    chain = Chain(tuple(replace(unit, name=f"u{i}") for i in range(3)))
-    inner = Segment(0, ("plain",) * 2), Keep(2, "plain")
-    simulate(chain, [Segment(0, ("plain",) * 3, inner)])
-    for wrong in (inner[:1], inner[1:], (*inner, Keep(3, "plain")), (inner[0], Keep(2, "other"))):
-        with pytest.raises(ValueError, match=r"^simulate: "):
-            simulate(chain, [Segment(0, ("plain",) * 3, wrong)])
+def test_units_that_cannot_be_joined_begin_a_segment():
+    chain = chain_of(6)
+    units = [replace(unit, joined=unit.joined and i != 3) for i, unit in enumerate(chain.units)]
+    items = policy(Chain(tuple(units)), "uniform:1")
+    assert [(item.start, item.stop) for item in items] == [(0, 3), (3, 6)]
 
 
 def test_sqrt_balances_bytes():
     kept = [1] * 12 + [12] * 4
-    units = [Unit(f"u{i}", (Level("plain", k, 0, 0),), 1, 1, 1) for i, k in enumerate(kept)]
+    chain = chain_of(16)
+    units = [
+        replace(unit, input=0, levels=(Level("plain", k, 0.0, 1, 1),))
+        for unit, k in zip(chain.units, kept, strict=True)
+    ]
     items = policy(Chain(tuple(units)), "sqrt")
     sizes = [sum(kept[item.start : item.stop]) for item in items]
     assert len(items) <= 4

@@ -42,7 +42,8 @@ def test_weights_that_hooks_make(name, is_settled):
 
     x, model, plain = torch.randn(64, WIDTH), make(), make()
     found = planned(model, x, policy="all")
-    is_left = "spectral" in name
+    # the weights of hooks are made once for forward and recompute
+    is_left = name == "parametrized spectral_norm"
     assert found.left_out == (dict.fromkeys("13", WHY) if is_left else {})
     assert recomputed(found) == list("02" if is_left else "0123")
     found.apply(model)
@@ -203,7 +204,7 @@ def test_other_units_are_the_same(name, policy):
 def test_normal_units_are_recomputed_after_statistics():
     model, x = convolutional(3), images()
     found = planned(model, x, policy="all")
-    assert recomputed(found) == [unit.name for unit in found.chain.units[1:-1] if not unit.fixed]
+    assert recomputed(found) == [unit.name for unit in found.chain.units if not unit.fixed]
 
 
 def test_a_fused_unit_that_is_left_still_has_levels():

@@ -1,14 +1,13 @@
-"""Segments nested in segments: their gradients are those of no plan at all, bit for bit."""
+"""Segments of several units: their gradients are those of no plan at all, bit for bit."""
 
 import copy
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
-from nested_plans import Line, line, planned, same, step, twin_of
 from plan_models import Chain as Between
 from plan_models import convolutional, images, tokens, transformer
+from segment_models import Line, line, planned, same, step, twin_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +15,6 @@ import fusedckpt
 from fusedckpt import is_recomputing, prefetch_recompute
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.memory import saved_tensors
-from fusedckpt.planning.chain import Keep, Segment, simulate
 from fusedckpt.planning.roles import HandingOn
 
 
@@ -34,31 +32,6 @@ def test_masks_and_dropout():
     model, plain = twin_of(model, x, mask=mask)
     for seed in (1, 2):
         assert same(step(model, x, mask=mask, seed=seed), step(plain, x, mask=mask, seed=seed))
-
-
-def test_fused_layers_at_levels():
-    model, x = transformer(8, fused=True), tokens()
-    plain = copy.deepcopy(model)
-    found = planned(model, x)
-
-    def at(items, levels):
-        for item in items:
-            chosen = levels[item.start : item.stop]
-            if isinstance(item, Segment):
-                yield Segment(item.start, chosen, tuple(at(item.inner, levels)))
-            else:
-                yield Keep(item.start, *chosen)
-
-    for name in ("inputs", "preact"):
-        units = found.chain.units
-        levels = tuple(name if unit.has(name) else unit.fastest.name for unit in units)
-        assert levels.count(name) == 8
-        items = tuple(at(found.items, levels))
-        outcome = simulate(found.chain, items)
-        other = replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
-        other.apply(model)
-        assert same(step(model, x), step(plain, x))
-        other.undo()
 
 
 def test_autocast_and_accumulation():
@@ -229,20 +202,12 @@ def test_compiled_units_are_checkpoints_of_their_own():
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_segments_are_flat_where_hooks_are_not_seen(monkeypatch):
-    """Of a torch that does not tell which segment is around."""
-    monkeypatch.setattr("fusedckpt.planning.roles.can_see_hooks", lambda: False)
-    model, x = line(9), torch.randn(16, 32)
-    model, plain = twin_of(model, x)
-    assert same(step(model, x), step(plain, x))
-
-
 @pytest.mark.parametrize("segments", [1, 2, 9])
 def test_recomputes_that_come_before_their_backward(segments):
     model, x = line(9), torch.randn(16, 32)
     model, plain = twin_of(model, x)
     loss = model(x).square().mean()
-    assert prefetch_recompute(loss, segments) == min(segments, 4)
+    assert prefetch_recompute(loss, segments) == min(segments, 2)
     loss.backward()
     assert same([p.grad for p in model.parameters()], step(plain, x)[1:])
 
@@ -267,14 +232,17 @@ def test_gradients_of_gradients():
 
 
 def test_nothing_lives_on_without_a_collection():
-    """No segment is in a cycle with those nested in it."""
+    """No segment is in a cycle."""
     model, x = line(9), torch.randn(16, 32)
     planned(model, x).apply(model)
 
     def left():
-        return sum(isinstance(thing, HandingOn) for thing in gc.get_objects())
+        return sum(isinstance(thing, HandingOn) for thing in gc.get_objects()) - before
 
+    before = 0
     gc.collect()
+    # of other tests
+    before = left()
     gc.disable()
     try:
         for _ in range(2):
@@ -314,7 +282,7 @@ class Aside(Double):
 
 
 class WithAside(Line):
-    """The first of a nested segment returns what the loss alone takes."""
+    """The first unit of a segment returns a tensor that the loss alone takes."""
 
     def forward(self, x):
         asides = []

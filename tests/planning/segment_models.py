@@ -1,4 +1,4 @@
-"""Models whose plans nest segments, and what is compared of them."""
+"""Models whose plans have segments of several units, and what is compared of them."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 import fusedckpt
 
 
-def planned(model, *args, policy="recursive", **options):
+def planned(model, *args, policy="uniform:2", **options):
     return fusedckpt.plan(model, *args, policy=policy, progress=False, **options)
 
 
