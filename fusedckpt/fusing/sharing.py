@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch, private
@@ -162,10 +161,13 @@ def read(recipe: Recipe, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     with norm_sharing.uncounted() as count:
         if private.top_hooks() is not None or not x.is_contiguous():
             return run(x)
-        storage = x.untyped_storage()._cdata
+        storage = private.storage_key(x.untyped_storage())
 
         def pack(tensor: Tensor) -> _Kept:
-            is_x = tensor.untyped_storage()._cdata == storage and tensor.numel() == x.numel()
+            is_x = (
+                private.storage_key(tensor.untyped_storage()) == storage
+                and tensor.numel() == x.numel()
+            )
             is_x = is_x and tensor.is_contiguous()
             if is_x:
                 recipe.added()
@@ -183,7 +185,7 @@ def _unpack(kept: _Kept) -> Tensor:
     return _uncompiled(kept) if torch.compiler.is_compiling() else kept.read()
 
 
-@_disable_dynamo
+@private.breaks_graph
 def _uncompiled(kept: _Kept) -> Tensor:
     return kept.read()
 

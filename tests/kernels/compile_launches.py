@@ -38,7 +38,7 @@ def gates() -> None:
     """A gated MLP's hidden layer: gate and up apart, and halves of one tensor's columns."""
     dy, down, h = meta(8192, 4096), meta(4096, 11008), meta(8192, 11008)
     for gate, up in ((meta(8192, 11008), meta(8192, 11008)), meta(8192, 2 * 11008).chunk(2, 1)):
-        hidden(gate, up, h, "silu", "split")
+        hidden(gate, up, "silu", "split", h)
         grads = HiddenGrad(gate, up, h, gate, up)
         hidden_grad(h, grads, "silu", (True, True), "split")
         hybrid_grad(dy, down, grads, "silu", (True, True))

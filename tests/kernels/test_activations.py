@@ -21,7 +21,7 @@ def evaluate(path, name, z, dh):
     """Return act(z) and dh * act'(z), each written over its own operand."""
     h, dz = z.clone(), z.clone()
     with launches() as count:
-        hidden(h, None, h, name, path)
+        hidden(h, None, name, path, h)
         hidden_grad(dh, HiddenGrad(dz, None, None, dz, None), name, (False, False), path)
     assert count == ({} if path == "aten" else {"act_kernel": 1, "act_grad_kernel": 1})
     return h, dz
