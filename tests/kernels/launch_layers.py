@@ -38,7 +38,10 @@ from triton.runtime import driver  # noqa: E402
 
 from fusedckpt import NormSpec, functional  # noqa: E402
 from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
+from fusedckpt.kernels import runtime  # noqa: E402
 
+# off a CPU all rows are one block
+runtime.BLOCK_ELEMENTS = sys.maxsize
 # what ATen does beside the kernels: the vendor's GEMMs and passes over what they wrote. Copies and
 # fills are not counted, as a CPU needs some where a GPU needs none
 ATEN = ("mm", "addmm", "add", "add_", "mul", "sum")
