@@ -53,7 +53,8 @@ def peak_of(model, x, optimizer=None, micro_batches=1, to_none=True, steps=1):
 
 def assert_kept(found, budget, peak):
     assert peak <= budget
-    assert peak <= found.predicted_bytes <= 1.02 * peak
+    # what DistributedDataParallel holds differs by some hundred bytes from step to step
+    assert 0.999 * peak <= found.predicted_bytes <= 1.02 * peak
 
 
 @pytest.mark.parametrize("adamw", [False, True], ids=["no optimizer", "AdamW"])
