@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fusedckpt.autograd.private import TorchDispatchMode, disable_current_modes, pytree
 from fusedckpt.checkpointing.module_calls import (
@@ -34,13 +35,18 @@ class Run(TorchDispatchMode, PutsBackBuffers):
         self._operations: list[str] = []
         self._outputs: list[tuple[str, list[Tensor]]] = []
         self._expected = iter(forward._outputs if forward else ())
+        # last hooks of modules that have hooks, whose calls run
+        self._last: list[RemovableHandle] = []
         self.difference: str | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch what runs inside."""
-        with self, observed(self):
-            yield
+        try:
+            with self, observed(self):
+                yield
+        finally:
+            self.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operations.append(str(func))
@@ -50,12 +56,28 @@ class Run(TorchDispatchMode, PutsBackBuffers):
         """Copy the module's buffers in a recompute, that of a checkpoint around too."""
         if is_recomputing():
             super().before(module, args)
+        if module._forward_hooks and is_observer(self):
+            # global hooks run before a module's own, which may replace its output
+            self._last.append(module.register_forward_hook(self._see_last))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put them back; see what the module returned."""
+        """Put them back; see the module's output."""
         super().after(module, args, output)
-        if is_observer(self):
-            self.see(self._names.get(module, type(module).__name__), output)
+        if is_observer(self) and not module._forward_hooks:
+            self._see_module(module, output)
+
+    def end(self) -> None:
+        """Put back the buffers of calls that raised, and remove the hooks on them."""
+        super().end()
+        while self._last:
+            self._last.pop().remove()
+
+    def _see_last(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._last.pop().remove()
+        self._see_module(module, output)
+
+    def _see_module(self, module: nn.Module, output: Any) -> None:
+        self.see(self._names.get(module, type(module).__name__), output)
 
     def see(self, name: str, output: Any) -> None:
         """Note an output, or how it differs from the forward's."""
