@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedckpt
+from fusedckpt import functional
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.memory import saved_tensors
 
@@ -102,3 +103,20 @@ def test_a_micro_batch_keeps_its_share(data):
     # the inputs of two segments
     assert kept(BATCH) == 2 * BATCH * DIM * 4
     assert kept(4) == kept(BATCH) // 3
+
+
+@pytest.mark.parametrize("function", [functional.add_rms_norm, functional.add_layer_norm])
+def test_leaves_of_a_sum_get_gradients_of_their_own(function):
+    """x and the residual have one gradient; the second backward adds to each in place."""
+    norm = F.layer_norm if function is functional.add_layer_norm else F.rms_norm
+    fused, eager = (
+        [torch.ones(2, 3, 8, device=DEVICE).requires_grad_() for _ in "xr"] for _ in "fe"
+    )
+    for scale in (1.0, 3.0):
+        weights = scale * torch.randn(2, 3, 8, device=DEVICE)
+        for (x, r), total in ((fused, function), (eager, lambda x, r, n: (norm(x + r, n), x + r))):
+            y, added = total(x, r, (8,))
+            (y * weights + added).sum().backward()
+    for mine, theirs in zip(fused, eager, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert fused[0].grad.data_ptr() != fused[1].grad.data_ptr()
