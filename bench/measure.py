@@ -1,8 +1,8 @@
 """Correctness, memory and time of several implementations of one thing.
 
 Numbers first: an implementation that is further from float64 than the project's rule allows is not
-timed. Then memory, then time, the implementations in turn, so that whatever slows the machine down
-slows all of them; then numbers again. What one raises ends that one alone.
+timed. Then memory, then time, the implementations in turn, so that a disturbance of the machine
+slows all of them; then numbers again. An error of one ends that one alone.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class Work(NamedTuple):
         return self.inputs[0].numel() // max(1, self.inputs[0].shape[-1])
 
     def given(self) -> dict[str, Tensor]:
-        """Name what all implementations are given."""
+        """Name the tensors that all implementations are given."""
         given = {f"input {index}": x for index, x in enumerate(self.inputs)}
         return given | {f"gradient {index}": dy for index, dy in enumerate(self.douts)}
 
 
 @dataclass(eq=False)
 class Implementation:
-    """A function of a case's inputs, and what is known of it so far.
+    """A function of a case's inputs, and its failure and measurements so far.
 
     failure: why it is not measured, or not any more. prepare: inputs -> those that the function
     takes, where it wants weights laid out in its own way; restore: its gradients -> the case's.
@@ -161,7 +161,7 @@ class Implementation:
         self._own, self._steps = None, ()
 
     def attempt(self, step: Callable[[Implementation], Any]) -> None:
-        """Take a step unless an earlier one failed; note what it raises, SystemExit too."""
+        """Take a step unless an earlier one failed; note its error, SystemExit too."""
         if self.failure is not None:
             return
         try:
@@ -179,7 +179,7 @@ class Implementation:
         self.drop()
 
     def row(self) -> Row:
-        """What is known, as columns of a result: no time where anything failed."""
+        """The measurements, as columns of a result: no time where anything failed."""
         failure = self.failure or (None if self.samples else "interrupted")
         times = (None,) * 3 if failure else map(rounded, zip(*self.samples, strict=True))
         return {
@@ -195,7 +195,7 @@ class Implementation:
 
 @contextmanager
 def _put_back(given: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Restore what is written to meanwhile, and name it in the list that is yielded."""
+    """Restore tensors that are written to meanwhile, and name them in the list that is yielded."""
     before = {name: x.detach().clone() for name, x in given.items()}
     written: list[str] = []
     try:
@@ -236,7 +236,7 @@ class Truth:
     def check(self, one: Implementation) -> None:
         """Hold an implementation to eager's dtypes and to the project's rule of accuracy.
 
-        What writes to its inputs is wrong too: all others are given the same.
+        An implementation that writes to its inputs is wrong too: all others are given the same.
         """
         with _put_back(one.own(self.work).given()) as written:
             found = one.results(self.work)
@@ -278,7 +278,7 @@ def _measure_memory(given: Work, one: Implementation) -> None:
 def in_turns(
     implementations: Sequence[Implementation], repeat: int, step: Callable[[Implementation], None]
 ) -> None:
-    """Let each take `step` once a round; what it samples in the first rounds is not kept."""
+    """Let each take `step` once a round; samples of the first rounds are not kept."""
     for turn, one in turns(implementations, WARMUP + repeat):
         step(one)
         if turn < WARMUP:
@@ -293,7 +293,7 @@ def measure(
     begin: Callable[[Implementation], None],
     graphs: bool = False,
 ) -> int:
-    """Check, measure and check again the implementations, which note what is found.
+    """Check, measure and check again the implementations, which note their results.
 
     begin: called before each step of one; graphs: replay CUDA graphs where it can be captured.
     Returns at how many tokens the numbers were checked: all, or as many as fit in float64.
@@ -319,7 +319,7 @@ def measure(
         for one in implementations:
             one.drop()
     timed = [one for one in implementations if one.failure is None]
-    # what computes something else from a later call on has no time either
+    # an implementation that computes something else from a later call on has no time either
     check()
     if written and all(one.failure is None for one in timed):
         raise ValueError(f"{written[0]} was overwritten in the meantime, source unknown")

@@ -1,8 +1,8 @@
-"""`python -m bench model`: what a multiprocessor does with each kernel, from its compiled form.
+"""`python -m bench model`: a multiprocessor's work on each kernel, from its compiled form.
 
 Nothing runs and no GPU is needed: kernels are compiled for a chip by name, at every size of
-settings.py, and their instructions counted. Times are paper: bytes and instructions over what the
-chip moves and issues at best.
+settings.py, and their instructions counted. Times are paper: bytes and instructions over the
+chip's best rates of moving and issuing them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CHIPS = {
 
 
 class Model(NamedTuple):
-    """What a multiprocessor does with a kernel, counted, not measured.
+    """A multiprocessor's work on a kernel, counted, not measured.
 
     blocks: on it at a time; in_flight: bytes that they wait for; moved, minimum: bytes per element
     that threads ask for, caches included, and that there are, of a GEMM those of its epilogue;
@@ -76,7 +76,7 @@ class Model(NamedTuple):
 
 
 def model(record: Compiled) -> Model:
-    """Count what is in the compiled form of a kernel of NVIDIA's."""
+    """Count instructions, bytes and barriers in the compiled form of a kernel of NVIDIA's."""
     chip, found = CHIPS[record.target], Body(*record.body)
     threads, (elements, rows) = 32 * record.num_warps, record.tile
     k, times, loaded = record.loop
@@ -110,7 +110,7 @@ def model(record: Compiled) -> Model:
     )
 
 
-# what tells kernels apart
+# keys of a label that tell kernels apart
 _TELLING = ("STORE", "ACTIVATION", "LAYER", "BLOCK_M", "BLOCK_N")
 
 

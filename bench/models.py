@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Initialise as GPT-2 does: what feeds the residual stream shrinks with the depth.
+        """Initialise as GPT-2 does: weights that feed the residual stream shrink with the depth.
 
         The embedding stays as nn.Embedding made it: started small, it learns much slower.
         """
@@ -173,7 +173,7 @@ def scale(model: nn.Sequential, x: Tensor) -> None:
     """Scale every layer's weights so that its output on `x` has a mean square of one; no biases.
 
     Without it nothing of the input is left after a hundred layers, and no gradient in the first:
-    the losses would agree whatever is computed (Mishkin and Matas, arXiv 1511.06422).
+    the losses would agree for any computation (Mishkin and Matas, arXiv 1511.06422).
     """
     for layer in model:
         linears = [m for m in layer.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Default(NamedTuple):
-    """What an option is where it is not given, on a CPU and on a GPU."""
+    """The value of an option that is not given, on a CPU and on a GPU."""
 
     cpu: Any
     cuda: Any
@@ -83,7 +83,7 @@ class Options:
         self.one("out", text, Path("bench/out"), type=Path, metavar="DIR")
 
     def names(self) -> None:
-        """What `run` and `capacity` have in common."""
+        """The options that `run` and `capacity` have in common."""
         self.many("only", "only implementations with this in their name, and eager")
         self.many("skip", "no implementations with this in their name")
         text = "seconds that one step of an implementation may take"

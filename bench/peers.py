@@ -1,6 +1,6 @@
 """Other libraries' implementations of our cases, each an adapter of a few lines.
 
-A library that is not installed is a line that says so. What an adapter or the library raises, also
+A library that is not installed is a line that says so. An error of an adapter or the library, also
 while it is imported, costs its own row: libraries are imported inside the first call. None of them
 runs on a CPU; README says how far, and at which versions, the adapters were tried without a GPU.
 """
@@ -25,7 +25,7 @@ from bench.settings import Size
 class Peer(NamedTuple):
     """A library's implementation of a case: fn(size, *the case's inputs).
 
-    package: what must be importable; pack: inputs -> those that fn takes, where weights lie
+    package: the module that it needs; pack: inputs -> those that fn takes, where weights lie
     otherwise; unpack: its gradients -> the case's.
     """
 

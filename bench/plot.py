@@ -35,7 +35,7 @@ Drawing = tuple[str, Callable[[Path], None]]
 
 
 def prepare(chosen: Namespace) -> tuple[Path, list[Drawing]]:
-    """Read the file; returns the folder and what draws each figure, by name.
+    """Read the file; returns the folder, and each figure's name and drawing function.
 
     Raises ValueError where there is nothing to draw, OSError as reading does.
     """
@@ -49,7 +49,7 @@ def prepare(chosen: Namespace) -> tuple[Path, list[Drawing]]:
 
 
 def _of_one_record(file: Path) -> list[Drawing] | None:
-    """Return what draws a result of `demo`, `classics` or `ways`; None where the file is none."""
+    """Return the drawing of a `demo`, `classics` or `ways` result; None where the file is none."""
     try:
         record = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
@@ -116,7 +116,7 @@ def _bars(rows: Rows, panels: Sequence[Panel], path: Path) -> None:
 
 
 def draw_bars(rows: Rows, path: Path) -> None:
-    """Write a case's times, forward and backward, beside what is saved and the peak."""
+    """Write a case's times, forward and backward, beside the saved memory and the peak."""
     timed = _timed(rows)
     times = [[median(row[what]) for row in timed] for what in ("forward_ms", "both_ms")]
     sizes = [[(row[what] or 0) / MIB for row in timed] for what in ("saved_bytes", "peak_bytes")]
@@ -172,7 +172,7 @@ def draw_pareto(found: Sequence[Rows], path: Path) -> None:
 
 
 def _share(axes: Axes, place: int, rows: Rows, least: float) -> None:
-    """Draw a case's line: what share of its own run's ceiling each family reaches."""
+    """Draw a case's line: the share of its own run's ceiling that each family reaches."""
     families = list(dict.fromkeys(family(row["name"]) for row in rows))
     for row in rows:
         mine = family(row["name"])
@@ -183,7 +183,7 @@ def _share(axes: Axes, place: int, rows: Rows, least: float) -> None:
 
 
 def draw_roofline(found: Sequence[Rows], path: Path) -> None:
-    """Write how near each implementation comes to what the run that measured it could do."""
+    """Write how near each implementation comes to the ceiling of the run that measured it."""
     found = sorted(found, key=lambda rows: rows[0]["flops"] / rows[0]["bytes"])
 
     def fill(figure: Figure) -> None:
@@ -197,7 +197,7 @@ def draw_roofline(found: Sequence[Rows], path: Path) -> None:
             names.append(f"{rows[0]['case']}\n{intensity}: {limit}")
         axes.set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
         axes.set_ylim(len(names) - 0.4, -0.6)
-        # the ceilings are in sight; what a cache holds is read faster than by the copy
+        # the ceilings are in sight; data in a cache is read faster than by the copy
         axes.set_xlim(0, max(104, axes.get_xlim()[1]))
         axes.axvline(100, color=INK, linewidth=1.2)
         axes.set_xlabel(

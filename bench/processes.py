@@ -1,7 +1,7 @@
-"""Work in a process of its own, which ends in time, whatever happens in it.
+"""Work in a process of its own, which ends in time, even where the work crashes or hangs.
 
-When its time is up, or this process is asked to stop, it is interrupted, so that it keeps what it
-has, and killed GRACE seconds later, or when asked once more.
+When its time is up, or this process is asked to stop, it is interrupted, so that it keeps its
+results, and killed GRACE seconds later, or when asked once more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Stops:
-    """Inside, what asks this process to stop is counted, so that it can end its work first."""
+    """Inside, signals to stop this process are counted, so that it can end its work first."""
 
     def __init__(self):
         self.count = 0
@@ -85,7 +85,7 @@ def _attend(
         _send(group, signal.SIGINT)
         _wait(poll, hear, GRACE, stops, most=1)
     finally:
-        # with what it started and left behind, which would go on using the GPU
+        # with the processes that it started and left behind, which would go on using the GPU
         _send(group, signal.SIGKILL)
     # a process inside a driver's call may take its time even now
     _wait(poll, hear, GRACE, stops, most=2)
@@ -107,7 +107,7 @@ def take(command: Sequence[str], log: Path, seconds: float, stops: Stops) -> tup
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # a shell's background jobs ignore interrupts, and so would what they start
+            # a shell's background jobs ignore interrupts, and so would their children
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     outcome = _attend(process.pid, process.poll, seconds, stops)
@@ -124,11 +124,11 @@ def isolated(
     seconds: float,
     stops: Stops,
 ) -> str:
-    """Run work(say, *args); what it says goes to `hear`. Returns how it ended, in words.
+    """Run work(say, *args); its messages go to `hear`. Returns how it ended, in words.
 
     seconds: that it may be silent; beyond them it is out of time.
     """
-    # what each process would take seconds to import
+    # modules that each process would take seconds to import
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "bench.run", "bench.capacity"])
     here, there = _CONTEXT.Pipe(duplex=False)
     process: Any = _CONTEXT.Process(target=_begin, args=(there, work, args))
@@ -143,7 +143,7 @@ def isolated(
         return _idle()
 
     outcome = _attend(process.pid, lambda: process.exitcode, seconds, stops, hear=listen)
-    # what it said at last
+    # its last messages
     while here.poll() and listen():
         pass
     here.close()

@@ -1,4 +1,4 @@
-"""Weights in int8 with a scale a row, as a stand-in for what quantisation libraries have."""
+"""Weights in int8 with a scale a row, as a stand-in for the weights of quantisation libraries."""
 
 from __future__ import annotations
 

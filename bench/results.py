@@ -17,7 +17,7 @@ import numpy as np
 
 Row = dict[str, Any]
 SIGNIFICANT = 5
-# what a row holds, by name: a type, the one in a list, or also nothing
+# the types of a row's values, by name; "| None" where there may be no value
 _SHARED = {
     **dict.fromkeys(("case", "size", "dtype", "name", "device", "date"), "str"),
     **dict.fromkeys(("torch", "triton", "fusedckpt"), "str"),
@@ -36,7 +36,7 @@ RUN = {
     "is_graph": "bool",
 }
 CAPACITY = _SHARED | {"memory": "int", "peak_bytes": "int"}
-# what JSON calls them
+# JSON's words for the types
 _WORDS = {"str": "a string", "bool": "true or false", "int": "a whole number"}
 _WORDS |= {"float": "a number", "list": "a list of numbers", "dict": "an object"}
 
@@ -69,7 +69,7 @@ def is_capacity(row: Row) -> bool:
 def read(path: Path) -> list[Row]:
     """Read a file, leaving out a last line that a crash cut off, with a warning.
 
-    Raises ValueError, naming file and line, for what is no row; OSError where there is no file.
+    Raises ValueError, naming file and line, for a line that is no row; OSError without a file.
     """
     data, found = path.read_bytes(), []
     for number, text in enumerate(lines := data.splitlines(), 1):
@@ -116,12 +116,12 @@ def save(record: Row, path: Path) -> None:
 
 
 def chosen_of(chosen: Namespace) -> Row:
-    """Return a command's options as a record has them: without what nothing depends on."""
+    """Return a command's options as a record has them: without those that no result depends on."""
     return {name: x for name, x in vars(chosen).items() if name not in ("out", "command")}
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
-    """Return what the rows of one case have in common, by which results are compared."""
+    """Return the values that the rows of one case have in common, by which results are compared."""
     own = ("memory",) if is_capacity(row) else ("tokens", "seq", "kv")
     names = ("case", "size", "dim", "hidden", "dtype", "device", *own)
     return tuple(row[name] for name in names)
@@ -156,7 +156,7 @@ def title(row: Row) -> str:
 def least_ms(row: Row) -> tuple[float, float] | None:
     """Return how long the matmul's and the copy's ceiling let a case take; None without them.
 
-    A ceiling is what the device did in the same run: a large matmul, and a copy.
+    A ceiling is the device's rate in the same run: of a large matmul, or of a copy.
     """
     if row["matmul_tflops"] is None or row["copy_gbytes"] is None:
         return None
@@ -169,7 +169,7 @@ def rounded(samples: Iterable[float]) -> list[float]:
 
 
 def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Return what a fifth of the samples lies below, the median, what a fifth lies above."""
+    """Return the 20th percentile of the samples, the median, and the 80th percentile."""
     p20, p50, p80 = np.quantile(samples, (0.2, 0.5, 0.8)).tolist()
     return p20, p50, p80
 

@@ -38,7 +38,7 @@ def _num_samples(rows: list[Row]) -> int:
 
 
 class Run(Measurement):
-    """What `--resume` finds, and the ceilings that were measured so far."""
+    """The rows that `--resume` finds, and the ceilings that were measured so far."""
 
     file = "run.jsonl"
 
@@ -85,7 +85,7 @@ class Run(Measurement):
         }
 
     def _before(self, job: Job) -> list[Row]:
-        """Return what was measured of a job before."""
+        """Return the rows of a job that were measured before."""
         (eager, *_) = job.implementations()
         return self.earlier.get(key_of(self.row(job, eager, {}) | self.facts), [])
 

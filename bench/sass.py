@@ -1,4 +1,4 @@
-"""What NVIDIA's instructions say about a kernel: its loop, what it loads, where it waits.
+"""The shape of a kernel in NVIDIA's instructions: its loop, its loads, its waits.
 
 Bytes are those that threads ask for, whether they come from memory or from a cache.
 """
@@ -56,7 +56,7 @@ def body(sass: str) -> Body:
     loops = [(labels[label], at + 1) for at, label in jumps if labels.get(label, at + 1) < at]
     loads = [at for at, opcode in enumerate(opcodes) if re.match(f"{READ}|{COPY}", opcode)]
     loops = [(start, end) for start, end in loops if any(start <= at < end for at in loads)]
-    # what waits for a tensor map's tile waits behind the kernel's end, and jumps back from there
+    # the wait for a tensor map's tile lies behind the kernel's end, and jumps back from there
     pick = min if any(opcode.startswith("UTMALDG") for opcode in opcodes) else max
     start, end = pick(loops, key=lambda span: span[1] - span[0], default=(0, len(opcodes)))
     inside = opcodes[start:end]

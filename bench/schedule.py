@@ -1,6 +1,6 @@
-"""`python -m bench schedule LAYER`: what forward and backward of a layer make, read and free.
+"""`python -m bench schedule LAYER`: tensors a layer's forward and backward make, read and free.
 
-A line is a call of a kernel: its results, what it reads, results that are written over a tensor
+A line is a call of a kernel: its results, its inputs, results that are written over a tensor
 (`h=d_h`), and tensors that are freed after it. On the left are the features of its results, per
 row; a gradient of a parameter has the parameter's shape.
 """

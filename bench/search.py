@@ -8,8 +8,8 @@ from collections.abc import Callable
 def most(fits: Callable[[int], bool], guess: int = 1, precision: float = 0.0) -> int:
     """Return the largest count that fits, up to a share of it; 0 where 1 does not.
 
-    Goes up or down from a guess by steps that double, then bisects; asks of no count twice. What
-    fits is taken to fit in smaller numbers too.
+    Goes up or down from a guess by steps that double, then bisects; asks of no count twice. All
+    counts below one that fits are taken to fit too.
     """
     low, high, step = guess, guess, 1
     if fits(guess):

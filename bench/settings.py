@@ -17,7 +17,7 @@ PARTS = (1, 2, 3)
 # the cases that can trade time for memory
 BLOCKS = ("norm_gated_mlp_residual", "decoder_layer", "stack")
 DTYPES = ("float32", "bfloat16", "float16")
-# what the weights below adapters are
+# kinds of the weights below adapters
 BASES = ("dense", "quantised")
 DEFAULT_TOKENS = {"cpu": 4096, "cuda": 8192}
 # tokens that attend to one another, in cases with attention
@@ -204,7 +204,7 @@ LAYERS = ("linear_act", "norm_linear", "mlp", "gated_mlp", "rms_norm", "layer_no
 
 
 def schedule(add: Options) -> None:
-    """Print what forward and backward of a layer make, read, write over and free, with widths."""
+    """Print tensors a layer's forward and backward make, read, write over and free, with widths."""
     add.parser.add_argument("layer", help="the function", choices=LAYERS)
     add.one("save", "save level", "inputs", choices=("inputs", "gate", "preact"))
     add.one("norm", "a norm before; default: none, but for norm_linear", choices=("rms", "layer"))
@@ -245,7 +245,7 @@ def plot(add: Options) -> None:
 
 
 def compare(add: Options) -> None:
-    """Show what changed between two results files."""
+    """Show the changes between two results files."""
     add.file("before", "results of bench run", "A")
     add.file("after", "a later one, or one of another machine", "B")
     text = "ignore times that differ by less than this fraction"

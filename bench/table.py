@@ -9,7 +9,7 @@ from bench.env import origin
 from bench.results import Row, groups, is_capacity, least_ms, median, ratios, read, title
 from bench.tables import Columns, mib, show, significant
 
-# of float32: what an error is divided by where eager's own is nothing
+# of float32: the divisor of an error where eager's own is nothing
 EPS = 2**-23
 
 
@@ -45,7 +45,7 @@ def _saved(row: Row) -> str:
 
 
 def _rate(row: Row, what: str, unit: float) -> str:
-    """What the case needs at least, over the time it took: recomputed FLOPs are not counted."""
+    """The case's least FLOPs or bytes, or its tokens, over its time: no recomputed FLOPs."""
     ms = _median(row["both_ms"])
     return "-" if ms is None or not row[what] else significant(row[what] / ms / unit)
 
@@ -56,7 +56,7 @@ def _of_limit(row: Row) -> str:
 
 
 def columns(eager: Row) -> Columns:
-    """Return what a table of `run` holds; times and errors are beside those of eager."""
+    """Return the columns of a table of `run`; times and errors are beside those of eager."""
     return {
         "implementation": lambda row: row["name"],
         "forward\nms": lambda row: significant(_median(row["forward_ms"])),
@@ -83,7 +83,7 @@ CAPACITY: Columns = {
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Why rows are missing, and what a reader of the numbers must know besides."""
+    """Why rows are missing, and other facts that a reader of the numbers must know."""
     absent = [row["name"] for row in rows if row["failure"] == "not installed"]
     found = [
         f"{r['name']}: {r['failure']}" for r in rows if r["failure"] and r["name"] not in absent

@@ -11,7 +11,7 @@ from typing import Any
 from fusedckpt.reporting.tables import table
 
 MIB = 2**20
-# what a table has of a row, by the heads, which may be of several lines
+# functions from a row to a cell, by the heads, which may be of several lines
 Columns = Mapping[str, Callable[[Any], str]]
 
 
@@ -55,7 +55,7 @@ def show(
 
 @contextmanager
 def progress(part: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yield what is to be called with the name of each step that begins, of `total`.
+    """Yield a function to be called with the name of each step that begins, of `total`.
 
     counts=False: it is part of the step that is under way; says=False: it moves the bar alone. The
     bar is there in a terminal, where rich is installed; else each step is a line on stderr.

@@ -1,4 +1,4 @@
-"""What the demo can train: its own transformer, or one of transformers' classes, on real bytes.
+"""The demo's models: its own transformer, or one of transformers' classes, on real bytes.
 
 Small random configurations, nothing is downloaded: every model learns from the standard library's
 sources. Llama and GPT-2 predict the next byte, BERT masked bytes, and ViT the byte that follows a
@@ -75,7 +75,7 @@ def checkpoint(model: nn.Module) -> nn.Module:
 
 
 def _options(kind: str, seq: int) -> dict[str, Any]:
-    """Return what a configuration has of its own: no dropout, so that ways can be compared."""
+    """Return a configuration's own options: no dropout, so that ways can be compared."""
     rates = {
         "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -125,14 +125,14 @@ def _side(seq: int) -> int:
     return 2 * (math.isqrt(seq) // 2)
 
 
-# turn windows of tokens, each with one more than `seq`, into what a model gets and its targets
+# turn windows of tokens, each with one more than `seq`, into a model's inputs and targets
 def _next(window: Tensor) -> Batch:
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def _masked(window: Tensor) -> Batch:
     tokens = window[:, :-1]
-    # every seventh byte, as one in seven is what BERT masks
+    # every seventh byte, as BERT masks one in seven
     hidden = torch.arange(tokens.shape[1], device=tokens.device) % 7 == 3
     return tokens.where(~hidden, VOCAB), tokens.where(hidden, IGNORED)
 

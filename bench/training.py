@@ -1,4 +1,4 @@
-"""Ways of training one model, and what each costs: bytes, FLOPs, time, and the losses it reaches.
+"""Ways of training one model, and their costs: bytes, FLOPs, time, and the losses they reach.
 
 All share the model's parameters and start from the same ones, so that as many fit as one likes.
 Memory is that of a step which finds gradients there, as all but a first micro-batch do.
@@ -51,7 +51,7 @@ LOSSES: Columns = {
 
 
 class Way(NamedTuple):
-    """What is called with a batch: the model, a copy that runs otherwise, or a function."""
+    """A callable that takes a batch: the model, a copy that runs otherwise, or a function."""
 
     name: str
     run: Callable[..., Any]
@@ -74,7 +74,7 @@ def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.M
 
 
 class Batch(NamedTuple):
-    """What a model gets, and what its loss gets besides the output."""
+    """A model's inputs, and the target that its loss gets besides the output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -96,7 +96,7 @@ class _Run(nn.Module):
 
 
 class Workload(NamedTuple):
-    """What is trained, on which batches, one step each, by which optimizer."""
+    """A model to train, its batches, one step each, its loss and its optimizer."""
 
     model: nn.Module
     batches: Sequence[Batch]
@@ -152,7 +152,7 @@ class Workload(NamedTuple):
 
 
 class Trial:
-    """One way of training a workload, and what is known of it so far."""
+    """One way of training a workload, and its losses and times so far."""
 
     def __init__(self, work: Workload, way: Way):
         self.work, self.way = work, way
@@ -177,7 +177,7 @@ class Trial:
                 optimizer.zero_grad(set_to_none=True)
 
     def columns(self, reference: Trial) -> Row:
-        """Return what it found, beside another's."""
+        """Return its times and losses, and the difference of its losses from another's."""
         return {
             "name": self.way.name,
             "ms": rounded(self.samples),
@@ -227,8 +227,8 @@ def compare(
 ) -> list[Row]:
     """Measure memory and time of all ways; others are held to the first.
 
-    shown: those whose memory through a step is recorded, too; failures: where to note what others
-    than the first raised, instead of raising it.
+    shown: names of ways to record memory through a step for; failures: a list that takes the
+    errors of all ways but the first, instead of raising them.
     """
     forward_flops = work.flops(work.model, backward=False)
     found: list[tuple[Trial, MemoryReport, int]] = []
@@ -268,7 +268,7 @@ def _curve(report: MemoryReport) -> Row:
     times = np.array([moment.time_ns for moment in report.timeline])
     lives = np.array([moment.live_bytes for moment in report.timeline]) - _resident(report)
     starts = np.arange(SLICES) * times[-1] / SLICES
-    # what lives on from before, or more
+    # bytes that live on from before, or more
     highest = lives[np.searchsorted(times, starts, side="right") - 1]
     np.maximum.at(highest, np.searchsorted(starts, times, side="right") - 1, lives)
     forward = next(m.time_ns for m in report.timeline if m.phase == "backward")
@@ -282,7 +282,7 @@ def slowdown(row: Row, reference: Row) -> float:
 
 
 def _trade(row: Row, reference: Row) -> str:
-    """What of the peak a millisecond more buys; "-" where none is added."""
+    """MiB that each added millisecond takes off the peak; "-" where none is added."""
     added = median([a - b for a, b in zip(row["ms"], reference["ms"], strict=True)])
     if row is reference or added <= 0:
         return "-"

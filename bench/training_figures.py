@@ -51,7 +51,7 @@ def publish(record: Row, out: Path, name: str) -> None:
 
 
 def drawing(record: Any) -> Callable[[Path], None] | None:
-    """Return what draws a record; None for what is none. Raises ValueError for a damaged one."""
+    """Return a function that draws a record; None for other JSON. Raises ValueError if damaged."""
     if not isinstance(record, dict) or not {"runs", "depth", "own"} & record.keys():
         return None
     checked(record, _RECORD)
@@ -198,7 +198,7 @@ def _draw_curves(figure: SubFigure, shown: Rows) -> None:
 
 
 def _draw_segments(axes: Axes, rows: Rows) -> None:
-    """Draw what is saved and how high a step climbs, by the number of segments."""
+    """Draw the saved memory and the peak of a step, by the number of segments."""
     counts: list[int] = []
     # where the curves lie on one another, the thinner one is on top
     for whose, width in (("torch", 3.0), ("fusedckpt", 1.5)):

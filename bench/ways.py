@@ -37,7 +37,7 @@ from fusedckpt.planning.budget import bytes_of
 from fusedckpt.reporting.step import default_loss
 
 SETTINGS = ("model", "budget", "steps", "repeat", "seed")
-# whose memory through a step is drawn
+# ways with a figure of memory through a step
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
 
 
@@ -45,7 +45,7 @@ def prepare(chosen: Namespace) -> Namespace:
     """Make the model, and its batch.
 
     Raises ValueError for a spec that names no factory, a factory that returns something else, a
-    budget that is none; what the caller's code raises comes through.
+    budget that is none; errors of the caller's code come through.
     """
     factory = _factory(chosen.model)
     torch.manual_seed(chosen.seed)
@@ -75,7 +75,7 @@ def _factory(spec: str) -> Callable[[], Any]:
 
 
 def _given(spec: str, made: Any) -> tuple[nn.Module, Batch]:
-    """Read what a factory returns: (model, args), (model, kwargs) or (model, args, kwargs)."""
+    """Read the result of a factory: (model, args), (model, kwargs) or (model, args, kwargs)."""
     args, kwargs = (), {}
     match made:
         case (nn.Module() as model, dict() as kwargs):

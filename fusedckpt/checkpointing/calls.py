@@ -1,8 +1,8 @@
-"""What a checkpoint's forward leaves for its recompute: calls with all they need, and stand-ins.
+"""Calls with all they need, and stand-ins, which a checkpoint's forward leaves for its recompute.
 
 A call needs its arguments, and finds its surroundings as they were: random numbers, autocast, the
-default device. Nothing here keeps alive what would not be alive without the checkpoint, but for the
-arguments.
+default device. Nothing here keeps an object alive that would not live without the checkpoint, but
+for the arguments.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Bring it back, and afterwards what was there before."""
+        """Bring that state back, and afterwards the state from before."""
         with ExitStack() as stack:
             if private.are_transforms_active():
                 # a batched backward: the forward was not in its vmap, random ops refuse it
@@ -184,7 +184,7 @@ def _settings_of(kinds: list[str]) -> list[Any]:
 
 
 def _generator_of(device: torch.device) -> list[tuple[Any, Any]]:
-    """Return what reads and writes the state of a device's random number generator, if any."""
+    """Return functions to read and write the state of a device's random number generator, if any."""
     if device.type == "meta":
         return []
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -203,7 +203,7 @@ ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 
 def objects_in(value: Any) -> Iterator[Any]:
-    """Yield what is in plain lists, tuples and dicts but data; nothing else is looked into."""
+    """Yield the objects in plain lists, tuples and dicts but data; nothing else is looked into."""
     if type(value) is dict:
         value = list(value.values())
     if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
@@ -245,12 +245,12 @@ class Call:
                 inside = [*objects_in(value)]
                 objects += inside
                 inner += [x for x in inside if isinstance(x, Tensor)]
-        # what containers keep, which are no Arguments
+        # the tensors in containers, which are no Arguments
         self.inner = Versioned(*inner) if inner else None
         self.surroundings = surroundings or Surroundings(objects, *options[:2])
 
     def again(self, made: dict[Any, Any]) -> Any:
-        """Call `fn` again; in `made` the calls of one recompute leave what they like for others."""
+        """Call `fn` again; in `made` the calls of one recompute leave objects for others."""
         values, tensors = [], dict[Argument, Tensor]()
         for held in self.held:
             if isinstance(held, Argument):
@@ -263,7 +263,7 @@ class Call:
 
 
 class Trace:
-    """What a segment's forward leaves for its recompute."""
+    """The record that a segment's forward leaves for its recompute."""
 
     def __init__(self, options: Options):
         self.options, self.contexts = options, options.context_fn()
@@ -273,15 +273,15 @@ class Trace:
         # whether the last call has returned
         self.is_complete = False
         self.saved: list[Saved] = []
-        # of fused layers, by the place of what they save: name, and what waits for GEMM outputs
+        # of fused layers, by the place of their saved tensors: name, and slot for GEMM outputs
         self.slots: dict[int, tuple[str, weakref.ref[Any]]] = {}
         self.watched: Run | None = None
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what tells the storage of a tensor from others while it lives, 0 of one not plain.
+    """Return a key of a tensor's storage, unique while it lives; 0 for a tensor that is not plain.
 
-    Plain is what is dense, of no subclass, not nested, and no lazy conjugate or negative.
+    A plain tensor is dense, of no subclass, not nested, and no lazy conjugate or negative.
     """
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     plain = plain and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
@@ -296,10 +296,10 @@ def leaf_of(tensor: Tensor) -> Tensor | None:
 
 
 class Leaves:
-    """Finds leaves that a run of a segment reads but does not save, by the graph of what it saves.
+    """Finds leaves that a run of a segment reads but does not save, by the graph of saved tensors.
 
     A weight is saved only where its input needs a gradient. The first leaves that are found, here
-    or among what is saved, are enough: weights after them are saved.
+    or among the saved tensors, are enough: weights after them are saved.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The debug mode of a checkpoint: does the recompute give, bit for bit, what the forward gave?"""
+"""The debug mode of a checkpoint: does the recompute give, bit for bit, the forward's outputs?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusedckpt.checkpointing.module_calls import (
 
 
 class Run(TorchDispatchMode, PutsBackBuffers):
-    """What a forward did: its operations, and the outputs of every module and of the segment.
+    """The record of a forward: its operations, and the outputs of every module and of the segment.
 
     Given that one, a recompute: it notes the first difference instead, and puts buffers back.
     """
@@ -35,13 +35,13 @@ class Run(TorchDispatchMode, PutsBackBuffers):
         self._operations: list[str] = []
         self._outputs: list[tuple[str, list[Tensor]]] = []
         self._expected = iter(forward._outputs if forward else ())
-        # last hooks of modules that have hooks, whose calls run
+        # last hooks of modules that have hooks, while calls of these modules run
         self._last: list[RemovableHandle] = []
         self.difference: str | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch what runs inside."""
+        """Watch the operations and module calls inside."""
         try:
             with self, observed(self):
                 yield
@@ -125,6 +125,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return what a tensor is made of, where NaN equals itself."""
+    """Return the bytes of a tensor, where NaN equals itself."""
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return dense.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

@@ -48,7 +48,7 @@ class PutsBackBuffers:
     """Restores the buffers of modules after each of their calls."""
 
     def __init__(self) -> None:
-        # modules whose calls run, with copies of their buffers
+        # modules that are being called, with copies of their buffers
         self._called: list[tuple[nn.Module, _Copies]] = []
 
     @uncompiled
@@ -124,7 +124,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 def recomputed(fn: Any, observer: PutsBackBuffers) -> Iterator[None]:
     """Let `observer` see the calls of modules in a recompute, and put buffers back.
 
-    Also of the module whose bound method `fn` is: its forward, called without its hooks.
+    If `fn` is a bound method of a module, also the call of that: its forward, without its hooks.
     """
     module = getattr(fn, "__self__", None)
     module = module if isinstance(module, nn.Module) else None

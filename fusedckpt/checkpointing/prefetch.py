@@ -50,7 +50,7 @@ def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
     Raises:
         TypeError: `segments` is not an int.
         ValueError: it is below 1.
-        What the recompute raises.
+        Any exception of the recompute.
 
     Source: GPipe (Huang et al., arXiv 1811.06965), section 2.3, of recomputes before gradients.
     """
@@ -74,7 +74,7 @@ def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
 
 
 def _in_order(nodes: list[Any]) -> Any:
-    """Yield the segments behind nodes, the one first whose nodes run first."""
+    """Yield the segments behind nodes, in the order in which backward runs their nodes."""
     seen = set(nodes)
     queue = [(-number_of(node), i, node) for i, node in enumerate(seen)]
     heapq.heapify(queue)

@@ -1,4 +1,4 @@
-"""The recompute of a checkpointed segment, which brings back what its forward dropped.
+"""The recompute of a checkpointed segment, which brings back the tensors that its forward dropped.
 
 It ends with the last tensor that backward needs; where that is in a fused layer, before the layer
 computes anything. GEMM outputs that spare a fused layer's backward a GEMM are not among those
@@ -46,17 +46,17 @@ class Recompute(Phase):
         self._num_saved = 0
         self._stopped = False
         self._problems: list[str] = []
-        # what was saved last, where no gradient flows into it
+        # the tensor that was saved last, where no gradient flows into it
         self._before: Tensor | None = None
         self._leaves: list[tuple[Packed, TensorWeakRef]] = []
-        # by index, whether the tensor is dropped: what is kept is compared all the same
+        # by index, whether the tensor is dropped: a kept tensor is compared all the same
         self._wanted: dict[int, bool] = {}
         for saved in segment.saved:
             if (packed := saved.packed()) is not None:
                 source, is_dropped = packed.source, packed.source is None
                 if isinstance(source, TensorWeakRef):
                     owner = source()
-                    # what is loaded for each forward anew is gone
+                    # a leaf that is loaded for each forward anew is gone
                     is_dropped = owner is None
                     if owner is not None and owner._version != packed.version:
                         raise RuntimeError(stale("a parameter saved for backward", owner))
@@ -74,7 +74,7 @@ class Recompute(Phase):
         return any(self._wanted.values())
 
     def take_over(self, ahead: Recompute) -> None:
-        """Have what another brought back; raise where an argument was written since."""
+        """Take the tensors that another brought back; raise where an argument was written since."""
         for call in self._segment.calls:
             if call.inner is not None:
                 call.inner.read()
@@ -85,7 +85,7 @@ class Recompute(Phase):
         del self._segment, self._leaves
 
     def run(self) -> None:
-        """Call what the segment called, up to the last tensor that is wanted."""
+        """Make the calls of the segment again, up to the last tensor that is wanted."""
         segment = self._segment
         run = segment.watched and Run(segment.calls[0].fn, segment.watched)
         self._leaves_read = calls.Leaves()
@@ -105,10 +105,10 @@ class Recompute(Phase):
         finally:
             self._before = None
             for packed, leaf in self._leaves:
-                # what the recompute itself wrote is accepted
+                # a write by the recompute itself is accepted
                 if (owner := leaf()) is not None:
                     packed.version = owner._version
-            # this lives until the end of the backward, arguments and what ran inside do not
+            # this lives until the end of the backward, arguments and called functions do not
             del self._segment, self._leaves
         self._check(segment, run)
 
@@ -127,11 +127,11 @@ class Recompute(Phase):
                 result = call.again(made)
             if run is not None:
                 run.see("the segment", result)
-            # the next call gets of it what it needs
+            # the next call gets the parts of it that it needs
             del result
 
     def _check(self, segment: Trace, run: Run | None) -> None:
-        """Raise where the recompute did not do what the forward did."""
+        """Raise where the recompute did not do the same as the forward."""
         problems, count, found = self._problems, len(segment.saved), self._num_saved
         if found <= self._last or (segment.is_complete and not self._stops and found < count):
             different = "A different number of tensors was saved during the original forward and"
@@ -164,7 +164,7 @@ class Recompute(Phase):
         if self._wanted.get(index):
             self.values[index] = tensor, tensor._version
         if index == self._last and self._stops:
-            # what requires no grad may be a mask that is yet to be written
+            # a tensor that requires no grad may be a mask that is yet to be written
             written = requires_grad and not self._is_after_noise(tensor)
             if written or not self._wanted[index]:
                 self._stop()
@@ -209,7 +209,7 @@ class Recompute(Phase):
         if saved.leaf is None and not saved.behind:
             # those behind may be so in one run alone: sharding makes views ahead of a module's call
             return isinstance(leaf, nn.Parameter)
-        # what is loaded for each forward anew is gone
+        # a leaf that is loaded for each forward anew is gone
         before = [old for ref in saved.behind if (old := ref()) is not None]
         if len(before) == len(behind) and any(map(self._is_other, before, behind)):
             return True
@@ -228,7 +228,7 @@ class Recompute(Phase):
         """
         storage = calls.storage_of(was)
         if was is now or was.is_meta or (storage and was.untyped_storage().nbytes() == 0):
-            # what has no memory now cannot be compared
+            # a leaf that has no memory now cannot be compared
             return False
         if not (storage and calls.storage_of(now)):
             return isinstance(was, nn.Parameter) and isinstance(now, nn.Parameter)
@@ -249,7 +249,7 @@ class Recompute(Phase):
         before = self._before
         if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
             return False
-        # an output is saved written, and again by what takes it as input
+        # an output is saved written, and again by the operation that takes it as input
         storage = calls.storage_of(tensor)
         return storage == 0 or storage != calls.storage_of(before)
 

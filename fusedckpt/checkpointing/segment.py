@@ -1,9 +1,9 @@
-"""`checkpoint`, and a segment's forward: what it drops, and where its backward finds that again.
+"""`checkpoint`, and a segment's forward: tensors it drops, and where its backward finds them.
 
-What autograd saves in a segment's forward is dropped, and found again by its position when the
-segment is recomputed, inside the first backward that asks or, by `prefetch`, before it. What costs
-nothing to keep stays: parameters and other leaves, and views of the arguments. A recompute serves
-one backward, whose end drops all it made.
+Tensors that autograd saves in a segment's forward are dropped, and found again by their position
+when the segment is recomputed, inside the first backward that asks or, by `prefetch`, before it.
+Tensors that cost nothing to keep stay: parameters and other leaves, and views of the arguments. A
+recompute serves one backward; the end of that backward drops all that the recompute made.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class Segment(Trace, Phase):
         # by storage, while a call runs
         self._arguments: dict[int, Argument] = {}
         self._leaves = Leaves()
-        # while it may turn out that a call writes its arguments: what it saved, and versions
+        # while it may turn out that a call writes its arguments: the tensors it saved, and versions
         self.held: list[tuple[Packed, Tensor, int]] | None = None
         self._recomputes: dict[int, Recompute] = {}
         # one that came before its backward
         self._ahead: Recompute | None = None
 
     def run(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Make a call for the first time, dropping what autograd saves."""
+        """Make a call for the first time, dropping the tensors that autograd saves."""
         self.is_complete, around = False, phases.current()
-        # what comes back through hooks is elsewhere in memory
+        # a tensor that comes back through hooks is elsewhere in memory
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
         self.watched = run = Run(call.fn) if self.options.debug else None
         self.calls.append(call)
         try:
-            # what an enclosing checkpoint recomputes, it gives back once only
+            # an enclosing checkpoint gives a tensor that it recomputes back once only
             for held in call.held if around is None and private.SEES_HOOKS else ():
                 if isinstance(held, Argument) and held.storage:
                     self._arguments[held.storage] = held
@@ -97,14 +97,14 @@ class Segment(Trace, Phase):
         return output
 
     def _keep(self, held: list[tuple[Packed, Tensor, int]]) -> None:
-        """Keep what was saved, as without a checkpoint; what was written since still raises."""
+        """Keep saved tensors, as without a checkpoint; a tensor written since still raises."""
         for packed, tensor, version in held:
             if tensor._version == version:
                 packed.source, packed.layout = Argument(tensor), None
         self.stops, self.held = True, None
 
     def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
-        """Let the nodes of an output be known as the segment's own, but of what it was given."""
+        """Mark the nodes of an output as the segment's own, but those of tensors it was given."""
         known = {*map(id, given)}
         for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
@@ -113,7 +113,7 @@ class Segment(Trace, Phase):
 
     @uncompiled
     def pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd keeps in the tensor's place."""
+        """Return the stand-in that autograd keeps in the tensor's place."""
         packed = Packed()
         packed.index, packed.source, packed.layout = len(self.saved), None, None
         owner, leaf, behind = calls.leaf_of(tensor), None, ()
@@ -188,7 +188,7 @@ class Segment(Trace, Phase):
     def save(
         self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
     ) -> None:
-        """Save what the layer was given, and leave a slot for its GEMM outputs."""
+        """Save the tensors that the layer was given, and leave a slot for its GEMM outputs."""
         super().save(ctx, name, given, [None] * len(extras))
         # the recompute makes them for this layer alone
         ctx.owns_extras = True
@@ -225,7 +225,7 @@ def checkpoint(
     """Return function(*args, **kwargs), saving its arguments and running it again in backward.
 
     A drop-in for torch.utils.checkpoint.checkpoint(..., use_reentrant=False), with its results and
-    the same arguments. What differs:
+    the same arguments. The differences:
 
     - Fused layers at any level save nothing in the forward, and their GEMM outputs in the
       recompute, so that backward recomputes no GEMM. A fused layer that ends the segment is not
@@ -251,7 +251,7 @@ def checkpoint(
             torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
         determinism_check: "default" compares shape, dtype and device of recomputed tensors, and the
             parameters that they are computed from, with the forward's; "none" compares nothing.
-        debug: keep a copy of what every module in `function` returns, run the recompute to its end,
+        debug: copy the output of every module in `function`, run the recompute to its end,
             and raise if any bit differs, with the name of the first such module and the operations
             of both runs.
         early_stop: end the recompute with the last tensor that backward needs.
@@ -314,7 +314,7 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
         raise ValueError(f"{expected}, got {options.determinism_check!r}")
     if is_plain_call():
         return function(*args, **kwargs)
-    # what a partial holds are arguments like others
+    # the objects that a partial holds are arguments like others
     while isinstance(function, partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
@@ -323,7 +323,7 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _at_inputs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose fused layers save nothing of their own in a compiled checkpoint."""
+    """Call a function; its fused layers save nothing of their own in a compiled checkpoint."""
     with saving("inputs"):
         return function(*args, **kwargs)
 

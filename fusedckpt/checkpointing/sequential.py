@@ -137,7 +137,7 @@ class _Stretch:
             # in the recompute as in the forward
             return _chain(self.functions[: self.count], input)
         given = [x for x in pytree.tree_leaves(input) if isinstance(x, Tensor)]
-        # what needs no gradient may go through the whole chain, as masks do
+        # a tensor that needs no gradient may go through the whole chain, as masks do
         followed = {storage_of(x) for x in given if x.requires_grad} or {*map(storage_of, given)}
         before, segment.held = versions_of(*given), []
         for number, function in enumerate(self.functions, 1):
@@ -171,7 +171,7 @@ def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
 
 
 def _spans(functions: list[Any], segments: Any, input: Any) -> tuple[list[Any], list[Span]]:
-    """Return what is called one after the other, and the spans of that."""
+    """Return the functions to call one after the other, and the spans of that list."""
     count = len(functions)
     if hasattr(segments, "spans"):
         # MLPs are cut into chunks

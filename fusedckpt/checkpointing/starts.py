@@ -40,7 +40,7 @@ def given_starts(segments: Any, count: int) -> list[int]:
 
 
 class ChainSizes(NamedTuple):
-    """Bytes by function: what is saved of its input, what besides, and all of its input.
+    """Bytes by function: those saved of its input, those saved besides, and all of its input.
 
     `handed` is infinite where no segment can start, as the input is written in place from there on.
     """
@@ -51,10 +51,10 @@ class ChainSizes(NamedTuple):
 
 
 def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSizes:
-    """Run each function once, as if it had not run, and return what autograd saves for it."""
+    """Run each function once, as if it had not run, and return the bytes autograd saves for it."""
     parameters = [p for f in functions if isinstance(f, nn.Module) for p in f.parameters()]
     sizes = ChainSizes([], [], [sum(_storages(input).values())])
-    # what the function before saved of its output; where the memory of the input comes from
+    # bytes that the function before saved of its output; where the memory of the input comes from
     saved_before, origin = 0, 0
     with no_trace([*_tensors(input), *parameters]), disable_current_modes():
         for i, function in enumerate(functions):
@@ -131,7 +131,7 @@ def measured_starts(rule: Rule, functions: Sequence[Callable[..., Any]], input: 
         key = rule, *((_reference(f), getattr(f, "training", None)) for f in functions)
         starts = _known.get(key)
     except TypeError:
-        # what has no hash or no weak reference is not known again
+        # a function that has no hash or no weak reference is not known again
         return rule(chain_sizes(functions, input))
     if starts is None:
         if len(_known) > 1000:
@@ -152,7 +152,7 @@ def possible_starts(sizes: ChainSizes) -> list[int]:
 
 
 def least_starts(sizes: ChainSizes) -> list[int]:
-    """Return the starts with which what is handed on and the largest segment are the least."""
+    """Return the starts with the least sum of the bytes handed on and the largest segment."""
     # a segment holds ends[stop] - begins[start]: its own input is one that was handed on
     ends = np.cumsum([0, *map(sum, zip(sizes.inputs, sizes.own, strict=True))])
     begins, handed = ends[:-1] + sizes.inputs, np.array([0, *sizes.handed[1:-1]], float)
@@ -168,7 +168,7 @@ def least_starts(sizes: ChainSizes) -> list[int]:
     return best
 
 
-# by what `checkpoint_sequential` takes
+# by the names that `checkpoint_sequential` takes
 RULES: dict[str, Rule] = {"sqrt": least_starts, "recursive": possible_starts}
 
 

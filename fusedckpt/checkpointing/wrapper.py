@@ -1,4 +1,4 @@
-"""Modules whose forward is a checkpoint: by a wrapper, or by a forward set on the module itself."""
+"""Modules with a checkpoint as forward: by a wrapper, or by a forward set on the module itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
         model.block = Checkpoint(model.block)
 
     The wrapped module is unchanged, and is `block._checkpoint_wrapped_module`, as in torch's
-    `checkpoint_wrapper`, whose base class this has. Names in state_dict, named_parameters,
+    `checkpoint_wrapper`, with the same base class. Names in state_dict, named_parameters,
     named_buffers and named_modules are those without the wrapper. Attributes, length, items and
     iteration are the module's; setting an attribute that the module has sets the module's.
 
@@ -54,13 +54,13 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
         self.training, self._checkpoint_options = module.training, options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns, saving only its arguments."""
+        """Return the output of the module, saving only its arguments."""
         return _run(self._checkpoint_wrapped_module, self._checkpoint_options, args, kwargs)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module], None, None]:
-        """Yield what nn.Module yields, under the names without the wrapper."""
+        """Yield the names and modules of nn.Module, but the names without the wrapper."""
         for name, module in nn.Module.named_modules(self, memo, prefix, remove_duplicate):
             yield ".".join(part for part in name.split(".") if part != _NAME), module
 
@@ -135,6 +135,6 @@ class _Forward:
 
 
 def _run(call: Any, options: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Checkpoint a call whose keyword arguments may have names of options."""
+    """Checkpoint a call; its keyword arguments may have names of options."""
     taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & {*kwargs}}
     return checkpoint(partial(call, **taken) if taken else call, *args, **options, **kwargs)

@@ -52,7 +52,7 @@ class Errors:
     strays: int = 0
 
     def add(self, ours: Tensor, eager: Tensor, truth: Tensor) -> None:
-        """Add a draw: what ours computed, eager in the same dtype, and eager in float64."""
+        """Add a draw: our result, eager's in the same dtype, and eager's in float64."""
         self.count += truth.numel()
         if ours.shape != eager.shape or ours.dtype != eager.dtype:
             self.strays += 1

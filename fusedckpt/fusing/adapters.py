@@ -1,7 +1,7 @@
-"""Linears under peft's LoRA, or quantised: what is below, and what multiplies for its weight.
+"""Linears under peft's LoRA, or quantised: the linear below, and the operand for its weight.
 
 peft wraps a linear: the wrapper has the linear as `base_layer` and, by adapters' names, the two
-small linears, the scale and the dropout. What a wrapper computes may change from call to call, as
+small linears, the scale and the dropout. A wrapper's function may change from call to call, as
 adapters are switched, merged or disabled, so it is read in every call, before or after `fuse`.
 """
 
@@ -26,7 +26,7 @@ _LORA = (
     "peft.tuners.lora.bnb.Linear4bit",
     "peft.tuners.lora.torchao.TorchaoLoraLinear",
 )
-# linears whose forward dequantises, then multiplies as nn.Linear's does
+# the linear that dequantises its weight, then multiplies as nn.Linear does
 _DEQUANTISING = ("Linear4bit", "bitsandbytes.nn.modules")
 _PARTS = ("lora_A", "lora_B", "lora_dropout")
 
@@ -48,7 +48,7 @@ def base_of(layer: nn.Module) -> nn.Module:
 
 
 def is_dequantising(layer: nn.Module) -> bool:
-    """Whether a layer is a linear of a class of its own that computes what nn.Linear does."""
+    """Whether a layer is a linear of a class of its own that computes nn.Linear's function."""
     return (type(layer).__name__, type(layer).__module__) == _DEQUANTISING
 
 
@@ -94,7 +94,7 @@ def rebuilt(module: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.M
 
 
 def in_the_way(layer: nn.Module) -> str | None:
-    """Say what a wrapper computes now that is no plain LoRA, None if it is."""
+    """Name the part of a wrapper that is no plain LoRA now, None if all of it is."""
     if not is_lora(layer):
         return None
     lora: Any = layer
@@ -108,7 +108,7 @@ def in_the_way(layer: nn.Module) -> str | None:
 
 
 def adapted(layer: nn.Module, weight: Any) -> Any:
-    """Return what multiplies for a layer: a weight, under the adapters that are active now."""
+    """Return the operand for a layer's weight: the weight, under the adapters that are active now."""
     if not is_lora(layer):
         return weight
     lora: Any = layer
@@ -121,7 +121,7 @@ def adapted(layer: nn.Module, weight: Any) -> Any:
 
 
 def described(module: nn.Module) -> Hashable:
-    """Return what adapters below a module come down to, by which those of two may be alike."""
+    """Return the state of the adapters below a module, equal for modules with adapters alike."""
     return tuple(
         (path, in_the_way(layer), *(_sizes(layer, name) for name in _active(layer)))
         for path, layer in module.named_modules()

@@ -59,7 +59,7 @@ class Swap:
 
 
 class NormMatch(NamedTuple):
-    """What a norm of some class computes: see `functional.rms_norm` and `layer_norm`.
+    """The norm that a module of some class computes: see `functional.rms_norm` and `layer_norm`.
 
     weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: pairs
     of x's and the weight's dtype for which it was verified, x's twice without a weight; kind: "rms"
@@ -80,7 +80,7 @@ class NormMatch(NamedTuple):
     autocasts: bool = True
 
 
-# what a function is made of
+# the parts of a function, as FunctionType takes them
 _FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__")
 
 
@@ -96,7 +96,7 @@ class Swapped(nn.Module):
         super().__init_subclass__(**kwargs)
         ours, original = made_of(cls) or (nn.Module, nn.Module)
         if issubclass(ours, Swapped):
-            # with the original's signature, by which torch.fx names what it traces
+            # with the original's signature, by which torch.fx names a trace's inputs
             call = FunctionType(*(getattr(Swapped.forward, key) for key in _FUNCTION))
             cls.forward = wraps(original.forward)(call)
             cls._fusedckpt_argument = _first_argument(original)
@@ -185,7 +185,7 @@ class FusedNorm(Swapped):
         return norm_sharing.remember(self, y, weight, bias)
 
     def extra_repr(self) -> str:
-        """Describe the module as its class does, and what it computes now."""
+        """Describe the module as its class does, and name the function that it computes now."""
         match = self._fusedckpt_match
         ours = ["layer_norm"] if match.kind == "layer" else ["rms_norm", f"cast={match.cast}"]
         return _described(super().extra_repr(), *ours)
@@ -227,14 +227,14 @@ class Recomputed(Swapped):
 
 
 def recomputed(forward: Callable[[Tensor], Tensor], x: Tensor, draws: bool) -> Tensor:
-    """Run a forward that saves x, or what made it, and is run again in backward."""
+    """Run a forward that saves x, or the recipe of x, and is run again in backward."""
     recipe = recipe_of(x)
     again = partial(checkpoint, forward, preserve_rng_state=draws)
     return again(x) if recipe is None else sharing.read(recipe, x, again)
 
 
 class FusedMLP(Swapped):
-    """Forward of an MLP of any class; saves what its level says."""
+    """Forward of an MLP of any class; saves the tensors that its level names."""
 
     _fusedckpt_match: MLPMatch
     save: str
@@ -280,14 +280,14 @@ class FusedMLP(Swapped):
         return y if options[2] else dropped(self, match, y)
 
     def _traced(self, x: Tensor) -> Tensor:
-        """Return the result of the original forward, of which what the level names is saved."""
+        """Return the result of the original forward, which saves the tensors that the level names."""
         block = self._fusedckpt_match.block
         level = within(levels.override.level or self.save, _LEVELS[block.kind])
         count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
         return compiled.run(super(Swapped, self).forward, tuple(range(count)), x)
 
     def extra_repr(self) -> str:
-        """Describe the module as its class does, and what it computes now."""
+        """Describe the module as its class does, and name the function that it computes now."""
         block = self._fusedckpt_match.block
         now = f"{block.kind}, activation={block.activation}"
         chunks = [] if self.chunks is None else [f"chunks={self.chunks}"]
@@ -337,7 +337,7 @@ _LEVELS = {"mlp": MLP_LEVELS, "gated_mlp": GATED_LEVELS, "linear_act": LINEAR_LE
 
 
 def of_chunks(chunks: int | None) -> list[str]:
-    """Return what reports say about the chunks of an MLP; nothing if they are not set."""
+    """Return the words of reports on the chunks of an MLP; none if they are not set."""
     return [] if chunks is None else [f"{chunks} chunk{'s' * (chunks > 1)}"]
 
 

@@ -1,4 +1,4 @@
-"""What fuse did, and what runs fused since, as a record and as text."""
+"""The changes that fuse made, and the modules that run fused since, as a record and as text."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _KINDS = ("norm", "mlp", "linear")
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What `fuse` did.
+    """The modules that `fuse` swapped, and those that it left.
 
-    Each is a dict by module name. swapped: what it became; already: the same for modules fused
+    Each is a dict by module name. swapped: its change; already: the same for modules fused
     before; left: why it was not swapped; kinds: "norm", "mlp" or "linear"; classes: of modules
-    left, the class; shared: of linears and activations that save what made their input, where a
-    fused norm did, the class; saved: of fused modules, the bytes per token saved for backward
+    left, the class; shared: of linears and activations that save the recipe of their input, where a
+    fused norm made it, the class; saved: of fused modules, the bytes per token saved for backward
     before and now, the input included, measured on meta tensors at the module's widths and dtype
     (missing where it cannot run on them).
 
@@ -78,7 +78,7 @@ class FuseReport:
         return self._whole[0]
 
     def watch(self, model: nn.Module) -> None:
-        """Keep a weak reference to the model, and forget what ran in it before."""
+        """Keep a weak reference to the model, and forget the notes of earlier calls."""
         self._model[:] = [weakref.ref(model)]
         forget(model)
 
@@ -123,7 +123,7 @@ class FuseReport:
         return "\n".join([*lines, *self._unfused()])
 
     def _unfused(self) -> Iterator[str]:
-        """Yield what did not run fused, and what that costs."""
+        """Yield lines on the modules that did not run fused, and on the bytes that this costs."""
         known, found = {**self.swapped, **self.already}, self.fallbacks
         model = self._model[0]() if self._model else None
         ahead = {} if model is None else dict(_dropping(model))
@@ -147,7 +147,7 @@ class FuseReport:
 def _grouped(
     groups: dict[str, tuple[str, str]], costs: dict[str, tuple[float, float] | None] | None = None
 ) -> Iterator[str]:
-    """Yield a line for every pair of what it is and why, the most frequent first."""
+    """Yield a line for every pair of a class or change and a reason, the most frequent first."""
     for group, count in Counter(groups.values()).most_common():
         what, reason = group
         names = [name or "root" for name, one in groups.items() if one == group]
@@ -161,7 +161,7 @@ def _grouped(
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Part]]:
-    """Yield a name, the swapped module, the name below it, and what is known of every part."""
+    """Yield the name of every part, the swapped module, the name below it, and the part."""
     for name, module in model.named_modules():
         original: Original | None = module.__dict__.get(MARK)
         for inner, part in original.parts.items() if original is not None else ():
@@ -203,5 +203,5 @@ def forget(model: nn.Module) -> None:
 
 
 def join(prefix: str, name: str) -> str:
-    """Return the name of what is called `name` inside `prefix`; either may be empty."""
+    """Return the full name of the module `name` inside `prefix`; either may be empty."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -1,4 +1,4 @@
-"""Which fused modules a step's forward runs, how, and what it costs where that is not fused."""
+"""Which fused modules a step's forward runs, how, and the bytes it costs where that is not fused."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["FusedCalls", "FusedModule"]
 class FusedModule:
     """A fused module in one step.
 
-    change: what `fuse` made of it; calls: how often its forward was called, 0 in torch.compile'd
+    change: its text in the report; calls: how often its forward was called, 0 in torch.compile'd
     code too, which is not looked into; reason: why it ran as its class would in the last such call,
-    None if all ran fused; extra_bytes: what it keeps more for that, at most; None if unknown.
+    None if all ran fused; extra_bytes: the bytes it keeps more for that, at most; None if unknown.
     """
 
     name: str
@@ -64,7 +64,7 @@ class FusedCalls:
             self._note(module)
 
     def found(self, saved: Iterable[SavedStorage]) -> tuple[FusedModule, ...]:
-        """Return every fused module, given what the step saved."""
+        """Return every fused module, given the storages that the step saved."""
         storages = list(saved)
         found = []
         for name, module, inner, part in self._parts:
@@ -72,7 +72,7 @@ class FusedCalls:
             extra = 0 if reason is None else None
             if reason is not None and tokens is not None and part.saved is not None:
                 more = round(tokens * (part.saved[0] - part.saved[1]))
-                # what a checkpoint around it drops, it does not keep
+                # it does not keep storages that a checkpoint around it drops
                 extra = min(more, _kept(self._names[module], storages))
             found.append(
                 FusedModule(name, part.change, self._calls[module], reason, extra_bytes=extra)
@@ -101,7 +101,7 @@ def _kept(name: str, storages: list[SavedStorage]) -> int:
 
 
 def _tokens(output: Tensor) -> int:
-    """Return how many rows this process has of a module's output, whose class may be any."""
+    """Return how many rows this process has of a module's output, a tensor of any class."""
     local = local_of(output)
     if local.is_nested:
         return local.values().shape[0] if local.layout == torch.jagged else 0

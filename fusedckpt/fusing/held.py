@@ -34,7 +34,7 @@ MARK = "_fusedckpt_original"
 
 
 class Part(NamedTuple):
-    """What reports say about a swapped module, or a block of a swapped Sequential.
+    """The entry in reports for a swapped module, or a block of a swapped Sequential.
 
     saved: bytes saved per token before and now, None if unknown.
     """
@@ -64,7 +64,7 @@ class Weight(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a forward computes: the arguments of one of our functions.
+    """The block that a forward computes: the arguments of one of our functions.
 
     kind: "mlp", "gated_mlp" or "linear_act"; linears: in the order of the function's arguments;
     packed: which half of the first weight comes first, "gate" or "up", "" where it has no halves.
@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What must still hold of one module.
+    """The state of one module that must not change.
 
     path: names of the children that lead to it; kind: its class, None for the swapped module
     itself; children: how many it has; reads: names of attributes, one of the other, and the value.
@@ -118,7 +118,7 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
 def broken(
     module: nn.Module, held: tuple[Held, ...], watched: Collection[Path] = ()
 ) -> tuple[str, str] | None:
-    """Return what has changed in a module, None if nothing has.
+    """Return the first change in a module, None if there is none.
 
     "child", "hook" or "changed", and the name of the child that was replaced or has hooks, or of
     the changed attribute; children at the paths `watched` may have hooks.
@@ -141,7 +141,7 @@ def broken(
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class before it was swapped, nn.Linear for what stands for one."""
+    """Return a module's class before it was swapped, nn.Linear for a linear that dequantises."""
     if is_dequantising(module):
         return nn.Linear
     return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)

@@ -1,8 +1,8 @@
 """Which block a recorded forward is: its matrix products, and the activation between them.
 
-What stands between the products is a function of single elements, whatever ops it is made of. It is
+Between the products stands a function of single elements, which may be made of any ops. It is
 evaluated from the recording, on numbers from 1e-30 to 1e30, and looked up in the table of
-activations: one that clamps is another function, at whatever limit.
+activations: one that clamps is another function, at any limit.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _weight(product: Node) -> Weight:
 
 
 def walk(y: Node, through: str | None = None) -> list[Node]:
-    """Return a node and what it was made from in order, past nodes of that kind alone if given."""
+    """Return a node and the nodes that made it in order, past nodes of that kind alone if given."""
     seen: set[Node] = set()
     todo = [y]
     while todo:
@@ -133,7 +133,7 @@ def walk(y: Node, through: str | None = None) -> list[Node]:
 
 
 def _leaves(y: Node) -> list[Node]:
-    """Return the products and parts, and whatever is no op on single elements, that make a node."""
+    """Return the nodes that make a node by ops on single elements: products, parts and others."""
     return [node for node in walk(y, "point") if node.kind not in ("point", "number")]
 
 
@@ -144,11 +144,11 @@ def _ops(y: Node) -> str:
 
 
 def _strange(y: Node) -> str | None:
-    """Return what a forward computes that no block has, None where all of it is known."""
+    """Describe the part of a forward that no block has, None where all of it is known."""
     seen = walk(y)
     others = [node for node in seen if node.kind == "other"]
     if others:
-        # the first ones: what they make is strange, too
+        # the first ones: the nodes that they make are strange, too
         sources = [node for node in others if all(one.kind != "other" for one in node.of)]
         if any(isinstance(node.op, str) for node in sources):
             return FOREIGN
@@ -193,7 +193,7 @@ def _looked_up(h: Node, *inputs: Node) -> str | None:
 
 
 def _evaluated(h: Node, known: dict[Node, Tensor]) -> Any:
-    """Return what a node is of some others, by ops on single elements."""
+    """Return a node's value for the `known` values of others, by ops on single elements."""
     values: dict[Any, Any] = dict(known)
     like = next(iter(known.values()))
 

@@ -27,7 +27,7 @@ from fusedckpt.layers.linear import Linear
 __all__ = ["activates", "apart", "holds", "reason_of"]
 
 _MODULES = tuple(getattr(activations, name) for name in activations.__all__)
-# of these, what is no function of single elements
+# of these, the modules that are no functions of single elements
 _OTHERS = (
     *(nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin),
     nn.AdaptiveLogSoftmaxWithLoss,
@@ -48,7 +48,7 @@ _FUNCTIONS = tuple(
 # these cap logits, after a linear, in a model
 _CAPS = ("softcap", "soft_cap")
 _NORMS = ("layernorm", "rmsnorm", "layer_norm", "rms_norm")
-# what a norm's code calls
+# functions that a norm's code calls
 _NORMALISES = frozenset(("rsqrt", "layer_norm", "rms_norm"))
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -58,7 +58,7 @@ _BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-# what does nothing to a block, or drops in it
+# layers that do nothing to a block, or drop in it
 _BETWEEN = (
     *(nn.Dropout, nn.Identity, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -66,14 +66,14 @@ _BETWEEN = (
 
 
 def holds(module: nn.Module) -> str | None:
-    """Return "norm", "mlp" or "linear" for what a module looks like, None for none of these."""
+    """Return the kind that a module looks like, "norm", "mlp" or "linear", None for none of these."""
     if _is_norm(module):
         return "norm"
     linears = _linears(module)
     count = len(linears) + len(_own(module))
     if not count or _is_linear(module) or type(module).forward is nn.Module.forward:
         return None
-    # of a convolutional net, whose activations follow convolutions, a lone linear is the head
+    # in a convolutional net, activations follow convolutions, and a lone linear is the head
     convolutions = any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules())
     if not _has_activation(module) or (convolutions and len(linears) < 2):
         return None
@@ -93,7 +93,7 @@ def of_parts(module: nn.Module) -> str | None:
 
 
 def reason_of(module: nn.Module, found: str | None) -> str:
-    """Say why a module that `holds` something was left; `found` is what a matcher said."""
+    """Say why a module that `holds` something was left; `found` is a matcher's reason."""
     linears = _linears(module)
     if (reason := of_parts(module)) is not None:
         return reason
@@ -189,7 +189,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
 
 def _own(module: nn.Module) -> list[str]:
     """Return the names of a module's own parameters that can be weights of linears."""
-    # what was never initialised has no dimensions
+    # a lazy parameter has no dimensions
     own = {k: p for k, p in module._parameters.items() if p is not None and not is_lazy(p)}
     # a scale of channels has one size alone
     return [name for name, parameter in own.items() if sum(n > 1 for n in parameter.shape) >= 2]
@@ -228,7 +228,7 @@ def _has_activation(module: nn.Module) -> bool:
 
 
 def _is_activation(child: nn.Module) -> bool:
-    """Whether a child is an activation: by its class, or by what it computes."""
+    """Whether a child is an activation: by its class, or by the function that it computes."""
     if isinstance(child, _MODULES):
         return not isinstance(child, _OTHERS)
     # one with weights is no function of single elements

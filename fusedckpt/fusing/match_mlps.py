@@ -27,7 +27,7 @@ from fusedckpt.fusing.subclass import subclass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE = (2, 3)
-# in what else it has to be the same
+# further runs, in which the block has to be the same
 _RUNS: dict[str, dict[str, Any]] = {
     "for one token": {"shape": (1, 1)},
     "for long inputs": {"shape": (3, 4096)},
@@ -44,7 +44,7 @@ _MODULES = 16
 
 
 def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | str | None:
-    """Return how an MLP is swapped, the reason why it cannot be, or None for what is none."""
+    """Return how an MLP is swapped, the reason why it cannot be, or None for another module."""
     if type(module).forward in (nn.Linear.forward, nn.Module.forward) or not _may_be(module):
         return None
     match = _match(module)
@@ -65,7 +65,7 @@ def recomputed_swap(module: nn.Module) -> Swap | None:
         return None
     shape = found[0].shapes[0]
     found += [record(module, shape, training=True), record(module, shape, autocast=True)]
-    # what draws in training draws the same again
+    # a forward that draws in training draws the same again
     if any(one.y is None for one in found) or shape[:-1] != found[0].shapes[1][:-1]:
         return None
     match = MLPMatch(RERUN, held_by([one.log for one in found]), (), None, dtypes=())
@@ -211,10 +211,10 @@ def _with_dropouts(
 def _dropped_by(
     module: nn.Module, shape: tuple[int, ...], rate: tuple[Path, str], block: Block
 ) -> list[str]:
-    """Return what a dropout of a block applies to: "hidden", the last linear's input, or "last",
+    """Return the tensors that a block's dropout drops: "hidden", the last linear's input, or "last",
     the result; a function's to "last" alone.
 
-    If it drops everything, that is multiplied by zeros. None if the block is then another one.
+    If it drops everything, these are multiplied by zeros. None if the block is then another one.
     """
     path, name = rate
     is_module = path and isinstance(child_at(module, path), nn.Dropout)

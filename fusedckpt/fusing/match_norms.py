@@ -45,7 +45,7 @@ _LEAST = 1e-12
 
 
 def norm_swap(module: nn.Module) -> Swap | str | None:
-    """Return how a norm is swapped, the reason why it cannot be, or None for what is no norm."""
+    """Return how a norm is swapped, the reason why it cannot be, or None for a module that is no norm."""
     if isinstance(module, (RMSNorm, LayerNorm)):
         return None
     kind = type(module).__name__
@@ -99,7 +99,7 @@ def _of_any_class(module: nn.Module, kind: str) -> Swap | str | None:
         match = _proven(_Draws(module, [], width // 2), [match])
     form = f"known form of {'LayerNorm' if ops & _CENTRES or len(given) > 1 else 'RMSNorm'}"
     if match is None:
-        # what norm_swap says of torch's subclasses says more
+        # norm_swap's reason for torch's subclasses says more
         is_norm = is_norm and not isinstance(module, (nn.RMSNorm, nn.LayerNorm))
         return f"{kind} is not a {form}" if is_norm else None
     own = weights[0].dtype if weights else torch.float32
@@ -222,7 +222,7 @@ def _proven(draws: _Draws, candidates: list[NormMatch]) -> NormMatch | None:
 
 
 class _Draws:
-    """A norm's input and weights, and what it makes of them in any pair of dtypes."""
+    """A norm's input and weights, and its results for them in any pair of dtypes."""
 
     def __init__(self, module: nn.Module, names: list[str], width: int):
         draw = Draw(module, (width,), rows=max(6, _ELEMENTS // width // 2 * 2))
@@ -237,7 +237,7 @@ class _Draws:
         self.pairs = both if names else [(d, d) for d in _DTYPES]
 
     def run(self, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
-        """Return what the module computes, None where it cannot."""
+        """Return the module's result, None where it raises."""
         clone = replica(self.module, lambda p, _: self.values[id(p)].to(pair[1]))
         with undisturbed("cpu"), torch.no_grad():
             try:
@@ -246,7 +246,7 @@ class _Draws:
                 return None
 
     def twin(self, match: NormMatch, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
-        """Return what a rule computes, None where it cannot."""
+        """Return a rule's result, None where it raises."""
         x, parameters = self.x.to(pair[0]), self.module._parameters
         shape = x.shape[-1:]
         eps = getattr(self.module, match.eps) if isinstance(match.eps, str) else match.eps

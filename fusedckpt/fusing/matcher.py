@@ -17,7 +17,7 @@ from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.layers.styles import style_of, unwrapped
 
-# what every module has
+# the attributes that every module has
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -29,7 +29,7 @@ class Matcher:
         self.known: dict[Hashable, Swap | str | None] = {}
 
     def of(self, module: nn.Module, kind: str) -> Swap | str | None:
-        """Return how a norm or MLP is swapped, why it cannot be, or None for what is none."""
+        """Return how a norm or MLP is swapped, why it cannot be, or None for another module."""
         # a linear, or a module that must not be run
         if adapters.is_dequantising(module) or any(
             reasons.of_storage(layer) is not None for layer in module.modules()

@@ -79,7 +79,7 @@ def tensors_of(
         if part.training and getattr(part, name) > 0:
             return "dropout", ".".join(path) or name
     if match.last is not None and match.last_rate != "p" and _is_mixed(module):
-        # whose mode its forward goes by was not recorded
+        # the recording does not tell which module's mode its forward goes by
         return "dropout", match.last_rate
     if layout is None and not dispatch.are_plain(x):
         return fallbacks.unplain(x)
@@ -139,7 +139,7 @@ def _obstacle(
 
 
 def _outermost(module: nn.Module, linear: Weight) -> nn.Module:
-    """Return the layer whose forward computes a linear, adapters around it included."""
+    """Return the layer that computes a linear in its forward, adapters around it included."""
     path = linear.weight[:-1]
     if not path or adapters.is_lora(module):
         return module

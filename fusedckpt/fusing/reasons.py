@@ -44,7 +44,7 @@ def of_call(module: nn.Module, fallback: Fallback) -> str:
     if what == "weight":
         reason = of_weight(about, _attribute(module, about))
     elif what in ("child", "hook"):
-        # what a child is says more than that it is watched: sharding hooks it, too
+        # a child's class says more than that it is watched: sharding hooks it, too
         child = _attribute(module, about)
         reason = of_linear(about, child) if isinstance(child, nn.Module) else None
     return reason or _CALLS[what].format(about)
@@ -56,7 +56,7 @@ def of_linear(name: str, child: nn.Module) -> str | None:
 
 
 def of_class(name: str, child: nn.Module) -> str | None:
-    """Say so of what a child is, whatever watches it."""
+    """Say so for a child's class and weights, without a look at its hooks."""
     kind = type(child)
     if adapters.is_lora(child):
         problem = adapters.in_the_way(child)
@@ -159,7 +159,7 @@ def _is_freed(x: Tensor) -> bool:
 
 
 def is_transposed(child: nn.Module) -> bool:
-    """Whether a layer is a linear whose weight lies as [in, out], as transformers' Conv1D is."""
+    """Whether a layer is a linear with its weight as [in, out], as transformers' Conv1D is."""
     weight, bias = child._parameters.get("weight"), child._parameters.get("bias")
     return (
         not isinstance(child, nn.Linear)

@@ -1,4 +1,4 @@
-"""Run a module's forward once on meta tensors, and record what it computes.
+"""Run a module's forward once on meta tensors, and record its ops.
 
 Ops are recorded when they reach ATen, whatever the Python code: a graph of matmuls with parameters,
 slices of rows, elementwise ops, and others. Only matmuls are recognised by name.
@@ -61,7 +61,7 @@ class Node:
 
 @dataclass
 class Recording:
-    """One run of a forward: its result's node and what it read, or why it stopped."""
+    """One run of a forward: its result's node and the log of its reads, or why it stopped."""
 
     y: Node | None
     log: Log
@@ -81,7 +81,7 @@ def record(
     autocast: bool = False,
     strided: bool = False,
 ) -> Recording:
-    """Record what a module's forward does to an input of this shape, in some dtype or its own.
+    """Record the ops of a module's forward on an input of this shape, in some dtype or its own.
 
     training: with gradients, too; rate: the path of a dropout rate and its value, while all others
     are 0; autocast: whether it is enabled, which meta tensors ignore; strided: whether the input's
@@ -165,7 +165,7 @@ class _Watch(TorchFunctionMode):
 
 
 class _Call(NamedTuple):
-    """A call of an op, the tensors among its arguments, and what these are."""
+    """A call of an op, the tensors among its arguments, and their nodes."""
 
     func: Any
     args: Any
@@ -221,7 +221,7 @@ class _Recorder(TorchDispatchMode):
         storage = storage_key(target.untyped_storage())
         for key, (tensor, old) in self.nodes.items():
             if storage_key(tensor.untyped_storage()) == storage:
-                # a view of a part of it, or what it is a part of
+                # a view of a part of it, or the tensor that it is a part of
                 kept = node if old is before else Node("other", (old,), call.func)
                 self.nodes[key] = tensor, kept
 

@@ -64,7 +64,7 @@ def replica(
         name: None if child is None else replica(child, parameter, **options, path=(*path, name))
         for name, child in module._modules.items()
     }
-    # bypasses a class that records what is set
+    # bypasses a class that records attributes that are set
     object.__getattribute__(clone, "__dict__").update(given, training=training, **made, **own)
     return clone
 

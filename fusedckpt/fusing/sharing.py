@@ -1,4 +1,4 @@
-"""Linears and activations that save what made their input, where that is less.
+"""Linears and activations that save a recipe of their input, where that takes fewer bytes.
 
 A linear that reads a fused norm's output saves the norm's input, which the norm saves anyway. An
 activation that reads such a linear's output saves the same, and so does a linear that reads that
@@ -6,7 +6,7 @@ activation's: an MLP written inside a layer's forward saves only the input of it
 recomputed when backward reads them, each once: a value that a later node of the backward needs too
 stays until then.
 
-The layer's own forward runs, on the same tensors; hooks on what it saves do the rest. A module that
+The layer's own forward runs, on the same tensors; hooks on saved tensors do the rest. A module that
 reads anything else runs as it did.
 """
 
@@ -95,7 +95,7 @@ class Note(NamedTuple):
 
 
 class _Kept:
-    """What is saved in place of a tensor: a recipe and a dtype, or the tensor itself.
+    """The object saved in place of a tensor: a recipe and a dtype, or the tensor itself.
 
     alive: a recipe that lives as long as this.
     """
@@ -208,13 +208,13 @@ def _note(
 class Shared(nn.Module):
     """Forward of a layer that may save a recipe of its input."""
 
-    # what it looks like stays as it was
+    # its name and repr stay as they were
     _fusedckpt_prefix = ""
-    # the makers of inputs whose recipes it saves
+    # the makers of the inputs that it saves recipes of
     _fusedckpt_reads: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward; save what made the input, if that is known."""
+        """Run the layer's own forward; save the recipe of the input, if that is known."""
         forward = super().forward
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             recipe = recipe_of(args[0], *self._fusedckpt_reads)
@@ -242,7 +242,7 @@ class SharedProduct(Shared):
 
 
 class SharedLinear(SharedProduct):
-    """Forward of nn.Linear, whose result an activation recomputes, or saves at another level."""
+    """Forward of nn.Linear: an activation recomputes its result, or saves it at another level."""
 
     _fusedckpt_save: str
 
@@ -302,7 +302,7 @@ class _Rerun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        """Return the gradients of x and of what is given."""
+        """Return the gradients of x and of the tensors `given`."""
         x, *given = ctx.saved_tensors
         creates = torch.is_grad_enabled()
         with torch.enable_grad():

@@ -22,18 +22,18 @@ from fusedckpt.fusing.held import MISSING, Held, Path, is_function, is_simple
 from fusedckpt.fusing.replica import replica
 from fusedckpt.layers.styles import style_of
 
-# what every module has, and how modules call each other
+# attributes that every module has, and those by which modules call each other
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
 _LOG = "_fusedckpt_log"
 _CONTAINERS = (list, dict, set, deque)
 
 
 class Stopped(Exception):
-    """A forward did something that a recording cannot cover; the message says what."""
+    """A forward did something that a recording cannot cover; the message names it."""
 
 
 class Log:
-    """What the copies of one module tree read and wrote, and the tensors that they hold."""
+    """Reads and writes by the copies of one module tree, and the tensors that they hold."""
 
     def __init__(self) -> None:
         self.reads: dict[Path, dict[Path, Any]] = {}
@@ -70,7 +70,7 @@ class _Spy:
         attributes = object.__getattribute__(self, "__dict__")
         if name not in attributes:
             static = getattr_static(type(self), name, None)
-            # what is computed from others, and methods
+            # attributes computed from others, and methods
             if static is None or hasattr(type(static), "__get__"):
                 return found
         log, path, before = attributes[_LOG]

@@ -1,6 +1,6 @@
 """Subclasses made at run time: a class of ours before one of the user's.
 
-A module is given such a class and stays what it is: isinstance checks, attributes and methods go on
+A module is given such a class and keeps its kind: isinstance checks, attributes and methods go on
 working. A class is made once for each pair, and found again by the pair it was made from, so that
 copies and pickles need no name for it.
 """
@@ -14,12 +14,12 @@ from torch import nn
 
 __all__ = ["made_of", "subclass"]
 
-# where a made class has what it was made of: ours and the original
+# where a made class has the classes that it was made of: ours and the original
 _MADE = "_fusedckpt_made"
 
 
 class _Made(nn.Module):
-    """What all made classes begin with."""
+    """A base of all made classes."""
 
     def _get_name(self) -> str:
         return type(self).__name__ if _prefix(type(self)) else super()._get_name()
@@ -49,7 +49,7 @@ def _prefix(kind: type[nn.Module]) -> str:
 
 
 def made_of(kind: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module]] | None:
-    """Return what `subclass` made this very class of, None where it did not."""
+    """Return the classes that `subclass` made this very class of, None where it did not."""
     return kind.__dict__.get(_MADE)
 
 

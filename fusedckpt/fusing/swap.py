@@ -47,7 +47,7 @@ def fuse(
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
 
-    They are found by what they compute, not by their classes:
+    They are found by their computation, not by their classes:
 
     - norms: nn.RMSNorm, nn.LayerNorm, subclasses that inherit their forward; of any class, RMSNorms
       that round as torch, Llama or Gemma do, and LayerNorms that round as torch does, over one
@@ -64,7 +64,7 @@ def fuse(
 
     Args:
         model: any module, which may itself be a norm, an MLP or a Sequential.
-        save: what blocks with an activation save, "inputs", "gate" or "preact", see `functional`.
+        save: the level of blocks with an activation: "inputs", "gate", "preact", see `functional`.
             In blocks without a gate "gate" means "inputs".
         chunks: into how many chunks MLPs cut their tokens, see `functional.mlp`. With None every
             call chooses by its shapes.
@@ -77,8 +77,8 @@ def fuse(
             gradients, buffers and RNG state do not change.
 
     Returns:
-        What was swapped, what was fused before, what was left and why, and the bytes saved per
-        token. Printed after a step it also says what did not run fused, and why.
+        The modules swapped, fused before, and left with the reason, and the bytes saved per token.
+        Printed after a step the report also names modules that did not run fused, and why.
 
     Raises:
         TypeError: `model` is not an nn.Module, names or `save` are not strings, or `chunks` not an
@@ -122,7 +122,7 @@ def fuse(
 
 
 def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
-    """Whether the linears and activations that a layer calls save what made their inputs."""
+    """Whether the linears and activations that a layer calls save recipes of their inputs."""
     found = [shared.get(join(name, child)) for child, _ in module.named_children()]
     kinds = [swap.to for swap in found if swap is not None]
     acts = sum(issubclass(kind, sharing.SharedActivation) for kind in kinds)
@@ -136,7 +136,7 @@ def _shared(
     wanted: Wanted,
     save: str,
 ) -> dict[str, Swap]:
-    """Return the swaps of linears and activations that may read what a norm made."""
+    """Return the swaps of linears and activations that may read a norm's recipe."""
     norms = (LayerNorm, RMSNorm, FusedNorm)
     kinds = [*map(type, modules.values()), *(swap.to for _, swap in swaps)]
     if not any(issubclass(kind, norms) for kind in kinds):
@@ -162,7 +162,7 @@ def _shared(
 def _swap_of(
     name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
 ) -> Swap | None:
-    """Return how a module is swapped, if at all; add to the report what will be and what not."""
+    """Return a module's swap, if any; add modules to be swapped, and those left, to the report."""
     if (original := module.__dict__.get(MARK)) is not None:
         for inner, part in original.parts.items():
             if wanted.has(join(name, inner), part.kind):
@@ -235,7 +235,7 @@ def _lora(
 
 
 def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
-    """Whether a module computes what its children would, so that they are not asked for.
+    """Whether a module computes the results of its children, so that the children are skipped.
 
     Those of a swapped block that drops inside are run while training.
     """

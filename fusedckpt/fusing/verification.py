@@ -1,4 +1,4 @@
-"""Compare a swapped module with the original on random numbers, and measure what both save."""
+"""Compare a swapped module with the original on random numbers, and count bytes saved by both."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _unheld(swap: Swap) -> Swap:
 
 
 def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> str | None:
-    # large inputs overflow half precision where eager keeps what we do not, and what is small
-    # there may be the difference of large numbers
+    # large inputs overflow half precision where eager keeps values that we do not, and a small
+    # value there may be the difference of large numbers
     floor = FLOOR if scale == 1 else 8 * FLOOR
     names = ["output", "gradient of x", *["gradient of a parameter"] * (len(found) - 2)]
     for name, errors in zip(names, found, strict=True):

@@ -15,7 +15,7 @@ Names = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a call of fuse is to swap."""
+    """The modules that a call of fuse is to swap, by name and kind."""
 
     only: Sequence[str] | None
     skip: Sequence[str] | None
@@ -30,14 +30,14 @@ class Wanted:
         return getattr(self, kind) and not any(fnmatchcase(name, p) for p in self.skip or ())
 
     def may_share(self, name: str) -> bool:
-        """Whether a layer of this name may save what made its input."""
+        """Whether a layer of this name may save a recipe of its input."""
         parts = name.split(".")
         above = [".".join(parts[:count]) for count in range(1, len(parts))]
         is_inside = any(fnmatchcase(one, p) for one in above for p in self.skip or ())
         return self.has(name, "linear") and not is_inside
 
     def check(self, modules: Mapping[str, nn.Module], named: Iterable[str]) -> None:
-        """Refuse a pattern of `only` that matches none of what the report has named."""
+        """Refuse a pattern of `only` that matches no module that the report has named."""
         if not (self.norm and self.mlp and self.linear):
             return
         for pattern in self.only or ():

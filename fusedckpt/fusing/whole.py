@@ -1,4 +1,4 @@
-"""What a whole model saves for backward, before and after `fuse`: measured on meta tensors.
+"""Bytes that a whole model saves for backward, before and after `fuse`: measured on meta tensors.
 
 Copies of the model run once, on inputs guessed from its forward: token ids, images, or rows of its
 first weight's width. Attention counts as fused, as on a GPU. Where the copy cannot run, nothing is
@@ -67,7 +67,7 @@ class Whole(NamedTuple):
 
 
 def whole(model: nn.Module) -> Whole | None:
-    """Return what a fused model saves, and saved before; None where its copy cannot run."""
+    """Return the bytes a fused model saves, and saved before; None where its copy cannot run."""
     inputs = _inputs(model)
     if inputs is None:
         return None
@@ -174,7 +174,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Saves what kernels of attention save, but for a number for each row."""
+    """Saves the tensors that kernels of attention save, but for a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What libraries that train models take from here: callbacks and overrides, a library a file.
+"""Callbacks and overrides for libraries that train models, a library a file.
 
 Nothing is imported unless used: `from fusedckpt.integrations.transformers import FuseCallback`.
 """

@@ -27,25 +27,25 @@ def at_first_batch(
     optimizer: Optimizer | None = None,
     log: Callable[[Any], Any] = print,
 ) -> RemovableHandle:
-    """Plan, report or both, on what the first training forward of `model` gets, before it runs.
+    """Plan, report or both, on the inputs of `model`'s first training forward, before it runs.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         at_first_batch(model, plan={"budget": "20GiB"}, optimizer=optimizer)
 
     The training goes on as if nothing had been, under the plan. Call it with the module that the
     loop calls, after DDP, FSDP and torch.compile: a forward inside a sharded or compiled one is no
-    place for another step. Of a compiled model it is the step without torch.compile. What is
-    sharded can be reported, not planned.
+    place for another step. Of a compiled model it is the step without torch.compile. Sharded
+    modules can be reported, not planned.
 
     Args:
-        plan: what `fusedckpt.plan` gets besides the batch, {"budget": "20GiB"}; the plan is
+        plan: arguments of `fusedckpt.plan` besides the batch, {"budget": "20GiB"}; the plan is
             applied, unless one is already, which stays. None plans nothing.
         report: whether one step is reported, under the plan.
         loss, optimizer: as in `fusedckpt.report`.
         log: gets the Plan and the MemoryReport.
 
     Returns:
-        What takes the call back: `.remove()`.
+        A handle that takes the call back: `.remove()`.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

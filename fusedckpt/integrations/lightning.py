@@ -21,8 +21,8 @@ class FuseCallback(Callback):
 
         Trainer(callbacks=[FuseCallback(save="preact", module="model", report=True)])
 
-    It fuses what the module's `__init__` built, before DDP and FSDP; a model that `configure_model`
-    builds is fused there, by `fusedckpt.fuse`.
+    It fuses the layers that the module's `__init__` built, before DDP and FSDP; a model that
+    `configure_model` builds is fused there, by `fusedckpt.fuse`.
 
     Args:
         module: the name of the module that `training_step` calls with the batch, "" for the

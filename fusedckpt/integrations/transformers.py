@@ -74,7 +74,7 @@ class FuseCallback(TrainerCallback):
             self._fuse(model, state)
         if self.checkpoint and args.gradient_checkpointing:
             self._use_checkpoint(model, state)
-        # not even a hook: inside what DDP or FSDP compiles, one would end the compilation
+        # not even a hook: inside a module that DDP or FSDP compiles, one would end the compilation
         if self.plan is None and not self.report:
             return
         if args.torch_compile and args.world_size > 1:

@@ -49,7 +49,7 @@ def _memory(device: torch.device) -> int:
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Return how many bytes a step may surely take beyond what is there."""
+    """Return how many bytes a step may surely take beyond the memory in use."""
     if device.type != "cuda":
         return _memory(device) // 4
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -3,7 +3,7 @@
 All peaks of a chain are those of one step in which every unit is in a checkpoint of its own. A plan
 changes them by sums: a unit that saves a level adds the bytes of that level until its backward is
 done; a unit inside a segment, behind another one, subtracts its input, which nothing keeps then.
-`moments` goes through a step under a plan. It is independent of `solver`, whose plans it checks.
+`moments` goes through a step under a plan. It checks plans of `solver`, and is independent of it.
 """
 
 from __future__ import annotations

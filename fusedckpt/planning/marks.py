@@ -31,7 +31,7 @@ class Phase(NamedTuple):
 
 
 def phases_of(run: Callable[[Mark], Any], device: torch.device, resident: int) -> list[Phase]:
-    """Run what sets markers, and return its phases; resident: live bytes when it begins."""
+    """Run a function that sets markers, return its phases; resident: live bytes as it begins."""
     return (_on_cuda if device.type == "cuda" else _on_cpu)(run, device, resident)
 
 

@@ -1,11 +1,11 @@
-"""What the units of a model take, measured where they run, in a few steps of the user's own model.
+"""The bytes and ms of units, measured where they run, in a few steps of the user's own model.
 
 Markers where a unit's forward begins and ends, and where its gradient arrives, cut a step into
 phases. In one step every unit is in a checkpoint of its own, which is about the least memory that
 there is; in one step for each save level none is. The differences are the bytes that a unit saves.
 A forward with units joined into segments as long as can be shows the bytes that these do not keep.
-No unit is called alone, no argument is copied, and code between units is what happens between their
-markers.
+No unit is called alone, no argument is copied, and phases between the markers of two units
+show the code between these.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measured(step: Step, found: Sequence[Found], selective: bool, chunks: int = 
 
 
 class _Ms(NamedTuple):
-    """What a unit takes: its forward, more at each level, and a recompute of it alone."""
+    """The ms that a unit takes: its forward, more at each level, and a recompute of it alone."""
 
     forward: float
     extra: Mapping[str, float]
@@ -177,7 +177,7 @@ class _Costs:
 
     def _level(self, i: int, name: str, reading: Reading, extra: float = 0.0) -> Level:
         alone = self._alone
-        # beyond what units before this one save
+        # beyond the bytes that units before this one save
         forward = reading.peak("enter", i) - (reading.begin(i) - alone.begin(i))
         backward = reading.peak("back", i) - (reading.kept(i) - alone.kept(i))
         return Level(name, self._kept(i, reading), extra, max(0, forward), max(0, backward))

@@ -101,7 +101,7 @@ def _marked(
 
 
 class Meter:
-    """Runs steps of a model whose units are in roles."""
+    """Runs steps of a model with its units in roles."""
 
     def __init__(self, step: Step, found: Sequence[Found], chunks: int):
         self._step, self._found, self._chunks = step, found, chunks

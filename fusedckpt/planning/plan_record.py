@@ -1,4 +1,4 @@
-"""The result of planning, as data: what pages and pictures show, and JSON holds."""
+"""The result of planning, as data: pages and pictures show it, JSON holds it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT = {"format": "fusedckpt.plan", "version": 2}
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """The fields of a `Plan`, which says what they are."""
+    """The fields of a `Plan`; its docstring describes them."""
 
     model: str
     policy: str

@@ -1,4 +1,4 @@
-"""A plan as text: what every unit saves, and what the whole costs."""
+"""A plan as text: the bytes that every unit saves, and the costs of the whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEAD = ("unit", "plan", "saved", "extra ms", "forward ms")
 
 
 def text(plan: PlanRecord) -> str:
-    """Return a table, units that are alike in one row, between a title and what the plan costs."""
+    """Return a table, units that are alike in one row, between a title and the plan's figures."""
     title = f"Plan for {plan.model}, policy {plan.policy!r}"
     return "\n".join([title, table(_HEAD, _rows(plan), numbers=(2, 3, 4)), *_figures(plan)])
 
@@ -44,7 +44,7 @@ def _rows(plan: PlanRecord) -> list[Row]:
 
 
 def _cells(plan: PlanRecord, item: Item) -> Row:
-    """Return what the row of an item says, but for its name and number."""
+    """Return the cells of an item's row, but for its name and number."""
     chain, units = plan.chain, plan.chain.units_of(item)
     kept, forward = size(chain.kept_by(item)), f"{sum(unit.forward_ms for unit in units):.2f}"
     extra, chunks = f"{chain.extra_of(item):.2f}", f"in {plan.chunks} chunks"
@@ -53,7 +53,7 @@ def _cells(plan: PlanRecord, item: Item) -> Row:
         return of + f", {chunks}" * (plan.chunks > 1), kept, extra, forward
     changes = {f"saves {item.level}": item.level != PLAIN, chunks: plan.chunks > 1}
     planned = ", ".join(text for text, applies in changes.items() if applies) or "unchanged"
-    # a unit whose forward is not the same twice is named below
+    # a unit with a forward that is not the same twice is named below
     if units[0].fixed and units[0].name not in plan.left_out:
         planned += f", {units[0].fixed}"
     return planned, kept, extra, forward

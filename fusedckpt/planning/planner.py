@@ -55,7 +55,7 @@ def plan(
     one step with each in a checkpoint of its own and one at each level of the fused layers inside.
     The plan gives each unit a level, or checkpoints it in a segment, so that the peak of the step
     stays below the budget at the least extra time. One step under the plan then measures its peak;
-    what that exceeds the budget by is taken off the limit, at most four times. Some more steps, in
+    its excess over the budget is taken off the limit, at most four times. Some more steps, in
     turns with steps that save everything where these fit, measure its extra time. Afterwards model,
     optimizer and RNG states are restored.
 
@@ -64,9 +64,9 @@ def plan(
     under `no_sync()`. The output of the step before is counted until the model returns again, as in
     `output = model(x)`.
 
-    A unit that modifies its arguments in place is left unchanged. A unit whose forward is not the
-    same twice from the same arguments and random states (torch's, Python's and NumPy's) is never
-    recomputed; `left_out` names it. For a DistributedDataParallel the module inside is planned and
+    A unit that modifies its arguments in place is left unchanged. A unit is never recomputed if its
+    forward is not the same twice from the same arguments and random states (torch's, Python's and
+    NumPy's); `left_out` names it. For a DistributedDataParallel the module inside is planned and
     its buckets are counted. Plan a model first, then shard it, then compile it.
 
     Where torch.distributed is initialised, all ranks of a group call this with the same model,
@@ -95,7 +95,7 @@ def plan(
             that train replicas, or shards, of this model. None means the group of a
             DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
             group; False plans on this rank alone.
-        progress: show on stderr what is measured, if rich is installed.
+        progress: show the current activity on stderr, if rich is installed.
 
     Returns:
         A Plan, not yet applied.
@@ -140,7 +140,7 @@ def _accumulates(accumulate: Any) -> bool:
 
 
 class _Goal(NamedTuple):
-    """What a plan is to reach.
+    """The goal of a plan: a policy and a limit.
 
     is_rest: the limit is one of activations alone. assumed: parameters of which the step begins
     with a gradient, if they ever get one.
@@ -158,7 +158,7 @@ def _in_state(
 ) -> tuple[Step, set[Tensor]]:
     """Return the step with the gradients, and the buckets, that are there when it begins.
 
-    And the parameters whose gradients are there if they ever get one. is_there: all gradients are.
+    And the parameters that begin it with a gradient if they ever get one. is_there: all do.
     """
     trained = [p for p in step.parameters() if p.requires_grad]
     beside, in_buckets = 0, getattr(parallel, "gradient_as_bucket_view", False)
@@ -224,7 +224,7 @@ def _make_state(step: Step, trained: Collection[Tensor]) -> None:
 
 @contextmanager
 def telling(progress: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what shows on stderr what is going on, where rich is installed."""
+    """Yield a function that shows the current activity on stderr, where rich is installed."""
     if not progress or importlib.util.find_spec("rich") is None:
         yield lambda text: None
         return

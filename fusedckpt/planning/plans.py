@@ -1,4 +1,4 @@
-"""A plan for a model: which of its units save what, which run again as one segment."""
+"""A plan for a model: the level that each unit saves, or the segment in which it runs again."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Plan(PlanRecord):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             ValueError: the file is not a plan, of another version, or inconsistent.
@@ -170,7 +170,7 @@ def _unit(model: nn.Module, name: str) -> nn.Module:
 
 
 def structure_of(module: nn.Module) -> str:
-    """Return a module's class, size, and whether a level tells layers in it what to keep."""
+    """Return a module's class, size, and whether a level sets the tensors that its layers keep."""
     fused = " with fused layers" if has_levels(module) else ""
     count = sum(parameter.numel() for parameter in module.parameters())
     return f"{roles.class_name(module)} of {count:,} parameters{fused}"

@@ -1,6 +1,6 @@
 """Ranks that plan together: the first one measures, all take its plan.
 
-What they tell each other goes through the store that every process group has, whatever its backend.
+Their messages go through the store that every process group has, with any backend.
 A rank that comes alone is told so after a while, where a collective would hang.
 """
 
@@ -40,7 +40,7 @@ Prepare = Callable[[], tuple[Facts, Callable[[], Plan]]]
 
 
 def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group whose ranks plan together, None where this rank plans alone.
+    """Return the group of ranks that plan together, None where this rank plans alone.
 
     default: the group that a model's wrapper shows, if one does.
 
@@ -71,7 +71,7 @@ def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
 def facts_of(
     step: Step, names: Sequence[str], policy: Any, limit: int | None, is_rest: bool
 ) -> Facts:
-    """Return what is to be the same on all ranks, by what it is of."""
+    """Return facts that are to be the same on all ranks, each by the name of its subject."""
     optimizer = "none" if step.optimizer is None else type(step.optimizer).__name__
     facts = {
         f"the {'activation ' * is_rest}budget": "none" if limit is None else _bytes(limit),
@@ -110,7 +110,7 @@ def _like(x: Any) -> str:
 def together(group: ProcessGroup | None, prepare: Prepare) -> Plan:
     """Return the first rank's plan once all ranks have the same facts.
 
-    prepare: returns the facts, and what makes the plan.
+    prepare: returns the facts, and a function that makes the plan.
 
     Raises:
         ValueError: facts differ, or ranks do not come, or the first one has no plan: on all ranks.
@@ -122,8 +122,8 @@ class _Meeting:
     """One call of plan by all ranks of a group.
 
     Every rank puts its facts; the first one compares them and puts the plan. Either may be an error
-    instead, which who gets it raises. Each rank counts its calls; one that others gave up waiting
-    for has missed theirs, so that later calls meet again.
+    instead; a rank that gets it raises it. Each rank counts its calls; one that others gave up
+    waiting for has missed theirs, so that later calls meet again.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -174,7 +174,7 @@ class _Meeting:
                     )
 
     def _wait(self, name: str, ranks: list[int], seconds: float | None = None) -> None:
-        """Wait for what ranks put as they call plan; the store's own wait would print warnings."""
+        """Wait for values that ranks put in plan; the store's own wait would print warnings."""
         patience = _PATIENCE if seconds is None else seconds
         end, (pause, longest) = time.monotonic() + patience, _PAUSES
         while missing := [r for r in ranks if not self._store.check([self._key(name, r)])]:

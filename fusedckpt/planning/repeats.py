@@ -30,7 +30,7 @@ class Noting(HandingOn):
     """A segment of one unit that notes the tensors which its call saves and returns.
 
     On a CPU it notes checksums of their bits; on other devices copies of the outputs alone, as
-    atomics add in any order, and kernels for attention leave parts of what they save unwritten.
+    atomics add in any order, and attention kernels leave parts of saved tensors unwritten.
     """
 
     def __init__(self, module: nn.Module):
@@ -74,7 +74,7 @@ def why_not_again(segment: Noting) -> str:
     """Make a segment's call again as its recompute would; return why that cannot be.
 
     The call finds counters and generators as the model's forward left them. Of tensors of the unit
-    that its own call wrote it finds other values, as they may be what they were: a power iteration
+    that its own call wrote it finds other values, as they may equal those before: a power iteration
     may have converged, and a state may depend on the last arguments alone.
     """
     (call,) = segment.calls
@@ -113,7 +113,7 @@ def _states_in(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]
 
 
 def _state_of(tensor: Tensor) -> Any:
-    # batch_norm writes without a new version, a power iteration may write what was there
+    # batch_norm writes without a new version, a power iteration may write the same values
     return id(tensor), tensor._version, _noted(tensor)
 
 

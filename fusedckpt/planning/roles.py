@@ -45,12 +45,12 @@ _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
 # of the segments of a plan: units may draw from Python's and NumPy's generators
 OPTIONS = Options(preserve_python_rng=True)
 
-# the level of a module without fused layers, and that which saves the outputs of matrix products
+# the level of a module without fused layers, and the level that saves outputs of matrix products
 PLAIN, PRODUCTS = "plain", "products"
-# as layers save in the recompute of a segment, whose hooks keep norms from sharing what they save
+# as layers save in a segment's recompute: its hooks keep norms from sharing the tensors they save
 INSIDE = "inside"
 
-# what happens in place of a module's forward: gets that, its args and its kwargs
+# a function that runs in place of a module's forward: gets that forward, its args and its kwargs
 Role: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
 
 
@@ -113,7 +113,7 @@ def is_assigned(module: nn.Module) -> bool:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    # who has not imported it has sharded nothing
+    # a program that has not imported it has sharded nothing
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
@@ -140,7 +140,7 @@ class _Gathering:
         try:
             return self._forward(*args, **kwargs)
         finally:
-            # of the module whose backward it is, FSDP's own hook gives them back
+            # FSDP's own hook gives back parameters that it gathered for a module's backward
             if gathered:
                 module.reshard()
 
@@ -205,7 +205,7 @@ class _Output(Argument):
         self.place = call, leaf
 
     def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
-        """Return what that call returned in this recompute."""
+        """Return the tensor that the call returned at this place in this recompute."""
         assert made is not None
         return made[self.place]
 
@@ -216,7 +216,7 @@ class _Part(Call):
     number, last_uses = 0, {}
 
     def again(self, made: dict[Any, Any]) -> Any:
-        """Call it again, and leave what later ones take."""
+        """Call it again, and leave in `made` the outputs that later calls take."""
         result = super().again(made)
         made |= {(self.number, i): leaf for i, leaf in enumerate(pytree.tree_leaves(result))}
         for place in [p for p in made if self.last_uses.get(p, 0) <= self.number]:
@@ -258,7 +258,7 @@ class HandingOn(Segment):
 
 
 def _place_of(tensor: Tensor) -> Any:
-    """Return what a tensor has in common with an alias of it, which hooks of a call may make."""
+    """Return a key that a tensor shares with an alias of it, such as hooks of a call may make."""
     storage = storage_of(tensor)
     if not storage:
         return id(tensor)
@@ -279,7 +279,7 @@ class _Flat:
 
 
 class _Thread(threading.local):
-    # the segment that a later call may go on with, whose it is, and the place of that call
+    # the segment that a later call may go on with, its `Segmented`, and the place of that call
     running: tuple[Callable[[], Any], Any, int] = (lambda: None), None, 0
 
 

@@ -1,4 +1,4 @@
-"""Plans for a chain: the fastest whose peak stays within a budget, and the least peak there is.
+"""Plans for a chain: the fastest with a peak within a budget, and the least peak there is.
 
 A dynamic program over Pareto frontiers, from the last unit to the first. A way to run all units
 from one on comes down to its need (the peak beyond the bytes that earlier items keep) and its ms.
@@ -222,7 +222,7 @@ def _pareto(need: Bytes, ms: Ms) -> tuple[Bytes, Ms]:
 
 
 def solve(chain: Chain, budget: float) -> Outcome:
-    """Return the fastest plan whose peak is at most `budget` bytes; math.inf sets no limit.
+    """Return the fastest plan with a peak of at most `budget` bytes; math.inf sets no limit.
 
     It is never slower than a `policy` that fits ("none", "all", "sqrt", "uniform:k" for powers of
     two). Segments of chains of more than 128 units have at most 64 units, or twice the square root

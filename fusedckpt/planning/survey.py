@@ -1,4 +1,4 @@
-"""A forward of the user's own model: which modules are units, in which order, and what they get."""
+"""A forward of the user's own model: the modules that are units, their order, and their inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TAKE_AWAY = "take the checkpoint away (of transformers' models, gradient_checkp
 class Found(NamedTuple):
     """A unit.
 
-    fixed: why no segment may hold it. joined: it gets what the unit before returned. levels: those
+    fixed: why no segment may hold it. joined: it gets the output of the unit before. levels: those
     that it offers, from the most that is saved. input: bytes that it gets which require grad.
     """
 
@@ -209,7 +209,7 @@ def _run_once(step: Step) -> list[str]:
 
 
 def _hidden(output: Any) -> str:
-    """Return the name of a dataclass in the output whose tensors cannot be seen, if any."""
+    """Return the name of a dataclass in the output that hides its tensors, if any."""
     for part in output if isinstance(output, (tuple, list)) else [output]:
         if is_dataclass(part) and next(tensors_of(part), None) is None:
             return type(part).__name__

@@ -26,7 +26,7 @@ def seconds(device: torch.device) -> float:
     """Return the time at which the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # of one thread its own time, whatever else the machine does
+    # of one thread its own time, free of other work of the machine
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time() if alone else time.perf_counter()
 
@@ -42,7 +42,7 @@ def times_of(step: Step) -> Times:
     return Times(1e3 * (middle - start), 1e3 * (seconds(device) - start))
 
 
-# what was timed, by all that it depends on
+# measurements, by all that they depend on
 _known: dict[Any, Any] = {}
 
 

@@ -1,7 +1,7 @@
-"""Plans for a chain, tried in whole steps: their peaks and their extra time are what these show.
+"""Plans for a chain, tried in whole steps: these show their peaks and their extra time.
 
 Units are timed only to choose between plans. The cost of the chosen one is the difference between
-steps under it and steps that save everything, in turns: whatever adds up in a step is in it.
+steps under it and steps that save everything, in turns: every cost that adds up in a step is in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRIES = 4
 _DOUBT = 1.1
 # pairs of steps, as many as end within so many seconds: a few are no better than one, many enough
 _SECONDS, _FEW, _PAIRS = 0.4, 3, 15
-# a plan costs at least so much of what its units take: less is noise
+# a plan costs at least so much of the extra ms of its units: less is noise
 _LEAST = 0.5
 
 
@@ -67,7 +67,7 @@ class Trials:
         )  # fmt: skip
 
     def tried(self, solution: Outcome) -> Plan:
-        """Run a step under a plan, and add its peak, and what it held outside saved tensors."""
+        """Run a step under a plan; add its peak and the bytes it held outside saved tensors."""
         found = self._plan(solution)
         found.apply(self.step.model)
         try:
@@ -77,7 +77,7 @@ class Trials:
         return replace(found, measured_bytes=measured.peak_bytes, held=measured.held)
 
     def within(self, limit: int, rest: int, known: int | None = None) -> Plan:
-        """Return the fastest plan whose step, when run, stays within the limit.
+        """Return the fastest plan with a step that, when run, stays within the limit.
 
         rest: bytes of the limit that the caller did not ask for. known: a peak of other trials.
         """
@@ -89,7 +89,7 @@ class Trials:
             found = self.tried(solve(chain, target))
             if (excess := _peak(found) - limit) <= 0:
                 return found
-            # what the prediction missed, it may miss again
+            # the prediction may miss the same bytes again
             target = min(target, found.predicted_bytes) - excess
         needed, spare = lowest.peak, spare_bytes(self.step.parameters()[0].device)
         # a plan that may not fit the device at all is not run
@@ -140,7 +140,7 @@ class Trials:
         """Try the plan of least peak, and rules that may come near it, or the limit."""
         least = least_peak(self.chain)
         rules = [self._rule(name) for name in ("all", "sqrt", "none")]
-        # the prediction may be off by more than what is between them
+        # the prediction may be off by more than the gap between them
         most = _DOUBT * max(least.peak, self.limit or 0)
         ways = [least, *(rule for rule in rules if rule.peak <= most)]
         # a way that is there twice is tried once
@@ -148,7 +148,7 @@ class Trials:
         return [*map(self.tried, distinct.values())]
 
     def timed(self, found: Plan) -> Plan:
-        """Return the plan with what it costs in steps, where one that saves everything fits."""
+        """Return the plan with its cost in steps, where one that saves everything fits."""
         everything, pairs = self._rule("none"), list[tuple[Times, Times]]()
         device, plain = self.step.parameters()[0].device, self.measured.plain
         if found.extra_ms and everything.peak - self.chain.base <= spare_bytes(device):
@@ -158,7 +158,7 @@ class Trials:
         forward = median(forwards) or self.chain.forward_ms
         adds = [mine.both - theirs.both for theirs, mine in pairs]
         if len(pairs) < _FEW:
-            # one pair is noise, units on their own miss what adds up in a step
+            # one pair is noise, units on their own miss costs that add up in a step
             adds.append(found.extra_ms)
         low, extra, high = quantiles(adds, n=4) if pairs else 3 * adds
         ratio = max(_LEAST, extra / found.extra_ms) if found.extra_ms else 1.0
@@ -170,7 +170,7 @@ class Trials:
         return replace(found, forward_ms=max(forward, found.chain.forward_ms))
 
     def _pairs(self, plain: Plan, found: Plan) -> list[tuple[Times, Times]]:
-        """Return what steps of two plans take, in turns: what slows one down slows both."""
+        """Return the times of steps of two plans, in turns: other load slows both down."""
         theirs = self.measured.plain or self._ms(plain)
         pairs = [(theirs, self._ms(found))]
         count = int(1e3 * _SECONDS / sum(times.both for times in pairs[0]))
@@ -185,7 +185,7 @@ class Trials:
             plan.undo()
 
 
-# a working set of an eighth of what is F-wide: beyond that tensors of other widths are larger
+# a working set of an eighth of the F-wide tensors: beyond that tensors of other widths are larger
 _CHUNKS = 8
 
 
@@ -220,7 +220,7 @@ def _saves_less(unit: Unit) -> bool:
 
 
 def _scaled(found: Plan, ratio: float) -> Plan:
-    """Return the plan where all extra time is so many times what it was."""
+    """Return the plan with all extra time multiplied by `ratio`."""
 
     def slower(level: Level) -> Level:
         return replace(level, extra=ratio * level.extra)

@@ -83,21 +83,21 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _is_fused(module: nn.Module) -> bool:
-    """Whether a level tells the module itself what to keep."""
+    """Whether a level sets the tensors that the module itself keeps."""
     if isinstance(module, Sequential):
         return any(run.kind != "layer" for run in runs(list(module)))
     return isinstance(module, _FUSED)
 
 
 def has_levels(module: nn.Module) -> bool:
-    """Whether a level tells the module, or one inside it, what to keep."""
+    """Whether a level sets the tensors that the module, or one inside it, keeps."""
     return any(_is_fused(child) for child in module.modules())
 
 
 def candidates(model: nn.Module) -> list[str]:
     """Return the names of the modules that may be units, in order of definition.
 
-    What is in an nn.Sequential, nn.ModuleList or nn.ModuleDict, and in those inside of them, but
+    The entries of an nn.Sequential, nn.ModuleList or nn.ModuleDict, and of those inside them, but
     that an nn.Sequential of layers beside as many others is a unit. Where the rest
     of the model has more layers with parameters than these (a body of attributes, a head that is a
     Sequential), the rest, too. Where there are none of these: the fused layers; else the model's
@@ -117,7 +117,7 @@ def candidates(model: nn.Module) -> list[str]:
 def _walk(prefix: str, module: nn.Module, count: int) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield the modules into which another falls, and whether each is in a container.
 
-    count: of what the innermost container around holds, 0 outside of any.
+    count: of the modules in the innermost container around, 0 outside of any.
     """
     for name, child in module.named_children():
         name = f"{prefix}.{name}" if prefix else name
@@ -180,7 +180,7 @@ def _named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose units cannot be given roles."""
+    """Refuse a model with units that cannot be given roles."""
     if any(roles.is_assigned(module) for module in model.modules()):
         raise ValueError("plan: a plan is applied to this model: undo it first")
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""A memory report as one figure: what every layer saves, and live bytes by kind."""
+"""A memory report as one figure: the bytes that every layer saves, and live bytes by kind."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def draw(
 
 
 def by_layer(modules: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes by layer, the largest first: what is in `blocks.0` counts for that.
+    """Return bytes by layer, the largest first: modules in `blocks.0` count for that.
 
-    A layer is what the first number in a name ends.
+    The name of a layer ends with the first number in the name of a module.
     """
     counts: Counter[str] = Counter()
     for name, nbytes in modules.items():

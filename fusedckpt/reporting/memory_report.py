@@ -1,4 +1,4 @@
-"""Where the memory of one training step goes: what autograd saves per module, and when it peaks."""
+"""Where the memory of a training step goes: bytes saved by autograd per module, and when it peaks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MemoryReport:
     bytes that outlive a module's forward outside saved tensors, the largest first: attributes of
     autograd functions, RNG states of checkpoints, caches. `timeline` has the live bytes after every
     allocation and free; its first maximum is the peak. `fused` says of every module that `fuse`
-    swapped whether it ran fused, or why not and what that cost.
+    swapped whether it ran fused, or why not, and the cost of that.
     """
 
     model: str
@@ -57,7 +57,7 @@ class MemoryReport:
     # None without an optimizer
     optimizer_bytes: int | None
     gradient_bytes: int
-    # what of parameters, buffers, inputs and optimizer lives on `device` when the step begins
+    # bytes of parameters, buffers, inputs and optimizer that live on `device` when the step begins
     resident_bytes: int
     saved: tuple[SavedStorage, ...]
     timeline: tuple[Moment, ...]
@@ -210,7 +210,7 @@ def report(
 
 
 def check_step(name: str, model: Any, loss: Any, optimizer: Any, inputs: Any) -> None:
-    """Refuse what is no training step; `name` is the public function's."""
+    """Refuse arguments that make no training step; `name` is the public function's."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
     if loss is not None and not callable(loss):
@@ -270,13 +270,13 @@ def _taken(step: Step, held: list[Tensor], watch: Watch, calls: FusedCalls) -> S
 
     @contextmanager
     def counted() -> Iterator[None]:
-        # outermost, and not in backward: what a recompute saves was not kept since the forward
+        # outermost, and not in backward: tensors of a recompute were not kept since the forward
         with saved_tensors(held, watch.current) as saved, calls.hooked():
             found.append(saved)
             yield
 
     def made(tensors: list[Tensor]) -> None:
-        # beside these, what lives on from the forward was kept by other means
+        # beside these, memory that lives on from the forward was kept by other means
         found[0].known = found[0].addresses | addresses_of(tensors)
 
     # in backward too: a recompute calls modules
@@ -325,7 +325,7 @@ def _nbytes(storages: Sequence[SavedStorage]) -> int:
 
 
 def _fused_rows(fused: Sequence[FusedModule]) -> list[Row]:
-    """Return a row of `_FUSED` for all fused modules that ran alike, what costs most first."""
+    """Return a row of `_FUSED` for all fused modules that ran alike, the most costly first."""
     groups: dict[tuple[str, str], list[FusedModule]] = {}
     for module in fused:
         ran = module.reason or ("fused" if module.calls else "not called, or in compiled code")

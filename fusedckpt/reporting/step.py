@@ -67,7 +67,7 @@ class Step(NamedTuple):
         mark("end")
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
-        """Return the step from `gradients` alone, on aliases of its inputs, and what is held."""
+        """Return the step from `gradients` alone, on aliases of its inputs, and tensors held."""
         if self.reseed is not None:
             self.reseed()
         # weights that autocast has cast already would not be seen to take memory

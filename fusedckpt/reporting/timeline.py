@@ -28,7 +28,7 @@ from fusedckpt.checkpointing.module_calls import watched
 
 __all__ = ["Block", "Moment", "Reading", "Watch", "read"]
 
-# what stands for a module's name: the model itself, what runs outside of it
+# in place of a module's name: for the model itself, and for code that runs outside of it
 ROOT, LOSS, OPTIMIZER = "(model)", "(loss)", "(optimizer)"
 _MARK = "fusedckpt.report:"
 _NODE = "autograd::engine::evaluate_function: "
@@ -38,7 +38,7 @@ class Moment(NamedTuple):
     """Live bytes after one allocation or free, `time_ns` nanoseconds into the step.
 
     Among them, `gradient_bytes` are of gradients that the step makes and leaves, and of those that
-    it adds up to them; `optimizer_bytes` of what its optimizer makes.
+    it adds up to them; `optimizer_bytes` of memory that its optimizer allocates.
     """
 
     time_ns: int
@@ -73,7 +73,7 @@ class Term(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A step's moments, and what of its forward lives when backward begins."""
+    """A step's moments, and the blocks of its forward that live when backward begins."""
 
     moments: list[Moment]
     held: list[Block]
@@ -111,7 +111,7 @@ class Watch:
         try:
             yield
         finally:
-            # what ends a recompute early is no Exception: hooks do not hear of it
+            # `Stop`, which ends a recompute early, is no Exception: hooks do not hear of it
             for _ in range(depth, len(self._running)):
                 self._left()
 
@@ -174,7 +174,7 @@ class _Reader:
 
     def __init__(self, resident: int):
         self.moments: list[Moment] = []
-        # what lives when backward begins
+        # the blocks that live when backward begins
         self.held: list[Block] = []
         self.phase_name = ""
         self._live, self._optimizer = resident, 0
@@ -184,7 +184,7 @@ class _Reader:
         self._adds = False
         self._sum: Block | None = None
         self._running: list[str] = []
-        # by thread and its sequence number, who ran the forward op that made the node
+        # by thread and its sequence number, the module that ran the forward op that made the node
         self._makers: dict[tuple[int, int], str] = {}
         # the thread that runs the step, and how many nodes run, one inside the other
         self._thread, self._depth = 0, 0
@@ -192,7 +192,7 @@ class _Reader:
 
     @property
     def module(self) -> str:
-        """Who runs now; between two nodes of a backward, who ran the former one's forward."""
+        """The module that runs now; between two nodes of a backward, that of the former one."""
         return self._running[-1] if self._running else self._last
 
     def note(self, time_ns: int) -> None:
@@ -226,7 +226,7 @@ class _Reader:
     def with_gradients(self, addresses: Collection[int]) -> list[Moment]:
         """Return the moments with their bytes of gradients.
 
-        These are what lies at these addresses in the end, and the gradients added up to that.
+        These are the blocks at these addresses in the end, and the gradients added up to them.
         """
         blocks = self._blocks.values()
         found = [x for x in blocks if x.address in addresses and x.phase != "optimizer"]
@@ -244,7 +244,7 @@ class _Reader:
         return [m._replace(gradient_bytes=n) for m, n in zip(self.moments, sums, strict=True)]
 
     def phase(self, marked: tuple[str, int]) -> None:
-        """Enter forward, backward or optimizer, or leave the last one; note who runs the step."""
+        """Enter forward, backward or optimizer, or leave the last one; note the step's thread."""
         name, self._thread = marked
         self.phase_name = name if name != "end" else ""
         self._last = {"forward": ROOT, "optimizer": OPTIMIZER}.get(name, LOSS)
@@ -262,7 +262,7 @@ class _Reader:
             self._last = LOSS
 
     def op(self, place: tuple[int, int]) -> None:
-        """Remember who runs the op."""
+        """Remember the module that runs the op."""
         # the number is the next node's: of all ops that show it, the last one made the node
         self._makers[place] = self.module
 
@@ -288,7 +288,7 @@ class _Reader:
 
 
 def _collect(events: Iterable[Any], device: torch.device, found: list[_Item]) -> None:
-    """Add what matters of events and those within them."""
+    """Add the items of events, and of those within them, that matter."""
     for event in events:
         name, fields, start = event.name, event.extra_fields, event.start_time_ns
         if name == "[memory]":

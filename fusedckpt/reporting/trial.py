@@ -1,7 +1,7 @@
 """Real training steps on someone's model that leave no trace.
 
-Measuring needs real steps: only they show what autograd keeps, what the allocator does and how
-long it takes. What they change is put back, so that who measures a model in the middle of its
+Measuring needs real steps: only they show the tensors that autograd keeps, the use of the
+allocator and the time. All changes are put back, so that a model measured in the middle of its
 training goes on as if nothing had been.
 """
 
@@ -54,8 +54,8 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
 
     Args:
         model: any module, lazy ones after their first forward.
-        optimizer: what steps inside, or None.
-        inputs: what the model gets: tensors in any nesting of lists, tuples and dicts.
+        optimizer: the one that steps inside, or None.
+        inputs: the arguments of the model: tensors in any nesting of lists, tuples and dicts.
 
     Raises:
         RuntimeError: on leaving, a parameter that `optimizer` does not have was written to: it
@@ -84,7 +84,7 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Put back on leaving what calls of the model's modules change, and random states."""
+    """Put back on leaving all state that calls of the model's modules change, and random states."""
     with torch.inference_mode(False), ExitStack() as undo:
         undo.callback(random_states())
         _keep_modules(model, undo, set())
@@ -140,14 +140,14 @@ def _leaves_of(tree: Any) -> Iterator[Tensor]:
 
 
 def _parameters_of(given: Any) -> list[Any]:
-    """Return the leaves, of an optimizer or among inputs, whose `.grad` a step would change."""
+    """Return leaves, of an optimizer or among inputs, with a `.grad` that a step would change."""
     if isinstance(given, Optimizer):
         return [parameter for group in given.param_groups for parameter in group["params"]]
     return [tensor for tensor in tensors_of(given) if isinstance(tensor, nn.Parameter)]
 
 
 def random_states() -> Callable[[], None]:
-    """Return what puts the random states of Python, NumPy, the CPU and CUDA to those of now."""
+    """Return a function that restores the random states of now: Python, NumPy, CPU and CUDA."""
     python, numpys, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
@@ -244,7 +244,7 @@ def _set_bits(generator: np.random.Generator, state: Any) -> None:
 
 
 def _keep(value: Any, undo: ExitStack, seen: set[int]) -> None:
-    """Copy every tensor in `value`, and remember what its containers hold."""
+    """Copy every tensor in `value`, and remember the items of its containers."""
     if isinstance(value, Optimizer):
         # one that wraps another has it as an attribute
         value = vars(value)
@@ -271,7 +271,7 @@ def _refill_dict(found: MutableMapping[Any, Any], before: dict[Any, Any]) -> Non
 
 
 def _restorer(tensor: Tensor) -> Callable[[], None]:
-    """Copy a tensor to host memory, and return what puts its value back."""
+    """Copy a tensor to host memory, and return a function that puts its value back."""
     memory = tensor.detach()
     # one element stands for all of an expanded axis
     for axis, stride in enumerate(memory.stride()):
