@@ -117,7 +117,7 @@ class FuseReport:
             counts = Counter(changes[name] for name in by_kind)
             lines += [f"  {count:4d} x {change}{when}" for change, count in counts.items()]
         counts = Counter(self.shared.values())
-        lines += [f"  {n:4d} x {kind} -> saves what made its input" for kind, n in counts.items()]
+        lines += [f"  {n:4d} x {kind} -> saves the norm's input" for kind, n in counts.items()]
         left = {name: (self.classes[name], reason) for name, reason in self.left.items()}
         lines += [f"  left {line}" for line in _grouped(left)]
         return "\n".join([*lines, *self._unfused()])

@@ -120,6 +120,13 @@ def test_an_input_of_another_class_is_named(index):
     }
 
 
+def test_a_complex_input_of_a_norm_is_named():
+    model = nn.Sequential(nn.RMSNorm(D)).to(DEVICE)
+    fused = fuse(model, verify=False)
+    model(torch.randn(3, D, dtype=torch.complex64, device=DEVICE))
+    assert fused.fallbacks == {"0": "its input is a Tensor, which only its own forward takes"}
+
+
 def test_other_arguments_are_named():
     model = stack()
     fused = fuse(model, verify=False)

@@ -221,7 +221,7 @@ def test_the_report_counts_the_whole_model():
     assert lines[0] == (
         f"the model saves {found[0]:,.0f} -> {found[1]:,.0f} bytes per token, {gone:.0%} gone"
     )
-    assert "     4 x Linear -> saves what made its input" in str(report)
+    assert "     4 x Linear -> saves the norm's input" in str(report)
 
 
 @pytest.mark.parametrize("name", ["norm2", "fc1", "act"])

@@ -73,7 +73,7 @@ def test_report_reads_well():
         "     1 x nn.Linear + gelu + nn.Linear -> mlp\n"
         "     1 x nn.Linear + tanh -> linear_act\n"
         "     1 x nn.RMSNorm + nn.Linear -> norm_linear\n"
-        "     2 x Linear -> saves what made its input\n"
+        "     2 x Linear -> saves the norm's input\n"
         "  left 2 x Sequential: Softmax(dim=-1) is no activation that can be fused (1 and 1 more)"
     )
     root = nn.Sequential(nn.RMSNorm(D), nn.Linear(D, D))
