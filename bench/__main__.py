@@ -31,7 +31,7 @@ def _run(parser: ArgumentParser, args: Namespace) -> int:
         signal.signal(signal.SIGINT, before)
     try:
         chosen = environment.settled(vars(args))
-        # what only prints has nothing to check
+        # a command that only prints has nothing to check
         prepared = module.prepare(chosen) if hasattr(module, "prepare") else chosen
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # kineto reports every profile on stderr unless told not to before the first one; 5, the value
     # commonly advised, still lets its highest level through
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # a backward measured alone frees what was there before, which the profiler warns of
+    # a backward measured alone frees memory allocated before it, which the profiler warns of
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # read when torch is imported: four steps of the demo took 77 s on two busy cores with threads
     # that spin while they wait, 17 s with threads that sleep

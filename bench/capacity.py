@@ -26,26 +26,26 @@ prepare = check_choice
 
 
 def _forget(one: Implementation) -> None:
-    """Let go of what was compiled: it is of one size, and sizes are limited."""
+    """Free compiled code: it is of one size, and sizes are limited."""
     # half a second each
     if one.name.startswith("torch.compile"):
         torch.compiler.reset()
 
 
 class Capacity(Measurement):
-    """Numbers at the least tokens, then what fits of each implementation, then its times there."""
+    """Numbers at the least tokens, the most that fit of each implementation, and its times."""
 
     file = "capacity.jsonl"
 
     def __init__(self, chosen: Namespace):
         self.memory, self.repeat = chosen.memory, chosen.repeat
-        # numbers, what fits, and turns
+        # numbers, the most tokens, and turns
         self.num_steps = 2 + WARMUP + chosen.repeat
 
     def measure(
         self, job: Job, implementations: list[Implementation], begin: Begin, found: Row
     ) -> None:
-        """Check numbers, find what fits, then time all; found: tokens and bytes by name."""
+        """Check numbers, find the most tokens that fit, time all; found: tokens, bytes by name."""
 
         def step(one: Implementation, fn: Callable[[Implementation], Any]) -> None:
             begin(one)
@@ -70,7 +70,7 @@ class Capacity(Measurement):
         in_turns(implementations, self.repeat, lambda one: step(one, time))
 
     def fit(self, job: Job, one: Implementation, found: Row) -> None:
-        """Find how many tokens fit; raises what it raises, but for lack of memory."""
+        """Find how many tokens fit; raises the errors of `one`, except lack of memory."""
         # sequences are as long for all
         least, peaks = _least(job), dict[int, int]()
 

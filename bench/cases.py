@@ -1,4 +1,4 @@
-"""What `python -m bench run` measures: each case once, over the functions of either library.
+"""The cases of `python -m bench run`: each once, over the functions of either library.
 
 A case calls functions of `lib`: of `bench.eager`, which is plain torch, or of
 `fusedckpt.functional`, which is ours.

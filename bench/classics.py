@@ -33,7 +33,7 @@ from fusedckpt.planning.budget import bytes_of
 SEGMENTS = {"conv": (1, 2, 4, 8, 16, 32), "mlp": (2, 3, 5, 10)}
 # besides a number of segments
 RULES = ("sqrt", "recursive")
-# whose memory through a step is drawn
+# ways with memory drawn through a step
 SHOWN = ("plain", "fusedckpt sqrt", "fusedckpt recursive", "plan memory")
 # between losses of order one; fused kernels round otherwise, checkpoints do not
 AGREE = 1e-4
@@ -209,7 +209,7 @@ def _depths(chosen: Namespace, tick: Tick) -> Row:
         found[name] = most(fits, [1, *found.values()][-1])
         if not found[name]:
             raise ValueError(f"--depth-budget: {chosen.depth_budget} bytes do not fit one block")
-    # time that the budget buys back where what torch reaches is deep enough
+    # time that the budget buys back where the depth that torch reaches is enough
     found["plan, same depth"] = min(found["torch, every block"], found["plan memory"])
     trials = {name: trial_of(chosen, name, layers) for name, layers in found.items()}
     peaks = {name: _peak(trial, is_planned=False) for name, trial in trials.items()}
@@ -243,7 +243,7 @@ DEPTH_NOTES = (
 
 
 def _show_depths(title: str, rows: list[Row]) -> None:
-    """Print a line per way: how deep it goes, and what a layer costs."""
+    """Print a line per way: its depth, and the cost of a layer."""
     plain = rows[0]
     columns: Columns = {
         "way": lambda row: row["name"],

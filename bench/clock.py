@@ -20,7 +20,7 @@ from torch import Tensor
 T = TypeVar("T")
 Step = Callable[[], Any]
 
-# of the matrices' sides and of what is copied: beyond every cache, done in milliseconds
+# sides of the matrices and bytes of the copy: beyond every cache, done in milliseconds
 SIDE = {"cpu": 2048, "cuda": 8192}
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}
 ROUNDS = 7
@@ -85,7 +85,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, shrink: int = 1) -> tuple
         return min([watch.times(step)[0] for _ in range(2 + ROUNDS)][2:])
 
     side, nbytes = SIDE[device.type] // shrink, COPY_BYTES[device.type] // shrink
-    # a copy that fits beside what is there
+    # a copy that fits beside allocated memory
     if device.type == "cuda":
         nbytes = min(nbytes, torch.cuda.mem_get_info(device)[0] // 8)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -99,17 +99,17 @@ def ceilings(device: torch.device, dtype: torch.dtype, shrink: int = 1) -> tuple
 
 
 def capture(first: Step, second: Callable[[Any], Any], pool: Any) -> tuple[Step, Step]:
-    """Record first() and second(its result) as two CUDA graphs, and return what replays them.
+    """Record first() and second(its result) as two CUDA graphs, and return their replays.
 
-    The graphs share `pool` with others: what a replay writes is gone with the next one. Raises
-    whatever cannot be captured, such as a synchronisation; torch is then as it was before.
+    The graphs share `pool` with others: the next replay overwrites results of one. Raises
+    the error of a capture that fails, as at a synchronisation; torch is then as it was before.
     """
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     # torch.cuda.graph leaves its stream behind as the current one when a capture fails
     with torch.cuda.stream(stream):
-        # what is set up in a first call cannot be captured
+        # the setup in a first call cannot be captured
         second(first())
         # nodes for the inputs' gradients belong to the stream that they were made on
         gc.collect()

@@ -1,4 +1,4 @@
-"""`python -m bench compare A B`: what changed from one results file to another.
+"""`python -m bench compare A B`: changes from one results file to another.
 
 Times are compared as ratios to eager's within a round, where load that comes and goes cancels.
 """
@@ -104,7 +104,7 @@ def _row_changes(before: Rows, after: Rows, a: Row, b: Row, threshold: float) ->
 
 
 def changes(before: Rows, after: Rows, threshold: float) -> Iterator[Change]:
-    """Yield what differs between the rows of a case, but for the times of eager."""
+    """Yield the differences between the rows of a case, except the times of eager."""
     earlier = {row["name"]: row for row in before}
     for row in after:
         if row["name"] in earlier:
@@ -135,7 +135,7 @@ def _label(rows: Rows) -> str:
 
 
 def _notes(chosen: Namespace, pairs: Sequence[tuple[Rows, Rows]]) -> Iterator[str]:
-    """Yield what the tables do not hold: too few rounds, eager's own times, cases of one file."""
+    """Yield notes beside the tables: too few rounds, eager's own times, cases of one file."""
     short = [b[0] for a, b in pairs if is_short([*a, *b])]
     if short:
         names = ", ".join(f"{row['case']} {row['size']} {row['tokens']}" for row in short)
@@ -151,7 +151,7 @@ def _notes(chosen: Namespace, pairs: Sequence[tuple[Rows, Rows]]) -> Iterator[st
 
 
 def run(chosen: Namespace) -> int:
-    """Print what changed, and where both come from."""
+    """Print the changes, and the sources of both files."""
     for name, found in (("before", chosen.earlier), ("after", chosen.later)):
         for line in dict.fromkeys(map(source, found.values())):
             print(f"{name}: {line}")

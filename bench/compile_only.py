@@ -1,4 +1,4 @@
-"""Compiles kernel launches for a chip that is not there and reads what the compiler made of them.
+"""Compiles kernel launches for a chip that is not there and reads the compiler's output.
 
 The interpreter proves a kernel's numbers; this proves, also without a GPU, that the same source
 compiles for each chip and comes out without spills, serialised wgmma or an empty body. Whether a
@@ -44,7 +44,7 @@ from bench.sass import body
 
 
 class Chip(NamedTuple):
-    """`shared`: bytes that a block may use; `mma`: what any but an exact dot must become."""
+    """`shared`: bytes that a block may use; `mma`: instructions of every inexact dot."""
 
     target: GPUTarget
     shared: int
@@ -58,7 +58,7 @@ CHIPS = {
     "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10, "mfma"),
 }
 
-# what `Compiled.counts` counts. Stores: to global memory; ATOMG only publishes TMA descriptors
+# opcodes in `Compiled.counts`. Stores: to global memory; ATOMG only publishes TMA descriptors
 OPCODES = {
     "wgmma": r"[BDHIQ]GMMA",
     "tcgen05": r"UTC[A-Z]*MMA",
@@ -71,7 +71,7 @@ OPCODES = {
 }
 
 
-# what is kept beside a kernel is what this version reads
+# metadata cached beside a kernel come from this version of `sass`
 _READ_BY = hashlib.sha256(Path(sass.__file__).read_bytes()).hexdigest()[:12]
 
 
@@ -109,7 +109,7 @@ class Compiled:
 
 
 def check(record: Compiled) -> list[str]:
-    """What is wrong with a compiled kernel, a sentence each."""
+    """Return the problems of a compiled kernel, a sentence each."""
     return [f"{record.label} on {record.target} {problem}" for problem in _problems(record)]
 
 
@@ -135,13 +135,13 @@ def _problems(record: Compiled) -> Iterator[str]:
 
 @contextmanager
 def compile_for(target: str) -> Iterator[Collection[Compiled]]:
-    """Compile launches on meta tensors for `target`; yields a live view of what came of each."""
+    """Compile launches on meta tensors for `target`; yields a live view of their records."""
     assert not knobs.runtime.interpret, "kernels are interpreted: unset TRITON_INTERPRET"
     records: dict[str, Compiled] = {}
     launch: Any = JITFunction.run
     stand_in = SimpleNamespace(
         get_current_target=lambda: CHIPS[target].target,
-        # kernels keep what they compiled by device: a name keeps the chips apart
+        # kernels keep compiled code by device: a name keeps the chips apart
         get_current_device=lambda: target,
         get_current_stream=lambda device: 0,
     )
@@ -165,7 +165,7 @@ def compile_for(target: str) -> Iterator[Collection[Compiled]]:
         patch.object(JITFunction, "run", run),
         patch.object(CUDABackend, "make_cubin", _recording(CUDABackend.make_cubin)),
     ):
-        # apart from the user's cache, whose kernels come without a log
+        # apart from the user's cache: its kernels come without a log
         knobs.cache.dir += f"_compile_only_{_READ_BY}"
         yield records.values()
 
@@ -180,7 +180,7 @@ def _recording(make_cubin: Callable[..., bytes]) -> Callable[..., bytes]:
         with NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            # triton's own disassembler loses what follows the 4096th instruction
+            # triton's own disassembler loses all instructions after the 4096th
             command = [knobs.nvidia.nvdisasm.path, "--print-code", "--no-dataflow", file.name]
             listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         line = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)"
@@ -237,7 +237,7 @@ def _geometry(
     if columns and depth:
         operand = getattr(given["x"], "base", given["x"])
         loaded = (rows + columns) * depth * operand.element_size()
-        # what the epilogue has is as large as its result
+        # the epilogue's data are as large as its result
         out = [value for _, value in _leaves("", given["out"]) if isinstance(value, torch.Tensor)]
         numel = max(t.numel() for t in out)
         nbytes = sum(t.element_size() for t in out if t.numel() == numel)
@@ -269,7 +269,7 @@ def _label(kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def compile_all(function: str, targets: Sequence[str] = tuple(CHIPS)) -> list[Compiled]:
-    """Return what `MODULE:FUNC` launches, compiled for each target in a process of its own."""
+    """Return the kernels that `MODULE:FUNC` launches, compiled in one process per target."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
 
     def compile_one(target: str) -> list[Compiled]:

@@ -26,7 +26,7 @@ def prepare(chosen: Namespace) -> Namespace:
 
 
 def models_of(chosen: Namespace, batch: Batch) -> tuple[dict[str, nn.Module], str]:
-    """Return a model with the same weights for each way, and what fuse and plan report."""
+    """Return a model with the same weights for each way, and the reports of fuse and plan."""
     torch.manual_seed(chosen.seed)
     eager = tasks.model_of(chosen)
     checkpointed, fused = tasks.checkpoint(copy.deepcopy(eager)), copy.deepcopy(eager)

@@ -1,4 +1,4 @@
-"""What a measurement ran on: versions, devices, and the path that each function takes there."""
+"""A measurement's environment: versions, devices, and the path that each function takes there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBRARIES = ("liger-kernel", "quack-kernels", "transformer-engine", "flash-attn"
 
 
 def _version(package: str) -> str:
-    """What a package calls itself: its metadata leave out which build of torch it is."""
+    """Return a package's `__version__`: its metadata leave out which build of torch it is."""
     try:
         return str(import_module(package).__version__)
     except ImportError:
@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def _said(*command: str) -> str | None:
-    """What a program prints; None where it is not there or fails."""
+    """Return the first line that a program prints; None where it is not there or fails."""
     folder = Path(__file__).parent
     try:
         done = subprocess.run(
@@ -118,7 +118,7 @@ def has_tf32() -> bool:
 
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What a result must name besides its settings."""
+    """Return the facts that a result must name besides its settings."""
     return {
         "device": device_name(device),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

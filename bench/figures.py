@@ -1,4 +1,4 @@
-"""What figures share: a colour for each kind of implementation, bars, names, title and footer."""
+"""Parts that figures share: a colour per kind of implementation, bars, names, title and footer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Points = Sequence[tuple[float, float]]
 
 
 class Family(NamedTuple):
-    """What a legend says and the colour beside it."""
+    """A text in the legend and the colour beside it."""
 
     label: str
     colour: str
@@ -43,7 +43,7 @@ _FAMILIES = (
 
 
 def family(name: str) -> Family:
-    """Return what an implementation, or a way of training, belongs to."""
+    """Return the family of an implementation or of a way of training."""
     return next(found for starts, found in _FAMILIES if name.startswith(starts))
 
 

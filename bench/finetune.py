@@ -47,10 +47,10 @@ def _adapted(base: nn.Module, rank: int, seed: int) -> nn.Module:
 
 
 def _models(eager: nn.Module, batch: Batch) -> tuple[dict[str, nn.Module], str]:
-    """Return a model with the same adapters for each way, and what fuse and plan report."""
+    """Return a model with the same adapters for each way, and the reports of fuse and plan."""
     checkpointed = tasks.checkpoint(copy.deepcopy(eager))
     fused, kept, planned = (copy.deepcopy(eager) for _ in range(3))
-    # with what did not run fused
+    # with the modules that did not run fused
     report = fusedckpt.fuse(fused)
     fusedckpt.fuse(kept, save="preact")
     fusedckpt.fuse(planned)

@@ -1,4 +1,4 @@
-"""`python -m bench.fused_share [model ...]`: what `fuse` leaves of a layer's saved bytes, by model.
+"""`python -m bench.fused_share [model ...]`: a layer's saved bytes left by `fuse`, by model.
 
 Models of transformers at D = 256 with the ratios of their published configurations, in bfloat16, in
 training mode with their dropouts. A layer's bytes are those of four layers less those of two, so
@@ -109,7 +109,7 @@ HARDER: dict[str, Shape] = {
     "vit": Shape("ViTModel", 4),
     "t5": Shape("T5EncoderModel", 2.5),
 }
-# dropouts of attention weights, by whatever name
+# dropouts of attention weights, by all of their names
 NO_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -162,7 +162,7 @@ def model_of(shape: Shape, layers: int) -> tuple[nn.Module, tuple[Any, ...], dic
 
 
 def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedTensors:
-    """Return what one forward in training saves."""
+    """Return the tensors that one forward in training saves."""
     with saved_tensors() as saved:
         y = model(*args, **kwargs)
     del y
@@ -170,7 +170,7 @@ def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class Found(NamedTuple):
-    """Of a model: a layer's saved values by D per token before and after, and what is left."""
+    """Of a model: a layer's saved values by D per token before and after, and the storages left."""
 
     before: float
     after: float
@@ -184,7 +184,7 @@ class Found(NamedTuple):
 
 
 def measured(shape: Shape) -> Found:
-    """Return what a model's layer saves before and after `fuse`."""
+    """Return the values that a model's layer saves before and after `fuse`."""
     found, reports = dict[int, tuple[SavedTensors, SavedTensors]](), dict[int, FuseReport]()
     for layers in (4, 2):
         torch.manual_seed(0)

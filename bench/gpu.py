@@ -1,7 +1,7 @@
-"""`python -m bench gpu`: what a machine with a GPU has to tell, in three parts of minutes each.
+"""`python -m bench gpu`: tests and measurements on a GPU, in three parts of minutes each.
 
-Every step is a process of its own with a share of its part's time. What one leaves behind stays,
-also when it fails or its time is up, and is in one archive after every step; the next call of the
+Every step is a process of its own with a share of its part's time. Its results stay,
+also when it fails or its time is up, and are in one archive after every step; the next call of the
 same commit on the same device goes on where this one stopped, in any copy of the checkout. Nothing
 is downloaded, and nothing is drawn: `bench table` and `bench plot` do that elsewhere.
 """
@@ -30,11 +30,11 @@ from bench.processes import GRACE, ROOT, Stops, take
 from bench.settings import CASE_NAMES, PARTS
 
 STATE = "gpu.json"
-# what steps measured and take up again: files and a folder
+# results that steps wrote and take up again: files and a folder
 MEASURED = (STATE, "run.jsonl", "launched", "profile.jsonl", "capacity.jsonl")
 # tests spend their time in the kernels' compiler, a process each, and hold little of the GPU
 PROCESSES = 14
-# what differs between a GPU and the interpreter
+# tests of code that differs between a GPU and the interpreter
 KERNEL_TESTS = (
     *("kernels/test_gemm.py", "kernels/test_tiles.py", "kernels/test_activations.py"),
     *(f"layers/test_{name}.py" for name in ("norm", "linear", "mlp", "blocks", "contracts")),
@@ -85,7 +85,7 @@ def _device_name() -> str:
 
 
 def _bench(command: str, *options: str, **chosen: Any) -> Words:
-    """Return a command of ours; an option whose value is a tuple is repeated."""
+    """Return a command of ours; an option with a tuple of values is repeated."""
     pairs = [(name, v if isinstance(v, tuple) else (v,)) for name, v in chosen.items()]
     given = [f"--{name}={value}" for name, values in pairs for value in values]
     return (sys.executable, "-m", "bench", command, *given, *options)
@@ -116,13 +116,13 @@ class Commands(NamedTuple):
         command = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
         count = min(PROCESSES, os.cpu_count() or 1)
         if find_spec("xdist") is not None and count > 1:
-            # what takes most of the memory is in one group, and so never beside itself
+            # tests that take most of the memory are one group, and so never run side by side
             command = (*command, "-n", str(count), "--dist=loadgroup")
         return (*command, *(("tests/kernels/test_tiles.py", "-k", "row") if self.tiny else options))
 
 
 def steps_of(out: Path, tiny: bool) -> list[Step]:
-    """Return the steps, in each part first what others depend on, then what matters most.
+    """Return the steps, in each part first those that others depend on, then the most important.
 
     tiny: toys of different steps are alike, and the first of them stands for all.
     """
@@ -151,7 +151,7 @@ def steps_of(out: Path, tiny: bool) -> list[Step]:
 
 
 class Log:
-    """What became of each step, kept in a file that is replaced after every one."""
+    """The outcome of each step, kept in a file that is replaced after every one."""
 
     def __init__(self, path: Path, key: dict[str, Any], steps: Sequence[Step]):
         self.path, self.key = path, key
@@ -160,7 +160,7 @@ class Log:
         self._write()
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """Return what an earlier call kept under this key; a damaged file is set aside."""
+        """Return the steps that an earlier call kept under a key; a damaged file is set aside."""
         try:
             record = json.loads(self.path.read_text(encoding="utf-8"))
             key, steps = record["key"], dict(record["steps"])
@@ -183,12 +183,12 @@ class Log:
         written.replace(self.path)
 
     def note(self, step: Step, **facts: Any) -> None:
-        """Keep what became of a step."""
+        """Keep the outcome of a step and other facts."""
         self.steps[step.name] = facts
         self._write()
 
     def outcome(self, step: Step) -> str:
-        """What became of a step, in this call or an earlier one."""
+        """Return the outcome of a step, in this call or an earlier one."""
         return self.steps[step.name]["outcome"]
 
 
@@ -218,7 +218,7 @@ def _take_all(chosen: Namespace, steps: Sequence[Step], log: Log, stops: Stops) 
         outcome, status = take(step.command, path, limit, stops)
         seconds = round(time.monotonic() - start, 1)
         log.note(step, outcome=outcome, status=status, seconds=seconds, command=step.command)
-        # after every step: no signal can take away what is in it
+        # after every step: no signal can take away the archive's files
         _pack(chosen.out, chosen.archive)
         ended = f"{outcome} with status {status}" if status else outcome
         print(f"{step.name}: {ended} after {seconds:.0f} s")
@@ -238,7 +238,7 @@ def _pack(folder: Path, archive: Path) -> None:
 
 
 def _set_aside(out: Path) -> None:
-    """Move what earlier calls left into a folder of its own."""
+    """Move the results of earlier calls into a folder of its own."""
     names = [name for name in MEASURED if (out / name).exists()]
     if not names:
         return

@@ -1,4 +1,4 @@
-"""The implementations of a case: eager and what torch offers, ours, and other libraries'."""
+"""The implementations of a case: eager and others of torch, ours, and other libraries'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedckpt import checkpoint
 
 
 def _with_budget(budget: float) -> Callable[..., Any]:
-    """Return a compiler that lets a graph save this share of what it would save for backward."""
+    """Return a compiler that lets a graph save this share of its bytes for backward."""
 
     def compiler(graph: Any, inputs: Any) -> Any:
         from torch._functorch import config

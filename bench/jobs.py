@@ -1,6 +1,6 @@
 """Which cases are measured at which sizes, each in a process of its own: `run` and `capacity`.
 
-What kills that process, or hangs in it, costs one row: the process says which implementation is at
+A crash of that process, or a hang in it, costs one row: the process says which implementation is at
 work, and the case is measured again without it.
 """
 
@@ -25,7 +25,7 @@ from bench.results import Row, append
 from bench.settings import DEFAULT_TOKENS, SIZES, Size
 from bench.tables import progress
 
-# what the command stands for: it fails if one of these raises
+# implementations that the command stands for: it fails if one of these raises
 OWN = ("eager", "fusedckpt", "ours(")
 BENIGN = ("not installed", "interrupted", "not even")
 Say = Callable[[str, Any], None]
@@ -46,12 +46,12 @@ class Job(NamedTuple):
 
     @property
     def case(self) -> Case:
-        """What is computed."""
+        """The case of this name."""
         return CASES[self.name]
 
     @property
     def title(self) -> str:
-        """What tells it from the other jobs of a command."""
+        """A title that tells this job from the others of a command."""
         return f"{self.name}, {self.size_name}: {self.tokens} tokens, D = {self.size.dim}"
 
     def implementations(self) -> list[Implementation]:
@@ -73,7 +73,7 @@ class Job(NamedTuple):
         return work._replace(douts=[torch.randn_like(y) for y in outputs])
 
     def columns(self) -> Row:
-        """What its rows have in common."""
+        """Return the columns that its rows have in common."""
         return {
             "case": self.name,
             "size": self.size_name,
@@ -111,7 +111,7 @@ def jobs_of(chosen: Namespace) -> Iterator[Job]:
 
 
 class Measurement:
-    """What `run` and `capacity` do with a job: it goes to the process that measures.
+    """The work of `run` or `capacity` on a job: it goes to the process that measures.
 
     file: its name in the folder for results; num_steps: of each implementation; keeps: whether rows
     are added to those that the file holds.
@@ -124,11 +124,11 @@ class Measurement:
     def measure(
         self, job: Job, implementations: list[Implementation], begin: Begin, found: Row
     ) -> None:
-        """Measure, with begin(one) before each step of one; found: what `row` needs besides."""
+        """Measure, with begin(one) before each step of one; found: more facts for `row`."""
         raise NotImplementedError
 
     def row(self, job: Job, one: Implementation, found: Row) -> Row:
-        """Return what became of an implementation; nothing is found where its process died."""
+        """Return the results of an implementation; nothing is found where its process died."""
         raise NotImplementedError
 
     def is_kept(self, job: Job, rows: list[Row]) -> bool:
@@ -136,7 +136,7 @@ class Measurement:
         raise NotImplementedError
 
     def note(self, rows: list[Row]) -> None:
-        """Keep what later jobs need from the rows of a job."""
+        """Keep facts that later jobs need from the rows of a job."""
 
 
 def _attempt(say: Say, measurement: Measurement, job: Job, lost: Mapping[str, str]) -> None:
@@ -177,7 +177,7 @@ def _measure(say: Say, *args: Any) -> None:
 def _rows(
     job: Job, chosen: Namespace, measurement: Measurement, stops: Stops, tick: Callable[..., None]
 ) -> tuple[list[Row], bool]:
-    """Measure a job, again without what crashes it; returns rows, and if it was interrupted."""
+    """Measure a job, again without implementations that crash it; returns rows, is_interrupted."""
     lost: dict[str, str] = {}
     while True:
         heard: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def measure_all(
     """Measure job after job, print and append the rows of each; returns the exit status.
 
     It is 1 where an implementation was wrong or eager or ours raised, 130 where interrupted, else
-    0. What the file held goes, unless it is kept, once there is something to put in its place.
+    0. Earlier rows in the file go, unless they are kept, once there are rows in their place.
     """
     has_failed = is_interrupted = False
     path, keeps = chosen.out / measurement.file, measurement.keeps

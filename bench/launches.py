@@ -77,7 +77,7 @@ def norms(n: int) -> None:
 
 
 def benchmarked(*names: str) -> None:
-    """What `bench run` launches at sizes by name, at every one where none is given."""
+    """Launch the kernels of `bench run` at sizes by name, at every one where none is given."""
     for size in dict.fromkeys(size for name in names or SIZES for size in SIZES[name]):
         tokens, d, f = size.tokens or DEFAULT_TOKENS["cuda"], size.dim, size.hidden
         norms(d)

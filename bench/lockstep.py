@@ -1,7 +1,7 @@
 """One model trained in several ways, step by step in turn, on the same batches: demo and finetune.
 
 Every way has a copy of the model and an optimizer of its own, and starts from the same weights.
-Whatever slows the machine down slows all of them.
+A slowdown of the machine slows all of them.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Trainer:
         self.losses.append(loss.item())
 
     def row(self, eager: Trainer, batch: Batch, tokens: int) -> Row:
-        """Return what training cost; memory is that of one more batch.
+        """Return the losses and costs of training; memory is that of one more batch.
 
-        Saved: what forward and loss keep for backward, without inputs, parameters and buffers;
+        Saved: by forward and loss for backward, without inputs, parameters and buffers;
         peak: how high forward and backward climb above a step's start, new gradients included.
         """
         with saved_tensors(exclude=[*batch, *self.model.parameters(), *self.model.buffers()]) as s:
@@ -134,7 +134,7 @@ def compare(
     """Train models, the first of which is eager, and return the record of it.
 
     batches: the last is not trained on; memory is that of a step with it. record: title, subtitle,
-    what varies among the settings, the environment, what fuse and plan report.
+    settings that vary, the environment, the reports of fuse and plan.
     """
     trainers = train(chosen.command, models, chosen.dim, batches[:-1])
     tokens, facts = chosen.batch * chosen.seq, record["environment"]

@@ -54,7 +54,7 @@ class SavedStorage:
 class SavedTensors:
     """The distinct storages that autograd saved inside `saved_tensors`."""
 
-    # fused layers may write over what goes through these hooks
+    # fused layers may write over tensors that go through these hooks
     only_counts = True
 
     def __init__(self, exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str):
@@ -65,7 +65,7 @@ class SavedTensors:
         # a weak reference keeps the address from being used again for another storage, but not the
         # memory, which would raise the peak of the backward
         self._references: list[tuple[StorageWeakRef, int]] = []
-        # where in memory what else is accounted for lies when the forward is done
+        # addresses of memory that is accounted for elsewhere when the forward is done
         self.known: set[int] = set()
 
     @property
@@ -112,7 +112,7 @@ class SavedTensors:
         self._keepers.setdefault(key, {})[self._owner()] = None
 
 
-# what holds the memory of a sparse or nested tensor
+# the parts that hold the memory of a sparse or nested tensor
 _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -124,7 +124,7 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 
 
 def _sharded(tensor: Tensor) -> Tensor:
-    """Return the leaf DTensor whose local tensor this is, any other tensor as it is."""
+    """Return the leaf DTensor that holds this local tensor, any other tensor as it is."""
     node = tensor.grad_fn
     if node is None or node.name() != "_ToTorchTensorBackward":
         return tensor
@@ -147,7 +147,7 @@ def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def storage_ref(tensor: Tensor) -> StorageWeakRef:
-    """Return what is the same for tensors that share memory, and keeps none."""
+    """Return a reference that is the same for tensors that share memory, and keeps none."""
     return StorageWeakRef(strided(tensor)[0].untyped_storage())
 
 
@@ -194,8 +194,8 @@ def saved_tensors(
 def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:
     """Run `fn` once and return its peak memory, in bytes above the start.
 
-    Includes what `fn` returns and leaves allocated, such as `.grad`. Counts requested bytes: on
-    CUDA by the allocator's peak, which this resets; on a CPU by the profiler's allocations and
+    Includes memory that `fn` returns and leaves allocated, such as `.grad`. Counts requested bytes:
+    on CUDA by the allocator's peak, which this resets; on a CPU by the profiler's allocations and
     frees, without the frees of memory from before.
     """
     if torch.device(device).type == "cuda":
@@ -217,8 +217,8 @@ def _peak_on_cuda(fn: Callable[[], Any], device: torch.device | str) -> int:
 
 def allocator_count() -> str:
     """Return the name of the bytes that CUDA's allocator counts."""
-    # a block from the cache may be a MiB larger than what was asked of it, by what ran before; only
-    # torch's own allocator knows what was asked
+    # a block from the cache may be a MiB larger than the request, by the work before; only
+    # torch's own allocator knows the request
     is_native = torch.cuda.get_allocator_backend() == "native"
     return "requested_bytes" if is_native else "allocated_bytes"
 
@@ -251,7 +251,7 @@ def profiled(fn: Callable[[], Any], device: torch.device | str = "cpu") -> list[
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the profiler's own messages, of which torch 2.13 has two a run, off stderr."""
-    # read when the profiler is first used; who has set it wants it so
+    # read when the profiler is first used; a value set by the user stands
     given = _LOG_LEVEL in os.environ
     os.environ.setdefault(_LOG_LEVEL, "99")
     try:

@@ -30,7 +30,7 @@ def norm(
     """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y."""
     total = None
     if residual is not None:
-        # contiguous, as the kernel's is, whatever lies where
+        # contiguous, as the kernel's is, for any strides of x
         dtype = torch.promote_types(x.dtype, residual.dtype)
         total = torch.add(x, residual, out=x.new_empty(x.shape, dtype=dtype))
         x = total

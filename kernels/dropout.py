@@ -22,7 +22,7 @@ WORDS = 8
 
 
 def threshold_of(p: float) -> int:
-    """Return the least word, as int32, whose element is not zeroed."""
+    """Return the least word, as int32, at which an element is not zeroed."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 

@@ -27,7 +27,7 @@ DW_TILE = {"BLOCK_M": 32, "BLOCK_N": 128}
 
 
 class NormRule(NamedTuple):
-    """What a norm computes: y = xhat * (offset + weight) + bias.
+    """The formula of a norm: y = xhat * (offset + weight) + bias.
 
     `kind` is "rms" or "layer"; cast "llama" rounds xhat to x's dtype before the weight.
     """
@@ -75,7 +75,7 @@ def register_limit() -> dict[str, int]:
 
 
 def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
-    """Hold whoever launches to what the kernels read."""
+    """Hold a launch to the layouts that the kernels read."""
     assert all(t is None or t.stride(1) == 1 or t.shape[1] == 1 for t in matrices)
     assert all(t is None or t.is_contiguous() for t in vectors)
 

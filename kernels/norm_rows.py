@@ -39,7 +39,7 @@ class NormGrad(NamedTuple):
 
 @triton.jit
 def read_row(x, residual, total, x_offsets, residual_offsets, mask):
-    """Read x, or the rounded sum of x and its residual: what backward will see again."""
+    """Read x, or the rounded sum of x and its residual, as backward will see it again."""
     row = load(x + x_offsets, mask)
     if residual is not None:
         row += load(residual + residual_offsets, mask)
@@ -49,7 +49,7 @@ def read_row(x, residual, total, x_offsets, residual_offsets, mask):
 
 @triton.jit
 def round_xhat(xhat, x, total):
-    """Round to the dtype of what was normalised: the sum where there is one, else x."""
+    """Round to the dtype of the normalised tensor: the sum where there is one, else x."""
     if total is not None:
         result = round_to(xhat, total.dtype.element_ty)
     else:
@@ -84,7 +84,7 @@ def row_sums(a, b, c):
 @triton.jit
 def inverse_std(variance, eps, inside):
     """Return 1 / sqrt(variance + eps) of rows, 0 past the last, where eps = 0 would make NaN."""
-    # what was taken off may leave less than nothing
+    # a subtraction may have left less than nothing
     variance = tl.where(variance < 0.0, 0.0, variance)
     return tl.where(inside, tl.rsqrt(variance + eps), 0.0)
 
@@ -140,10 +140,10 @@ def norm_kernel(
 
 @triton.jit
 def grad_tile(row, grad, inside, mask, n, eps, LAYER: tl.constexpr):
-    """Return xhat, and the gradient of what was normalised from that of xhat.
+    """Return xhat, and the gradient of the normalised rows from that of xhat.
 
     RMSNorm takes one reduction: its sums are of x itself. LayerNorm takes two, of which the second
-    also sums what rounding left of the mean, see `normalise`.
+    also sums the rest of the mean that rounding left, see `normalise`.
     """
     per_row = 1.0 / n
     if LAYER:

@@ -30,7 +30,7 @@ IS_INTERPRETED = bool(HAS_TRITON and triton.knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 # float64 always runs on ATen
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# of a block of rows on a CPU, whose float32 temporaries then stay in cache
+# of a block of rows on a CPU: its float32 temporaries then stay in cache
 BLOCK_ELEMENTS = 1 << 19
 
 

@@ -1,5 +1,5 @@
-"""What every fused layer shares: the path and level of a call, and the begin of its backward.
+"""The parts that fused layers share: the path and level of a call, the begin of its backward.
 
-A call is settled once (dispatch), and saves through its phase (phases); backward has what a
-Function's backward and its op need. Private names of torch are in private alone.
+A call is settled once (dispatch), and saves through its phase (phases); backward has
+helpers of a Function's backward and its op. Private names of torch are in private alone.
 """

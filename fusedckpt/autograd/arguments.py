@@ -1,4 +1,4 @@
-"""What one argument may be; every error names function, argument, what is expected and what came.
+"""Checks of one argument; every error names function, argument, expected value and given one.
 
 numpy's integers, floats and bools count as Python's. A bool is no number, a tensor no number or
 flag, and a number is finite.
@@ -29,7 +29,7 @@ def wrong_value(name: str, key: str, expected: str, given: Any) -> NoReturn:
 
 
 def number(name: str, key: str, given: Any, least: float = -math.inf) -> None:
-    """Refuse what is no finite real number, or a smaller one than `least`."""
+    """Refuse a value that is no finite real number, or a smaller one than `least`."""
     if type(given) is float:
         value = given
     elif isinstance(given, (float, int, np.floating, np.integer)) and not isinstance(given, bool):
@@ -45,7 +45,7 @@ def number(name: str, key: str, given: Any, least: float = -math.inf) -> None:
 
 
 def probability(name: str, key: str, given: Any) -> None:
-    """Refuse what is no probability."""
+    """Refuse a value that is no probability."""
     number(name, key, given, 0)
     if given > 1:
         wrong_value(name, key, "a probability", given)
@@ -78,7 +78,7 @@ def flag(name: str, key: str, given: Any) -> bool:
 
 
 def choice(name: str, key: str, given: Any, choices: Collection[str]) -> None:
-    """Refuse what is none of these strings."""
+    """Refuse a value that is none of these strings."""
     if not isinstance(given, str):
         wrong_type(name, key, f"one of {', '.join(choices)}", given)
     if given not in choices:
@@ -86,7 +86,7 @@ def choice(name: str, key: str, given: Any, choices: Collection[str]) -> None:
 
 
 def device(name: str, given: Any, key: str = "device") -> None:
-    """Refuse what torch.device refuses."""
+    """Refuse a value that torch.device refuses."""
     try:
         torch.device(given)
     except TypeError:

@@ -1,4 +1,4 @@
-"""A Function's backward and its op: gradients wanted, from what, over what, and once more.
+"""A Function's backward and its op: wanted gradients, donated outputs, second derivatives.
 
 `begin` says which gradients a backward computes, and from which saved tensors. Those of several
 `is_grads_batched` gradients are computed one by one; those that are differentiated again by the
@@ -26,7 +26,7 @@ _library = torch.library.Library("fusedckpt", "DEF")
 
 
 def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] | None:
-    """Return what a Function's backward computes and from what; None where nothing is wanted of it.
+    """Return which gradients a Function's backward computes, and from which tensors; None for none.
 
     That is: for each argument whether its gradient is wanted; the tensors that were saved; and
     whether nothing traces or watches ops, so that they need not be seen.
@@ -48,8 +48,8 @@ def wanted_gradients(ctx: Any) -> list[bool]:
     """Return for each argument of a Function whether the backward that runs it wants its gradient.
 
     Fewer than `ctx.needs_input_grad`, which is about any backward, where `torch.autograd.grad` asks
-    for some: what leads to none of them, the engine throws away. Torch's own functions ask it
-    likewise. Where it cannot be asked, or its answer makes no sense, all that any may want is.
+    for some: the engine throws away gradients that lead to none of them. Torch's own functions ask
+    it likewise. Where it cannot be asked, or its answer makes no sense, all that any may want is.
     """
     needed = list(ctx.needs_input_grad)
     # a compiled backward, and one called by hand inside of another, is not the engine's
@@ -128,7 +128,7 @@ def donating(
         torch.autograd.graph.increment_version(owned)
     found = compute(donates)
     for extra in owned:
-        # after the last read, and for whoever got it through hooks, where autograd does not look
+        # after the last read, and for readers through hooks, where autograd does not look
         if extra._version != donates:
             raise RuntimeError(
                 "fusedckpt: an earlier backward overwrote what this layer saved: to run backward "
@@ -145,8 +145,8 @@ def twin_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of `twin(*inputs)`, which can be differentiated again in grad mode.
 
-    `inputs` are the tensors as backward got them, so that second derivatives reach what they came
-    from; each goes in through a view of its own, which keeps one tensor given twice apart.
+    `inputs` are the tensors as backward got them, so that second derivatives reach their
+    origins; each goes in through a view of its own, which keeps one tensor given twice apart.
     """
     is_graph = torch.is_grad_enabled()
     with torch.enable_grad():

@@ -63,7 +63,7 @@ def forced_path(path: str | None) -> Iterator[None]:
 
 
 class Meta(NamedTuple):
-    """What a call goes by of a dense tensor."""
+    """The properties of a dense tensor that decide a call."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Meta(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What a call depends on besides its options and tensors.
+    """The state that decides a call besides its options and tensors.
 
     grad: whether grad mode is on; autocast: autocast's dtype for the first tensor's device, None
     where it is off; level: that of `saving`; chunks: that of `chunking`, for modules; twin: whether
@@ -128,13 +128,13 @@ def is_recorded(x: Any) -> bool:
     return private.is_tracing() or get_proxy_mode() is not None
 
 
-# torch's own classes that take any op: those of tracing, and what a collective still fills
+# torch's own classes that take any op: those of tracing, and of a result that a collective fills
 _TRANSPARENT = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
 
 
 def is_plain(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class are as any other: it says nothing about what ops do with them."""
+    """Whether tensors of a class are as any other: it says nothing about ops on them."""
     if kind is Tensor or kind is nn.Parameter or kind.__name__ in _TRANSPARENT:
         return True
     return all(getattr(kind, hook) is getattr(nn.Parameter, hook) for hook in _HOOKS)
@@ -144,7 +144,7 @@ def are_plain(*given: Any) -> bool:
     """Whether ours can take these tensors: dense ones, of no class with ops of its own.
 
     A module that meets another, such as a DTensor or a quantised weight, runs its children's own
-    forward. What is no tensor passes: it is refused by name later.
+    forward. A value that is no tensor passes: it is refused by name later.
     """
     for value in given:
         if isinstance(value, Tensor) and (
@@ -300,7 +300,7 @@ def _takes(options: Any, tensors: tuple[Any, ...]) -> bool:
     return not any(t.is_inference() for _, t in pairs)
 
 
-# classes of torch's whose parts a function could be called with
+# classes of torch's with parts that a function could be called with
 _PARTED = ("DTensor", "NestedTensor")
 
 

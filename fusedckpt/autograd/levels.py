@@ -1,4 +1,4 @@
-"""What a caller around a layer may override: its save level, and the chunks that tokens go in."""
+"""The settings that a caller around a layer may override: its save level and its token chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ override = _Override()
 
 @contextmanager
 def saving(level: str) -> Iterator[None]:
-    """Override what every fused layer called inside saves for backward.
+    """Override the save level of every fused layer called inside.
 
     Args:
         level: "inputs" (only the inputs; activations and GEMMs are recomputed), "gate" (gated MLP:
@@ -35,7 +35,7 @@ def saving(level: str) -> Iterator[None]:
             too; only elementwise work is recomputed).
 
     A level passed to a call wins over this one, and this one over a module's own. It affects
-    forward passes of the current thread only: backward uses what was saved.
+    forward passes of the current thread only: backward uses the saved tensors.
 
     Raises:
         ValueError: `level` is another string.
@@ -51,7 +51,7 @@ def saving(level: str) -> Iterator[None]:
 
 @contextmanager
 def chunking(chunks: int) -> Iterator[None]:
-    """Let MLP modules called inside cut their tokens into so many chunks, whatever they say."""
+    """Override the number of chunks into which MLP modules called inside cut their tokens."""
     before, override.chunks = override.chunks, chunks
     try:
         yield
@@ -86,7 +86,7 @@ def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...])
 
 
 def chosen(name: str, wishes: tuple[str | None, str | None, str], levels: tuple[str, ...]) -> str:
-    """Return the level of a call whose argument, `saving` and default are `wishes`.
+    """Return the level of a call from `wishes`: its argument, `saving` and default.
 
     The default is checked too: it may be an attribute that was set since.
     """

@@ -1,12 +1,12 @@
 """Where a fused layer's forward runs: free, or in a checkpoint's forward or recompute.
 
-In a checkpoint's forward what a layer saves is thrown away, so it computes nothing for it; in the
+In a checkpoint's forward a layer's saved tensors are dropped, so it computes nothing for it; in the
 recompute it keeps all that spares its backward a GEMM, since the recompute is the one that backward
 is about to read. Without that, its forward would run a third time, inside its backward.
 
 The phase is read from autograd's own stack of saved-tensor hooks, which is thread-local and nests.
-That is private to torch: where it is missing, layers keep what their level says, which recomputes
-more but is never wrong.
+That is private to torch: where it is missing, layers keep the tensors of their level, which
+recomputes more but is never wrong.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Tensors = Sequence[Tensor | None]
 
 
 class Phase:
-    """Where what a layer saves goes through hooks: it keeps what its level says.
+    """A phase in which saved tensors go through hooks: a layer keeps the tensors of its level.
 
     A layer keeps tensors that it was given, and extras: GEMM outputs that its backward can make
     again from them. Extras are a layer's own, to write over in its backward, where no hooks may
     have handed them on.
 
-    levels: the level whose extras backward can count on, and that at which the forward computes
-    them; None for the layer's own level.
+    levels: the level with the extras that backward can count on, and that at which the forward
+    computes them; None for the layer's own level.
     """
 
     recomputes = False
@@ -42,7 +42,7 @@ class Phase:
     levels: tuple[str, str] | None = None
 
     def enter(self, given: Tensors, likes: Likes = ()) -> None:
-        """Take note of what the layer is about to save, before it computes anything."""
+        """Take note of the tensors that the layer is about to save, before it computes anything."""
 
     def save(
         self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
@@ -82,7 +82,7 @@ class _StockRecompute(_Stock):
     """Its recompute, which ends with the last tensor that it hands over.
 
     Where that is a layer's, it is handed over before the layer computes anything, as torch's own
-    functions hand over their inputs; its backward then makes what it needs by itself.
+    functions hand over their inputs; its backward then makes the extras it needs by itself.
     """
 
     def __init__(self, pack: Callable[[Tensor], Any]):
@@ -112,7 +112,7 @@ def current() -> Phase | None:
     """Return the phase in which a layer called here runs; None for no checkpoint.
 
     To be called where grad mode is still the caller's. Under torch.compile it is None: a compiled
-    checkpoint decides by itself what is recomputed.
+    checkpoint decides by itself which ops are recomputed.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not private.SEES_HOOKS:
         return None
@@ -131,7 +131,7 @@ def current() -> Phase | None:
 
 
 def of_layer() -> Phase | None:
-    """Return the phase of a layer, None where what it saves goes through no hooks but counting."""
+    """Return the phase of a layer, None where saved tensors go through no hooks but counting."""
     phase = current()
     if phase is None and not (private.SEES_HOOKS and only_count(private.top_hooks())):
         phase = _HOOKED
@@ -139,12 +139,12 @@ def of_layer() -> Phase | None:
 
 
 def only_count(hooks: Hooks | None) -> bool:
-    """Whether hooks hand on what they are given, and only count it; as no hooks do."""
+    """Whether hooks hand on the tensors they are given, and only count them; as no hooks do."""
     return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
 def fitting(extras: Tensors, likes: Likes) -> list[Tensor | None]:
-    """Return the extras, None for what is none.
+    """Return the extras, None for a tensor unlike its `likes`.
 
     Selective checkpointing may return a forward's result, without extras, in the recompute.
     """

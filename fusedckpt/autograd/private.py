@@ -1,7 +1,7 @@
 """Every private touch of torch, each with a probe and a fallback that is slower or plainer.
 
 A name is looked up when this module is imported, and where the torch that runs has none the
-fallback takes its place: `PROBED` says which. The comment above a name says what is lost then: time
+fallback takes its place: `PROBED` says which. The comment above a name states the loss then: time
 or memory, never a right gradient. No other file names anything private of torch, but for the dicts
 of a module (`_parameters`, `_forward_hooks`, ...) and a tensor's `_version` and `_base`.
 """
@@ -39,7 +39,7 @@ Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def _probe(path: str, fallback: Any, of: Any = torch) -> Any:
-    """Return what a path names, the fallback where there is no such name."""
+    """Return the object that a path names, the fallback where there is no such name."""
     PROBED[path] = True
     try:
         return attrgetter(path)(of)
@@ -70,7 +70,7 @@ _queue: Any = _probe("autograd.Variable._execution_engine.queue_callback", None)
 
 
 def backward_id() -> int:
-    """Return what tells one backward from another, -1 outside of any.
+    """Return a number that tells one backward from another, -1 outside of any.
 
     Without it a segment is recomputed for each of its saved tensors.
     """
@@ -83,7 +83,7 @@ def backward_id() -> int:
 def at_end_of_backward(callback: Callable[[], Any]) -> None:
     """Call back at the end of this backward; under a GraphExecGroup, at the end of the group.
 
-    Without it what would be freed is freed with its owner.
+    Without it memory that would be freed then is freed with its owner.
     """
     group = _exec_group()
     if group is not None:
@@ -131,14 +131,14 @@ def _plainly_below() -> Iterator[None]:
         yield
 
 
-# what kernels of a block run below: autograd, where a result that is a view of its own could not be
-# written in place by the caller, and autocast, which would cast the GEMMs inside once more
+# kernels of a block run in this context: below autograd, where a result that is a view of its own
+# could not be written in place by the caller, and autocast, which would cast GEMMs inside once more
 below: Callable[[], AbstractContextManager[Any]] = _plainly_below
 if None not in (_ExcludedKeys, _keys_below, _below_views, _no_autocast):
     with _no_autocast(), _below_views():
         below = partial(_ExcludedKeys, _keys_below())
 else:
-    # versions count what kernels write there, so that nothing saved can be written over
+    # versions count the writes of kernels there, so that nothing saved can be written over
     keeps_graph = _true
 
 # batches of gradients are made by torch.vmap, and by is_grads_batched=True with an older vmap: each
@@ -157,7 +157,7 @@ is_vmap_batch: Callable[[Tensor], bool] = _VMAPS[1][0] if SEES_BATCHES else _non
 
 
 def batch_of(dy: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], int]:
-    """Return what makes a batch's dimension the first one, what takes that away, and its size."""
+    """Return functions that make a batch's dimension the first one and undo that, and its size."""
     _, remove, add = _VMAPS[0 if is_legacy_batch(dy) else 1]
     # torch numbers the levels of vmaps from 1 to 64; that of this thread is not the caller's
     for level in range(64, 0, -1):
@@ -169,7 +169,7 @@ def batch_of(dy: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor],
     raise AssertionError("a batch without a level")
 
 
-# hide the vmap of a backward from what ran outside of it, such as the random ops of a recompute,
+# hide the vmap of a backward from ops that ran outside of it, such as a recompute's random ops,
 # which it refuses: torch.vmap, and is_grads_batched=True. Without them such ops raise
 outside_vmap: Callable[[], AbstractContextManager[Any]] = _probe(
     "_functorch.pyfunctorch.temporarily_clear_interpreter_stack", nullcontext
@@ -192,7 +192,7 @@ if None in [_probe(f"utils.checkpoint.{name}", None) for name in _HOOKS]:
 
 
 def stock_phase(pack: Any) -> str | None:
-    """Return the phase, "forward" or "recompute", whose hook of torch's checkpoint this is.
+    """Return the phase, "forward" or "recompute", if this is its hook of torch's checkpoint.
 
     Without the names of its hooks layers save by their level in it.
     """
@@ -217,7 +217,7 @@ def num_wanted(pack: Any) -> int | None:
 
 
 def stock_switches() -> tuple[bool | None, bool | None]:
-    """Return what set_checkpoint_debug_enabled and set_checkpoint_early_stop set, if any."""
+    """Return the values of set_checkpoint_debug_enabled and set_checkpoint_early_stop, if any."""
     names = "_checkpoint_debug_enabled", "_enable_checkpoint_early_stop"
     return tuple(getattr(torch.utils.checkpoint, name, None) for name in names)  # type: ignore[return-value]  # of two
 
@@ -261,8 +261,8 @@ def raw_saved(node: Any) -> Any:
 hooks_of: Callable[[Tensor], Any] = _probe("_backward_hooks.__get__", _true, Tensor)
 
 
-# what Dynamo runs frames by, which exists before Dynamo is imported. Without it torch's decorator
-# takes its place, which costs a call more
+# the module by which Dynamo runs frames, there before Dynamo is imported. Without it torch's
+# decorator takes its place, which costs a call more
 _frames: Any = _probe("_C._dynamo.eval_frame", None)
 _act: Any = _probe("set_code_exec_strategy", None, _frames)
 # breaks the graph where a compiled function calls it, which `uncompiled` does not
@@ -270,7 +270,7 @@ breaks_graph: Any = _probe("_compile._disable_dynamo", torch.compiler.disable)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Dynamo compile neither a function nor what it calls."""
+    """Have Dynamo compile neither a function nor the functions that it calls."""
     if _act is None:
         return breaks_graph(function)
     skip = _frames._FrameAction.SKIP
@@ -296,7 +296,7 @@ sdpa_kernels: list[tuple[Callable[[], bool], str]] = [
     for name, backend in _probe("nn.attention._backend_names", {}).items()
 ]
 
-# what a module was compiled to by its `compile`, None; and the name of the child of torch.compile's
+# the callable that a module's `compile` made, or None; and the name of the child of torch.compile's
 # own module. Without it buffers in a compiled module are updated by a recompute too
 compiled_call: Callable[[nn.Module], Any] = _none
 if _probe("_compiled_call_impl", True, nn.Module) is None:
@@ -310,7 +310,7 @@ def schema_of(op: Any) -> Any:
 
 
 def fsdp_parameters(module: nn.Module) -> list[Any]:
-    """Return what FSDP2 holds for each parameter of a module. Without it none."""
+    """Return the record that FSDP2 holds for each parameter of a module. Without it none."""
     if not hasattr(module, "_get_fsdp_state"):
         return []
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -345,6 +345,6 @@ def default_store() -> Any:
 
 
 def style_functions(style: Any) -> tuple[Any, Any]:
-    """Return what a parallel style does to inputs and outputs; without it linears run as eager."""
+    """Return a parallel style's input and output functions; without it linears run as eager."""
     found = getattr(style, "_prepare_input_fn", None), getattr(style, "_prepare_output_fn", None)
     return found if None not in found else (_none, _none)

@@ -37,7 +37,7 @@ class Walk(Writer):
         for name, is_given in zip(program.results, dys, strict=True):
             if is_given:
                 self.totals[name] = self.given("dy", name)
-        # values whose gradient is wanted, or leads to one that is
+        # values with a gradient that is wanted, or leads to one that is
         self.flows = {n for n, want in zip(program.inputs, wanted, strict=False) if want}
         for step in program.steps:
             if self.flows & set(step.reads) or any(map(self.wants_param, step.params)):
@@ -49,7 +49,7 @@ class Walk(Writer):
         return number is not None and self.wanted[number]
 
     def wants(self, step: Step) -> tuple[str, ...]:
-        """Return the slots of a step whose gradients are wanted."""
+        """Return the slots of a step with wanted gradients."""
         reads = [f"r{i}" for i, name in enumerate(step.reads) if name in self.flows]
         params = [f"p{i}" for i, p in enumerate(step.params) if self.wants_param(p)]
         return (*reads, *params)

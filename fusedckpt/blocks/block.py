@@ -158,7 +158,7 @@ def run_linears(
     saves_half = is_free and call.level == "gate"
     if options.linears.keys == PACKED and (saves_half or options.num_seeds):
         # halves, so that one is saved alone, or h written over one before its dropout. A
-        # checkpoint's forward and recompute save alike, whatever the level
+        # checkpoint's forward and recompute save alike, at every level
         (weight, bias), last = linears
         pairs = zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True)
         options = options._replace(linears=Linears(GATED))

@@ -53,7 +53,7 @@ class Linears(NamedTuple):
         return tuple(found)
 
     def of(self, metas: Sequence[Any]) -> list[Parts]:
-        """Return the linears with what is known of their tensors."""
+        """Return the linears with the metas of their tensors."""
         if self.parts:
             values = iter(metas)
             return [refilled(parts, values) for parts in self.parts]
@@ -166,7 +166,7 @@ class Builder:
 
 
 def all_of(linears: Sequence[Parts]) -> list[Any]:
-    """Return what is known of the linears' tensors, with quantised weights in their places."""
+    """Return the metas of the linears' tensors, with quantised weights in their places."""
     return [meta for parts in linears for meta in flat(parts)]
 
 

@@ -89,7 +89,7 @@ for _key, _made in [("norm", _NORM_CONTEXTS), *_CONTEXTS.items()]:
 
 
 def run(fn: Callable[..., Any], saved: tuple[int, ...], *args: Any) -> Any:
-    """Run a block's reference; saved: the numbers of the GEMMs whose outputs are saved."""
+    """Run a block's reference; saved: the numbers of the GEMMs with saved outputs."""
     if not _saves():
         return fn(*args)
     if not saved:
@@ -98,7 +98,7 @@ def run(fn: Callable[..., Any], saved: tuple[int, ...], *args: Any) -> Any:
 
 
 def run_norm(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run the reference of a norm; backward recomputes its result from x, whoever reads it."""
+    """Run the reference of a norm; backward recomputes its result from x for every reader."""
     if not _saves():
         return fn(x)
     return checkpoint(fn, x, use_reentrant=False, context_fn=_NORM_CONTEXTS)

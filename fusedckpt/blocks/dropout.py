@@ -31,7 +31,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Ten
     if not p:
         return x
     if seed is None or x.is_meta or type(x) is not Tensor:
-        # what has no data: shapes are all that is asked for
+        # a tensor without data: only its shape is asked for
         return torch.nn.functional.dropout(x, p)
     if x.numel() == 0:
         return torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""The eager reference of every step: plain torch code whose values and gradients ours match."""
+"""The eager reference of every step: plain torch code; our values and gradients match its."""
 
 from __future__ import annotations
 

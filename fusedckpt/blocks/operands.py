@@ -20,7 +20,7 @@ class LoRA(NamedTuple):
 
         F.linear(x, weight, bias) + scale * F.linear(F.linear(F.dropout(x, dropout), A), B)
 
-    weight: [N, K], dense or quantised, frozen or not; or another LoRA, whose adapter is added too.
+    weight: [N, K], dense or quantised, frozen or not; or another LoRA: its adapter is added too.
     A: [r, K]; B: [N, r]; scale: a number, peft's `scaling`; dropout: the dropout probability of the
     adapter's input, 0 in eval. A and B may have another dtype than weight: x is cast to it, and the
     sum is cast back, as peft does.
@@ -45,10 +45,10 @@ class Constants(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A linear layer taken apart, or what is known or wanted of its parts.
+    """A linear layer taken apart: its tensors, or a value about each in its place.
 
-    base: what dequantises to the weight, which is None then; adapters: pairs of A and B, innermost
-    first.
+    base: the record that dequantises to the weight, which is None then; adapters: pairs of A
+    and B, innermost first.
     """
 
     weight: Any

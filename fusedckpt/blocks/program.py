@@ -114,7 +114,7 @@ class Gradient(NamedTuple):
 
     dy: the gradient of y; reads: "sum" among them is the sum over earlier chunks of p0's gradient;
     total: the gradient of the value read that others gave; sums: the values read, "b0" and "b1",
-    whose gradient is also summed over rows; weight: of a GEMM that the pass takes in.
+    with a gradient that is also summed over rows; weight: of a GEMM that the pass takes in.
     """
 
     gives: tuple[str, ...]

@@ -36,7 +36,7 @@ COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 
 class Options(NamedTuple):
-    """The options of a call of linears, with what is computed before and after them.
+    """The options of a call of linears, with the steps before and after them.
 
         linear_act, norm_linear: x -> norm -> linears -> activation
         mlp, gated_mlp: x -> norm -> linears -> hidden layer -> last linear -> plus x
@@ -117,7 +117,7 @@ class Options(NamedTuple):
         return x + y if self.residual else y
 
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
-        """Return the numbers of the eager GEMMs whose outputs the level saves.
+        """Return the numbers of the eager GEMMs with outputs that the level saves.
 
         adapters: how many each linear has, of two GEMMs each, which are cheap to recompute.
         """
@@ -128,7 +128,7 @@ class Options(NamedTuple):
         return (0, 1 + 2 * adapters[0]) if level == "preact" and len(adapters) > 2 else (0,)
 
     def settle(self, around: Around, x: Any, *metas: Any) -> Call | Path:
-        """Refuse a call whose parts do not fit; return the path where only eager may run."""
+        """Refuse a call with parts that do not fit; return the path where only eager may run."""
         activation, level = self.chosen(around.level)
         name, keys, spec = self.name, self.linears.keys, self.norm
         count = 0 if spec is None else 2
@@ -179,7 +179,7 @@ class Options(NamedTuple):
     ) -> dict[str, Any]:
         """Add the steps; return the arguments of the call.
 
-        spec: of the norm, with what is known of its tensors.
+        spec: of the norm, with the metas of its tensors.
         """
         read, adds = "x", bool(self.residual) and x.dtype == b.dtype
         has_last, function = self.linears.last is not None, self.linears.function

@@ -1,4 +1,4 @@
-"""Weights that dequantise: what they look like dense, and who makes them so, by class.
+"""Weights that dequantise: their dense shape, dtype and device, and their dequantiser, by class.
 
 No library is imported for it: a rule goes by a class's name until a weight of that class comes.
 """
@@ -55,9 +55,9 @@ class QuantisedWeight(NamedTuple):
             yield slice(start, min(start + step, n))
 
     def checked(self, name: str, key: str, source: str) -> QuantisedWeight:
-        """Return the record with a check of what `dense` returns; refuse fields that mean nothing.
+        """Return the record with a check of each tensor of `dense`; refuse meaningless fields.
 
-        name, key: the function and its argument, for errors; source: what `dense` is there.
+        name, key: the function and its argument, for errors; source: the name of `dense` there.
         """
         if not isinstance(self.shape, (tuple, list)):
             arguments.wrong_type(name, f"{key}.shape", "two sizes, [N, K]", self.shape)
@@ -110,7 +110,7 @@ def register_quantised(
     """Let fused layers take weights of a tensor class, and dequantise them where they are used.
 
     Args:
-        kind: the class, whose shape, dtype and device are those of the dense weight.
+        kind: the class; its shape, dtype and device are those of the dense weight.
         dequantise: called with a weight, returns it as a dense tensor of its shape, of any floating
             dtype. Each call of a layer checks it.
         is_sliceable: whether `weight[start:stop]` is a weight of the class with those rows; then
@@ -160,15 +160,15 @@ def quantised(weight: Any) -> QuantisedWeight | None:
     )
 
 
-# torchao's classes whose linear is that of what a method of theirs makes of them, unless `why_left`
-# says what else it does; and whether slices of rows are weights of the class
+# torchao's classes with a linear equal to that of the tensor a method of theirs returns, unless
+# `why_left` names a difference; and whether slices of rows are weights of the class
 _TORCHAO = {
     "Int8Tensor": ("dequantize", True),
     "Float8Tensor": ("dequantize", True),
     "IntxUnpackedToInt8Tensor": ("dequantize", True),
     "NF4Tensor": ("get_original_weight", False),
 }
-# what they do to activations
+# attributes of weights that also quantise or scale activations
 _TO_ACTIVATIONS = (
     *("act_quant_kwargs", "act_quant_scale", "act_pre_scale"),
     "activation_quantization",
@@ -214,7 +214,7 @@ def _of_bitsandbytes(name: str, weight: Any) -> QuantisedWeight | None:
 
 
 def int8(data: Tensor, row_maxima: Tensor) -> QuantisedWeight:
-    """Describe an int8 weight [N, K] whose rows were divided by their maxima [N] and times 127.
+    """Describe an int8 weight [N, K] with rows that were divided by their maxima [N] and times 127.
 
     bitsandbytes' Linear8bitLt keeps these in `weight.data` and, once it was called, `state.SCB`.
     """

@@ -1,7 +1,7 @@
 """Every error that a call of a layer can cause, raised before any work.
 
-`autograd/arguments.py` has what one argument may be, `constructors.py` what modules are made from;
-here is how what calls are given fits together. Of tensors, shapes, dtypes and devices are checked
+`autograd/arguments.py` checks one argument, `constructors.py` the arguments of constructors;
+here is how the arguments of calls fit together. Of tensors, shapes, dtypes and devices are checked
 here; classes and layouts were, by `dispatch.settled`.
 """
 
@@ -66,7 +66,7 @@ def dense(name: str, given: Mapping[str, Any]) -> bool:
 
 
 def tensor(name: str, key: str, given: Any) -> None:
-    """Refuse what is no tensor, None among it."""
+    """Refuse a value that is no tensor, such as None."""
     if not isinstance(given, (Tensor, Proxy)):
         arguments.wrong_type(name, key, "a tensor", given)
 
@@ -76,8 +76,8 @@ def linears(
 ) -> None:
     """Refuse linears that F.linear would refuse, or that do not fit each other.
 
-    given: by the names of their weights; last: the one that reads the hidden layer, whose result x
-    is added to; halves: in how many parts the first weight's rows are.
+    given: by the names of their weights; last: the one that reads the hidden layer: x is added to
+    its result; halves: in how many parts the first weight's rows are.
     """
     shape, read, weight = x.shape, "x", x.shape
     rows: dict[str, int] = {}
@@ -185,9 +185,9 @@ def norm_rule(name: str, spec: NormSpec, prefix: str = "") -> None:
 def norm(
     name: str, x: Meta, spec: NormSpec, shape: tuple[int, ...], around: Around, prefix: str = ""
 ) -> torch.dtype:
-    """Return the dtype of norm(x); refuse what F.rms_norm or F.layer_norm would refuse.
+    """Return the dtype of norm(x); refuse arguments that F.rms_norm or F.layer_norm would.
 
-    spec: with what is known of weight and bias in their places; shape: normalized_shape.
+    spec: with the metas of weight and bias in their places; shape: normalized_shape.
     """
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(

@@ -184,7 +184,7 @@ def _settings_of(kinds: list[str]) -> list[Any]:
 
 
 def _generator_of(device: torch.device) -> list[tuple[Any, Any]]:
-    """Return functions to read and write the state of a device's random number generator, if any."""
+    """Return a reader and a writer of the state of a device's random number generator, if any."""
     if device.type == "meta":
         return []
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

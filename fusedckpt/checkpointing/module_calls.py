@@ -124,7 +124,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 def recomputed(fn: Any, observer: PutsBackBuffers) -> Iterator[None]:
     """Let `observer` see the calls of modules in a recompute, and put buffers back.
 
-    If `fn` is a bound method of a module, also the call of that: its forward, without its hooks.
+    If `fn` is a bound method of a module, also that module's call: its forward, without its hooks.
     """
     module = getattr(fn, "__self__", None)
     module = module if isinstance(module, nn.Module) else None

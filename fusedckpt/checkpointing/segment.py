@@ -104,7 +104,7 @@ class Segment(Trace, Phase):
         self.stops, self.held = True, None
 
     def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
-        """Mark the nodes of an output as the segment's own, but those of tensors it was given."""
+        """Mark an output's nodes as the segment's own, but not those of tensors it was given."""
         known = {*map(id, given)}
         for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None

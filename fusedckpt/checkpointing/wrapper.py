@@ -22,7 +22,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
         model.block = Checkpoint(model.block)
 
     The wrapped module is unchanged, and is `block._checkpoint_wrapped_module`, as in torch's
-    `checkpoint_wrapper`, with the same base class. Names in state_dict, named_parameters,
+    `checkpoint_wrapper`; the base class is the same. Names in state_dict, named_parameters,
     named_buffers and named_modules are those without the wrapper. Attributes, length, items and
     iteration are the module's; setting an attribute that the module has sets the module's.
 
@@ -60,7 +60,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module], None, None]:
-        """Yield the names and modules of nn.Module, but the names without the wrapper."""
+        """Yield names and modules as nn.Module does, the names without the wrapper."""
         for name, module in nn.Module.named_modules(self, memo, prefix, remove_duplicate):
             yield ".".join(part for part in name.split(".") if part != _NAME), module
 

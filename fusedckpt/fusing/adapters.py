@@ -108,7 +108,7 @@ def in_the_way(layer: nn.Module) -> str | None:
 
 
 def adapted(layer: nn.Module, weight: Any) -> Any:
-    """Return the operand for a layer's weight: the weight, under the adapters that are active now."""
+    """Return the operand for a layer's weight: the weight, under the adapters active now."""
     if not is_lora(layer):
         return weight
     lora: Any = layer

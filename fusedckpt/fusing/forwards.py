@@ -280,7 +280,7 @@ class FusedMLP(Swapped):
         return y if options[2] else dropped(self, match, y)
 
     def _traced(self, x: Tensor) -> Tensor:
-        """Return the result of the original forward, which saves the tensors that the level names."""
+        """Return the result of the original forward, which saves the tensors of the level."""
         block = self._fusedckpt_match.block
         level = within(levels.override.level or self.save, _LEVELS[block.kind])
         count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]

@@ -1,4 +1,4 @@
-"""Which fused modules a step's forward runs, how, and the bytes it costs where that is not fused."""
+"""Which fused modules a step's forward runs, how, and the bytes that other paths cost."""
 
 from __future__ import annotations
 

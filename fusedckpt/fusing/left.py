@@ -66,7 +66,7 @@ _BETWEEN = (
 
 
 def holds(module: nn.Module) -> str | None:
-    """Return the kind that a module looks like, "norm", "mlp" or "linear", None for none of these."""
+    """Return the kind that a module looks like, "norm", "mlp" or "linear"; None for others."""
     if _is_norm(module):
         return "norm"
     linears = _linears(module)

@@ -211,7 +211,7 @@ def _with_dropouts(
 def _dropped_by(
     module: nn.Module, shape: tuple[int, ...], rate: tuple[Path, str], block: Block
 ) -> list[str]:
-    """Return the tensors that a block's dropout drops: "hidden", the last linear's input, or "last",
+    """Return the tensor that a block's dropout drops: "hidden", the last linear's input, or "last",
     the result; a function's to "last" alone.
 
     If it drops everything, these are multiplied by zeros. None if the block is then another one.

@@ -45,7 +45,7 @@ _LEAST = 1e-12
 
 
 def norm_swap(module: nn.Module) -> Swap | str | None:
-    """Return how a norm is swapped, the reason why it cannot be, or None for a module that is no norm."""
+    """Return how a norm is swapped, the reason why it cannot be, or None for other modules."""
     if isinstance(module, (RMSNorm, LayerNorm)):
         return None
     kind = type(module).__name__

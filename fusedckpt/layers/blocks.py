@@ -166,7 +166,7 @@ class _Block(nn.Module):
         return eager.dropout(linears[-1](eager.dropout(h, options.dropout)), options.output_dropout)
 
     def extra_repr(self) -> str:
-        """Describe what no child shows."""
+        """Describe the settings that no child shows."""
         found = [f"{key}={getattr(self, key)}" for key in ("activation", "residual", "save")]
         extras = {"chunks": None, "dropout": 0.0, "output_dropout": 0.0}
         found += [f"{k}={getattr(self, k)}" for k, off in extras.items() if getattr(self, k) != off]

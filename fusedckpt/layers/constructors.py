@@ -13,7 +13,7 @@ from fusedckpt.autograd.arguments import flag, integer
 
 
 def factory(name: str, device: Any, dtype: Any) -> None:
-    """Refuse what parameters cannot be made on, or of."""
+    """Refuse a device or dtype that parameters cannot have."""
     if device is not None:
         arguments.device(name, device)
     if dtype is not None:

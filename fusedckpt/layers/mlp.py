@@ -1,13 +1,13 @@
 """MLP and gated MLP blocks that keep their input alone, with their norm and residual.
 
-What a level keeps and costs, per token, D = d_model, F = d_ff, in elements and GEMM FLOPs:
+Elements kept and GEMM FLOPs recomputed at each level, per token, D = d_model, F = d_ff:
 
     level      MLP kept   gated MLP kept   backward recomputes
     inputs     D          D                the norm and the first GEMMs: 2 D F, gated 4 D F
     gate       -          D + F            the norm and the up GEMM: 2 D F
     preact     D + F      D + 2 F          the norm, nothing else but elementwise work
 
-The last GEMM is never recomputed, and a level keeps only what the wanted gradients read.
+The last GEMM is never recomputed, and a level keeps only the values that wanted gradients read.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, 
     """Run the Function for a call, or its eager reference."""
     shape, call, phase = options.normalized_shape, None, None
     if isinstance(shape, tuple) and bool in map(type, shape):
-        # True equals 1, which would be remembered: what is no tuple is looked at anew
+        # True equals 1, which would be remembered: a value that is no tuple is looked at anew
         options = options._replace(normalized_shape=list(shape))
     if not eager.forced.is_on:
         _, call, phase = dispatch.settled(options, x, residual, weight, bias)
@@ -203,7 +203,7 @@ class RMSNorm(nn.RMSNorm):
         return f"fusedckpt.{super()._get_name()}"
 
     def extra_repr(self) -> str:
-        """Describe the layer as nn.RMSNorm does, with what differs from it."""
+        """Describe the layer as nn.RMSNorm does, with the options that differ from it."""
         extra = f", offset={self.offset}" if self.offset else ""
         return (
             super().extra_repr() + extra + (f", cast={self.cast}" if self.cast != "torch" else "")

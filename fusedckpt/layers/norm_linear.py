@@ -26,8 +26,8 @@ def norm_linear(
 ) -> tuple[Tensor, ...]:
     """Return F.linear(norm(x), weight, bias) for every weight, saving only x for backward.
 
-    Eager saves norm(x) besides what the norm saves; here backward normalises x again, once for all
-    linears. No GEMM is recomputed.
+    Eager saves norm(x) besides the tensors that the norm saves; here backward normalises x again,
+    once for all linears. No GEMM is recomputed.
 
     Args:
         x: [..., D].

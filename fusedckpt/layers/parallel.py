@@ -176,7 +176,7 @@ def _sharded(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[i
 def _kept_as(
     whole: Tensor, again: Callable[..., Tensor], own: Any, weight: Any, bias: Any
 ) -> Tensor:
-    """Return a result, which its reader recomputes from what is saved."""
+    """Return a result, which its reader recomputes from saved tensors."""
     whole = _Whole.apply(whole, own)
     node: Any = whole.grad_fn
     if node is not None:

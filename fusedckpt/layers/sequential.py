@@ -1,4 +1,4 @@
-"""nn.Sequential that computes runs of its layers as one block; the layers stay what they are."""
+"""nn.Sequential that computes runs of its layers as one block; the layers stay as they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusedckpt.layers.mlp import MLP_LEVELS
 
 __all__ = ["Sequential"]
 
-# what letters form, and of how many layers; the first row that fits is taken
+# the block that letters form, and its number of layers; the first row that fits is taken
 _PATTERNS = (
     ("nlal", "mlp", 4),
     ("lal", "mlp", 3),
@@ -35,7 +35,7 @@ _WEIGHTS = {"mlp": PLAIN, "linear_act": LINEAR, "norm_linear": ("weights[0]",)}
 
 
 class Run(NamedTuple):
-    """Adjacent layers computed as one: the first one's position, how many, and what they form."""
+    """Adjacent layers computed as one: the first one's position, how many, and their block."""
 
     start: int
     length: int
@@ -55,11 +55,11 @@ class Sequential(nn.Sequential):
     Arguments, children and state_dict are nn.Sequential's. Every call looks for blocks: [norm,]
     linear, activation, linear (`functional.mlp`); linear, activation (`linear_act`); norm, linear
     (`norm_linear`). A layer that is not of one of torch's or our classes, has a hook or a replaced
-    forward, or whose weights or input are a tensor subclass, is called as in nn.Sequential. Global
+    forward, or has weights or an input of a tensor subclass, is called as in nn.Sequential. Global
     module hooks, such as FlopCounterMode's, do not prevent fusion.
 
     Args:
-        save: "inputs" or "preact": what a block with an activation saves, see `functional.mlp`.
+        save: "inputs" or "preact": the level of a block with an activation, see `functional.mlp`.
         chunks: the number of token chunks of a block with two linears, see `functional.mlp`.
     """
 
@@ -74,7 +74,7 @@ class Sequential(nn.Sequential):
         self.save, self.chunks = save, chunks
 
     def extra_repr(self) -> str:
-        """Say which layers run as one block, and what such a block saves."""
+        """Say which layers run as one block, and the save level of such a block."""
         found = [run for run in runs(list(self._modules.values())) if run.kind != "layer"]
         names = list(self._modules)
         blocks = [f"{names[r.start]}-{names[r.start + r.length - 1]} as {r.kind}" for r in found]

@@ -1,6 +1,6 @@
 """The tensor parallel styles of an MLP's linears: placements of their inputs and outputs.
 
-A fused MLP does not call its linears, so it must do what their hooks would. The hooks of torch's
+A fused MLP does not call its linears, so it must do the work of their hooks. The hooks of torch's
 styles, of transformers and of torchtitan are recognised by their code; an MLP with any other hooks
 runs the forward of its class.
 """
@@ -19,16 +19,16 @@ from fusedckpt.layers.parallel import Layout, is_sharded, library
 
 __all__ = ["is_known", "layout_of", "style_of", "unwrapped"]
 
-# what hooks a module has, all of which are known here
+# the dicts of a module's hooks, all of which are known here
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = {"ColwiseParallel": "columns", "RowwiseParallel": "rows"}
 
 
 class Style(NamedTuple):
-    """What is put around a linear whose weight is split by its "columns", or by its "rows".
+    """The layouts around a linear with a weight split by its "columns", or by its "rows".
 
     That is, as the styles' names have it: by its output features, or by its input features. input:
-    what a plain input is; output: what the result is laid out as, and whether it is given as plain.
+    the layout of a plain input; output: that of the result; is_local: whether it is given as plain.
     """
 
     split: str
@@ -77,7 +77,7 @@ def unwrapped(layer: nn.Module) -> dict[str, Any]:
 
 
 def style_of(linear: nn.Module) -> Style | None:
-    """Return what is known to be around a linear, None for nothing and for anything else."""
+    """Return the known style around a linear, None for nothing and for anything else."""
     if library() is None:
         return None
     hooks = [[*vars(linear)[name].values()] for name in _HOOKS]
@@ -91,7 +91,7 @@ def style_of(linear: nn.Module) -> Style | None:
 
 
 def _held(function: Any, by: Any) -> dict[str, Any] | None:
-    """Return what a function that another one defined holds on to, None for any other function."""
+    """Return the closure of a function that `by` defined, None for any other function."""
     code = getattr(function, "__code__", None)
     if code is None or code not in getattr(by, "__code__", by).co_consts:
         return None
@@ -100,7 +100,7 @@ def _held(function: Any, by: Any) -> dict[str, Any] | None:
 
 
 def _of_torch(before: Callable[..., Any], after: Callable[..., Any]) -> Style | None:
-    """Return the style whose hooks `distribute_module` set."""
+    """Return the style of the hooks that `distribute_module` set."""
     styles, by = sys.modules.get("torch.distributed.tensor.parallel"), library().distribute_module
     taken, given = _held(before, by), _held(after, by)
     if styles is None or taken is None or given is None:
@@ -122,7 +122,7 @@ def _of_torch(before: Callable[..., Any], after: Callable[..., Any]) -> Style | 
 
 
 def _of_transformers(linear: nn.Module, forward: Any) -> Style | None:
-    """Return the style whose `install_forward` replaced a linear's forward."""
+    """Return the style that replaced a linear's forward by its `install_forward`."""
     styles = sys.modules.get("transformers.distributed.tensor_parallel")
     base = getattr(styles, "TensorParallelLayer", None)
     held = None if base is None else _held(forward, base.install_forward)
@@ -138,7 +138,7 @@ def _of_transformers(linear: nn.Module, forward: Any) -> Style | None:
 
 
 def _of_torchtitan(linear: Any, forward: Any) -> Style | None:
-    """Return what `Module.parallelize` made of a linear's sharding, where that is of DTensors."""
+    """Return the style that `Module.parallelize` made of a linear's DTensor sharding."""
     module = getattr(sys.modules.get("torchtitan.protocols.module"), "Module", None)
     held = None if module is None else _held(forward, module.parallelize)
     if held is None or not _is_own(linear, held["fn"]):

@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes: bytes saved by autograd per module, and when it peaks."""
+"""Where the memory of one training step goes: bytes saved for backward per module, and the peak."""
 
 from __future__ import annotations
 

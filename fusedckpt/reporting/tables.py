@@ -28,7 +28,7 @@ def enough(nbytes: int) -> str:
 
 
 def held_by(held: Mapping[str, int]) -> str | None:
-    """Write the bytes of a forward that outlive it outside saved tensors, by module, largest first."""
+    """Write the bytes of a forward that live on outside saved tensors, by module, largest first."""
     rest = f", and {len(held) - 2} more" if len(held) > 2 else ""
     names = [f"{size(nbytes)} in {name}" for name, nbytes in held.items()][:2]
     return f"outside saved tensors: {', '.join(names)}{rest}" if names else None

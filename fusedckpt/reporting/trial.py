@@ -1,7 +1,7 @@
 """Real training steps on someone's model that leave no trace.
 
 Measuring needs real steps: only they show the tensors that autograd keeps, the use of the
-allocator and the time. All changes are put back, so that a model measured in the middle of its
+allocator and the time. Their changes are put back, so that a model measured in the middle of its
 training goes on as if nothing had been.
 """
 
@@ -84,7 +84,7 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Put back on leaving all state that calls of the model's modules change, and random states."""
+    """Put back on leaving the state that calls of the model's modules change, and random states."""
     with torch.inference_mode(False), ExitStack() as undo:
         undo.callback(random_states())
         _keep_modules(model, undo, set())
