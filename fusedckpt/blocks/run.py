@@ -77,6 +77,7 @@ def backward(
     like: one of dys; given: the saved tensors, parameters by number, values by name; donates:
     whether the products may be written over.
     """
+    results = call.program.results
     products = tuple(map(_IS_GIVEN, map(given.get, call.program.products)))
     code = call.backward(wanted, products, tuple(map(_IS_GIVEN, dys)), donates)
     with below():
@@ -85,7 +86,11 @@ def backward(
             found = list(code.run(0, *args))
         else:
             found = _backward_in_chunks(call, code, args, math.prod(like.shape[: -call.num_dims]))
-        return found if like.dim() == 2 and call.num_dims == 1 else _shaped(call, like, found)
+        if like.dim() == 2 and call.num_dims == 1:
+            return found
+        pairs = zip(code.given, args, strict=True)
+        whole = {id(arg): dys[results.index(key)] for (kind, key), arg in pairs if kind == "dy"}
+        return _shaped(call, like, found, whole)
 
 
 def _arguments(
@@ -144,14 +149,19 @@ def _backward_in_chunks(
     return grads
 
 
-def _shaped(call: Call, like: Tensor, found: list[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients on rows in the shapes that those of their tensors are."""
-    # the inputs of a sum have one gradient: as two views of it, autograd would add to it in place
-    views: dict[int, Tensor] = {}
+def _shaped(
+    call: Call, like: Tensor, found: list[Tensor | None], whole: dict[int, Tensor | None]
+) -> list[Tensor | None]:
+    """Return gradients on rows in the shapes of their tensors.
+
+    whole: by id of its rows, each incoming gradient.
+    """
+    # one tensor for each: autograd adds in place to a view that it alone holds, also to a view of
+    # an incoming gradient, or to one of two views of the gradient that a sum's inputs share
     for i, grad in enumerate(found):
         if grad is not None and i < call.num_inputs:
             view = grad.view(call.shape(like.shape, grad.shape[1]))
-            found[i] = views.setdefault(id(grad), view)
+            found[i] = whole.setdefault(id(grad), view)
         elif grad is not None and call.num_dims > 1:
             found[i] = grad.view(like.shape[-call.num_dims :])
     return found

@@ -120,3 +120,16 @@ def test_leaves_of_a_sum_get_gradients_of_their_own(function):
     for mine, theirs in zip(fused, eager, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
     assert fused[0].grad.data_ptr() != fused[1].grad.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 3, 8)], ids=str)
+def test_an_incoming_gradient_is_not_written(shape):
+    """It is the gradient of x and of the residual, where the norm's result is not used."""
+    x, r = (torch.ones(shape, device=DEVICE).requires_grad_() for _ in "xr")
+    _, added = functional.add_rms_norm(x, r, (8,))
+    incoming = torch.ones(shape, device=DEVICE)
+    for times in (1, 2):
+        added.backward(incoming, retain_graph=True)
+        assert incoming.eq(1).all()
+        assert x.grad.eq(times).all()
+        assert r.grad.eq(times).all()
