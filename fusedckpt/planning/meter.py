@@ -20,7 +20,14 @@ from fusedckpt.planning.timing import Times, seconds, times_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
-__all__ = ["Differs", "Meter"]
+__all__ = ["Differs", "Meter", "peak_of"]
+
+
+def peak_of(step: Step) -> int:
+    """Run a step and return its peak, in bytes."""
+    step, held = step.fresh()
+    phases = phases_of(partial(step.take, held=held), held[0].device, step.resident(held))
+    return max(phase.peak for phase in phases)
 
 
 class Differs(Exception):

@@ -13,7 +13,7 @@ from fusedckpt.planning.roles import PLAIN, PRODUCTS
 
 __all__ = ["FORMAT", "PlanRecord", "read"]
 
-FORMAT = {"format": "fusedckpt.plan", "version": 2}
+FORMAT = {"format": "fusedckpt.plan", "version": 3}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class PlanRecord:
     error_ms: float = 0.0
     forward_ms: float = 0.0
     chunks: int = 1
-    held: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 Kind = TypeVar("Kind", bound=PlanRecord)
@@ -61,12 +60,12 @@ def read(kind: type[Kind], found: Any) -> Kind:
 
 def _check(plan: PlanRecord) -> None:
     names = [unit.name for unit in plan.chain.units]
-    texts = [plan.model, plan.policy, *names, *plan.held]
+    texts = [plan.model, plan.policy, *names]
     texts += [text for told in (plan.left_out, plan.structure) for text in (*told, *told.values())]
     known = {PLAIN, PRODUCTS, *LEVELS}
     levels = {level.name for unit in plan.chain.units for level in unit.levels}
     peaks = [x for x in (plan.budget_bytes, plan.measured_bytes) if x is not None]
-    sizes = [*peaks, plan.gradient_bytes, plan.rounds, plan.chunks, *plan.held.values()]
+    sizes = [*peaks, plan.gradient_bytes, plan.rounds, plan.chunks]
     outcome = simulate(plan.chain, plan.items)
     expected = {
         "distinct names of units": len({*names}) == len(names),

@@ -10,7 +10,7 @@ from fusedckpt.planning.plan_record import PlanRecord
 from fusedckpt.planning.policies import policy
 from fusedckpt.planning.roles import PLAIN
 from fusedckpt.planning.solver import least_peak, may_go_lower
-from fusedckpt.reporting.tables import Row, enough, held_by, size, table
+from fusedckpt.reporting.tables import Row, enough, size, table
 
 __all__ = ["text"]
 
@@ -67,8 +67,6 @@ def _figures(plan: PlanRecord) -> list[str]:
     begins = "without gradients; with accumulate=True it holds for steps that add to them"
     if plan.gradient_bytes:
         begins = f"with {size(plan.gradient_bytes)} of gradients"
-    # outside saved tensors, where it matters
-    held = {name: x for name, x in plan.held.items() if x >= max(1, (measured or 0) / 100)}
     figures = {
         "the step begins": begins,
         "budget": None if plan.budget_bytes is None else enough(plan.budget_bytes),
@@ -76,7 +74,6 @@ def _figures(plan: PlanRecord) -> list[str]:
         "least feasible": enough(least.peak) + (f"; {finer}" if finer else ""),
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if measured is None else enough(measured),
-        "held": held_by(held),
         "extra time": _extra(plan),
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
         "limited by": _limited_by(plan),

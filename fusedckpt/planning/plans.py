@@ -38,8 +38,7 @@ class Plan(PlanRecord):
     forward. `lower_bound_ms` bounds every plan within the budget. `chunks`: into how many all MLPs
     in units cut their tokens. `left_out` says why modules were not made units, or are never
     recomputed; `structure` has the classes of the model and its units. `gradient_bytes` counts the
-    gradients that exist when the planned step begins, `held` the bytes of the measured step outside
-    saved tensors, as in a report.
+    gradients that exist when the planned step begins.
     """
 
     _applied: list[weakref.ref[nn.Module]] = field(

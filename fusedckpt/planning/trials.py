@@ -15,12 +15,12 @@ from typing import Any
 from fusedckpt.planning.budget import Policy, spare_bytes
 from fusedckpt.planning.chain import Chain, Item, Keep, Level, Outcome, Unit, simulate
 from fusedckpt.planning.measure import Measured
+from fusedckpt.planning.meter import peak_of
 from fusedckpt.planning.plans import Plan, structure_of
 from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.roles import PRODUCTS
 from fusedckpt.planning.solver import least_peak, may_go_lower, solve
 from fusedckpt.planning.timing import Times, once, step_kind, times_of
-from fusedckpt.reporting.memory_report import measure
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.tables import enough
 
@@ -31,7 +31,7 @@ _TRIES = 4
 # how far off a prediction may be
 _DOUBT = 1.1
 # pairs of steps, as many as end within so many seconds: a few are no better than one, many enough
-_SECONDS, _FEW, _PAIRS = 0.4, 3, 15
+_SECONDS, _FEW, _PAIRS = 0.25, 3, 15
 # a plan costs at least so much of the extra ms of its units: less is noise
 _LEAST = 0.5
 
@@ -67,14 +67,14 @@ class Trials:
         )  # fmt: skip
 
     def tried(self, solution: Outcome) -> Plan:
-        """Run a step under a plan; add its peak and the bytes it held outside saved tensors."""
+        """Run a step under a plan; add its peak."""
         found = self._plan(solution)
         found.apply(self.step.model)
         try:
-            measured = measure(self.step)
+            peak = peak_of(self.step)
         finally:
             found.undo()
-        return replace(found, measured_bytes=measured.peak_bytes, held=measured.held)
+        return replace(found, measured_bytes=peak)
 
     def within(self, limit: int, rest: int, known: int | None = None) -> Plan:
         """Return the fastest plan with a step that, when run, stays within the limit.

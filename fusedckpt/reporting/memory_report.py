@@ -25,7 +25,7 @@ from fusedckpt.memory import (
 )
 from fusedckpt.reporting.figure import drawing
 from fusedckpt.reporting.step import Step, default_loss
-from fusedckpt.reporting.tables import Row, held_by, size, table
+from fusedckpt.reporting.tables import Row, size, table
 from fusedckpt.reporting.timeline import Block, Moment, Watch, read
 from fusedckpt.reporting.trial import tensors_of, trial
 
@@ -139,7 +139,7 @@ class MemoryReport:
     def __str__(self) -> str:
         lines = [f"Memory of one training step of {self.model} on {self.device}"]
         lines += [_line(kind, n) for kind, n in self._sizes.items() if n is not None]
-        if where := held_by(self.held):
+        if where := _held_by(self.held):
             lines.append(_line("held otherwise", sum(self.held.values()), where))
         peak = self.peak
         lines.append(_line("peak", peak.live_bytes, f"in {peak.phase}, in {peak.module}"))
@@ -290,6 +290,13 @@ def _by_module(blocks: Iterable[Block]) -> dict[str, int]:
     for block in blocks:
         counts[block.module] += block.nbytes
     return dict(counts.most_common())
+
+
+def _held_by(held: Mapping[str, int]) -> str | None:
+    """Write the bytes of a forward that live on outside saved tensors, by module, largest first."""
+    rest = f", and {len(held) - 2} more" if len(held) > 2 else ""
+    names = [f"{size(nbytes)} in {name}" for name, nbytes in held.items()][:2]
+    return f"outside saved tensors: {', '.join(names)}{rest}" if names else None
 
 
 def _line(kind: str, nbytes: int, where: str = "") -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
-__all__ = ["Row", "enough", "held_by", "size", "table"]
+__all__ = ["Row", "enough", "size", "table"]
 
 Row = tuple[str, ...]
 
@@ -25,13 +25,6 @@ def enough(nbytes: int) -> str:
     """Write bytes in MiB, KiB below one, so that a budget of that text is no less."""
     unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
     return f"{-(-10 * nbytes // unit) / 10:.1f} {name}"
-
-
-def held_by(held: Mapping[str, int]) -> str | None:
-    """Write the bytes of a forward that live on outside saved tensors, by module, largest first."""
-    rest = f", and {len(held) - 2} more" if len(held) > 2 else ""
-    names = [f"{size(nbytes)} in {name}" for name, nbytes in held.items()][:2]
-    return f"outside saved tensors: {', '.join(names)}{rest}" if names else None
 
 
 def table(head: Row, rows: Sequence[Row], numbers: Sequence[int], compact: bool = False) -> str:

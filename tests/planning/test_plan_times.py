@@ -41,7 +41,7 @@ def test_the_claim_is_the_difference_of_steps_in_turns(monkeypatch, tmp_path):
 
     def ms(self, plan):
         steps.append(plan.extra_ms > 0)
-        return Times(40.0, 60.0 + len(steps)) if steps[-1] else Times(20.0, 50.0 + len(steps))
+        return Times(30.0, 40.0 + len(steps)) if steps[-1] else Times(20.0, 30.0 + len(steps))
 
     monkeypatch.setattr(Trials, "_ms", ms)
     found = planned(Chain([nn.Linear(17, 17) for _ in range(3)]), torch.randn(8, 17), policy="all")
@@ -87,7 +87,7 @@ def predicted(monkeypatch):
 
 def test_a_page_predicts_a_figure_that_steps_do_not_resolve(monkeypatch, predicted):
     model, x = Chain([nn.Linear(22, 22) for _ in range(3)]), torch.randn(8, 22)
-    seconds = cycle([50.0, 54.0, 50.0, 60.0, 50.0, 45.0])
+    seconds = cycle([30.0, 34.0, 30.0, 40.0, 30.0, 25.0])
     monkeypatch.setattr(Trials, "_ms", lambda self, plan: Times(20.0, next(seconds)))
     found = planned(model, x, policy="all")
     # 4, 10 and -5 ms

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as torchs
 
 import fusedckpt
-from fusedckpt import Plan, plan, report
+from fusedckpt import plan, report
 from fusedckpt.reporting.tables import size
 from fusedckpt.reporting.timeline import read
 
@@ -81,19 +81,11 @@ def test_what_is_held_outside_saved_tensors_is_named(head, nbytes):
 
 
 @pytest.mark.parametrize(("head", "nbytes"), HEADS.values(), ids=HEADS)
-def test_a_plan_counts_and_names_it(head, nbytes, tmp_path):
-    rows = 1024
-    model, x = hoarding(head()), torch.randn(rows, D)
-    nbytes += 4 * (rows - R) * D
+def test_a_plan_counts_it(head, nbytes):
+    model, x = hoarding(head()), torch.randn(1024, D)
     for policy in ("none", "all", "uniform:1"):
         found = plan(model, x, policy=policy, units=["0", "1", "2"], progress=False)
         assert 0.99 <= found.predicted_bytes / found.measured_bytes <= 1.02
-        # in a segment with random states beside it
-        assert found.held["2"] - nbytes in (0, torch.get_rng_state().nbytes)
-    page = str(found)
-    assert f"held            outside saved tensors: {size(found.held['2'])} in 2" in page
-    found.save(tmp_path / "plan.json")
-    assert str(Plan.load(tmp_path / "plan.json")) == page
 
 
 class Own(nn.Module):
