@@ -8,6 +8,7 @@ from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantised import QuantisedWeight, register_quantised
 from fusedckpt.checkpointing.module_calls import is_recomputing
 from fusedckpt.checkpointing.prefetch import prefetch_recompute
+from fusedckpt.checkpointing.regions import region
 from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
@@ -45,6 +46,7 @@ __all__ = [
     "paths",
     "plan",
     "prefetch_recompute",
+    "region",
     "register_quantised",
     "repack_gate_up",
     "report",

@@ -47,6 +47,7 @@ class Options(NamedTuple):
     early_stop: bool = True
     debug: bool = False
     context_fn: Callable[[], Contexts] = noop_context_fn
+    save_regions: tuple[str, ...] = ()
 
 
 class Argument:
@@ -128,6 +129,10 @@ class Surroundings:
             if device.type not in self._kinds and torch.amp.is_autocast_available(device.type):
                 self._kinds.append(device.type)
         self._settings = _settings_of(self._kinds)
+
+    def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
+        """Return the states of the generators now, each with a function that restores it."""
+        return [(write, read()) for read, write in self._generators]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -276,6 +281,9 @@ class Trace:
         # of fused layers, by the place of their saved tensors: name, and slot for GEMM outputs
         self.slots: dict[int, tuple[str, weakref.ref[Any]]] = {}
         self.watched: Run | None = None
+        # of regions: their calls, and the places of saved tensors that no recompute brings back
+        self.records: list[Any] = []
+        self.kept: set[int] = set()
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -7,6 +7,7 @@ tensors: the recompute leaves them in slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -16,12 +17,14 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases
-from fusedckpt.autograd.phases import Likes, Phase, Tensors
+from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import uncompiled
 from fusedckpt.checkpointing import calls
+from fusedckpt.checkpointing.attention import attention_called
 from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
 from fusedckpt.checkpointing.determinism import Run, same_bits
 from fusedckpt.checkpointing.module_calls import PutsBackBuffers, recomputed
+from fusedckpt.checkpointing.regions import Keeper, Record
 
 
 class Stop(BaseException):
@@ -31,7 +34,7 @@ class Stop(BaseException):
 _NO_SLOT = None, None
 
 
-class Recompute(Phase):
+class Recompute(Keeper):
     """One recompute of a segment, inside a backward: the tensors it brought back, until taken.
 
     With `keeps`, until the end of that backward.
@@ -41,6 +44,8 @@ class Recompute(Phase):
 
     def __init__(self, segment: Trace, keeps: bool):
         self._segment, self._keeps, self._stops = segment, keeps, segment.stops
+        self.records, self._met = segment.records, iter(segment.records)
+        self._names = {record.name for record in segment.records}
         self.extras: dict[int, Tensors] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
         self._num_saved = 0
@@ -61,7 +66,8 @@ class Recompute(Phase):
                     if owner is not None and owner._version != packed.version:
                         raise RuntimeError(stale("a parameter saved for backward", owner))
                     self._leaves.append((packed, source))
-                self._wanted[packed.index] = is_dropped or not self._stops
+                is_kept = self._stops or packed.index in segment.kept
+                self._wanted[packed.index] = is_dropped or not is_kept
         self._last = max(self._wanted, default=-1)
         # weights saved after that are not read for it; they tell of others where none is known
         self._last_leaf = max((i for i, drops in self._wanted.items() if drops), default=-1)
@@ -122,6 +128,7 @@ class Recompute(Phase):
             with (
                 call.surroundings.restored(),
                 recomputed(call.fn, observer),
+                attention_called(self),
                 self._segment.contexts[1],
             ):
                 result = call.again(made)
@@ -170,6 +177,31 @@ class Recompute(Phase):
                 self._stop()
         self._before = None if requires_grad else tensor
         return tensor
+
+    def asks(self, name: str) -> bool:
+        """Whether the forward saved regions of this name."""
+        return name in self._names
+
+    def meet(self, name: str) -> Record:
+        """Return the record of the region that the recompute has come to."""
+        record = next(self._met, None)
+        if record is None or record.name != name:
+            raise CheckpointError(
+                f"checkpoint: the recompute calls a region {name!r}, where the forward called "
+                f"{'none' if record is None else repr(record.name)}"
+            )
+        return record
+
+    def skip(self, record: Record, inputs: Sequence[Tensor]) -> None:
+        """Take the tensors derived from a region's inputs; end where they are the last."""
+        for derived in record.derived:
+            if derived is None:
+                self._num_saved += 1
+            else:
+                self.pack(derived.of(inputs))
+        self._before = None
+        if self._stops and self._num_saved > self._last:
+            self._stop()
 
     def _compare(self, index: int, tensor: Tensor) -> None:
         """Note where a tensor is not the forward's, or is computed from other leaves."""

@@ -9,7 +9,7 @@ recompute serves one backward; the end of that backward drops all that the recom
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,9 +21,10 @@ from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.levels import saving
-from fusedckpt.autograd.phases import Likes, Phase, Tensors
+from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
 from fusedckpt.checkpointing import calls
+from fusedckpt.checkpointing.attention import SAVED_CONTEXTS, attention_called, is_asked
 from fusedckpt.checkpointing.calls import (
     Argument,
     Call,
@@ -38,6 +39,7 @@ from fusedckpt.checkpointing.calls import (
 )
 from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.checkpointing.recompute import Recompute
+from fusedckpt.checkpointing.regions import Keeper, patterns_of
 
 __all__ = ["checkpoint"]
 
@@ -45,7 +47,7 @@ __all__ = ["checkpoint"]
 NODE_KEY = "fusedckpt segment"
 
 
-class Segment(Trace, Phase):
+class Segment(Trace, Keeper):
     """The forward of a checkpoint."""
 
     # GEMM outputs for backward would be dropped
@@ -61,10 +63,13 @@ class Segment(Trace, Phase):
         self._recomputes: dict[int, Recompute] = {}
         # one that came before its backward
         self._ahead: Recompute | None = None
+        self.patterns, of_ops = self.options.save_regions, self.options.context_fn
+        # a debugging recompute compares all ops, a context may count them
+        self.refuses = self.options.debug or of_ops is not stock.noop_context_fn
 
     def run(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a call for the first time, dropping the tensors that autograd saves."""
-        self.is_complete, around = False, phases.current()
+        self.is_complete, self.around = False, (around := phases.current())
         # a tensor that comes back through hooks is elsewhere in memory
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
         self.watched = run = Run(call.fn) if self.options.debug else None
@@ -80,12 +85,13 @@ class Segment(Trace, Phase):
             with (
                 torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
                 nullcontext() if run is None else run.watched(),
+                attention_called(self),
                 self.contexts[0],
             ):
                 output = call.fn(*args, **kwargs)
                 self.is_complete = True
         finally:
-            self._arguments = {}
+            self._arguments, self.around = {}, None
         if not self.is_complete:
             raise RuntimeError("checkpoint: the forward's context suppressed an exception")
         if run is not None:
@@ -146,7 +152,7 @@ class Segment(Trace, Phase):
     def unpack(self, packed: Packed) -> Tensor:
         """Return the tensor that `pack` was given, recomputing the segment if need be."""
         source = packed.source
-        if self.stops and source is not None:
+        if source is not None and (self.stops or packed.index in self.kept):
             if isinstance(source, Argument):
                 tensor = source.tensor()
                 # without its graph
@@ -162,6 +168,10 @@ class Segment(Trace, Phase):
         tensor = recompute.take(packed.index)
         # read twice in one backward: once more, and then for as long as that takes
         return self._recompute(backward, True).values[packed.index][0] if tensor is None else tensor
+
+    def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
+        """Return the states of the generators that a recompute restores."""
+        return self.calls[-1].surroundings.states()
 
     def _recompute(self, backward: int, keeps: bool = False) -> Recompute:
         recompute, ahead = Recompute(self, keeps), self._ahead
@@ -220,6 +230,7 @@ def checkpoint(
     early_stop: bool = True,
     preserve_rng_state: bool = True,
     preserve_python_rng: bool = False,
+    save_regions: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Any:
     """Return function(*args, **kwargs), saving its arguments and running it again in backward.
@@ -257,6 +268,9 @@ def checkpoint(
         early_stop: end the recompute with the last tensor that backward needs.
         preserve_rng_state: give the recompute the random numbers of the forward.
         preserve_python_rng: and those of `random` and `numpy.random`.
+        save_regions: patterns (fnmatch) of the names of regions that the recompute does not run
+            again, see `region`. Calls of F.scaled_dot_product_attention and of transformers'
+            attention functions are regions named "attention".
 
     torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. Under
     torch.compile this is torch's own checkpoint; under no_grad, torch.func and forward-mode AD a
@@ -265,7 +279,7 @@ def checkpoint(
     Raises:
         ValueError: use_reentrant is True, determinism_check is unknown, or debug comes with a
             context_fn.
-        TypeError: `function` is not callable.
+        TypeError: `function` is not callable, or `save_regions` are not strings.
         torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward,
             or would read another parameter.
         RuntimeError: in backward: an argument or a parameter was modified in place.
@@ -273,11 +287,12 @@ def checkpoint(
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """
     if use_reentrant:
-        raise ValueError(
-            "checkpoint: use_reentrant=True is not supported: pass use_reentrant=False, or call "
-            "torch.utils.checkpoint.checkpoint"
-        )
+        advice = "pass use_reentrant=False, or call torch.utils.checkpoint.checkpoint"
+        raise ValueError(f"checkpoint: use_reentrant=True is not supported: {advice}")
+    patterns = patterns_of(save_regions)
     if torch.compiler.is_compiling():
+        if context_fn is stock.noop_context_fn and is_asked(patterns):
+            context_fn = SAVED_CONTEXTS
         if context_fn is not stock.noop_context_fn:
             # Dynamo does not take the default where it is named
             kwargs["context_fn"] = context_fn
@@ -292,7 +307,7 @@ def checkpoint(
             **kwargs,
         )
     rng = preserve_rng_state, preserve_python_rng
-    options = Options(*rng, determinism_check, early_stop, debug, context_fn)
+    options = Options(*rng, determinism_check, early_stop, debug, context_fn, patterns)
     return _run(options, function, args, kwargs)
 
 
@@ -323,7 +338,7 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _at_inputs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function; its fused layers save nothing of their own in a compiled checkpoint."""
+    """Call a function, whose fused layers save nothing of their own in a compiled checkpoint."""
     with saving("inputs"):
         return function(*args, **kwargs)
 

@@ -1,0 +1,322 @@
+"""Regions: calls in a checkpoint that its recompute does not run again.
+
+In a segment's forward a region runs as ever. Tensors that autograd saves inside stay saved, but for
+the region's inputs and views of them: the recompute gets as far as the region's call, takes these
+from its arguments, skips the body, and goes on with the outputs that were saved. So attention saves
+its output and its log-sum-exp, and not q, k, v.
+
+A region in nested checkpoints is one of all up to the outermost that asks for it. Hooks and
+checkpoints around that one see the tensors that the region saves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fusedckpt.autograd import arguments, phases, private
+from fusedckpt.autograd.backward import versions_of
+from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.private import pytree
+from fusedckpt.checkpointing.calls import Argument, Packed, layout_of, objects_in, storage_of
+from fusedckpt.memory import nbytes_of
+
+__all__ = ["region"]
+
+# a region that would save more than this many times its output is recomputed
+_MOST = 4
+# the input of a region whose inputs need no gradient
+_ANCHOR = torch.empty(0, requires_grad=True)
+_STOCK = (
+    "region: torch's checkpoint recomputes it; fusedckpt.checkpoint(..., save_regions=) does not"
+)
+
+
+class Derived(NamedTuple):
+    """A saved tensor that is an input of its region, by number, or the view `layout` of it.
+
+    The layout's offset counts from the input's; stride: of the input.
+    """
+
+    number: int
+    layout: tuple[Any, Any, Any] | None
+    stride: tuple[int, ...]
+
+    def of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the tensor, given the region's inputs in the recompute."""
+        x = inputs[self.number]
+        if self.layout is None:
+            return x
+        x, (size, stride, offset) = x.detach(), self.layout
+        if x.stride() != self.stride:
+            # hooks gave an argument another layout
+            x = x.new_empty_strided(x.size(), self.stride).copy_(x)
+        return x.as_strided(size, stride, x.storage_offset() + offset)
+
+
+class Record(NamedTuple):
+    """One call of a region in a forward.
+
+    derived: for each tensor saved inside, how a recompute derives it; None for a tensor that stays
+    saved. outputs: the result's leaves, tensors as Arguments, and whether each requires grad; None
+    where a recompute runs the region again. states: of generators, each with its setter.
+    """
+
+    name: str
+    derived: Sequence[Derived | None] = ()
+    outputs: Sequence[tuple[Any, bool]] | None = None
+    spec: Any = None
+    states: Sequence[tuple[Callable[[Any], Any], Any]] = ()
+
+
+class Keeper(Phase):
+    """A phase of our checkpoint, its forward or its recompute, in which regions are called.
+
+    patterns: of the names of regions that it saves; refuses: whether all inside run again; around:
+    the phase around it, while it runs; records: of its regions, in the order of their calls; kept:
+    places of saved tensors that no recompute brings back.
+    """
+
+    patterns: Collection[str] = ()
+    refuses = False
+    around: Phase | None = None
+    records: list[Record]
+    kept: set[int]
+
+    def asks(self, name: str) -> bool:
+        """Whether it saves regions of this name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Pack a saved tensor."""
+        raise NotImplementedError
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that was packed."""
+        return packed
+
+    def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
+        """Return states of generators, each with a function that restores it."""
+        return []
+
+    def meet(self, name: str) -> Record | None:
+        """Return the record of the region that a recompute has come to, None in a forward."""
+
+    def skip(self, record: Record, inputs: Sequence[Tensor]) -> None:
+        """Take from the inputs of a region the tensors that are derived from them."""
+
+
+class _Inside(Phase):
+    """The phase inside a region, in which layers save the tensors of their level."""
+
+    def __init__(self, keeper: Keeper):
+        self._keeper = keeper
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Pack a saved tensor as the checkpoint does."""
+        return self._keeper.pack(tensor)
+
+
+class _First(_Inside):
+    """That of a forward; held: tensors that the region saves, with their versions."""
+
+    def __init__(self, keeper: Keeper, inputs: Sequence[Tensor]):
+        super().__init__(keeper)
+        self._inputs, self._before = inputs, versions_of(*inputs)
+        self._held: list[tuple[Packed, Tensor, int]] = []
+        self._derived: list[Derived | None] = []
+        self._places: list[int] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Hold it until the region returns, unless a recompute can derive it."""
+        packed = self._keeper.pack(tensor)
+        derived = None if packed.source is not None else _derived(tensor, self._inputs)
+        self._derived.append(derived)
+        if derived is None:
+            self._places.append(packed.index)
+        if derived is None and not isinstance(packed.source, Argument):
+            # without its graph, which would come to hold itself; leaves have none
+            kept = tensor.detach() if packed.source is None else tensor
+            self._held.append((packed, kept, tensor._version))
+        return packed
+
+    def record(self, name: str, result: Any, around: int) -> Record:
+        """Save the tensors held and the result, as autograd saves arguments.
+
+        Not where they are too many, or an input or a saved tensor was written.
+        """
+        leaves, spec = pytree.tree_flatten(result)
+        outputs = [x for x in leaves if isinstance(x, Tensor)]
+        held = [tensor for packed, tensor, _ in self._held if packed.source is None]
+        is_large = nbytes_of([*held, *outputs]) > _MOST * nbytes_of(outputs)
+        is_written = any(tensor._version != version for _, tensor, version in self._held)
+        if is_large or is_written or versions_of(*self._inputs) != self._before:
+            return Record(name)
+        with _outside(around):
+            for packed, tensor, _ in self._held:
+                packed.source, packed.layout = Argument(tensor), None
+            kept = [Argument(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
+        self._keeper.kept.update(self._places)
+        needs = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        return Record(name, self._derived, [*zip(kept, needs, strict=True)], spec)
+
+
+def _derived(tensor: Tensor, inputs: Sequence[Tensor]) -> Derived | None:
+    key, layout = storage_of(tensor), layout_of(tensor)
+    for number, x in enumerate(inputs if key else ()):
+        if storage_of(x) != key or x.dtype != tensor.dtype:
+            continue
+        if layout_of(x) == layout:
+            return Derived(number, None, x.stride())
+        offset = tensor.storage_offset() - x.storage_offset()
+        if offset >= 0 and offset + _extent(tensor) <= _extent(x):
+            return Derived(number, (*layout[:2], offset), x.stride())
+    return None
+
+
+def _extent(x: Tensor) -> int:
+    return sum((n - 1) * stride for n, stride in zip(x.size(), x.stride(), strict=True))
+
+
+@contextmanager
+def _outside(count: int) -> Iterator[None]:
+    """Remove the innermost hooks on saved tensors, those of as many checkpoints."""
+    removed: list[Any] = []
+    for _ in range(count):
+        removed.append(private.top_hooks())
+        saved_tensors_hooks(*removed[-1]).__exit__()
+    try:
+        yield
+    finally:
+        for hooks in reversed(removed):
+            saved_tensors_hooks(*hooks).__enter__()
+
+
+def patterns_of(save_regions: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns that a checkpoint was given."""
+    found = (save_regions,) if isinstance(save_regions, str) else tuple(save_regions)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            arguments.wrong_type("checkpoint", "save_regions", "strings", pattern)
+    return found
+
+
+def region(fn: Callable[..., Any], name: str, recompute: bool = False) -> Callable[..., Any]:
+    """Return a function that calls `fn`, and that a checkpoint around need not run again.
+
+        y = fusedckpt.region(F.scaled_dot_product_attention, "attention")(q, k, v)
+
+    The recompute of `fusedckpt.checkpoint(..., save_regions=["attention"])` returns the outputs
+    that were saved in the forward, and does not call `fn`. Tensors that autograd saves inside `fn`
+    stay saved, but for its inputs and views of them. Random numbers after it are the forward's.
+    Outside of our checkpoints, in those that do not ask for `name`, and under torch.compile, it is
+    a call of `fn`.
+
+    These regions run again all the same: one that would save more than four times the bytes of its
+    outputs, that writes to its inputs, or raises; all in a checkpoint with `debug=True` or a
+    `context_fn`. A region inside a region is part of it.
+
+    Args:
+        fn: any function. The tensors among its arguments, in plain containers too, are the region's
+            inputs.
+        name: matched with the patterns of `save_regions`.
+        recompute: True to run it again in any case.
+
+    Raises:
+        TypeError: `fn` is not callable, or `name` is not a string.
+        RuntimeError: in backward: an output was modified in place, or a gradient is taken through
+            the region inside the checkpointed function.
+    """
+    if not callable(fn):
+        raise TypeError(f"region: fn must be callable, got {type(fn).__name__}")
+    if not isinstance(name, str):
+        raise TypeError(f"region: name must be a string, got {type(name).__name__}")
+    return fn if recompute else partial(_call, fn, name)
+
+
+def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    keepers = _keepers(name)
+    if not keepers:
+        return fn(*args, **kwargs)
+    inputs = [x for x in objects_in([*args, *kwargs.values()]) if isinstance(x, Tensor)]
+    call, top = partial(fn, *args, **kwargs), keepers[0]
+    met = [record for keeper in keepers if (record := keeper.meet(name)) is not None]
+    if not met:
+        return _run(call, name, keepers, _First(top, inputs))
+    for keeper in keepers:
+        if not keeper.recomputes:
+            keeper.records.append(met[0])
+    if met[0].outputs is None:
+        with saved_tensors_hooks(_Inside(top).pack, top.unpack):
+            return call()
+    top.skip(met[0], inputs)
+    return _result(met[0], inputs)
+
+
+def _keepers(name: str) -> list[Keeper]:
+    """Return the phases of checkpoints around, up to the outermost that asks for a region."""
+    found, count, phase = list[Keeper](), 0, phases.current()
+    if phase is not None and phase.levels is not None and not isinstance(phase, Keeper):
+        warnings.warn(_STOCK, stacklevel=4)
+    while isinstance(phase, Keeper) and not phase.refuses:
+        found.append(phase)
+        count = len(found) if phase.asks(name) else count
+        phase = phase.around
+    return found[:count]
+
+
+def _run(call: Callable[[], Any], name: str, keepers: list[Keeper], inside: _First) -> Any:
+    """Call a region for the first time."""
+    record = Record(name)
+    try:
+        with saved_tensors_hooks(inside.pack, keepers[0].unpack):
+            result = call()
+        record = inside.record(name, result, len(keepers))
+        states = [state for keeper in keepers for state in keeper.states()]
+        record = record._replace(states=states)
+    finally:
+        # a region that raised raises again
+        for keeper in keepers:
+            keeper.records.append(record)
+    return result
+
+
+def _result(record: Record, inputs: Sequence[Tensor]) -> Any:
+    """Return a region's result in a recompute."""
+    outputs = record.outputs or ()
+    leaves = [x.tensor() if isinstance(x, Argument) else x for x, _ in outputs]
+    needed = [i for i, (_, needs_grad) in enumerate(outputs) if needs_grad]
+    if needed:
+        given = inputs if any(x.requires_grad for x in inputs) else [_ANCHOR]
+        made = _Skipped.apply(record.name, [leaves[i] for i in needed], *given)
+        for i, x in zip(needed, made, strict=True):
+            leaves[i] = x
+    for write, state in record.states:
+        write(state)
+    return pytree.tree_unflatten(leaves, record.spec)
+
+
+class _Skipped(torch.autograd.Function):
+    """Returns the saved outputs of a region, as computed from its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs."""
+        ctx.name = name
+        return tuple(x.detach() for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Raise: the nodes inside the region are those of the forward."""
+        raise RuntimeError(
+            f"region: a gradient is taken through {ctx.name!r} inside a checkpointed function, "
+            "whose recompute does not run that region: call it with recompute=True"
+        )

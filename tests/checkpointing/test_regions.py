@@ -1,0 +1,345 @@
+"""Regions: run once, with the values, gradients and random numbers of eager, and exact bytes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import assert_as_plain, step
+from support import DEVICE, gemms, randn, results
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as stock
+
+import fusedckpt
+from fusedckpt import checkpoint, region
+from fusedckpt.memory import saved_tensors
+
+B, L, D, H = 2, 32, 16, 4
+# bytes of D values a token, and of the log-sum-exp
+UNIT, LSE = 4 * B * L * D, 4 * B * L * H
+SDPA = F.scaled_dot_product_attention
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="which kernels save what is a CPU's")
+
+
+class Block(nn.Module):
+    """Attention as models write it; counts its calls."""
+
+    def __init__(self, attend=None, **options):
+        super().__init__()
+        self.norm, self.qkv = nn.RMSNorm(D), nn.Linear(D, 3 * D, bias=False)
+        self.out, self.attend, self.options = nn.Linear(D, D), attend, options
+        self.calls = 0
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+        attend = self.attend or F.scaled_dot_product_attention
+        y = attend(q * 1.5, k + q, v, **self.options)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+    def counted(self, *args, **kwargs):
+        self.calls += 1
+        return SDPA(*args, **kwargs)
+
+
+def block(**options):
+    torch.manual_seed(0)
+    made = Block(**options).to(DEVICE)
+    made.attend = region(made.counted, "attention")
+    return made
+
+
+ask = {"save_regions": ["att*"]}
+inner = partial(checkpoint, **ask)
+# how a block runs, how often its attention does, and the bytes saved beside x
+WAYS = {
+    "checkpoint": (lambda m, x: checkpoint(m, x), 2, 0),
+    "region": (lambda m, x: checkpoint(m, x, **ask), 1, UNIT + LSE),
+    "no early stop": (lambda m, x: checkpoint(m, x, early_stop=False, **ask), 1, UNIT + LSE),
+    "wrapper": (lambda m, x: fusedckpt.Checkpoint(m, **ask)(x), 1, UNIT + LSE),
+    "sequential": (lambda m, x: fusedckpt.checkpoint_sequential([m], 1, x, **ask), 1, UNIT + LSE),
+    "outer asks": (lambda m, x: checkpoint(checkpoint, m, x, **ask), 1, UNIT + LSE),
+    "both ask": (lambda m, x: checkpoint(inner, m, x, **ask), 1, UNIT + LSE),
+    "inner asks": (lambda m, x: checkpoint(inner, m, x), 2, 0),
+    "in torch's": (lambda m, x: stock(inner, m, x, use_reentrant=False), 2, 0),
+    "other name": (lambda m, x: checkpoint(m, x, save_regions="mlp"), 2, 0),
+    "debug": (lambda m, x: checkpoint(m, x, debug=True, **ask), 2, 0),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_runs_once(way):
+    run, calls, nbytes = WAYS[way]
+    m, x = block(), randn(B, L, D)
+    expected = step(m, x, parameters=m.parameters())
+    m.calls = 0
+    found = step(partial(run, m), x, parameters=m.parameters())
+    assert all(map(torch.equal, found, expected))
+    assert m.calls == calls
+    with saved_tensors(exclude=[x]) as saved:
+        y = run(m, x)
+    assert saved.nbytes == nbytes
+    del y
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"attn_mask": 1}, {"enable_gqa": True}, {"dropout_p": 0.5}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_attention_of_models(options, backend):
+    """Every backend of a CPU; math saves more than four times its output, and runs again."""
+    if options == {"attn_mask": 1}:
+        options = {"attn_mask": randn(1, 1, L, L, requires_grad=False)}
+    torch.manual_seed(0)
+    m, x = Block(**options).to(DEVICE), randn(B, L, D)
+    with sdpa_kernel(backend) if not options.get("dropout_p") else sdpa_kernel(SDPBackend.MATH):
+        assert_as_plain(m, x, parameters=m.parameters(), **ask)
+        calls = []
+        m.attend = lambda *args, **kwargs: (
+            calls.append(0) or F.scaled_dot_product_attention(*args, **kwargs)
+        )
+        with saved_tensors(exclude=[x]) as saved:
+            y = checkpoint(m, x, **ask)
+        is_saved = backend == SDPBackend.FLASH_ATTENTION and not options.get("dropout_p")
+        assert saved.nbytes == (UNIT + LSE if is_saved else 0)
+        y.sum().backward()
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def test_retained_and_partial_backward():
+    m, x = block(), randn(B, L, D)
+    wanted = [x, *m.parameters()]
+    expected = torch.autograd.grad(m(x).sum(), wanted)
+    y = checkpoint(m, x, **ask).sum()
+    m.calls = 0
+    for _ in range(2):
+        found = torch.autograd.grad(y, wanted, retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+    # the last linear's weight needs the region's output alone
+    (grad,) = torch.autograd.grad(y, [m.out.weight], retain_graph=True)
+    assert torch.equal(grad, expected[3])
+    assert fusedckpt.prefetch_recompute(y) == 1
+    assert torch.equal(torch.autograd.grad(y, [x])[0], expected[0])
+    assert m.calls == 0
+
+
+def test_double_backward():
+    w = randn(D, D)
+
+    def fn(x):
+        y = region(lambda a, b: (a @ b).sin(), "r")(x.cos(), w)
+        return (y * x).sum()
+
+    def twice(call, x):
+        (dx,) = torch.autograd.grad(call(fn, x), [x], create_graph=True)
+        return dx
+
+    x = randn(L, D)
+    found, expected = (
+        results(partial(twice, call), [x], [torch.ones_like(x)])
+        for call in (partial(checkpoint, save_regions="r"), lambda fn, x: fn(x))
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+def _written(x):
+    return x.mul_(2).sin()
+
+
+def _several(x, more=None):
+    with torch.no_grad():
+        top = x.argmax(-1)
+    return {"y": x.exp(), "top": top, "n": (3, more["w"] * x)}
+
+
+CASES = {
+    "random": lambda x, w: F.dropout(region(F.dropout, "r")(x * w)) * torch.rand_like(x),
+    "written input": lambda x, w: region(_written, "r")(x * w) * w,
+    "several": lambda x, w: (
+        (out := region(_several, "r")(x.sin(), more={"w": w}))["y"] * out["n"][1] + out["top"].sum()
+    ),
+    "no input": lambda x, w: region(lambda: w.sin() * w.cos(), "r")() * x.exp(),
+    "leaf": lambda x, w: region(lambda y: y @ w.t(), "r")(x.exp()).exp(),
+    "argument": lambda x, w: region(lambda y: y.t() @ y, "r")(x).exp() @ w,
+    "views": lambda x, w: region(lambda y: y[:, 1:] @ y[3:, 1:].t(), "r")((x @ w)[:, 2:]).sin(),
+    "no gradient": lambda x, w: region(lambda y: y * 2, "r")(x.detach()) * w,
+    "two": lambda x, w: region(torch.exp, "r")(region(torch.sin, "r2")(x * w).cos()),
+    "nested": lambda x, w: region(lambda y: region(torch.exp, "r")(y).sin(), "r")(x * w),
+    "checkpoint inside": lambda x, w: region(lambda y: checkpoint(torch.sin, y.exp()), "r")(x * w),
+    "again": lambda x, w: region(torch.exp, "r", recompute=True)(x * w).sin(),
+    "grad mode": lambda x, w: torch.no_grad()(region(torch.exp, "r"))(x) * w.exp(),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("outer", [False, True], ids=["", "outer"])
+def test_as_eager(case, outer):
+    x, w = randn(D, D), randn(D, D)
+    fn = CASES[case]
+    if outer:
+        fn = partial(checkpoint, fn)
+    assert_as_plain(fn, x, w, save_regions="r*")
+
+
+def test_a_region_that_raises_raises_again():
+    runs = []
+
+    def fails(x):
+        runs.append(0)
+        x.sin()
+        raise ValueError("no")
+
+    def fn(x):
+        y = x * 2
+        try:
+            y = region(fails, "r")(y.exp())
+        except ValueError:
+            y = y.cos()
+        return region(torch.sin, "r")(y)
+
+    assert_as_plain(fn, randn(4), save_regions="r")
+    assert len(runs) == 3
+    with pytest.raises(ValueError, match="no"):
+        checkpoint(region(fails, "attention"), randn(4), save_regions="attention")
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def _grad_inside(x):
+    y = x * 2
+    (g,) = torch.autograd.grad(region(torch.exp, "r")(y).sum(), [y], create_graph=True)
+    return g.sin()
+
+
+def _other(state, x):
+    state.append(0)
+    first, second = ("r1", "r2") if len(state) == 1 else ("r2", "r1")
+    return region(torch.exp, second)(region(torch.exp, first)(x.sin())).sin()
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "words"),
+    [
+        (_grad_inside, RuntimeError, "through 'r' inside"),
+        (partial(_other, []), CheckpointError, "calls a region 'r2', where the forward called 'r1"),
+        (lambda x: region(torch.exp, "r")(x.sin()).mul_(2), RuntimeError, "inplace"),
+    ],
+    ids=["gradient", "other", "in place"],
+)
+def test_clear_errors(fn, error, words):
+    x = randn(4)
+    with pytest.raises(error, match=words):
+        checkpoint(fn, x, save_regions="r*").sum().backward()
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="region: fn must be callable, got int"):
+        region(3, "r")
+    with pytest.raises(TypeError, match="region: name must be a string, got int"):
+        region(torch.sin, 3)
+    with pytest.raises(TypeError, match="save_regions must be strings, got int"):
+        checkpoint(torch.sin, randn(2), save_regions=[3])
+    with pytest.warns(UserWarning, match="torch's checkpoint recomputes it"):
+        stock(region(torch.sin, "r"), randn(2), use_reentrant=False)
+
+
+@pytest.mark.parametrize(("save", "count"), [("preact", 6), ("inputs", 7)])
+def test_a_fused_layer_in_a_region_saves_its_level(save, count):
+    """The outputs of two linears, or of the second alone, are not computed again."""
+    mlp, x = fusedckpt.MLP(D, 2 * D, save=save).to(DEVICE), randn(L, D)
+
+    def run():
+        checkpoint(lambda x: region(mlp, "mlp")(x.sin()), x, save_regions="mlp").sum().backward()
+
+    with fusedckpt.autograd.dispatch.forced_path("aten"):
+        assert len(gemms(run)) == count
+
+
+def test_nothing_stays_alive():
+    """Neither the graph nor the segment is part of a cycle."""
+    m, x = block(), randn(B, L, D)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = []
+        m.attend = region(lambda *a: kept.append(y := SDPA(*a)) or y, "attention")
+        y = checkpoint(m, x, **ask)
+        output = weakref.ref(kept.pop())
+        y.sum().backward()
+        del y
+        assert output() is None
+    finally:
+        gc.enable()
+
+
+def test_offloaded():
+    """Hooks around a checkpoint see the tensors that its regions save."""
+    m, x = block(), randn(B, L, D)
+    expected = step(m, x, parameters=m.parameters())
+    with torch.autograd.graph.save_on_cpu():
+        found = step(partial(checkpoint, m, **ask), x, parameters=m.parameters())
+    assert all(map(torch.equal, found, expected))
+
+
+def test_other_threads_call_attention_as_ever():
+    m, x, found = Block().to(DEVICE), randn(B, L, D), []
+    expected = m(x)
+
+    def attend(*args):
+        thread = threading.Thread(target=lambda: found.append(m(x)))
+        thread.start()
+        thread.join()
+        return F.scaled_dot_product_attention(*args)
+
+    other = Block(attend).to(DEVICE)
+    checkpoint(other, x, **ask).sum().backward()
+    # in the forward, and in the recompute
+    assert len(found) == 2
+    assert all(torch.equal(y, expected) for y in found)
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def test_transformers_functions():
+    interface = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    runs, m, x = [], Block().to(DEVICE), randn(B, L, D)
+
+    def own(*args):
+        runs.append(0)
+        return SDPA(*args)
+
+    interface.register("own", own)
+    try:
+        m.attend = lambda *args: interface["own"](*args)
+        expected = step(m, x, parameters=m.parameters())
+        del runs[:]
+        found = step(partial(checkpoint, m, **ask), x, parameters=m.parameters())
+        assert all(map(torch.equal, found, expected))
+        assert len(runs) == 1
+        assert interface["own"] is own
+    finally:
+        del type(interface)._global_mapping["own"]
+
+
+def test_compiled():
+    m, x = Block().to(DEVICE), randn(B, L, D)
+    expected = torch.autograd.grad(m(x).sum(), [x])
+
+    def run(x):
+        return checkpoint(m, x, save_regions="attention")
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager_decomp_partition")
+    with saved_tensors(exclude=[x]) as saved:
+        y = compiled(x)
+    if DEVICE.type == "cpu":
+        assert saved.nbytes == UNIT + LSE
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), [x]), expected)
