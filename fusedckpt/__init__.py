@@ -14,6 +14,7 @@ from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
+from fusedckpt.layers.head import LinearCrossEntropy, TokenLogprobs
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.packing import pack_gate_up, repack_gate_up, unpack_gate_up
@@ -29,6 +30,7 @@ __all__ = [
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
     "LoRA",
     "MemoryReport",
     "NormLinear",
@@ -37,6 +39,7 @@ __all__ = [
     "QuantisedWeight",
     "RMSNorm",
     "Sequential",
+    "TokenLogprobs",
     "checkpoint",
     "checkpoint_sequential",
     "functional",

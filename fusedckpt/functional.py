@@ -1,5 +1,6 @@
 """The functions behind the modules, with torch.nn.functional's argument order."""
 
+from fusedckpt.layers.head import linear_cross_entropy, token_logprobs
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import gated_mlp, mlp
 from fusedckpt.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -11,7 +12,9 @@ __all__ = [
     "gated_mlp",
     "layer_norm",
     "linear_act",
+    "linear_cross_entropy",
     "mlp",
     "norm_linear",
     "rms_norm",
+    "token_logprobs",
 ]

@@ -23,9 +23,11 @@ __all__ = [
     "gated_mlp",
     "layer_norm",
     "linear_act",
+    "linear_cross_entropy",
     "mlp",
     "norm_linear",
     "rms_norm",
+    "token_logprobs",
 ]
 
 
@@ -41,3 +43,5 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
 add_layer_norm, add_rms_norm = _eager(functional.add_layer_norm), _eager(functional.add_rms_norm)
 linear_act, norm_linear = _eager(functional.linear_act), _eager(functional.norm_linear)
 mlp, gated_mlp = _eager(functional.mlp), _eager(functional.gated_mlp)
+linear_cross_entropy = _eager(functional.linear_cross_entropy)
+token_logprobs = _eager(functional.token_logprobs)

@@ -189,7 +189,8 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     path = "eager" if DISABLED else path_of(torch.device(device), dtype)
     blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
     norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-    return dict.fromkeys((*blocks, *norms), path)
+    heads = ("linear_cross_entropy", "token_logprobs")
+    return dict.fromkeys((*blocks, *norms, *heads), path)
 
 
 class Path(Enum):

@@ -5,6 +5,7 @@ import torch
 from bench.launches import benchmarked, hybrids, linears, meta, norms
 from fusedckpt.kernels import norm
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
 from fusedckpt.kernels.dropout import dropout
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.linear import hidden, hidden_grad, hybrid_grad
@@ -34,6 +35,16 @@ def dropouts() -> None:
             dropout(meta(8192, n, dtype=dtype), 0.05, seed, 3, "split")
 
 
+def heads() -> None:
+    """A chunk of logits and its gradient, in place, for vocabularies long, short and odd."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for n in (128256, 50257, 17):
+            u, target = meta(512, n, dtype=dtype), meta(512, 1, dtype=torch.int64)
+            for rule in (LogitRule(), LogitRule(0.5, 30.0, 1.2, entropy=True)):
+                dy = statistics(u, target, rule, "triton")
+                statistics_grad(dy, u, target, rule, "triton", dz=u)
+
+
 def gates() -> None:
     """A gated MLP's hidden layer: gate and up apart, and halves of one tensor's columns."""
     dy, down, h = meta(8192, 4096), meta(4096, 11008), meta(8192, 11008)
@@ -52,6 +63,7 @@ def every_size() -> None:
 def everything() -> None:
     benchmarked("tiny", "llama-3-8b")
     dropouts()
+    heads()
     gates()
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))

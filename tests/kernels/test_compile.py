@@ -31,6 +31,7 @@ def test_guard(compiled, chip):
         "gemm_kernel",
         "act_kernel",
         "act_grad_kernel",
+        "cross_entropy_kernel",
         "dropout_kernel",
         "norm_kernel",
         "norm_grad_kernel",

@@ -1,0 +1,161 @@
+"""A linear to classes and the statistics of its rows, from which layers/head.py makes losses.
+
+A program as any other: x -> linear -> statistics. Nothing is saved but x and target: in chunks of
+rows, backward makes the logits again and writes their gradient over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusedckpt.autograd import arguments, dispatch
+from fusedckpt.autograd.dispatch import Around, Meta, Path
+from fusedckpt.blocks import eager, validate
+from fusedckpt.blocks.builder import LINEAR, Builder, Linears, all_of
+from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.schedule import Writer
+from fusedckpt.kernels.cross_entropy import (
+    WIDTH,
+    LogitRule,
+    logits,
+    statistics,
+    statistics_grad,
+)
+
+# logits of a chunk: as many bytes as this, or a fourth of the weight's
+CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Statistics(Op):
+    """y [M, 4] = log p(target), log-sum-exp, mean log p and entropy of rows of logits."""
+
+    rule: LogitRule
+    kernel: str
+    dtype: torch.dtype = torch.float32
+
+    def width(self, read: int, weight: Any) -> int:
+        """Return how many statistics there are."""
+        return WIDTH
+
+    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
+        """Give the gradient of the logits, from them."""
+        return [Pass(wants, ("r0", "r1"))]
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write the statistics."""
+        return [code.call(statistics, *reads, self.rule, self.kernel)]
+
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+        """Write the gradient over the logits."""
+        z, target = one.reads["r0"], one.reads["r1"]
+        args = (one.dy, z, target, self.rule, self.kernel)
+        return {"r0": code.call(statistics_grad, *args, over={"dz": (z,)})}
+
+    def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
+        """Return the statistics in torch's ops."""
+        return eager_statistics(*reads, self.rule)  # type: ignore[arg-type]  # logits and target
+
+
+def eager_statistics(u: Tensor, target: Tensor, rule: LogitRule) -> Tensor:
+    """Return the statistics [..., 4] of u [..., N] and target [..., 1] in torch's ops."""
+    z = logits(u, rule)[0]
+    logp, counted = torch.log_softmax(z, -1), target != rule.ignore_index
+    own = logp.gather(-1, torch.where(counted, target, 0))
+    entropy = torch.zeros_like(own)
+    if rule.entropy:
+        entropy = -(logp.exp() * logp).sum(-1, keepdim=True)
+    found = (own, torch.logsumexp(z, -1, keepdim=True), logp.mean(-1, keepdim=True), entropy)
+    return torch.cat(found, -1).masked_fill(~counted, 0.0)
+
+
+class HeadOptions(NamedTuple):
+    """The options of a head, as of any call of linears (programs.py): its target is one more tensor.
+
+    name: the function's; rule: how logits come from the linear; chunks: of rows, None for as many
+    as CHUNK_BYTES says.
+    """
+
+    name: str
+    rule: LogitRule
+    chunks: int | None = None
+    linears: Linears = Linears(LINEAR)
+    is_module: bool = False
+    num_seeds: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors of a call."""
+        return ("x", "target", *self.linears.names)
+
+    def chosen(self, override: str | None) -> None:
+        """Refuse invalid options."""
+        name, rule = self.name, self.rule
+        arguments.number(name, "scale", rule.scale)
+        if rule.softcap is not None:
+            arguments.number(name, "softcap", rule.softcap)
+            if rule.softcap <= 0:
+                arguments.wrong_value(name, "softcap", "a positive number", rule.softcap)
+        arguments.integer(name, "ignore_index", rule.ignore_index, least=-(2**63))
+        if self.chunks is not None:
+            arguments.integer(name, "chunks", self.chunks, 1)
+
+    def eager(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Tensor:
+        """Return the statistics by torch's own ops; norm: the target alone."""
+        return eager_statistics(eager.linear(x, *linears[0]), norm[0], self.rule)
+
+    def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
+        """Return none: logits are recomputed."""
+        return ()
+
+    def settle(self, around: Around, x: Any, target: Any, *metas: Any) -> Call | Path:
+        """Refuse a call with parts that do not fit; return the path where only eager may run."""
+        self.chosen(around.level)
+        name, linears = self.name, self.linears.of(metas)
+        validate.tensors(name, ("x", *self.linears.names), (x, *all_of(linears)))
+        named = dict(zip(LINEAR, linears, strict=True))
+        validate.linears(name, x, named, None, 1, adds=False)
+        self._check(x, target)
+        dtype = around.compute_dtype(x.dtype)
+        validate.multiplied(name, around, dtype, named)
+        if around.twin:
+            return Path.REFERENCE
+        b, classes = Builder(around, dtype), (linears[0].weight or linears[0].base).shape[0]
+        on_aten = not classes or dispatch.path_of(x.device, dtype) == "aten"
+        wide = torch.promote_types(dtype, torch.float32)
+        op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
+        b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
+        read = None if x.dtype == dtype else dtype
+        inputs = {"x": x if read is None else x._replace(dtype=read), "target": target}
+        chunks = self.chunks or chunks_for(math.prod(x.shape[:-1]), classes, x.shape[-1], dtype)
+        return b.call(name, inputs, ["y"], {"dtype": dtype}, chunks=chunks, read=read)
+
+    def _check(self, x: Meta, target: Meta) -> None:
+        if target.dtype != torch.int64:
+            raise TypeError(f"{self.name}: target must be int64, got {target.dtype}")
+        if target.shape != (*x.shape[:-1], 1):
+            raise ValueError(
+                f"{self.name}: target must be {list(x.shape[:-1])}, as x is {list(x.shape)}, got "
+                f"{list(target.shape[:-1])}"
+            )
+        if target.device != x.device:
+            raise ValueError(
+                f"{self.name}: target must be on the device of x, {x.device}, got {target.device}"
+            )
+
+
+def chunks_for(rows: int, classes: int, d: int, dtype: torch.dtype) -> int:
+    """Return into how many chunks rows are cut, from shapes alone.
+
+    Each chunk reads the weight, and adds to a float32 gradient as large: a large weight takes few.
+    """
+    size = classes * dtype.itemsize
+    return max(1, math.ceil(rows * size / max(CHUNK_BYTES, size * d // 4, 1)))

@@ -1,0 +1,250 @@
+"""Cross entropy and log-probabilities of a linear to classes, without its logits.
+
+Logits exist for one chunk of rows at a time, in forward and again in backward: 4 GEMMs, where eager
+takes 3 and saves logits and their log-softmax.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedckpt.autograd import arguments, dispatch, private
+from fusedckpt.blocks import validate
+from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.head import HeadOptions
+from fusedckpt.blocks.operands import LoRA
+from fusedckpt.kernels.cross_entropy import LogitRule
+from fusedckpt.layers import constructors
+
+__all__ = ["LinearCrossEntropy", "TokenLogprobs", "linear_cross_entropy", "token_logprobs"]
+
+REDUCTIONS = ("none", "mean", "sum")
+# options that the backends of others take
+TAKES = {"torch": ("label_smoothing",), "cce": ("softcap",)}
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor | LoRA,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: Tensor | float | None = None,
+    chunks: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Return F.cross_entropy(softcap(scale * F.linear(x, weight, bias)).float(), target).
+
+    Args:
+        x: [..., D], float32, bfloat16, float16 or float64.
+        weight: [V, D], of x's dtype; under autocast of any dtype but float64. Or a `LoRA` record,
+            or a quantised weight, as in `mlp`.
+        target: [...], int64, from 0 to V - 1, or ignore_index.
+        bias: [V] or None.
+        ignore_index: the target of tokens without a loss.
+        reduction: "none", "sum" or "mean", over the tokens that are not ignored; the mean of none
+            is NaN.
+        label_smoothing: as F.cross_entropy has it.
+        scale, softcap: z = softcap tanh(scale u / softcap) of the linear's outputs u; without a
+            softcap z = scale u.
+        z_loss: adds z_loss * logsumexp(z) ** 2 to a token's loss.
+        num_items: divides the sum, in place of the number of tokens with a loss; of "mean" only.
+        chunks: into how many chunks the tokens are cut; by default so that a chunk's logits take
+            64 MiB, or a fourth of the weight's bytes. Gradients of weights then add up in float32.
+        backend: "fused" (the default); "torch", F.linear_cross_entropy, without scale, softcap and
+            z_loss; or "cce", the cut_cross_entropy package, without scale and label smoothing.
+
+    Returns:
+        A scalar, or [...] for reduction="none"; float32, or float64 of float64.
+
+    Saves x and target, D elements and 8 bytes per token, and with a z_loss 16 bytes more; backward
+    runs the linear once more. Rows are computed in float32.
+
+    Raises:
+        ValueError: invalid shapes, devices or options, or a target out of range; on a GPU such a
+            target fails an assertion on the device.
+        TypeError: target is not int64, or tensors are not dense, not floating point, or of
+            different dtypes.
+
+    Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009,
+    which recomputes logits in backward likewise.
+    """
+    name = "linear_cross_entropy"
+    _check(name, reduction, label_smoothing, z_loss, num_items)
+    if backend not in (None, "fused"):
+        given = {"scale": (scale, 1), "softcap": (softcap, None), "z_loss": (z_loss, 0)}
+        given |= {"label_smoothing": (label_smoothing, 0), "chunks": (chunks, None)}
+        loss = _by_others(name, backend, (x, weight, target, bias), ignore_index, given)
+    else:
+        rule = LogitRule(scale, softcap, ignore_index=ignore_index)
+        found = _statistics(name, rule, chunks, x, weight, target, bias)
+        logp, lse, mean, _ = found.unbind(-1)
+        loss = -logp if not label_smoothing else (label_smoothing - 1) * logp
+        if label_smoothing:
+            loss = loss - label_smoothing * mean
+        if z_loss:
+            loss = loss + z_loss * lse.square()
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    return total / ((target != ignore_index).sum() if num_items is None else num_items)
+
+
+def token_logprobs(
+    x: Tensor,
+    weight: Tensor | LoRA,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    ignore_index: int = -100,
+    chunks: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return log_softmax(softcap(scale * F.linear(x, weight, bias)) / temperature) at the targets.
+
+    Args:
+        entropy: return the entropy of each token's distribution too; both are differentiable.
+        temperature: divides the logits, after the softcap.
+        ignore_index: a target with log-probability and entropy zero.
+
+    Returns:
+        [...], or two of them; float32, or float64 of float64.
+
+    The other arguments, the saved bytes and the errors are those of `linear_cross_entropy`.
+    """
+    name = "token_logprobs"
+    arguments.number(name, "temperature", temperature)
+    if temperature <= 0:
+        arguments.wrong_value(name, "temperature", "a positive number", temperature)
+    both = arguments.flag(name, "entropy", entropy)
+    rule = LogitRule(scale, softcap, 1 / temperature, ignore_index, both)
+    logp, _, _, found = _statistics(name, rule, chunks, x, weight, target, bias).unbind(-1)
+    return (logp, found) if both else logp
+
+
+def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: Any) -> None:
+    """Refuse options of the loss."""
+    arguments.choice(name, "reduction", reduction, REDUCTIONS)
+    arguments.probability(name, "label_smoothing", smoothing)
+    arguments.number(name, "z_loss", z_loss)
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"{name}: num_items needs reduction='mean', got {reduction!r}")
+    if not isinstance(num_items, Tensor):
+        arguments.number(name, "num_items", num_items)
+
+
+def _by_others(
+    name: str, backend: Any, tensors: Any, ignored: int, given: dict[str, tuple[Any, Any]]
+) -> Tensor:
+    """Return the losses of tokens by another library; given: options, with their neutral values."""
+    arguments.choice(name, "backend", backend, ("fused", *TAKES))
+    for key, (value, neutral) in given.items():
+        if value != neutral and key not in TAKES[backend]:
+            raise ValueError(f"{name}: backend={backend!r} has no {key}, got {value!r}")
+    x, weight, target, bias = tensors
+    options: Any = {key: given[key][0] for key in TAKES[backend]}
+    options |= {"ignore_index": ignored, "reduction": "none"}
+    if backend == "torch":
+        if not hasattr(nn, "LinearCrossEntropyOptions"):
+            raise ValueError(f"{name}: backend='torch' needs torch >= 2.13, got {torch.__version__}")
+        options |= {"linear_bias": bias, "options": nn.LinearCrossEntropyOptions()}
+        rows = F.linear_cross_entropy(x.flatten(0, -2), weight, target.flatten(), **options)
+        return rows.view_as(target)
+    try:
+        found = import_module("cut_cross_entropy")
+    except ImportError:
+        raise ValueError(f"{name}: backend='cce' needs cut_cross_entropy, not installed") from None
+    return found.linear_cross_entropy(x, weight, target, bias=bias, **options)
+
+
+def _statistics(
+    name: str, rule: LogitRule, chunks: int | None, x: Tensor, weight: Any, target: Tensor, bias: Any
+) -> Tensor:
+    """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
+    validate.tensor(name, "target", target)
+    options = HeadOptions(name, rule, chunks)
+    inner = weight
+    while isinstance(inner, LoRA):
+        inner = inner.weight
+    if type(target) is Tensor and not (
+        torch.compiler.is_compiling()
+        or private.are_transforms_active()
+        or dispatch.is_recorded(target)
+        or target.device.type == "meta"
+        or target.dtype.is_floating_point
+        or not getattr(inner, "shape", ())
+    ):
+        _check_range(name, target, inner.shape[0], rule.ignore_index)
+    return run_linears(options, x, (target.unsqueeze(-1),), [(weight, bias)])
+
+
+def _check_range(name: str, target: Tensor, classes: int, ignored: int) -> None:
+    """Refuse targets that are no classes; on another device than a CPU without waiting for it."""
+    counted = target != ignored
+    if target.device.type != "cpu":
+        # a gather asserts on the device
+        target.new_zeros(1).expand(classes).gather(0, (target * counted).flatten())
+        return
+    fits = ((target >= 0) & (target < classes)) | ~counted
+    if not bool(fits.all()):
+        worst = target[~fits][0].item()
+        raise ValueError(
+            f"{name}: target must be from 0 to {classes - 1}, or ignore_index {ignored}, got {worst}"
+        )
+
+
+class LinearCrossEntropy(nn.Linear):
+    """The head of a model and its loss: nn.Linear, with the same parameters and state_dict.
+
+        loss = F.cross_entropy(F.linear(input, weight, bias).float(), target)
+
+    Keyword arguments are those of `functional.linear_cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        sizes = {"in_features": in_features, "out_features": out_features}
+        constructors.linear(type(self).__name__, sizes, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.options = options
+
+    def forward(self, input: Tensor, target: Tensor) -> Any:
+        """Return the loss of [..., in_features] and targets [...]."""
+        return linear_cross_entropy(input, self.weight, target, self.bias, **self.options)
+
+    def extra_repr(self) -> str:
+        """Describe the layer as nn.Linear does, with the options of the loss."""
+        return ", ".join([super().extra_repr(), *[f"{k}={v}" for k, v in self.options.items()]])
+
+
+class TokenLogprobs(LinearCrossEntropy):
+    """The head of a model, for reinforcement learning: `functional.token_logprobs` as a module."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Any:
+        """Return log-probabilities [...] of targets [...], and entropies where asked."""
+        return token_logprobs(input, self.weight, target, self.bias, **self.options)
