@@ -6,7 +6,6 @@ is saved between forward and backward, and no logits exist beside those that a G
 
 from __future__ import annotations
 
-
 from typing import NamedTuple
 
 import torch

@@ -78,7 +78,7 @@ def eager_statistics(u: Tensor, target: Tensor, rule: LogitRule) -> Tensor:
 
 
 class HeadOptions(NamedTuple):
-    """The options of a head, as of any call of linears (programs.py): its target is one more tensor.
+    """The options of a head, as of any call of linears (programs.py), with one more tensor.
 
     name: the function's; rule: how logits come from the linear; chunks: of rows, None for as many
     as CHUNK_BYTES says.
@@ -121,7 +121,7 @@ class HeadOptions(NamedTuple):
         self.chosen(around.level)
         name, linears = self.name, self.linears.of(metas)
         validate.tensors(name, ("x", *self.linears.names), (x, *all_of(linears)))
-        named = dict(zip(LINEAR, linears, strict=True))
+        named = {"weight": linears[0]}
         validate.linears(name, x, named, None, 1, adds=False)
         self._check(x, target)
         dtype = around.compute_dtype(x.dtype)

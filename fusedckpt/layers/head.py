@@ -25,7 +25,7 @@ __all__ = ["LinearCrossEntropy", "TokenLogprobs", "linear_cross_entropy", "token
 
 REDUCTIONS = ("none", "mean", "sum")
 # options that the backends of others take
-TAKES = {"torch": ("label_smoothing",), "cce": ("softcap",)}
+TAKES = {"torch": (), "cce": ("softcap",)}
 
 
 def linear_cross_entropy(
@@ -62,8 +62,9 @@ def linear_cross_entropy(
         num_items: divides the sum, in place of the number of tokens with a loss; of "mean" only.
         chunks: into how many chunks the tokens are cut; by default so that a chunk's logits take
             64 MiB, or a fourth of the weight's bytes. Gradients of weights then add up in float32.
-        backend: "fused" (the default); "torch", F.linear_cross_entropy, without scale, softcap and
-            z_loss; or "cce", the cut_cross_entropy package, without scale and label smoothing.
+        backend: "fused" (the default); "torch", F.linear_cross_entropy in chunks; or "cce", the
+            cut_cross_entropy package, which drops small gradients. They take no label_smoothing,
+            scale, z_loss or chunks, and only "cce" a softcap.
 
     Returns:
         A scalar, or [...] for reduction="none"; float32, or float64 of float64.
@@ -88,13 +89,12 @@ def linear_cross_entropy(
         loss = _by_others(name, backend, (x, weight, target, bias), ignore_index, given)
     else:
         rule = LogitRule(scale, softcap, ignore_index=ignore_index)
-        found = _statistics(name, rule, chunks, x, weight, target, bias)
-        logp, lse, mean, _ = found.unbind(-1)
-        loss = -logp if not label_smoothing else (label_smoothing - 1) * logp
+        found = _statistics(HeadOptions(name, rule, chunks), x, weight, target, bias)
+        loss = (label_smoothing - 1) * found[..., 0]
         if label_smoothing:
-            loss = loss - label_smoothing * mean
+            loss = loss - label_smoothing * found[..., 2]
         if z_loss:
-            loss = loss + z_loss * lse.square()
+            loss = loss + z_loss * found[..., 1].square()
     if reduction == "none":
         return loss
     total = loss.sum()
@@ -134,8 +134,8 @@ def token_logprobs(
         arguments.wrong_value(name, "temperature", "a positive number", temperature)
     both = arguments.flag(name, "entropy", entropy)
     rule = LogitRule(scale, softcap, 1 / temperature, ignore_index, both)
-    logp, _, _, found = _statistics(name, rule, chunks, x, weight, target, bias).unbind(-1)
-    return (logp, found) if both else logp
+    found = _statistics(HeadOptions(name, rule, chunks), x, weight, target, bias)
+    return (found[..., 0], found[..., 3]) if both else found[..., 0]
 
 
 def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: Any) -> None:
@@ -164,7 +164,9 @@ def _by_others(
     options |= {"ignore_index": ignored, "reduction": "none"}
     if backend == "torch":
         if not hasattr(nn, "LinearCrossEntropyOptions"):
-            raise ValueError(f"{name}: backend='torch' needs torch >= 2.13, got {torch.__version__}")
+            raise ValueError(
+                f"{name}: backend='torch' needs torch >= 2.13, got {torch.__version__}"
+            )
         options |= {"linear_bias": bias, "options": nn.LinearCrossEntropyOptions()}
         rows = F.linear_cross_entropy(x.flatten(0, -2), weight, target.flatten(), **options)
         return rows.view_as(target)
@@ -176,7 +178,13 @@ def _by_others(
 
 
 def _statistics(
-    name: str, rule: LogitRule, chunks: int | None, x: Tensor, weight: Any, target: Tensor, bias: Any
+    name: str,
+    rule: LogitRule,
+    chunks: int | None,
+    x: Tensor,
+    weight: Any,
+    target: Tensor,
+    bias: Any,
 ) -> Tensor:
     """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
     validate.tensor(name, "target", target)
@@ -192,12 +200,13 @@ def _statistics(
         or target.dtype.is_floating_point
         or not getattr(inner, "shape", ())
     ):
-        _check_range(name, target, inner.shape[0], rule.ignore_index)
+        _check_range(options, target, inner.shape[0])
     return run_linears(options, x, (target.unsqueeze(-1),), [(weight, bias)])
 
 
-def _check_range(name: str, target: Tensor, classes: int, ignored: int) -> None:
+def _check_range(options: HeadOptions, target: Tensor, classes: int) -> None:
     """Refuse targets that are no classes; on another device than a CPU without waiting for it."""
+    ignored = options.rule.ignore_index
     counted = target != ignored
     if target.device.type != "cpu":
         # a gather asserts on the device
@@ -207,7 +216,8 @@ def _check_range(name: str, target: Tensor, classes: int, ignored: int) -> None:
     if not bool(fits.all()):
         worst = target[~fits][0].item()
         raise ValueError(
-            f"{name}: target must be from 0 to {classes - 1}, or ignore_index {ignored}, got {worst}"
+            f"{options.name}: target must be from 0 to {classes - 1}, or ignore_index {ignored}, "
+            f"got {worst}"
         )
 
 
@@ -233,7 +243,7 @@ class LinearCrossEntropy(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.options = options
 
-    def forward(self, input: Tensor, target: Tensor) -> Any:
+    def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]  # two
         """Return the loss of [..., in_features] and targets [...]."""
         return linear_cross_entropy(input, self.weight, target, self.bias, **self.options)
 

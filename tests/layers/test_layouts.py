@@ -17,14 +17,17 @@ def transposed(x):
     return x.mT.contiguous().mT if x.dim() > 1 else x
 
 
+def junk_like(x):
+    return torch.full_like(x, torch.nan if x.is_floating_point() else -1)
+
+
 def columns(x):
     """Lay it out as every third column of a matrix: no stride is one."""
-    nan = torch.full_like(x, torch.nan)
-    return torch.stack([x, nan, nan], -1)[..., 0]
+    return torch.stack([x, junk_like(x), junk_like(x)], -1)[..., 0]
 
 
 def padded(x):
-    return torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]]
+    return torch.cat([x, junk_like(x)], -1)[..., : x.shape[-1]]
 
 
 def repeated(x):

@@ -1,0 +1,205 @@
+"""Losses and log-probabilities of a linear without its logits: `tests/cases.py` has the contracts.
+
+Here is what targets alone bring: classes of every count, ignored and invalid ones, reductions.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, HALF, compare, flops, gemm_flops, randn, saved_bytes
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fusedckpt
+from fusedckpt import LoRA, functional
+from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.blocks.head import chunks_for
+from fusedckpt.memory import peak_bytes
+
+T, D, V = 45, 17, 70
+
+
+def targets(rows: int, classes: int) -> Tensor:
+    """Every fourth is ignored."""
+    found = torch.randint(classes, (rows,), device=DEVICE)
+    found[3::4] = -100
+    return found
+
+
+def inputs(rows=T, classes=V, dtype=torch.float32, mask=(True, True, True)):
+    shapes = (rows, D), (classes, D), (classes,)
+    x, w, b = [randn(*s, dtype=dtype, requires_grad=m) for s, m in zip(shapes, mask, strict=True)]
+    return [x, (w.detach() / D**0.5).requires_grad_(mask[1]), b]
+
+
+def eager(target, x, w, b=None, **options):
+    """F.cross_entropy of logits, in at least float32 as models compute it."""
+    z = F.linear(x, w, b)
+    return F.cross_entropy(z.to(torch.promote_types(z.dtype, torch.float32)), target, **options)
+
+
+def ours(target, x, w, b=None, **options):
+    return functional.linear_cross_entropy(x, w, target, b, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(("rows", "classes"), [(5, 1), (45, 2), (17, 17), (33, 1000), (2, 50257)])
+def test_classes(rows, classes, dtype, path):
+    target = targets(rows, classes)
+    pair = (partial(fn, target, reduction="sum") for fn in (ours, eager))
+    compare(*pair, lambda: inputs(rows, classes, dtype))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_reductions(reduction, smoothing):
+    options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": 5}
+    target = targets(T, V).clamp(min=5)
+    compare(partial(ours, target, **options), partial(eager, target, **options), inputs)
+
+
+def test_num_items_divides():
+    target, tensors = targets(T, V), inputs()
+    total = ours(target, *tensors, reduction="sum")
+    for number in (7, 2.5, torch.tensor(9)):
+        torch.testing.assert_close(ours(target, *tensors, num_items=number), total / number)
+
+
+def test_no_target_counts():
+    """Torch's mean of none is NaN, with zeros for gradients."""
+    x, w, b = inputs()
+    loss = ours(torch.full((T,), -100, device=DEVICE), x, w, b)
+    assert loss.isnan()
+    total = ours(torch.full((T,), -100, device=DEVICE), x, w, b, reduction="sum")
+    assert total == 0
+    assert all(grad.eq(0).all() for grad in torch.autograd.grad(total, (x, w, b)))
+
+
+@pytest.mark.parametrize("target", [V, -1, -101])
+def test_a_target_out_of_range(target):
+    given = torch.zeros(T, dtype=torch.int64)
+    given[4] = target
+    with pytest.raises(ValueError, match=rf"target must be from 0 to {V - 1}.*, got {target}"):
+        ours(given, *[t.detach().cpu() for t in inputs()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"target": torch.zeros(T)}, TypeError, "target must be int64"),
+        ({"target": torch.zeros(T - 1, dtype=torch.int64)}, ValueError, "target must be"),
+        ({"target": None}, TypeError, "target must be a tensor"),
+        ({"weight": torch.zeros(V, D + 1)}, ValueError, "weight expects 18 input features"),
+        ({"reduction": "max"}, ValueError, "reduction must be one of"),
+        ({"softcap": -1.0}, ValueError, "softcap must be a positive number"),
+        ({"label_smoothing": 2}, ValueError, "label_smoothing must be a probability"),
+        ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items needs reduction='mean'"),
+        ({"chunks": 0}, ValueError, "chunks must be an integer"),
+        ({"backend": "liger"}, ValueError, "backend must be one of fused, torch, cce"),
+        ({"backend": "torch", "softcap": 3.0}, ValueError, "backend='torch' has no softcap"),
+        ({"backend": "cce"}, ValueError, "needs cut_cross_entropy"),
+    ],
+)
+def test_bad_input(changes, error, message):
+    given = {"x": torch.zeros(T, D), "weight": torch.zeros(V, D)}
+    given["target"] = torch.zeros(T, dtype=torch.int64)
+    with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
+        functional.linear_cross_entropy(**given | changes)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_saved_bytes_and_gemms_of_every_mask(chunks):
+    """A mask drops what no gradient reads; targets are 8 bytes, the divisor of a mean 8 more."""
+    target = targets(T, V)
+    gemm = 2 * T * D * V
+    for mask in product((False, True), repeat=3):
+        x, *weights = inputs(mask=mask)
+        given = [x, *(nn.Parameter(w, w.requires_grad) for w in weights)]
+        call = partial(ours, target * 1, chunks=chunks)
+        expected = any(mask) * (8 * T + 8) + 4 * T * D * any(mask)
+        assert saved_bytes(call, given) == expected, mask
+        wanted = [t for t in given if t.requires_grad]
+        run = lambda: torch.autograd.grad(call(*given), wanted) if wanted else call(*given)  # noqa: E731, B023
+        count = 1 + any(mask) + mask[0] + mask[1]
+        if DEVICE.type == "cpu":
+            with forced_path("aten"):
+                assert gemm_flops(run) == count * gemm, mask
+        assert flops(run) == count * gemm, mask
+
+
+@pytest.mark.parametrize(("reduction", "count"), [("sum", 4), ("mean", 5)])
+@pytest.mark.parametrize("checkpoint", [fusedckpt.checkpoint, torch_checkpoint])
+def test_checkpoints(checkpoint, reduction, count):
+    """A recompute stops before the logits, unless the division of a mean follows them."""
+    call, (x, w, b) = partial(ours, targets(T, V), reduction=reduction), inputs()
+
+    def run():
+        loss = checkpoint(call, x, w, b, use_reentrant=False)
+        return torch.autograd.grad(loss, (x, w, b))
+
+    torch.testing.assert_close(run(), torch.autograd.grad(call(x, w, b), (x, w, b)))
+    with forced_path("aten"):
+        assert gemm_flops(run) == count * 2 * T * D * V
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the profiler's peak")
+def test_peak():
+    """One chunk of logits, the weight's gradient, and little else; eager holds three logits."""
+    rows, d, classes = 512, 32, 8000
+    x, w = randn(rows, d), randn(classes, d)
+    target = targets(rows, classes)
+
+    def peak(fn, **options):
+        run = partial(fn, target, x, w, **options)
+        return peak_bytes(lambda: torch.autograd.grad(run(), (x, w)))
+
+    logits, dw = 4 * rows * classes, 4 * d * classes
+    with forced_path("aten"):
+        assert peak(eager) >= 2.5 * logits
+        # the ATen path computes 2 MiB of rows at a time
+        assert peak(ours, chunks=8) <= logits / 8 + dw + 3 * (2 << 20)
+
+
+def test_chunks_from_shapes():
+    assert chunks_for(2048, 32000, 512, torch.float32) == 4
+    assert chunks_for(8192, 128256, 4096, torch.bfloat16) == 8
+    assert chunks_for(0, 7, 7, torch.float32) == 1
+
+
+def test_an_adapted_head():
+    target = targets(T, V)
+
+    def adapted(x, w, a, b):
+        return functional.linear_cross_entropy(x, LoRA(w, a, b, 2.0), target, chunks=2)
+
+    def twin(x, w, a, b):
+        return F.cross_entropy(F.linear(x, w) + F.linear(F.linear(x, a), b) * 2, target)
+
+    compare(
+        adapted, twin, lambda: [*inputs(mask=(True, False, True))[:2], randn(2, D), randn(V, 2)]
+    )
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch >= 2.13")
+def test_the_backend_of_torch():
+    target = targets(T, V)
+    compare(partial(ours, target, backend="torch"), partial(eager, target), inputs)
+
+
+def test_modules():
+    target, x = targets(T, V), randn(2, T, D)
+    head = fusedckpt.LinearCrossEntropy(D, V, label_smoothing=0.1, device=DEVICE)
+    twin = nn.Linear(D, V, device=DEVICE)
+    twin.load_state_dict(head.state_dict())
+    both = torch.stack([target, target])
+    expected = F.cross_entropy(twin(x).flatten(0, 1), both.flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(head(x, both), expected)
+    assert "label_smoothing=0.1" in repr(head)
+    words = fusedckpt.TokenLogprobs(D, V, entropy=True, device=DEVICE)
+    logp, entropy = words(x, both)
+    assert logp.shape == entropy.shape == both.shape
