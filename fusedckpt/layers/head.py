@@ -177,18 +177,9 @@ def _by_others(
     return found.linear_cross_entropy(x, weight, target, bias=bias, **options)
 
 
-def _statistics(
-    name: str,
-    rule: LogitRule,
-    chunks: int | None,
-    x: Tensor,
-    weight: Any,
-    target: Tensor,
-    bias: Any,
-) -> Tensor:
+def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:
     """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
-    validate.tensor(name, "target", target)
-    options = HeadOptions(name, rule, chunks)
+    validate.tensor(options.name, "target", target)
     inner = weight
     while isinstance(inner, LoRA):
         inner = inner.weight

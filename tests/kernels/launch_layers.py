@@ -99,6 +99,10 @@ def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
         spec = NormSpec("rms", norm_weight)
         return gated(x, *weights, norm=spec, residual=True, kernel="split", **options)
 
+    def head(x: Tensor, weight: Tensor) -> Any:
+        target = torch.zeros(TOKENS, dtype=torch.int64)
+        return functional.token_logprobs(x, weight, target, entropy=True)
+
     def projections(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Any:
         return functional.norm_linear(x, NormSpec("rms", norm_weight), weights)
 
@@ -129,6 +133,7 @@ def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
             (x, leaf(TOKENS, D), norm_weight, down_bias),
         ),
         "norm_linear": (projections, (x, norm_weight, query, key, leaf(1024, D))),
+        "token_logprobs": (head, (x, gate)),
         "mlp split": (lambda *a: plain(*a, kernel="split"), (x, gate, bias, down, down_bias)),
         "mlp hybrid": (lambda *a: plain(*a, kernel="hybrid"), (x, gate, bias, down, down_bias)),
         "gated_mlp split": (lambda *a: gated(*a, kernel="split"), (x, gate, up, down)),
