@@ -14,6 +14,7 @@ from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
+from fusedckpt.layers.experts import ClampedSwiGLU, Experts
 from fusedckpt.layers.head import LinearCrossEntropy, TokenLogprobs
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
@@ -26,6 +27,8 @@ from fusedckpt.reporting.memory_report import MemoryReport, report
 __all__ = [
     "MLP",
     "Checkpoint",
+    "ClampedSwiGLU",
+    "Experts",
     "FuseReport",
     "GatedMLP",
     "LayerNorm",

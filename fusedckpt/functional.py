@@ -1,5 +1,6 @@
 """The functions behind the modules, with torch.nn.functional's argument order."""
 
+from fusedckpt.layers.experts import experts
 from fusedckpt.layers.head import linear_cross_entropy, token_logprobs
 from fusedckpt.layers.linear import linear_act
 from fusedckpt.layers.mlp import gated_mlp, mlp
@@ -9,6 +10,7 @@ from fusedckpt.layers.norm_linear import norm_linear
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "experts",
     "gated_mlp",
     "layer_norm",
     "linear_act",

@@ -20,6 +20,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "dropout",
+    "experts",
     "gated_mlp",
     "layer_norm",
     "linear_act",
@@ -43,5 +44,6 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
 add_layer_norm, add_rms_norm = _eager(functional.add_layer_norm), _eager(functional.add_rms_norm)
 linear_act, norm_linear = _eager(functional.linear_act), _eager(functional.norm_linear)
 mlp, gated_mlp = _eager(functional.mlp), _eager(functional.gated_mlp)
+experts = _eager(functional.experts)
 linear_cross_entropy = _eager(functional.linear_cross_entropy)
 token_logprobs = _eager(functional.token_logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from support import DEVICE, Function, as_tuple
 from torch import Tensor
 
-from fusedckpt import functional, reference
+from fusedckpt import ClampedSwiGLU, functional, reference
 from fusedckpt.blocks.norm_spec import NormSpec
 
 
@@ -44,8 +45,8 @@ class Case:
                 found.append(None)
                 continue
             x = torch.randn(shape, dtype=torch.float64)
-            if index and len(shape) == 2 and shape != shapes[0]:
-                x /= max(1, shape[1]) ** 0.5
+            if index and len(shape) > 1 and shape != shapes[0]:
+                x /= max(1, shape[-1]) ** 0.5
             found.append(x.to(DEVICE, dtype).requires_grad_(mask is None or mask[index]))
         return found
 
@@ -180,6 +181,29 @@ def _norm_linear(name: str, norm: str, bias: bool) -> Case:
     )
 
 
+def index_of(rows: tuple[int, ...], num_experts: int, top_k: int) -> Tensor:
+    """Return a fixed routing: of some tokens to no expert, and none to the second expert."""
+    numbers = torch.arange(math.prod(rows) * top_k, device=DEVICE) * 5 % (num_experts + 2)
+    return torch.where(numbers == 1, 0, numbers).view(*rows, top_k)
+
+
+def _experts(name: str, num_experts: int, top_k: int, bias: bool, **options: Any) -> Case:
+    turns = options.get("is_transposed", False)
+
+    def call(module: Any, x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, *biases: Any):
+        index = index_of(x.shape[:-1], num_experts, top_k)
+        given = dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
+        return module.experts(x, index, scores, gate_up, down, **given, **options)
+
+    def shapes(rows: tuple[int, ...], d: int, f: int) -> list[tuple[int, ...] | None]:
+        found = [(2 * f, d), (d, f)]
+        weights = [(num_experts, *(s[::-1] if turns else s)) for s in found]
+        biases = [(num_experts, 2 * f), (num_experts, d)] if bias else []
+        return [(*rows, d), (*rows, top_k), *weights, *biases]
+
+    return Case(f"experts-{name}", partial(call, functional), partial(call, reference), shapes)
+
+
 BLOCKS = [
     _norm_linear("rms", "rms", bias=False),
     _norm_linear("layer-bias", "layer", bias=True),
@@ -219,7 +243,17 @@ HEADS = [
     _head("linear_cross_entropy", bias=True, chunks=2, **LOSS),
     _head("token_logprobs", bias=False, scale=0.5, softcap=3.0, temperature=0.7, entropy=True),
 ]
-CASES = [*LINEARS, *NORMS, *BLOCKS, *HEADS]
+EXPERTS = [
+    _experts("chunked", 3, 2, bias=False, chunks=2),
+    _experts(
+        "bias-preact",
+        *(4, 3, True),
+        activation=ClampedSwiGLU(limit=1.0),
+        is_transposed=True,
+        save="preact",
+    ),
+]
+CASES = [*LINEARS, *NORMS, *BLOCKS, *HEADS, *EXPERTS]
 
 
 def loss_of(case, inputs):

@@ -110,7 +110,8 @@ def test_paths():
     expected = {torch.float32: kernels, torch.bfloat16: kernels, torch.float16: kernels}
     for dtype, path in (expected | {torch.float64: "aten"}).items():
         for device in (DEVICE, str(DEVICE)):
-            assert fusedckpt.paths(device, dtype) == dict.fromkeys(functional.__all__, path)
+            paths = dict.fromkeys(functional.__all__, path) | {"experts": "aten"}
+            assert fusedckpt.paths(device, dtype) == paths
     with forced_path("aten"):
         assert set(fusedckpt.paths(DEVICE, torch.float32).values()) == {"aten"}
 

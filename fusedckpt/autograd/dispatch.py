@@ -190,7 +190,9 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
     norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
     heads = ("linear_cross_entropy", "token_logprobs")
-    return dict.fromkeys((*blocks, *norms, *heads), path)
+    # of experts, torch's own GEMMs and elementwise ops
+    experts = {"experts": "eager" if DISABLED else "aten"}
+    return dict.fromkeys((*blocks, *norms, *heads), path) | experts
 
 
 class Path(Enum):

@@ -126,7 +126,7 @@ class Walk(Writer):
 
     def emit(self, step: Step, one: Pass, dy: Node) -> None:
         """Write a pass."""
-        if "p1" not in one.gives:
+        if one.gives[0] in ("r0", "p0"):
             self.count_gemm(step)
         for slot, node in step.op.backward(self, self.given_to(step, one, dy)).items():
             if slot == "y":
@@ -186,7 +186,7 @@ class Walk(Writer):
 
     def add(self, number: Any, node: Node) -> None:
         """Note a parameter's gradient; of chunks, add it to that so far."""
-        if self.chunked and node.target is not passes.weight_sum:
+        if self.chunked and node.target not in passes.SUMS:
             node = self.call(passes.sum_of, self.given("sum", number), node)
         node._rename(f"d_{label_of('', self.program.params[number])}")
         self.sums[number] = node

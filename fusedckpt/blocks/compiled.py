@@ -27,9 +27,13 @@ from torch.utils.checkpoint import (
 )
 
 from fusedckpt.autograd import private
+from fusedckpt.blocks.grouped import grouped_product
 
 _ATEN = torch.ops.aten
-_GEMMS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
+_GEMMS = (
+    *(_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default),
+    grouped_product._opoverload,
+)
 # adapters have two GEMMs each
 MOST_ADAPTERS = 8
 

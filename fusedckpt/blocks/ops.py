@@ -68,7 +68,7 @@ def _fake_forward(tensors: list[Any], key: str, products: list[str]) -> list[Ten
 def _flops_forward(tensors: list[Any], key: str, products: Any, **_: Any) -> int:
     call, rows = CALLS[key], math.prod(tensors[0][:-1])
     params, code = tensors[call.num_inputs :], _forward_code(call, products)
-    return 2 * rows * sum(math.prod(params[number]) for number in code.gemms)
+    return 2 * rows * sum(call.program.macs(params[number]) for number in code.gemms)
 
 
 def _backward_code(call: Call, dys: Sequence[Any], products: Any, wanted: Any) -> Schedule:
@@ -128,7 +128,7 @@ def _flops_backward(
         call.metas[call.num_inputs + number].shape
         for number in _backward_code(call, dys, names, wanted).gemms
     ]
-    return 2 * rows * sum(map(math.prod, shapes))
+    return 2 * rows * sum(map(call.program.macs, shapes))
 
 
 _forward_op = define(

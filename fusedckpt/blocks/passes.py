@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.kernels import linear as kernels
+from fusedckpt.kernels import routed
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.products import add_product, product_for, wide_product
 from fusedckpt.kernels.runtime import as_weight
@@ -52,6 +53,10 @@ def weight_sum(total: Tensor | None, dy: Tensor, x: Tensor, scale: float) -> Ten
         return wide_product(dy.t(), x)
     add_product(total, dy.t(), x)
     return total
+
+
+# they add to the sum over earlier chunks
+SUMS = (weight_sum, routed.weight_sum)
 
 
 def sum_of(total: Tensor | None, grad: Tensor) -> Tensor:

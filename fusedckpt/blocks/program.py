@@ -7,6 +7,7 @@ parameters, and "y" its own output, which some passes recompute on the way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ class Program(NamedTuple):
     params: names of the parameters; products: the GEMM outputs that a save level may keep, the
     gate's first; keeps: results that backward reads, which are saved in place of the inputs that
     they are the sum of; num_dims: how many dimensions make one row; dtype: of the inputs, where a
-    linear reads them.
+    linear reads them; top_k: how many rows each row has at experts, of weights [E, ., .].
     """
 
     inputs: tuple[str, ...]
@@ -82,6 +83,11 @@ class Program(NamedTuple):
     keeps: tuple[str, ...] = ()
     num_dims: int = 1
     dtype: torch.dtype | None = None
+    top_k: int = 1
+
+    def macs(self, weight: Sequence[int]) -> int:
+        """Return the multiplications of a GEMM for one row, by a weight of this shape."""
+        return math.prod(weight) if len(weight) == 2 else self.top_k * math.prod(weight[1:])
 
     def widths(self, inputs: Sequence[Any], params: Sequence[Any]) -> dict[str, Any]:
         """Return the features of every value, from those of inputs and the parameters' shapes."""

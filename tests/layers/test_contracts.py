@@ -136,6 +136,9 @@ def drops_inputs(case, mask):
     """Whether level preact keeps too little for a double backward."""
     if case.name.startswith("linear_act"):
         return not mask[1]
+    if case.name.startswith("experts"):
+        # of x, scores, two weights and their biases: the last bias alone does not read x
+        return any(mask[:5]) and not mask[2]
     if case.name.startswith("mlp"):
         x, fc1, fc1_bias, fc2, _ = mask
         return (x or fc1_bias or fc2) and not fc1
@@ -220,7 +223,8 @@ def test_torch_func_runs_the_twin(case):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     in_dims = tuple(0 if i == 0 else None for i in range(len(inputs)))
-    if "add" not in case.name:
+    # an index is of all tokens
+    if "add" not in case.name and "experts" not in case.name:
         rows = as_tuple(torch.func.vmap(case.fused, in_dims)(*inputs))
         for ours, theirs in zip(rows, as_tuple(case.eager(*inputs)), strict=True):
             torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,240 @@
+"""Ops of steps over rows routed to experts: gather by token, grouped linear, gated layer, sum.
+
+Their values have K rows for each token, sorted by expert: see `kernels/routed.py`. A route is a
+value, too, which backward recomputes from the index; it has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusedckpt.blocks import eager, passes
+from fusedckpt.blocks.grouped import grouped_product
+from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.schedule import Writer
+from fusedckpt.kernels import routed
+from fusedckpt.kernels.routed import Gating
+
+
+@dataclass(frozen=True)
+class Route(Op):
+    """How the slots of an index are sorted by expert; by_kernel: as a grouped GEMM reads it."""
+
+    num_experts: int
+    by_kernel: bool
+
+    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
+        """Give nothing."""
+        return []
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write the route."""
+        return [code.call(routed.route, reads[0], self.num_experts, self.by_kernel)]
+
+    def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Any:
+        """Return the route."""
+        return routed.route(reads[0], self.num_experts, torch.compiler.is_compiling())
+
+
+@dataclass(frozen=True)
+class Gather(Op):
+    """Each token's row of x, once for every slot; reads x and a route."""
+
+    top_k: int
+    dtype: torch.dtype | None = None
+
+    def width(self, read: int, weight: Any) -> int:
+        """Return the features of K rows."""
+        return self.top_k * read
+
+    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
+        """Give the sum of the slots' gradients."""
+        return [Pass(wants, ("r1",))]
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write the rows."""
+        return [code.call(routed.gather, *reads)]
+
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+        """Write the gradient of x."""
+        return {"r0": code.call(routed.combine, one.dy, one.reads["r1"], dtype=self.dtype)}
+
+    def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
+        """Return the rows by torch's ops."""
+        return routed.gather(reads[0].to(self.dtype), reads[1])
+
+
+@dataclass(frozen=True)
+class Combine(Op):
+    """The sum of each token's rows; reads rows and a route."""
+
+    top_k: int
+    dtype: torch.dtype | None = None
+
+    def width(self, read: int, weight: Any) -> int:
+        """Return the features of a row."""
+        return read // self.top_k
+
+    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
+        """Give each slot the gradient of its token."""
+        return [Pass(wants, ("r1",))]
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write the sum."""
+        return [code.call(routed.combine, *reads)]
+
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+        """Write the gradient of the rows."""
+        dy = code.cast(one.dy, self.dtype)
+        return {"r0": code.call(routed.gather, dy, one.reads["r1"], dtype=self.dtype)}
+
+    def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
+        """Return the sum by torch's ops."""
+        return routed.as_rows(*reads)[reads[1].places].sum(1)
+
+
+@dataclass(frozen=True)
+class Grouped(Op):
+    """y = x W_e' + b_e for the rows of every expert e; b_e times the score where one is read.
+
+    Reads x, a route and perhaps scores. is_transposed: whether the weight is [E, in, out].
+    """
+
+    top_k: int
+    is_transposed: bool
+    dtype: torch.dtype | None = None
+    has_gemm = True
+
+    @property
+    def read_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the GEMMs."""
+        return self.dtype
+
+    def width(self, read: int, weight: Any) -> int:
+        """Return the features of K rows."""
+        return self.top_k * weight[2 if self.is_transposed else 1]
+
+    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
+        """Give each by a pass of its own; x is freed before its gradient is computed."""
+        reads = {"p1": ("r1", "r2"), "r2": ("p1", "r1"), "p0": ("r0", "r1"), "r0": ("p0", "r1")}
+        return [Pass((slot,), reads[slot]) for slot in reads if slot in wants]
+
+    def _product(self, code: Writer, weight: Node, turns: bool, x: Node, *args: Any) -> Node:
+        """Write the product with a weight, or, where it turns, with its transpose."""
+        if self.is_transposed == turns:
+            weight = code.call("transpose", weight, 1, 2)
+        return code.call(routed.product, x, weight, *args, dtype=self.dtype)
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write y."""
+        weight, bias = params
+        return [self._product(code, weight, False, reads[0], bias, *reads[1:])]
+
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+        """Write the gradient of x, the weight, the bias or the scores."""
+        (slot,), dy, reads = one.gives, code.cast(one.dy, self.dtype), one.reads
+        route = reads["r1"]
+        if slot == "r0":
+            args = (dy, None, route, None, one.total)
+            return {slot: self._product(code, reads["p0"], True, *args)}
+        if slot == "p1":
+            return {slot: code.call(routed.bias_grad, dy, route, reads.get("r2"))}
+        if slot == "r2":
+            return {slot: code.call(routed.bias_scores_grad, dy, reads["p1"], route)}
+        pair = (reads["r0"], dy) if self.is_transposed else (dy, reads["r0"])
+        if "sum" in reads:
+            return {slot: code.call(routed.weight_sum, reads["sum"], *pair, route)}
+        return {slot: code.call(routed.weight_grad, *pair, route)}
+
+    def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
+        """Return y by torch's ops, with zeros for the rows of no expert."""
+        x, route, scores = [*reads, None][:3]
+        weight, bias = [None if p is None else p.to(self.dtype) for p in params]
+        assert weight is not None
+        rows = routed.as_rows(x, route)
+        y = _products(rows, weight if self.is_transposed else weight.mT, route)
+        if bias is not None:
+            s = rows.new_ones(len(rows), 1) if scores is None else routed.of_rows(scores, route)
+            # in the dtype of the scores, which may be wider
+            y = y + _products(s, bias[:, None].to(s.dtype), route).to(y.dtype)
+        return routed.per_token(y, route)
+
+
+def _products(rows: Tensor, weight: Tensor, route: routed.Route) -> Tensor:
+    """Return rows times the weight [E, K, N] of their expert."""
+    if route.pieces is None:
+        return grouped_product(rows, weight, route.ends)
+    # of no rows, one expert's, so that the result depends on the weight
+    pieces = route.pieces or ((0, slice(0, 0)),)
+    parts = [rows[part] @ weight[expert] for expert, part in pieces]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - route.count, weight.shape[2])])
+
+
+@dataclass(frozen=True)
+class Gated(Op):
+    """h = act(gate) * up times the score of each row; reads z, or gate and up, scores, a route.
+
+    is_packed: whether z has both.
+    """
+
+    gating: Gating
+    is_packed: bool
+    recomputes = True
+
+    def width(self, read: int, weight: Any) -> int:
+        """Return the features of K rows of h."""
+        return read // 2 if self.is_packed else read
+
+    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
+        """Give all by one pass, which recomputes h on the way; the scores' gradient first.
+
+        It is added to that of the scores of a bias.
+        """
+        slots = self._slots()
+        gives = sorted(wants, key=lambda slot: slot != slots[2])
+        return [Pass(tuple(gives), tuple([slot for slot in slots if slot is not None]))]
+
+    def _slots(self) -> list[str | None]:
+        """Return the slots of z, up, the scores and the route."""
+        return ["r0", None, "r1", "r2"] if self.is_packed else ["r0", "r1", "r2", "r3"]
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write h."""
+        z, *others = reads
+        up = [None] if self.is_packed else []
+        return [code.call(routed.gated, z, *up, *others, self.gating)]
+
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+        """Write h, and the gradients of z, up and the scores."""
+        slots = self._slots()
+        args = [None if slot is None else one.reads[slot] for slot in slots]
+        needs = "y" in one.gives, slots[2] in one.gives
+        over = {"h": [one.dy], "dz": [args[0]], "du": [args[1]]}
+        if not needs[0]:
+            del over["h"]
+        if self.is_packed:
+            del over["du"]
+        node = code.call(routed.gated_grad, one.dy, *args, self.gating, needs, over=over)
+        h, dz, du, ds = code.items(node, 4)
+        if one.total is not None:
+            ds = code.call(passes.summed, one.total, ds)
+        found = zip(["y", *slots[:3]], (h, dz, du, ds), strict=True)
+        return {slot: part for slot, part in found if slot is not None and slot in one.gives}
+
+    def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
+        """Return h by torch's ops."""
+        *zs, scores, route = reads
+        gate, up = routed.halves(zs[0], None if self.is_packed else zs[1], self.gating, route)
+        if isinstance(self.gating, str):
+            h = eager.hidden([gate, up], self.gating)
+        else:
+            alpha, limit, offset, _ = self.gating
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            h = (up + offset) * (gate * torch.sigmoid(gate * alpha))
+        return routed.per_token((h * routed.of_rows(scores, route)).to(h.dtype), route)

@@ -1,0 +1,155 @@
+"""Mixtures of experts that save their input, the routing and its scores alone.
+
+Elements saved and GEMM FLOPs recomputed at each level, per token, for K experts of hidden width F;
+eager saves K (2 D + 4 F) and more:
+
+    level      saved            backward recomputes
+    inputs     D                gate and up: 4 D F K
+    gate       D + K F          up: 2 D F K
+    preact     D + 2 K F        nothing but elementwise work
+
+and 12 K bytes of index (int64) and scores (float32). The down GEMM is never recomputed, nor is its
+result saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.blocks.experts import ExpertOptions, run_experts
+from fusedckpt.kernels.routed import ClampedSwiGLU
+from fusedckpt.layers import constructors
+
+__all__ = ["ClampedSwiGLU", "Experts", "experts"]
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    scores: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: str | ClampedSwiGLU = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    is_transposed: bool = False,
+    save: str | None = None,
+    chunks: int | None = None,
+) -> Tensor:
+    """Return the sum of each token's experts, gated MLPs, times their scores.
+
+        for e, s in zip(index[t], scores[t]):
+            gate, up = F.linear(x[t], gate_up[e], gate_up_bias[e]).chunk(2)
+            y[t] += s * F.linear(act(gate) * up, down[e], down_bias[e])
+
+    Saves x, index and scores; see the table at the top of this module for the levels.
+
+    Args:
+        x: [..., D], float32, bfloat16, float16 or float64.
+        index: [..., K], int64 or int32: the experts of each token. An expert of E or more, as
+            expert parallelism marks experts of other ranks, adds nothing.
+        scores: [..., K], floating point; they get a gradient.
+        gate_up: [E, 2 F, D] of x's dtype, under autocast of any dtype but float64; gate's rows
+            first.
+        down: [E, D_out, F].
+        activation: a name as in `linear_act`, or a `ClampedSwiGLU` record.
+        gate_up_bias, down_bias: [E, 2 F] and [E, D_out], or None.
+        is_transposed: whether the weights lie as [E, D, 2 F] and [E, F, D_out].
+        save: "inputs" (the default), "gate" or "preact".
+        chunks: into how many chunks forward and backward cut the tokens, which divides their
+            temporaries: 3 F and 3 D elements for each of a token's K experts. Weight gradients then
+            accumulate in float32. The default is one, unless the temporaries exceed 512 MiB and
+            chunks save more than the accumulators take.
+
+    Returns:
+        [..., D_out]. Each chunk waits for the device once, to learn where each expert's rows end;
+        not where F.grouped_mm is a kernel (bfloat16 on sm_90 and later) and no bias is given.
+
+    Raises:
+        ValueError: invalid shapes, devices, activation, level or chunks; a negative index.
+        TypeError: tensors are not dense, or of dtypes that do not fit.
+
+    Source: Guo et al., "SonicMoE", arXiv 2512.14080: the gradient of a score is a sum of dh * h.
+    """
+    options = ExpertOptions("experts", activation, is_transposed, save, chunks=chunks)
+    return run_experts(options, x, index, scores, gate_up, gate_up_bias, down, down_bias)
+
+
+class Experts(nn.Module):
+    """A mixture of gated MLPs; only the input, the routing and its scores are saved for backward.
+
+    Args:
+        num_experts, in_features, hidden_features: E, D and F.
+        activation: see `functional.experts`.
+        bias, device, dtype: of both weights, as nn.Linear has them.
+        save, chunks: see `functional.experts`.
+
+    Parameters, as in transformers: `gate_up_proj` [E, 2 F, D], `down_proj` [E, D, F] and, with
+    bias, `gate_up_proj_bias` and `down_proj_bias`, all drawn as nn.Linear's.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        hidden_features: int,
+        activation: str | ClampedSwiGLU = "silu",
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        save: str = "inputs",
+        chunks: int | None = None,
+    ):
+        name, sizes = type(self).__name__, {"num_experts": num_experts}
+        sizes |= {"in_features": in_features, "hidden_features": hidden_features}
+        constructors.linear(name, sizes, bias, device, dtype)
+        self._options(activation, save, chunks).chosen(None)
+        super().__init__()
+        self.activation, self.save, self.chunks = activation, save, chunks
+        shapes = {
+            "gate_up_proj": (num_experts, 2 * hidden_features, in_features),
+            "down_proj": (num_experts, in_features, hidden_features),
+        }
+        for key, shape in shapes.items():
+            weight = torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(key, nn.Parameter(weight))
+            own = nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
+            self.register_parameter(f"{key}_bias", own)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters of each expert as nn.Linear draws its own."""
+        first, first_bias, down, down_bias = self._tensors()
+        for weight, bias in ((first, first_bias), (down, down_bias)):
+            bound = max(1, weight.shape[2]) ** -0.5
+            for parameter in (weight, bias):
+                if parameter is not None:
+                    nn.init.uniform_(parameter, -bound, bound)
+
+    def _tensors(self) -> Any:
+        """Return weights and biases in turn."""
+        keys = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        return [getattr(self, key) for key in keys]
+
+    @staticmethod
+    def _options(activation: Any, save: str, chunks: int | None) -> ExpertOptions:
+        return ExpertOptions("Experts", activation, default=save, chunks=chunks, is_module=True)
+
+    def forward(self, input: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+        """Map [..., D] to [..., D] by the experts `index` [..., K], weighted by `scores`."""
+        options = self._options(self.activation, self.save, self.chunks)
+        given = (input, index, scores, *self._tensors())
+        y = run_experts(options, *given)
+        return options.eager(*given) if y is None else y
+
+    def extra_repr(self) -> str:
+        """Describe the sizes and settings."""
+        first, _, down, _ = self._tensors()
+        found = [f"{first.shape[0]}, {first.shape[2]}, {down.shape[2]}"]
+        found += [f"{key}={getattr(self, key)}" for key in ("activation", "save")]
+        return ", ".join([*found, *([] if self.chunks is None else [f"chunks={self.chunks}"])])

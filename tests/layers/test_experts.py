@@ -1,0 +1,219 @@
+"""Experts beside a loop over them: values and gradients, saved bytes, FLOPs, peaks, refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, HALF, compare, flops, gemm_flops, randn, saved_bytes
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedckpt
+from fusedckpt import ClampedSwiGLU, Experts
+from fusedckpt.functional import experts, gated_mlp
+from fusedckpt.kernels import routed
+from fusedckpt.memory import peak_bytes
+
+T, D, HIDDEN, E, K = 24, 10, 14, 6, 3
+LEVELS = ("inputs", "gate", "preact")
+
+
+def loop(x, index, scores, gate_up, down, gate_up_bias=None, down_bias=None, **options):
+    """What transformers' eager experts compute."""
+    gating, turns = options.get("activation", "silu"), options.get("is_transposed", False)
+    shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    index, scores = (t.reshape(-1, t.shape[-1]) for t in (index, scores))
+    y = torch.zeros(len(x), down.shape[2 if turns else 1], dtype=x.dtype, device=x.device)
+    for e in range(down.shape[0]):
+        tokens, slot = torch.where(index == e)
+        first, last = (w[e].t() if turns else w[e] for w in (gate_up, down))
+        z = F.linear(x[tokens], first, None if gate_up_bias is None else gate_up_bias[e])
+        if isinstance(gating, str):
+            gate, up = z.chunk(2, -1)
+            h = F.silu(gate) * up
+        else:
+            gate, up = (z[..., ::2], z[..., 1::2]) if gating.is_interleaved else z.chunk(2, -1)
+            gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+            h = (up + gating.offset) * (gate * torch.sigmoid(gate * gating.alpha))
+        out = F.linear(h, last, None if down_bias is None else down_bias[e])
+        y = y.index_add(0, tokens, (out * scores[tokens, slot, None]).to(y.dtype))
+    return y.view(*shape, y.shape[-1])
+
+
+def routing(*rows, num=E, top_k=K, foreign=0):
+    """Draw an index; the second expert gets no token, and the first tokens no expert."""
+    drawn = torch.rand(*rows, num + 1).topk(top_k + 1).indices
+    index = torch.where(drawn == 1, num, drawn)[..., :top_k]
+    index.view(-1, top_k)[:foreign] = num + 2
+    return index.to(DEVICE)
+
+
+def leaves(rows=(T,), d=D, f=HIDDEN, num=E, top_k=K, bias=False, turns=False, dtype=torch.float32):
+    """Draw x, scores, two weights, and biases."""
+    found = [randn(*rows, d, dtype=dtype), torch.rand(*rows, top_k, device=DEVICE)]
+    found[1] = found[1].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    for n, k in ((2 * f, d), (d, f)):
+        w = randn(num, *((k, n) if turns else (n, k)), dtype=dtype).detach() / k**0.5
+        found.append(w.requires_grad_())
+    return found + ([randn(num, 2 * f, dtype=dtype), randn(num, d, dtype=dtype)] if bias else [])
+
+
+def both(index, **options):
+    """Return ours and the loop as functions of leaves."""
+
+    def called(fn, **more):
+        def call(x, scores, gate_up, down, *biases):
+            keys = ("gate_up_bias", "down_bias")
+            given = dict(zip(keys, biases, strict=False))
+            return fn(x, index, scores, gate_up, down, **given, **more)
+
+        return call
+
+    eager = {k: v for k, v in options.items() if k in ("activation", "is_transposed")}
+    return called(experts, **options), called(loop, **eager)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("save", LEVELS)
+@pytest.mark.parametrize("kind", ["plain", "bias-chunks", "GptOss", "transposed", "clamped"])
+def test_equals_the_loop(kind, save, dtype):
+    options = {
+        "plain": {},
+        "bias-chunks": {"chunks": 3},
+        "GptOss": {"activation": ClampedSwiGLU(limit=1.0), "is_transposed": True},
+        "transposed": {"is_transposed": True, "chunks": 2},
+        "clamped": {"activation": ClampedSwiGLU(1.0, 0.5, 0.0, is_interleaved=False)},
+    }[kind]
+    ours, eager = both(routing(T, foreign=2), save=save, **options)
+    shape = {"bias": kind in ("bias-chunks", "GptOss"), "dtype": dtype}
+    shape["turns"] = options.get("is_transposed", False)
+    compare(ours, eager, lambda: leaves(**shape))
+
+
+@pytest.mark.parametrize(
+    ("rows", "num", "top_k"),
+    [((T,), 1, 1), ((T,), 5, 1), ((2, 7), 3, 3), ((1,), 4, 2), ((), 4, 2), ((0,), 4, 2)],
+    ids=str,
+)
+def test_sizes(rows, num, top_k):
+    """One expert, one expert a token, all experts, one token, none."""
+    index = torch.randint(0, num, (*rows, top_k), device=DEVICE).int()
+    ours, eager = both(index)
+    compare(ours, eager, lambda: leaves(rows, num=num, top_k=top_k))
+
+
+def test_tokens_of_no_expert_add_nothing():
+    index = torch.full((T, K), E, device=DEVICE)
+    inputs = leaves(bias=True)
+    y = both(index)[0](*inputs)
+    assert not y.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(y.sum(), inputs))
+
+
+@pytest.mark.parametrize("save", LEVELS)
+def test_saved_bytes_and_flops(save):
+    """2 D + 12 K bytes a token; 16 DFK FLOPs of backward where eager takes 12."""
+    index, dtype = torch.rand(T, E, device=DEVICE).topk(K).indices, torch.bfloat16
+    x, scores, *weights = leaves(dtype=dtype)
+    weights = [nn.Parameter(w.detach()) for w in weights]
+
+    def call(x, scores, index):
+        return experts(x, index, scores, *weights, save=save)
+
+    products = {"inputs": 0, "gate": 1, "preact": 2}[save]
+    expected = T * (2 * D + 12 * K + products * 2 * HIDDEN * K)
+    assert saved_bytes(call, [x, scores, index]) == expected
+    unit = T * D * HIDDEN * K
+    y = call(x, scores, index)
+    assert flops(lambda: call(x, scores, index)) == 6 * unit
+    inputs, dy = [x, scores, *weights], torch.ones_like(y)
+
+    def backward():
+        torch.autograd.grad(y, inputs, dy, retain_graph=True)
+
+    assert flops(backward) == {"inputs": 16, "gate": 14, "preact": 12}[save] * unit
+    if DEVICE.type == "cpu":
+        assert gemm_flops(backward) == flops(backward)
+
+
+def test_nothing_twice_in_a_checkpoint():
+    """A checkpoint's recompute saves z, and stops before the last GEMM."""
+    index = torch.rand(T, E, device=DEVICE).topk(K).indices
+    x, scores, *weights = leaves()
+
+    def step(run):
+        return flops(lambda: run(experts, x, index, scores, *weights).sum().backward())
+
+    unit = T * D * HIDDEN * K
+    assert step(fusedckpt.checkpoint) == step(lambda fn, *args: fn(*args)) == 22 * unit
+    # torch's cannot stop inside a function
+    assert step(lambda *args: checkpoint(*args, use_reentrant=False)) <= 24 * unit
+
+
+def test_grouped_mm_takes_its_place(monkeypatch):
+    """The path of kernels, which runs on a CPU too: rows of no expert are left as they are."""
+    monkeypatch.setattr(routed, "has_kernel", lambda *_: True)
+    for options in ({}, {"save": "preact", "chunks": 2, "is_transposed": True}):
+        ours, eager = both(routing(T, foreign=2), **options)
+        turns = options.get("is_transposed", False)
+        compare(ours, eager, lambda turns=turns: leaves(d=16, f=24, bias=turns, turns=turns))
+
+
+def test_chunks_bound_the_peak():
+    """Backward's peak is at most 1.5 times that of a dense gated MLP of the same active width."""
+    tokens, d, f, num, top_k = 1024, 32, 32, 4, 4
+    index = torch.randint(0, num, (tokens, top_k), device=DEVICE)
+    x, scores, *weights = leaves((tokens,), d, f, num, top_k)
+    dense = [randn(top_k * f, d), randn(top_k * f, d), randn(d, top_k * f)]
+
+    def peak(run, inputs):
+        y = run()
+        dy = torch.ones_like(y)
+        return peak_bytes(lambda: torch.autograd.grad(y, inputs, dy), DEVICE)
+
+    limit = peak(lambda: gated_mlp(x, *dense), [x, *dense])
+    whole, cut = (
+        peak(lambda c=c: experts(x, index, scores, *weights, chunks=c), [x, scores, *weights])
+        for c in (1, 4)
+    )
+    assert cut <= 1.5 * limit
+    assert cut < whole / 2
+
+
+def test_module():
+    torch.manual_seed(0)
+    module = Experts(E, D, HIDDEN, bias=True, save="preact", chunks=2).to(DEVICE)
+    assert repr(module) == f"Experts({E}, {D}, {HIDDEN}, activation=silu, save=preact, chunks=2)"
+    names = ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"]
+    assert list(module.state_dict()) == names
+    x, scores, *_ = leaves()
+    index, given = routing(T), [p.detach() for p in module.parameters()]
+    expected = loop(x, index, scores, given[0], given[2], given[1], given[3])
+    torch.testing.assert_close(module(x, index, scores), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"index": torch.zeros(T, K)}, TypeError, "index must be int64 or int32"),
+        ({"index": torch.zeros(T, 0).long()}, ValueError, r"index must be \[24, 'K'\]"),
+        ({"index": torch.zeros(T - 1, K).long()}, ValueError, r"index must be \[24, 'K'\]"),
+        ({"index": torch.full((T, K), -1)}, ValueError, "72 negative elements"),
+        ({"index": None}, TypeError, "index must be a tensor"),
+        ({"scores": torch.zeros(T, K + 1)}, ValueError, "scores must have index's shape"),
+        ({"down": torch.zeros(D, HIDDEN)}, ValueError, r"down must be \[E, D, F\]"),
+        ({"gate_up": torch.zeros(E, HIDDEN, D)}, ValueError, r"gate_up must be \[6, 28, 10\]"),
+        ({"gate_up_bias": torch.zeros(E, 3)}, ValueError, r"gate_up_bias must be \[6, 28\]"),
+        ({"down": torch.zeros(E, D, HIDDEN).half()}, TypeError, "x and down must share a dtype"),
+        ({"activation": "swigly"}, ValueError, "activation must be one of"),
+        ({"activation": ClampedSwiGLU("x")}, TypeError, r"activation.alpha must be a number"),
+        ({"save": "all"}, ValueError, "save must be one of"),
+        ({"chunks": 0}, ValueError, "chunks must be an integer from 1"),
+    ],
+    ids=str,
+)
+def test_refusals(change, error, says):
+    x, scores, gate_up, down = leaves()
+    given = {"index": routing(T), "scores": scores, "gate_up": gate_up, "down": down} | change
+    given = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    with pytest.raises(error, match=f"^experts: .*{says}"):
+        experts(x, **given)
