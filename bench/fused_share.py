@@ -39,6 +39,12 @@ class Shape(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
+def _experts(top_k: int, num: int = 16) -> dict[str, Any]:
+    """Return the options of experts, by all of their names."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return {**dict.fromkeys(names, num), "num_experts_per_tok": top_k}
+
+
 # config.json of the checkpoint named in the comment, widths divided by hidden_size / 256
 DENSE: dict[str, Shape] = {
     # meta-llama/Meta-Llama-3-8B
@@ -109,6 +115,22 @@ HARDER: dict[str, Shape] = {
     "vit": Shape("ViTModel", 4),
     "t5": Shape("T5EncoderModel", 2.5),
 }
+# mixtures of experts: hidden is the width of an expert; 16 of their experts at most
+EXPERTS: dict[str, Shape] = {
+    # Qwen/Qwen3-30B-A3B
+    "qwen3_moe": Shape("Qwen3MoeModel", 0.375, kv=1, options={"head_dim": 64} | _experts(8)),
+    # mistralai/Mixtral-8x7B-v0.1
+    "mixtral": Shape("MixtralModel", 3.5, kv=2, options=_experts(2, 8)),
+    # allenai/OLMoE-1B-7B-0924
+    "olmoe": Shape("OlmoeModel", 0.5, options=_experts(8)),
+    # openai/gpt-oss-20b: heads 1.42 D wide, attention that saves its probabilities
+    "gpt_oss": Shape("GptOssModel", 1, kv=1, options={"head_dim": 46} | _experts(4)),
+    # zai-org/GLM-4.5-Air
+    "glm4_moe": Shape(
+        *("Glm4MoeModel", 0.34375, 8, 1),
+        {"head_dim": 96, "first_k_dense_replace": 0, "n_shared_experts": 1} | _experts(8),
+    ),
+}
 # dropouts of attention weights, by all of their names
 NO_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -144,6 +166,7 @@ def model_of(shape: Shape, layers: int) -> tuple[nn.Module, tuple[Any, ...], dic
     elif shape.model == "T5EncoderModel":
         options = {"d_model": D, "d_ff": hidden, "d_kv": 32, "num_layers": layers, **IDS}
         options |= {"num_heads": heads, "vocab_size": VOCAB, "feed_forward_proj": "gated-gelu"}
+    options["moe_intermediate_size"] = hidden
     config = kind.config_class(**{**options, **shape.options})
     for name in NO_DROPOUT:
         if hasattr(config, name):
@@ -206,7 +229,7 @@ def rows(names: list[str]) -> Iterator[tuple[str, Found]]:
     """Measure and print models, one a line."""
     print(f"{'model':22}{'before':>8}{'after':>8}{'gone':>7}  left per layer, in units of D")
     for name in names:
-        found = measured({**DENSE, **HARDER}[name])
+        found = measured({**DENSE, **HARDER, **EXPERTS}[name])
         left = ", ".join(
             f"{count / 2:g} x {size:.2f} {list(shape)}"
             for (size, shape), count in sorted(found.left.items(), reverse=True)[:9]
@@ -219,19 +242,20 @@ def rows(names: list[str]) -> Iterator[tuple[str, Found]]:
 
 
 def main(names: list[str]) -> None:
-    """Print the table, and the median of the dense models."""
+    """Print the table, and the medians of dense models and mixtures of experts."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     is_verbose = "-v" in names
     names = [name for name in names if name != "-v"]
     found = {}
-    for name, one in rows(names or [*DENSE, *HARDER]):
+    for name, one in rows(names or [*DENSE, *HARDER, *EXPERTS]):
         found[name] = one
         if is_verbose:
             print(one.report)
-    dense = [one.gone for name, one in found.items() if name in DENSE]
-    if dense:
-        print(f"median of {len(dense)} dense models: {median(dense):.0%} gone")
+    for models, kind in ((DENSE, "dense models"), (EXPERTS, "mixtures of experts")):
+        gone = [one.gone for name, one in found.items() if name in models]
+        if gone:
+            print(f"median of {len(gone)} {kind}: {median(gone):.0%} gone")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from fusedckpt.blocks.dropout import dropout as drop
 from fusedckpt.blocks.operands import parts_of
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.kernels.norm import NormRule
+from fusedckpt.kernels.routed import Gating
 
 
 # a thread-local, because Dynamo traces through it where a ContextVar would break the graph
@@ -80,6 +81,15 @@ def hidden(zs: Sequence[Tensor], activation: str | None) -> Tensor:
     """Return act(z), or act(gate) * up."""
     h = ACTIVATIONS[CANONICAL[activation or "identity"]].eager(zs[0])
     return h * zs[1] if len(zs) > 1 else h
+
+
+def gated(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
+    """Return act(gate) * up, or a clamped SwiGLU."""
+    if isinstance(gating, str):
+        return hidden([gate, up], gating)
+    alpha, limit, offset, _ = gating
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + offset) * (gate * torch.sigmoid(gate * alpha))
 
 
 def _sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:

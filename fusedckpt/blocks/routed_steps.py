@@ -231,10 +231,5 @@ class Gated(Op):
         """Return h by torch's ops."""
         *zs, scores, route = reads
         gate, up = routed.halves(zs[0], None if self.is_packed else zs[1], self.gating, route)
-        if isinstance(self.gating, str):
-            h = eager.hidden([gate, up], self.gating)
-        else:
-            alpha, limit, offset, _ = self.gating
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            h = (up + offset) * (gate * torch.sigmoid(gate * alpha))
+        h = eager.gated(gate, up, self.gating)
         return routed.per_token((h * routed.of_rows(scores, route)).to(h.dtype), route)

@@ -20,7 +20,7 @@ from fusedckpt.layers.sequential import Sequential
 
 __all__ = ["FuseReport", "forget", "join", "parts", "reason_now"]
 
-_KINDS = ("norm", "mlp", "linear")
+_KINDS = ("norm", "mlp", "experts", "linear")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FuseReport:
     """The modules that `fuse` swapped, and those that it left.
 
     Each is a dict by module name. swapped: its change; already: the same for modules fused
-    before; left: why it was not swapped; kinds: "norm", "mlp" or "linear"; classes: of modules
+    before; left: why it was not swapped; kinds: "norm", "mlp", "experts" or "linear"; classes: of modules
     left, the class; shared: of linears and activations that save the recipe of their input, where a
     fused norm made it, the class; saved: of fused modules, the bytes per token saved for backward
     before and now, the input included, measured on meta tensors at the module's widths and dtype
@@ -110,7 +110,7 @@ class FuseReport:
         lines = [] if self.whole is None else [*self.whole.lines()]
         lines += [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
         if self.kinds:
-            lines.append("  kind    matched  swapped  left  saved bytes per token")
+            lines.append("  kind     matched  swapped  left  saved bytes per token")
             lines += [self._row(kind) for kind in _KINDS if kind in self.kinds.values()]
         for changes, when in ((self.swapped, ""), (self.already, " (before)")):
             by_kind = sorted(changes, key=lambda name: _KINDS.index(self.kinds[name]))
@@ -141,7 +141,7 @@ class FuseReport:
         pairs = [self.saved[name] for name in names if name in self.saved]
         before, after = (round(sum(pair[i] for pair in pairs)) for i in (0, 1))
         kept = f"{before:,} -> {after:,}" if pairs else "-"
-        return f"  {kind:6s}  {len(names):7d}  {swapped:7d}  {left:4d}  {kept}"
+        return f"  {kind:7s}  {len(names):7d}  {swapped:7d}  {left:4d}  {kept}"
 
 
 def _grouped(

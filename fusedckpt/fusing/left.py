@@ -101,7 +101,7 @@ def reason_of(module: nn.Module, found: str | None) -> str:
         return found or _of_norm(module)
     own = _own(module)
     if any(module.get_parameter(name).dim() == 3 for name in own):
-        return "its weights are 3-dimensional: a mixture of experts is not fused"
+        return found or "its weights are 3-dimensional: experts have gate_up_proj and down_proj"
     beside = _beside(module)
     if beside and (linears or own):
         return _written_inside(beside)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.fusing import adapters, reasons, verification
+from fusedckpt.fusing import adapters, experts, reasons, verification
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap, recomputed_swap
@@ -40,6 +40,10 @@ class Matcher:
         def find() -> Swap | str | None:
             if kind == "norm":
                 swap = norm_swap(bare)
+            elif kind == "experts":
+                swap = experts.experts_swap(module, self.save, self.chunks)
+                if isinstance(swap, str):
+                    return swap
             else:
                 swap = (lora_swap if kind == "lora" else mlp_swap)(bare, self.save, self.chunks)
             if not isinstance(swap, Swap):
@@ -88,10 +92,11 @@ class Matcher:
         return self.known[key]
 
     def _check(self, module: nn.Module, swap: Swap) -> Swap | str:
-        problem = verification.difference(module, swap) if self.verify else None
+        by: Any = experts if swap.kind == "experts" else verification
+        problem = by.difference(module, swap) if self.verify else None
         if problem is not None:
             return problem
-        part = Part(swap.kind, swap.change, verification.saved_per_token(module, swap))
+        part = Part(swap.kind, swap.change, by.saved_per_token(module, swap))
         return replace(swap, parts={"": part})
 
 

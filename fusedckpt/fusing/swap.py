@@ -18,6 +18,7 @@ from fusedckpt.autograd import levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, left, reasons, sharing
+from fusedckpt.fusing.experts import holds as holds_experts
 from fusedckpt.fusing.forwards import FusedFeedForward, FusedNorm, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
@@ -43,6 +44,7 @@ def fuse(
     norm: bool = True,
     mlp: bool = True,
     linear: bool = True,
+    experts: bool = True,
     verify: bool = True,
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
@@ -55,6 +57,7 @@ def fuse(
     - MLPs and gated MLPs of any class: two or three linears (gate and up may be packed, weights may
       lie as [in, out]), an activation of `functional.linear_act`, dropouts;
     - a linear with its activation, of any class;
+    - experts with transformers' parameters, `gate_up_proj` and `down_proj` of three dimensions;
     - an nn.Sequential with [norm,] linear, activation, linear, or part of that.
 
     A module gets a subclass of its class, or fusedckpt's class for one of torch's. A call that was
@@ -69,7 +72,8 @@ def fuse(
         chunks: into how many chunks MLPs cut their tokens, see `functional.mlp`. With None every
             call chooses by its shapes.
         only, skip: one name of a module or pattern of fnmatch, or a list of them.
-        norm, mlp, linear: whether norms, MLPs, and linears with a norm or activation are swapped.
+        norm, mlp, linear, experts: whether norms, MLPs, linears with a norm or activation, and
+            experts are swapped.
         verify: before a swap, compare outputs and gradients of the fused module with the
             original's, on random inputs and weights: the error against float64 may be twice the
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
@@ -90,7 +94,7 @@ def fuse(
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
     validate.block("fuse", False, chunks)
-    wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear=linear)
+    wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear, experts)
     report = FuseReport()
     modules = dict(model.named_modules())
     # all are found before anything is touched
@@ -177,7 +181,7 @@ def _swap_of(
         return None
     if adapters.is_lora(module):
         return _lora(name, module, wanted, matcher, report=report)
-    kinds = ["norm", "mlp"]
+    kinds = ["experts"] if holds_experts(module) else ["norm", "mlp"]
     if isinstance(module, nn.Sequential):
         if not ((wanted.mlp or wanted.linear) and matcher.is_one_block(module)):
             return _sequential(name, module, wanted, matcher, report=report)
@@ -193,9 +197,10 @@ def _swap_of(
             report.swap(name, swap.parts[""])
             return swap
     # name it, if it is one that could have been
-    kind = left.holds(module) or next(iter(found), None)
+    is_experts = kinds == ["experts"]
+    kind = "experts" if is_experts else left.holds(module) or next(iter(found), None)
     if kind is not None and wanted.has(name, kind):
-        reason = left.reason_of(module, found.get("norm" if kind == "norm" else "mlp"))
+        reason = left.reason_of(module, found.get(kind if kind in found else "mlp"))
         report.leave(name, kind, reason, type(module).__name__)
     return None
 

@@ -22,6 +22,7 @@ class Wanted:
     norm: bool
     mlp: bool
     linear: bool
+    experts: bool = True
 
     def has(self, name: str, kind: str) -> bool:
         """Whether a module of this name and kind is meant."""
@@ -38,7 +39,7 @@ class Wanted:
 
     def check(self, modules: Mapping[str, nn.Module], named: Iterable[str]) -> None:
         """Refuse a pattern of `only` that matches no module that the report has named."""
-        if not (self.norm and self.mlp and self.linear):
+        if not (self.norm and self.mlp and self.linear and self.experts):
             return
         for pattern in self.only or ():
             if any(fnmatchcase(name, pattern) for name in named):
@@ -60,8 +61,8 @@ def _what(pattern: str, found: list[str], modules: Mapping[str, nn.Module]) -> s
     name = found[0]
     inside = f"; {name + '.*'!r} means what is in it" if any(modules[name].children()) else ""
     return (
-        f"{name or 'the model'}, a {type(modules[name]).__name__}, and no norm, MLP or linear with "
-        f"an activation{inside}"
+        f"{name or 'the model'}, a {type(modules[name]).__name__}, and no norm, MLP, experts or linear "
+        f"with an activation{inside}"
     )
 
 

@@ -31,8 +31,8 @@ _CONTAINERS = (list, dict, set)
 # by a part of a class's name: how its bytes go
 _REMEDIES = (
     ("attention", "fusedckpt.checkpoint of the layer recomputes them"),
-    ("expert", "experts are not fused; fusedckpt.checkpoint of the layer recomputes them"),
-    ("moe", "experts are not fused; fusedckpt.checkpoint of the layer recomputes them"),
+    ("expert", "left below says why; fusedckpt.checkpoint of the layer recomputes them"),
+    ("moe", "left below says why; fusedckpt.checkpoint of the layer recomputes them"),
     ("norm", "the residual stream: fusedckpt.checkpoint saves it once for each segment"),
     ("dropout", "masks: a rate of 0 saves none"),
     ("mlp", "left below says why"),
