@@ -20,19 +20,19 @@ from fusedckpt.layers.sequential import Sequential
 
 __all__ = ["FuseReport", "forget", "join", "parts", "reason_now"]
 
-_KINDS = ("norm", "mlp", "experts", "linear")
+_KINDS = ("norm", "mlp", "experts", "linear", "head")
 
 
 @dataclass(frozen=True)
 class FuseReport:
     """The modules that `fuse` swapped, and those that it left.
 
-    Each is a dict by module name. swapped: its change; already: the same for modules fused
-    before; left: why it was not swapped; kinds: "norm", "mlp", "experts" or "linear"; classes: of modules
-    left, the class; shared: of linears and activations that save the recipe of their input, where a
-    fused norm made it, the class; saved: of fused modules, the bytes per token saved for backward
-    before and now, the input included, measured on meta tensors at the module's widths and dtype
-    (missing where it cannot run on them).
+    Each is a dict by module name. swapped: its change; already: the same for modules fused before;
+    left: why it was not swapped; kinds: "norm", "mlp", "experts", "linear" or "head"; classes: of
+    modules left, the class; shared: of linears and activations that save the recipe of their input,
+    where a fused norm made it, the class; saved: of fused modules, the bytes per token saved for
+    backward before and now, the input included, measured on meta tensors at the module's widths and
+    dtype (missing where it cannot run on them).
 
     `fallbacks` tells which of them have not run fused since.
     """

@@ -264,12 +264,12 @@ class SharedActivation(Shared):
             (*self.parameters(), *self.buffers()),
             partial(_run, forward, autocast_dtype(x.device)),
         )
-        y = read(recipe, x, lambda z: _Rerun.apply(run, z, *given))
+        y = read(recipe, x, lambda z: Rerun.apply(run, z, *given))
         _note(self, y, recipe, run, "activation", *given)
         return y
 
 
-def _cast_by(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[Any]:
+def cast_by(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[Any]:
     """Let autocast cast to a dtype, or, for None, not at all."""
     if autocast_dtype(device) == to:
         return nullcontext()
@@ -277,7 +277,7 @@ def _cast_by(device: torch.device, to: torch.dtype | None) -> AbstractContextMan
 
 
 def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    with _cast_by(x.device, None):
+    with cast_by(x.device, None):
         bias = None if bias is None else bias.to(dtype)
         return F.linear(x.to(dtype), weight.to(dtype), bias)
 
@@ -286,11 +286,11 @@ def _run(
     forward: Callable[[Tensor], Tensor], cast: torch.dtype | None, x: Tensor, *given: Any
 ) -> Tensor:
     """Run a forward under the autocast of its first run."""
-    with _cast_by(x.device, cast):
+    with cast_by(x.device, cast):
         return forward(x)
 
 
-class _Rerun(torch.autograd.Function):
+class Rerun(torch.autograd.Function):
     """A function that saves only its input: backward runs it again."""
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch.jit import ScriptModule
 from fusedckpt.autograd import levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
-from fusedckpt.fusing import adapters, left, reasons, sharing
+from fusedckpt.fusing import adapters, deferred, left, reasons, sharing
 from fusedckpt.fusing.experts import holds as holds_experts
 from fusedckpt.fusing.forwards import FusedFeedForward, FusedNorm, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
@@ -45,6 +45,7 @@ def fuse(
     mlp: bool = True,
     linear: bool = True,
     experts: bool = True,
+    head: bool = False,
     verify: bool = True,
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
@@ -74,6 +75,10 @@ def fuse(
         only, skip: one name of a module or pattern of fnmatch, or a list of them.
         norm, mlp, linear, experts: whether norms, MLPs, linears with a norm or activation, and
             experts are swapped.
+        head: whether the output embedding that a model of transformers names returns deferred
+            logits in training: its loss is then computed without logits, as
+            `functional.linear_cross_entropy` does; other code that reads them gets real ones. Read
+            them before the optimizer's step: later they raise.
         verify: before a swap, compare outputs and gradients of the fused module with the
             original's, on random inputs and weights: the error against float64 may be twice the
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
@@ -94,7 +99,9 @@ def fuse(
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
     validate.block("fuse", False, chunks)
-    wanted = Wanted(patterns("only", only), patterns("skip", skip), norm, mlp, linear, experts)
+    wanted = Wanted(
+        patterns("only", only), patterns("skip", skip), norm, mlp, linear, experts, head
+    )
     report = FuseReport()
     modules = dict(model.named_modules())
     # all are found before anything is touched
@@ -112,6 +119,8 @@ def fuse(
             swaps.append((module, swap))
         if _computes_children(module, vars(module) if swap is None else swap.attributes):
             inside.update(module.modules())
+    if (found_head := deferred.swap_of(model, modules, wanted, report)) is not None:
+        swaps.append(found_head)
     wanted.check(modules, report.kinds)
     report.watch(model)
     if linear:

@@ -23,6 +23,7 @@ class Wanted:
     mlp: bool
     linear: bool
     experts: bool = True
+    head: bool = False
 
     def has(self, name: str, kind: str) -> bool:
         """Whether a module of this name and kind is meant."""

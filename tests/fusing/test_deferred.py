@@ -1,0 +1,231 @@
+"""A head that returns deferred logits: any code that reads them finds what eager's have."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE
+from torch import nn
+
+import fusedckpt
+from fusedckpt import fuse, unfuse
+from fusedckpt.fusing.deferred import DeferredLogits
+
+B, T, D, V = 2, 7, 12, 30
+
+
+class Words(nn.Module):
+    """A language model of the least kind."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(V, D), nn.Linear(D, V, bias=bias)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, ids):
+        return self.lm_head(self.embed(ids).tanh())
+
+
+def pair(bias=True):
+    torch.manual_seed(0)
+    eager = Words(bias).to(DEVICE)
+    fused = copy.deepcopy(eager)
+    report = fuse(fused, head=True)
+    assert report.swapped == {"lm_head": "Linear -> deferred logits"}
+    assert "head          1        1     0" in str(report)
+    return eager, fused
+
+
+def ids():
+    return torch.arange(B * T, device=DEVICE).view(B, T) * 3 % V
+
+
+def loss_of(z, labels):
+    return F.cross_entropy(z.view(-1, V), labels.view(-1))
+
+
+def shifted(z, labels):
+    part = z[..., :-1, :].contiguous()
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(part.view(-1, V), labels[..., 1:].flatten())
+
+
+def capped(z, labels):
+    return loss_of(3.0 * torch.tanh(z / 3.0) * 0.5, labels)
+
+
+def scaled(z, labels):
+    return F.cross_entropy(
+        (z * 2).to(torch.float32).flatten(0, 1), labels.view(-1), reduction="sum"
+    )
+
+
+def rows(z, labels):
+    return F.cross_entropy(z.reshape(-1, V), labels.view(-1), reduction="none").square().sum()
+
+
+def twice(z, labels):
+    return loss_of(z, labels) + loss_of(z.float() / 2, labels)
+
+
+def weighted(z, labels):
+    return F.cross_entropy(z.view(-1, V), labels.view(-1), weight=torch.ones(V, device=DEVICE))
+
+
+def over_dimensions(z, labels):
+    return F.cross_entropy(z.transpose(1, 2), labels)
+
+
+def likely(z, labels):
+    return -z.log_softmax(-1).gather(-1, labels[..., None]).sum()
+
+
+def written(z, labels):
+    later, flat = z * 2, z.view(-1, V)
+    flat[0] = 0.0
+    z.mul_(0.5)
+    return loss_of(flat, labels) + loss_of(later, labels)
+
+
+class Square(torch.autograd.Function):
+    """Reads its argument below torch's functions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * ctx.saved_tensors[0] * dy
+
+
+def by_function(z, labels):
+    return Square.apply(z * 0.5).sum() + loss_of(z, labels)
+
+
+NOTED = [loss_of, shifted, capped, scaled, rows, twice]
+READ = [weighted, over_dimensions, likely, written, by_function]
+
+
+@pytest.mark.parametrize("loss", [*NOTED, *READ], ids=lambda f: f.__name__)
+def test_losses(loss):
+    """Equal losses and gradients; no logits where the code of losses alone reads them."""
+    eager, fused = pair()
+    found = []
+    for model in (eager, fused):
+        z = model(ids())
+        value = loss(z, ids())
+        found.append([value, *torch.autograd.grad(value, [*model.parameters()])])
+    torch.testing.assert_close(found[1], found[0])
+    if loss in NOTED:
+        assert type(z) is DeferredLogits
+        assert z.deferred.made is None
+    if loss is not written:
+        assert torch.equal(z.detach(), eager(ids()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes(dtype, autocast):
+    eager, fused = (model.to(dtype) for model in pair(bias=False))
+    found = []
+    for model in (eager, fused):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+            z = model(ids())
+            value = loss_of(z.float() if dtype == torch.bfloat16 else z, ids())
+        found.append([value, *torch.autograd.grad(value, [*model.parameters()])])
+    assert z.dtype == eager(ids()).dtype if not autocast else torch.bfloat16
+    assert found[0][0].dtype == found[1][0].dtype
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-3)
+
+
+def test_what_needs_no_numbers():
+    _, model = pair()
+    z = model(ids())
+    assert (z.shape, z.size(-1), z.dim(), z.dtype) == ((B, T, V), V, 3, torch.float32)
+    assert z.requires_grad
+    assert z.device.type == DEVICE.type
+    assert z.float() is z.to(z.device) is z
+    assert z.deferred.made is None
+
+
+def test_calls_that_run_as_before():
+    eager, model = pair()
+    hooked = copy.deepcopy(model)
+    hooked.lm_head.register_forward_hook(lambda *_: None)
+    assert type(hooked(ids())) is torch.Tensor
+    with torch.no_grad():
+        assert type(model(ids())) is torch.Tensor
+    assert type(model.eval()(ids())) is torch.Tensor
+    frozen = copy.deepcopy(model).train().requires_grad_(False)
+    assert type(frozen(ids())) is torch.Tensor
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: model.train().lm_head(x).sum())(torch.ones(D, device=DEVICE)),
+        eager.lm_head.weight.sum(0),
+    )
+
+
+def test_compiled():
+    _, model = pair()
+
+    def step(given):
+        return loss_of(model(given), given)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids()), step(ids()))
+
+
+def test_logits_of_modified_weights():
+    """They are read before the step, or not at all."""
+    _, model = pair()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    early, late = model(ids()), model(ids())
+    expected = early.detach()
+    (loss_of(early, ids()) + loss_of(late, ids())).backward()
+    optimizer.step()
+    assert torch.equal(early.detach(), expected)
+    with pytest.raises(RuntimeError, match="read them before the optimizer's step"):
+        late.argmax(-1)
+
+
+def test_undone_copied_and_again():
+    eager, model = pair()
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again.lm_head) is type(model.lm_head) is not nn.Linear
+    assert fuse(model, head=True).already == {"lm_head": "Linear -> deferred logits"}
+    assert type(unfuse(model).lm_head) is nn.Linear
+    assert torch.equal(model(ids()), eager(ids()))
+
+
+def test_left():
+    class Head(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = Words()
+    model.lm_head = Head(D, V)
+    left = fuse(model, head=True).left
+    assert left["lm_head"] == "its output embedding is a Head, not an nn.Linear"
+    assert "lm_head" not in fuse(Words(), head=True, skip="lm_head").swapped
+    assert not fuse(Words()).swapped
+
+
+def test_saves_no_logits():
+    eager, model = pair()
+    found = []
+    for one in (eager, model):
+        x = one.embed(ids()).detach().requires_grad_()
+        with fusedckpt.memory.saved_tensors() as saved:
+            loss = loss_of(one.lm_head(x * 1), ids())
+        found.append(saved.nbytes)
+        del loss
+    logits = 4 * B * T * V
+    assert found[0] > logits
+    # x, and the divisor of the mean; targets are the caller's
+    assert found[1] == 4 * B * T * D + 8 + 8 * B * T
