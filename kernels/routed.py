@@ -222,7 +222,7 @@ def gated(z: Tensor, u: Tensor | None, scores: Tensor, route: Route, gating: Gat
     gate, up = halves(z, u, gating, route)
     s, h = of_rows(scores, route), gate.new_empty(gate.shape)
     for rows in row_blocks(gate):
-        value, factor = _value(gate[rows], up[rows], gating)
+        value, factor = _value(*_wide(gate[rows], up[rows]), gating)
         torch.mul(value.mul_(factor), s[rows], out=h[rows])
     return per_token(h, route)
 
@@ -248,18 +248,24 @@ def gated_grad(
     du = torch.empty_like(u) if du is None and u is not None else du
     dgate, dup = halves(dz, du, gating, route)
     h = torch.empty_like(dh) if h is None and needs[0] else h
-    dhs, s, wide = as_rows(dh, route), of_rows(scores, route), torch.float32
-    ds = s.new_empty(s.shape, dtype=torch.promote_types(z.dtype, wide))
+    dhs, s = as_rows(dh, route), of_rows(scores, route)
+    ds = s.new_empty(s.shape, dtype=torch.promote_types(z.dtype, torch.float32))
     for rows in row_blocks(gate):
-        value, factor = _value(gate[rows], up[rows], gating)
-        product, grad = value * factor, dhs[rows]
+        grad, *pair = _wide(dhs[rows], gate[rows], up[rows])
+        value, factor = _value(*pair, gating)
+        product = value * factor
         if needs[1]:
-            torch.sum(grad * product, 1, True, dtype=ds.dtype, out=ds[rows])
-        grad = (grad * s[rows]).to(dh.dtype)
+            torch.sum(grad * product, 1, True, out=ds[rows])
+        grad = grad * s[rows]
         if h is not None:
             torch.mul(product, s[rows], out=as_rows(h, route)[rows])
-        _write_grads(grad, value, factor, gate[rows], up[rows], gating, (dgate[rows], dup[rows]))
+        _write_grads(grad, value, factor, *pair, gating, (dgate[rows], dup[rows]))
     return h, dz, du, of_slots(ds, route) if needs[1] else None
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """Return a block's tensors in at least float32: what is between them is not rounded."""
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 
 def _value(gate: Tensor, up: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
@@ -280,9 +286,9 @@ def _write_grads(
     to: tuple[Tensor, Tensor],
 ) -> None:
     """Write the gradients of gate and up, each perhaps over itself."""
-    dvalue, dfactor = dh * factor, dh * value
+    dvalue, dfactor = dh * factor, value.mul_(dh)
     if isinstance(gating, str):
-        ACTIVATIONS[gating].write_grad(dvalue, gate, grad_input=to[0])
+        to[0].copy_(ACTIVATIONS[gating].write_grad(dvalue, gate, grad_input=dvalue))
         to[1].copy_(dfactor)
         return
     # gate sigmoid(alpha gate) is silu(alpha gate) / alpha

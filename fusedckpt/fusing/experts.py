@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -39,10 +39,14 @@ SCALES = (1.0, 30.0)
 
 
 class ExpertsMatch(NamedTuple):
-    """The experts that a module computes; held: attributes that must not change, and children."""
+    """The experts that a module computes.
+
+    names: of its forward's arguments; held: attributes that must not change, and children's types.
+    """
 
     gating: Gating
     is_transposed: bool
+    names: tuple[str, ...]
     held: tuple[tuple[str, Any], ...]
 
 
@@ -55,10 +59,10 @@ class FusedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the fused forward, or that of the original class."""
-        names = list(inspect.signature(super().forward).parameters)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        is_whole = len(given) == len(args) + len(kwargs) == 3 and {*given} == {*names[:3]}
-        y: Any = self._fused(*map(given.__getitem__, names[:3])) if is_whole else ("arguments", "")
+        names = self._fusedckpt_match.names
+        given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
+        is_whole = len(given) == len(args) + len(kwargs) == len(names)
+        y: Any = self._fused(*given) if is_whole else ("arguments", "")
         if type(y) is not tuple:
             return y
         fallbacks.note(self, y)
@@ -80,20 +84,29 @@ class FusedExperts(nn.Module):
             return "arguments", ""
         if not dispatch.are_plain(x, index, scores, *weights.values()):
             return fallbacks.unplain(x, **weights)
+        implementation = getattr(vars(self).get("config"), "_experts_implementation", None)
+        if implementation not in (None, "eager"):
+            # they multiply in the weights' dtype, and ignore autocast
+            with torch.autocast(x.device.type, enabled=False):
+                return self._computed(x.to(weights[_WEIGHTS[0]].dtype), index, scores, weights).to(
+                    x.dtype
+                )
         is_cast = dispatch.autocast_dtype(x.device) is not None
         if x.dtype != weights[_WEIGHTS[0]].dtype and not is_cast:
             return "dtype", x.dtype
+        return self._computed(x, index, scores, weights).to(x.dtype)
+
+    def _computed(self, x: Tensor, index: Tensor, scores: Tensor, weights: Any) -> Tensor:
         gate_up, down, gate_up_bias, down_bias = weights.values()
-        y = experts(
+        return experts(
             *(x, index, scores, gate_up, down),
-            activation=match.gating,
+            activation=self._fusedckpt_match.gating,
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
-            is_transposed=match.is_transposed,
+            is_transposed=self._fusedckpt_match.is_transposed,
             save=levels.resolve("experts", None, self.save, LEVELS),
             chunks=levels.chunks_of(self.chunks),
         )
-        return y.to(x.dtype)
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and name the function that it computes now."""
@@ -115,11 +128,14 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str
     gate_up, down = [module._parameters[name] for name in _WEIGHTS]
     assert gate_up is not None
     assert down is not None
-    (num, *first), (_, *last) = gate_up.shape, down.shape
+    first, last = gate_up.shape[1:], down.shape[1:]
     sides = [turned for turned in (False, True) if _fits(first, last, turned)]
     if len(sides) == 2:
         # square: either could be
         sides = [bool(getattr(module, "is_transposed", False))]
+    names = tuple(inspect.signature(module.forward).parameters)
+    if len(names) != 3:
+        return f"its forward takes {len(names)} arguments, not x, index and scores"
     gating = _gating_of(module)
     if not sides or gating is None:
         return "its weights have other shapes" if not sides else "its gating is none of ours"
@@ -138,7 +154,7 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str
         f"{type(module).__name__} -> experts ({', '.join(details)})",
         subclass(FusedExperts, type(module)),
         {
-            "_fusedckpt_match": ExpertsMatch(gating, sides[0], held),
+            "_fusedckpt_match": ExpertsMatch(gating, sides[0], names, held),
             **{"save": save, "chunks": chunks},
         },
         features=(first[0 if sides[0] else 1],),
@@ -146,7 +162,7 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str
     )
 
 
-def _fits(first: list[int], last: list[int], turned: bool) -> bool:
+def _fits(first: Sequence[int], last: Sequence[int], turned: bool) -> bool:
     (n, k), (d, f) = (first[::-1], last[::-1]) if turned else (first, last)
     return n == 2 * f and k == d
 
@@ -240,7 +256,7 @@ def _results(
 def _replica(
     module: nn.Module, made: dict[int, Tensor], sizes: Any, implementation: str, swap: Swap | None
 ) -> Any:
-    """Return a replica that names an implementation of transformers', swapped if a swap is given."""
+    """Return a replica by an implementation of transformers', swapped if a swap is given."""
     clone = replica(module, lambda p, _: made[id(p)], training=True, sizes=sizes)
     if "config" in vars(clone):
         clone.config = copy.copy(clone.config)
@@ -255,13 +271,15 @@ def _replica(
 def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None:
     """Return the bytes saved per token before and after, for two experts each; see `verification`.
 
-    None where the original does not run on meta tensors: it does in bfloat16.
+    None where the original does not run on meta tensors. Those of transformers do in bfloat16
+    alone, which is scaled to the module's dtype.
     """
-    dtype, tokens, found = next(module.parameters()).dtype, 64, []
+    dtype, tokens, found = torch.bfloat16, 64, []
+    scale = next(module.parameters()).itemsize / dtype.itemsize
     with undisturbed("meta"):
         for change in (None, swap):
             made = {
-                id(p): torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=True)
+                id(p): torch.empty(p.shape, dtype=dtype, device="meta", requires_grad=True)
                 for p in module.parameters()
             }
             clone = _replica(module, made, {}, "grouped_mm", change)
@@ -273,6 +291,6 @@ def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None
                     y = type(clone).forward(clone, x * 1, index, scores * 1)
                 except Exception:  # arbitrary code of others, on a device that it may not know
                     return None
-            found.append(saved.nbytes / tokens)
+            found.append(scale * saved.nbytes / tokens)
             del y
     return found[0], found[1]

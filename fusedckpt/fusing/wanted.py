@@ -62,8 +62,8 @@ def _what(pattern: str, found: list[str], modules: Mapping[str, nn.Module]) -> s
     name = found[0]
     inside = f"; {name + '.*'!r} means what is in it" if any(modules[name].children()) else ""
     return (
-        f"{name or 'the model'}, a {type(modules[name]).__name__}, and no norm, MLP, experts or linear "
-        f"with an activation{inside}"
+        f"{name or 'the model'}, a {type(modules[name]).__name__}, and no norm, MLP or linear with "
+        f"an activation, or experts{inside}"
     )
 
 

@@ -10,8 +10,10 @@ from torch import nn
 
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.private import COMPILED_CHILD, compiled_call
+from fusedckpt.fusing.experts import FusedExperts
 from fusedckpt.fusing.forwards import FusedMLP, FusedNorm
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
+from fusedckpt.layers.experts import Experts
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential, runs
@@ -28,7 +30,8 @@ __all__ = [
     "shares_norms",
 ]
 
-_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedNorm)
+_EXPERTS = (Experts, FusedExperts)
+_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedNorm, *_EXPERTS)
 
 
 def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
@@ -58,7 +61,7 @@ def _offered(module: nn.Module) -> tuple[str, ...]:
         is_mlp = any(run.kind != "layer" for run in runs(list(module)))
         return ("inputs", "preact") if is_mlp else ()
     kind = module._fusedckpt_match.block.kind if isinstance(module, FusedMLP) else ""
-    if isinstance(module, GatedMLP) or kind == "gated_mlp":
+    if isinstance(module, (GatedMLP, *_EXPERTS)) or kind == "gated_mlp":
         return LEVELS
     saves = kind or isinstance(module, (MLP, Linear))
     return ("inputs", "preact") if saves else getattr(module, "save_levels", ())
@@ -79,7 +82,7 @@ def _is_mlp(module: nn.Module) -> bool:
         return module._fusedckpt_match.block.kind != "linear_act"
     if isinstance(module, Sequential):
         return any(run.kind == "mlp" for run in runs(list(module)))
-    return isinstance(module, (MLP, GatedMLP))
+    return isinstance(module, (MLP, GatedMLP, *_EXPERTS))
 
 
 def _is_fused(module: nn.Module) -> bool:

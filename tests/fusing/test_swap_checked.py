@@ -173,7 +173,7 @@ LEFT = {
     ),
     "own parameter": (Own, "its forward computes mul of scale"),
     "in training": (Noisy, "Noisy computes something else while training"),
-    "experts": (Experts, "its weights are 3-dimensional: a mixture of experts is not fused"),
+    "experts": (Experts, "its weights are 3-dimensional: experts have gate_up_proj and down_proj"),
     "attribute": (with_save, "the Plain has an attribute save already"),
     "gradient": (lambda: Plain(PassesGradients()), "its forward uses an autograd.Function"),
 }

@@ -11,8 +11,6 @@ from fusedckpt import fuse, unfuse
 from fusedckpt.fusing.accuracy import Errors, allowed
 from fusedckpt.memory import saved_tensors
 
-BATCHES = 2
-
 
 @pytest.fixture(params=MODELS, scope="module")
 def case(request):
@@ -80,7 +78,7 @@ def test_loss_logits_and_gradients(case, dtype):
     eager = built(case, dtype)
     fused = copy.deepcopy(eager)
     assert fuse(fused).swapped
-    worst_ratio(fused, eager, [case.inputs() for _ in range(BATCHES)])
+    worst_ratio(fused, eager, [case.inputs() for _ in range(case.batches)])
 
 
 def test_less_is_kept(case):

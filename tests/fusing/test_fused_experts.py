@@ -1,0 +1,192 @@
+"""Experts after `fuse`: calls that run fused, calls that do not, and modules that are left."""
+
+import copy
+
+import pytest
+import torch
+from support import DEVICE, saved_bytes
+from torch import nn
+
+import fusedckpt
+from fusedckpt import fuse, unfuse
+from fusedckpt.fusing.accuracy import Errors
+
+transformers = pytest.importorskip("transformers")
+T, D, E, K = 12, 16, 4, 2
+
+
+def experts(name="Qwen3Moe", implementation="eager", **options):
+    """Return a model's experts with random weights."""
+    torch.manual_seed(0)
+    module = __import__(f"transformers.models.{_folder(name)}.modeling_{_folder(name)}")
+    for part in ("models", _folder(name), f"modeling_{_folder(name)}"):
+        module = getattr(module, part)
+    sizes = {"hidden_size": D, "moe_intermediate_size": 24, "intermediate_size": 24}
+    config = getattr(transformers, f"{name}Config")(
+        **{**sizes, "num_experts": E, "num_local_experts": E, **options},
+        experts_implementation=implementation,
+    )
+    made = getattr(module, f"{name}Experts")(config).to(DEVICE)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def _folder(name):
+    return {"Qwen3Moe": "qwen3_moe", "GptOss": "gpt_oss"}[name]
+
+
+def inputs(dtype=torch.float32):
+    x = torch.randn(T, D, device=DEVICE).to(dtype).requires_grad_()
+    scores, index = torch.rand(T, E, device=DEVICE).topk(K)
+    return x, index, scores.to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_under_autocast_and_by_name(name, implementation):
+    """By the error rule, over draws; by name as well as by position."""
+    eager = experts(name, implementation)
+    fused = copy.deepcopy(eager)
+    assert list(fuse(fused).swapped) == [""]
+    sums = [Errors(torch.float32) for _ in range(3)]
+    for _ in range(4):
+        given, found = inputs(), []
+        for module in (fused, eager, copy.deepcopy(eager).double()):
+            is_truth = module is not fused and module is not eager
+            if is_truth:
+                module.config._experts_implementation = "eager"
+            x, index, scores = [
+                t.double() if is_truth and t.is_floating_point() else t for t in given
+            ]
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=not is_truth):
+                y = module(x, index, scores)
+            found.append([y, *torch.autograd.grad(y.sin().sum(), (given[0], given[2]))])
+        for errors, ours, theirs, truth in zip(sums, *found, strict=True):
+            errors.add(ours.detach(), theirs.detach(), truth.detach())
+    assert [errors.problem() for errors in sums] == [None] * 3
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    if name == "GptOss":
+        names = ("hidden_states", "router_indices", "routing_weights")
+    assert torch.equal(fused(**dict(zip(names, given, strict=True))), fused(*given))
+    assert not fusedckpt.fuse(fused).fallbacks
+
+
+def test_levels_chunks_and_undo():
+    module, given = experts(), inputs()
+    expected, kind = module(*given), type(module)
+    attributes = set(vars(module))
+    report = fuse(module, save="preact", chunks=2)
+    assert report.swapped == {"": "Qwen3MoeExperts -> experts (silu, 2 chunks)"}
+    assert "fused as experts, save=preact" in repr(module)
+    torch.testing.assert_close(module(*given), expected)
+    own = 4 * T * (D + K) + 8 * T * K
+
+    def call(x, index, scores):
+        return module(x, index, scores)
+
+    assert saved_bytes(call, given) == own + 4 * T * K * 2 * 24
+    with fusedckpt.saving("inputs"):
+        assert saved_bytes(call, given) == own
+    unfuse(module)
+    assert (type(module), set(vars(module))) == (kind, attributes)
+    assert fuse(module, experts=False).swapped == {}
+
+
+def test_expert_parallel_tokens_and_changes():
+    """Tokens of other ranks add nothing; with another activation its own forward runs."""
+    module = experts()
+    eager = copy.deepcopy(module)
+    report = fuse(module)
+    x, index, scores = inputs()
+    index[:3] = E
+    torch.testing.assert_close(module(x, index, scores), eager(x, index, scores))
+    module.act_fn = eager.act_fn = nn.ReLU()
+    torch.testing.assert_close(module(x, index, scores), eager(x, index, scores))
+    assert report.fallbacks == {"": "act_fn has changed since it was fused"}
+
+
+class Scaled(nn.Module):
+    """Experts whose result is doubled: recognised, but not equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(E, 48, D))
+        self.down_proj = nn.Parameter(torch.randn(E, D, 24))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x, index, scores):
+        return 2 * fusedckpt.functional.experts(x, index, scores, self.gate_up_proj, self.down_proj)
+
+
+class Squashed(Scaled):
+    def _apply_gate(self, z):
+        gate, up = z.chunk(2, -1)
+        return self.act_fn(gate) * up.tanh()
+
+
+class Normed(Scaled):
+    def __init__(self):
+        super().__init__()
+        self.post_expert_norm = nn.LayerNorm(D)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Scaled, "output at inputs of 1: error"),
+        (Squashed, "its gating is none of ours"),
+        (Normed, "its experts have other parameters: post_expert_norm.weight"),
+    ],
+)
+def test_left_and_named(kind, reason):
+    report = fuse(kind().to(DEVICE), norm=False)
+    assert report.swapped == {}
+    assert reason in report.left[""]
+    assert report.kinds == {"": "experts"}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_lora_on_experts_parameters(is_first):
+    """peft's target_parameters, from before or after `fuse`: the experts run fused."""
+    peft = pytest.importorskip("peft")
+
+    def made(fuses):
+        torch.manual_seed(1)
+        model = nn.ModuleDict({"experts": experts()})
+        report = fuse(model) if fuses and is_first else None
+        names = ["experts.gate_up_proj", "experts.down_proj"]
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=names)
+        model = peft.get_peft_model(model, config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.3)
+        return model, fuse(model) if fuses and not is_first else report
+
+    (fused, report), (eager, _) = made(True), made(False)
+    assert len(report.swapped) == 1
+
+    def run(model):
+        def call(x, index, scores):
+            layer = model.base_model.model["experts"]
+            y = layer(x, index.long(), scores)
+            adapters = [p for p in model.parameters() if p.requires_grad]
+            assert len(adapters) == 4
+            grads = torch.autograd.grad(y.sum(), adapters, retain_graph=True)
+            return (y, *(grad.detach() for grad in grads))
+
+        return call
+
+    given = inputs()
+    for ours, theirs in zip(run(fused)(*given), run(eager)(*given), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert not report.fallbacks
+
+
+def test_compiles_in_one_graph():
+    module, given = experts(implementation="grouped_mm"), inputs()
+    expected = module(*given)
+    fuse(module)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given), expected)
+    assert saved_bytes(compiled, given) <= 4 * T * (D + K) + 8 * T * K
