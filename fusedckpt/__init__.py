@@ -13,6 +13,7 @@ from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
+from fusedckpt.layers.approximate import ReGELU2, ReSiLU2
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.experts import ClampedSwiGLU, Experts
 from fusedckpt.layers.head import LinearCrossEntropy, TokenLogprobs
@@ -41,6 +42,8 @@ __all__ = [
     "Plan",
     "QuantisedWeight",
     "RMSNorm",
+    "ReGELU2",
+    "ReSiLU2",
     "Sequential",
     "TokenLogprobs",
     "checkpoint",

@@ -1,5 +1,6 @@
 """The functions behind the modules, with torch.nn.functional's argument order."""
 
+from fusedckpt.layers.approximate import regelu2, resilu2
 from fusedckpt.layers.experts import experts
 from fusedckpt.layers.head import linear_cross_entropy, token_logprobs
 from fusedckpt.layers.linear import linear_act
@@ -17,6 +18,8 @@ __all__ = [
     "linear_cross_entropy",
     "mlp",
     "norm_linear",
+    "regelu2",
+    "resilu2",
     "rms_norm",
     "token_logprobs",
 ]

@@ -61,7 +61,9 @@ sys.path.append("tests")
 from cases import CASES
 from support import as_tuple
 
-assert {{case.name.partition("-")[0] for case in CASES}} == set(functional.__all__)
+# an approximate derivative has no eager twin to equal
+exact = set(functional.__all__) - {{"regelu2", "resilu2"}}
+assert {{case.name.partition("-")[0] for case in CASES}} == exact
 for case in CASES:
     inputs = case.inputs((5,), 6, 9)
     pair = (as_tuple(function(*inputs)) for function in (case.fused, case.eager))

@@ -189,10 +189,10 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     path = "eager" if DISABLED else path_of(torch.device(device), dtype)
     blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
     norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-    heads = ("linear_cross_entropy", "token_logprobs")
+    others = ("linear_cross_entropy", "token_logprobs", "regelu2", "resilu2")
     # of experts, torch's own GEMMs and elementwise ops
     experts = {"experts": "eager" if DISABLED else "aten"}
-    return dict.fromkeys((*blocks, *norms, *heads), path) | experts
+    return dict.fromkeys((*blocks, *norms, *others), path) | experts
 
 
 class Path(Enum):

@@ -31,6 +31,7 @@ class Walk(Writer):
         super().__init__(program, chunked)
         self.saved, self.wanted = saved, wanted[len(program.inputs) :]
         self.makers = {step.out: step for step in program.steps}
+        self.makers |= {step.extra: step for step in program.steps if step.extra is not None}
         # gradients of values: those that passes gave, and those that passed a step unchanged
         self.grads: dict[str, Node] = {}
         self.totals: dict[str, Node] = {}
@@ -77,11 +78,19 @@ class Walk(Writer):
                     due, waiting = waiting, []
                     if due:
                         one = one._replace(gives=(*one.gives, "y"))
+                if one.gives == ("r0",) and self.reads_extra(step):
+                    one = one._replace(reads=step.op.extra_reads)
                 self.emit(step, one, dy)
             for entry in due:
                 self.emit(*entry)
         for entry in waiting:
             self.emit(*entry)
+
+    def reads_extra(self, step: Step) -> bool:
+        """Whether the gradient of x is that from the extra result, unless x itself is saved."""
+        if step.extra is None:
+            return False
+        return step.extra in self.saved or step.reads[0] not in self.saved
 
     def comes(self, value: Any) -> bool:
         """Whether a pass yet to run makes a value, or the values that it is recomputed from."""
@@ -121,7 +130,10 @@ class Walk(Writer):
         step = self.makers[value]
         for name in step.reads:
             self.need(name)
-        self.make(step)
+        if value == step.extra:
+            self.keep(value, step.op.with_extra(self, self.reads(step), self.params(step))[1])
+        else:
+            self.make(step)
         return self.nodes[value]
 
     def emit(self, step: Step, one: Pass, dy: Node) -> None:

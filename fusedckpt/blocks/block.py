@@ -199,6 +199,12 @@ def _twin_gradients(
     """Return gradients by the eager reference, as a graph that can be differentiated again."""
     call: Call = ctx.call
     program, like, count = call.program, _first(dys), call.num_inputs
+    products = [name for name in program.products if given.get(name) is not None]
+    if any(step.extra and step.reads[0] not in products for step in program.steps):
+        raise RuntimeError(
+            f"{call.name}: create_graph=True needs a derivative that can be differentiated again, "
+            "and an approximate one, or one from the result alone, cannot"
+        )
     if ctx.unread is not None:
         numbers = [index - count for index in ctx.saved.unread]
         given = given | dict(zip(numbers, ctx.unread.read(), strict=True))

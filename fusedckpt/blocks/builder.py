@@ -88,9 +88,16 @@ class Builder:
         self.metas.append(meta)
         return None if meta is None else len(self.params) - 1
 
-    def add(self, op: Any, out: str, reads: Sequence[str], params: Sequence[Any] = ()) -> str:
+    def add(
+        self,
+        op: Any,
+        out: str,
+        reads: Sequence[str],
+        params: Sequence[Any] = (),
+        extra: str | None = None,
+    ) -> str:
         """Add a step, and return the name of its output."""
-        self.steps.append(Step(op, out, tuple(reads), tuple(params)))
+        self.steps.append(Step(op, out, tuple(reads), tuple(params), extra))
         return out
 
     def norm(self, op: Norm, weight: Any, bias: Any, reads: str = "x", out: str = "n") -> str:

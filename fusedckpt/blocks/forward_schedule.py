@@ -24,6 +24,10 @@ def forward(program: Program, products: Flags, chunked: bool = False) -> Schedul
         step = steps.pop(0)
         if steps and _joins(step, steps[0]):
             _make_joined(writer, step, steps.pop(0), step.out in names)
+        elif step.extra in names:
+            found = step.op.with_extra(writer, writer.reads(step), writer.params(step))
+            for name, node in zip((step.out, step.extra), found, strict=True):
+                writer.keep(name, node)
         else:
             writer.make(step)
     outputs = [writer.nodes[name] for name in names]

@@ -43,7 +43,8 @@ class Options(NamedTuple):
 
     name: the name in errors about tensors, caller: about options; norm: a NormSpec without its
     tensors, of `kinds`; over: the shape of a module's norm; save: the level that a call names,
-    default: its module's; is_module: whether it is a module's call.
+    default: its module's; is_module: whether it is a module's call; approximate: whether level
+    "preact" saves codes in place of a pre-activation.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Options(NamedTuple):
     dropout: float = 0.0
     output_dropout: float = 0.0
     is_module: bool = False
+    approximate: bool = False
 
     @property
     def num_seeds(self) -> int:
@@ -69,8 +71,8 @@ class Options(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether no linear is adapted and nothing is dropped."""
-        return not (self.linears.parts or self.num_seeds)
+        """Whether no linear is adapted, nothing is dropped and nothing approximate."""
+        return not (self.linears.parts or self.num_seeds or self.approximate)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,6 +86,7 @@ class Options(NamedTuple):
         level = levels.chosen(caller, (self.save, override, self.default), LEVELS[function])
         activation = validate.activation(caller, self.activation)
         validate.block(caller, self.residual, self.chunks)
+        validate.approximate(caller, self.approximate, activation, "" if override else level)
         for key in ("dropout", "output_dropout"):
             arguments.probability(caller, key, getattr(self, key))
         if self.kernel is not None:
@@ -154,7 +157,8 @@ class Options(NamedTuple):
             return Path.REFERENCE
         b, shape = Builder(around, dtype), shape_of(linears[-1])
         hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
-        found = self._steps(b, x, spec, linears, hidden)
+        codes = "codes" if self.approximate and level == "preact" else None
+        found = self._steps(b, x, spec, linears, hidden, codes)
         found |= {"level": level if around.grad else "inputs", "chunks": self._chunks(b, x, shape)}
         read = None if spec is not None or x.dtype == dtype else dtype
         x = x if read is None else x._replace(dtype=read)
@@ -175,11 +179,17 @@ class Options(NamedTuple):
         return dispatch.variant_for(function, x, dtype, sizes, wish, KERNELS[function])
 
     def _steps(
-        self, b: Builder, x: Meta, spec: NormSpec | None, linears: Sequence[Parts], hidden: Hidden
+        self,
+        b: Builder,
+        x: Meta,
+        spec: NormSpec | None,
+        linears: Sequence[Parts],
+        hidden: Hidden,
+        codes: str | None,
     ) -> dict[str, Any]:
         """Add the steps; return the arguments of the call.
 
-        spec: of the norm, with the metas of its tensors.
+        spec: of the norm, with the metas of its tensors; codes: their name, None for none.
         """
         read, adds = "x", bool(self.residual) and x.dtype == b.dtype
         has_last, function = self.linears.last is not None, self.linears.function
@@ -202,7 +212,8 @@ class Options(NamedTuple):
         for out, number in list(zip(results, firsts, strict=True))[::-1]:
             b.apply(number, wide, read, out)
         if products:
-            results = [b.add(hidden, "h" if has_last else "y", products)]
+            results = [b.add(hidden, "h" if has_last else "y", products, extra=codes)]
+            products = (*products, *((codes,) if codes else ()))
         if has_last:
             y = b.dropout(self.dropout, 0, results[0], "dropped")
             y = b.apply(numbers[-1], None, y, "down")
@@ -237,6 +248,27 @@ def norm_kernel(x: Meta, dtype: torch.dtype) -> str:
     """Return which kernels normalise tensors like x."""
     on_aten = 0 in x.shape or dispatch.path_of(x.device, dtype) == "aten"
     return "aten" if on_aten else "triton"
+
+
+class ActOptions(NamedTuple):
+    """The options of an activation with an approximate derivative."""
+
+    name: str
+    activation: str
+    is_module: bool = False
+    names: tuple[str, ...] = ("x",)
+
+    def chosen(self, override: str | None) -> None:
+        """Has no levels."""
+
+    def settle(self, around: Around, x: Any) -> Call | Path:
+        """Refuse a tensor that kernels do not take."""
+        validate.tensors(self.name, self.names, (x,))
+        if around.twin:
+            return Path.REFERENCE
+        b = Builder(around, x.dtype)
+        b.add(Hidden(self.activation, norm_kernel(x, x.dtype)), "y", ("x",), extra="codes")
+        return b.call(self.name, {"x": x}, ["y"], {"products": ("codes",)}, level="preact")
 
 
 class NormOptions(NamedTuple):

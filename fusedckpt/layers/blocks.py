@@ -83,6 +83,7 @@ class _Block(nn.Module):
     names: tuple[str, ...]
     # of modules that were pickled before there were any
     dropout = output_dropout = 0.0
+    approximate = False
 
     def __init__(
         self,
@@ -100,18 +101,20 @@ class _Block(nn.Module):
         chunks: int | None = None,
         dropout: float = 0.0,
         output_dropout: float = 0.0,
+        approximate: bool = False,
     ):
         name, out = type(self).__name__, in_features if out_features is None else out_features
         sizes = {"in_features": in_features, "hidden_features": hidden_features}
         constructors.linear(name, sizes | {"out_features": out}, bias, device, dtype)
         constructors.block(name, in_features, out, norm, residual)
         drops = {"dropout": dropout, "output_dropout": output_dropout}
-        given = {"default": save, "chunks": chunks, **drops}
+        given = {"default": save, "chunks": chunks, **drops, "approximate": approximate}
         activation, _ = Options(name, name, self.linears, activation, **given).chosen(None)
         super().__init__()
         self.norm = norm
         self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
         self.dropout, self.output_dropout = dropout, output_dropout
+        self.approximate = approximate
         for child in self.names[:-1]:
             self.add_module(child, nn.Linear(in_features, hidden_features, bias, device, dtype))
         self.add_module(self.names[-1], nn.Linear(hidden_features, out, bias, device, dtype))
@@ -131,6 +134,7 @@ class _Block(nn.Module):
             dropout=self.dropout if is_dropping else 0.0,
             output_dropout=self.output_dropout if is_dropping else 0.0,
             is_module=True,
+            approximate=self.approximate,
         )
         are_linears, is_norm = _are("l", *linears), norm is None or _are("n", norm)
         pairs = [(linear.weight, linear.bias) for linear in linears] if are_linears else []
@@ -168,7 +172,7 @@ class _Block(nn.Module):
     def extra_repr(self) -> str:
         """Describe the settings that no child shows."""
         found = [f"{key}={getattr(self, key)}" for key in ("activation", "residual", "save")]
-        extras = {"chunks": None, "dropout": 0.0, "output_dropout": 0.0}
+        extras = {"chunks": None, "dropout": 0.0, "output_dropout": 0.0, "approximate": False}
         found += [f"{k}={getattr(self, k)}" for k, off in extras.items() if getattr(self, k) != off]
         return ", ".join(found)
 
@@ -183,7 +187,7 @@ class MLP(_Block):
         activation: see `functional.linear_act`.
         bias, device, dtype: of both linears, as nn.Linear has them.
         norm: a norm module over D, which becomes the child `norm`, or None.
-        residual, save, chunks: see `functional.mlp`.
+        residual, save, chunks, approximate: see `functional.mlp`.
         dropout, output_dropout: probabilities for the hidden layer and the result, in training
             only.
 
@@ -198,7 +202,7 @@ class GatedMLP(_Block):
 
         y = down_proj(act(gate_proj(n)) * up_proj(n)), n = norm(x), plus x if residual
 
-    Arguments as in MLP, without biases by default; save also takes "gate", see
+    Arguments as in MLP but `approximate`, without biases by default; save also takes "gate", see
     `functional.gated_mlp`. Children are `gate_proj`, `up_proj`, `down_proj` and, where given,
     `norm`.
     """

@@ -5,6 +5,7 @@ import torch
 from bench.launches import benchmarked, hybrids, linears, meta, norms
 from fusedckpt.kernels import norm
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.kernels.codes import coded_act, coded_grad
 from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
 from fusedckpt.kernels.dropout import dropout
 from fusedckpt.kernels.elementwise import HiddenGrad
@@ -55,6 +56,14 @@ def gates() -> None:
         hybrid_grad(dy, down, grads, "silu", (True, True))
 
 
+def codes() -> None:
+    """Activations with codes, in place, for rows of a model and rows that four does not divide."""
+    for activation, dtype, n in (("gelu", torch.bfloat16, 14336), ("silu", torch.float32, 1001)):
+        z = meta(8192, n, dtype=dtype)
+        _, packed = coded_act(z, activation, "split", out=z)
+        coded_grad(z, packed, activation, "split", out=z)
+
+
 def every_size() -> None:
     benchmarked()
     everything()
@@ -65,6 +74,7 @@ def everything() -> None:
     dropouts()
     heads()
     gates()
+    codes()
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))
     # rows of 1001 bf16 elements are not 16-byte aligned: pointer loads

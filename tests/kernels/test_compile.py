@@ -32,6 +32,8 @@ def test_guard(compiled, chip):
         "act_kernel",
         "act_grad_kernel",
         "cross_entropy_kernel",
+        "coded_act_kernel",
+        "coded_grad_kernel",
         "dropout_kernel",
         "norm_kernel",
         "norm_grad_kernel",
