@@ -183,7 +183,7 @@ class DeferredLogits(Tensor):
             changed = operands
         elif name == "__getitem__" and _slices_rows(value):
             hidden = operands.hidden.reshape(*self.shape[:-1], -1)
-            changed = operands._replace(hidden=hidden[value])
+            changed = operands._replace(hidden=hidden[args[0]])
         if changed is None:
             return None
         like = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args)
