@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def pair(bias=True):
     fused = copy.deepcopy(eager)
     report = fuse(fused, head=True)
     assert report.swapped == {"lm_head": "Linear -> deferred logits"}
-    assert re.search(r"head +1 +1 +0", str(report))
+    assert "1 x Linear -> deferred logits" in str(report)
     return eager, fused
 
 
