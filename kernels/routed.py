@@ -161,18 +161,20 @@ def product(
     return per_token(y, route)
 
 
-def weight_grad(a: Tensor, b: Tensor, route: Route) -> Tensor:
-    """Return a' b of each expert's rows, [E, M, N]."""
+def weight_grad(a: Tensor, b: Tensor, route: Route, total: Tensor | None = None) -> Tensor:
+    """Return a' b of each expert's rows, [E, M, N], added to `total` if given."""
     rows, others = as_rows(a, route), as_rows(b, route)
     if route.pieces is None:
         found = F.grouped_mm(rows.t(), others, offs=route.ends)
         starts = torch.cat((route.ends.new_zeros(1), route.ends[:-1]))
         # of no rows a kernel need not write any
-        return found.masked_fill_((starts == route.ends)[:, None, None], 0)
-    found = rows.new_zeros(len(route.ends), rows.shape[1], others.shape[1])
+        found.masked_fill_((starts == route.ends)[:, None, None], 0)
+        return found if total is None else total.add_(found)
+    if total is None:
+        total = rows.new_zeros(len(route.ends), rows.shape[1], others.shape[1])
     for expert, part in route.pieces:
-        torch.mm(rows[part].t(), others[part], out=found[expert])
-    return found
+        add_product(total[expert], rows[part].t(), others[part])
+    return total
 
 
 def weight_sum(total: Tensor | None, a: Tensor, b: Tensor, route: Route) -> Tensor:
@@ -181,12 +183,7 @@ def weight_sum(total: Tensor | None, a: Tensor, b: Tensor, route: Route) -> Tens
         wide, top_k = torch.promote_types(a.dtype, torch.float32), route.places.shape[1]
         shape = len(route.ends), a.shape[1] // top_k, b.shape[1] // top_k
         total = a.new_zeros(shape, dtype=wide)
-    if route.pieces is None:
-        return total.add_(weight_grad(a, b, route))
-    rows, others = as_rows(a, route), as_rows(b, route)
-    for expert, part in route.pieces:
-        add_product(total[expert], rows[part].t(), others[part])
-    return total
+    return weight_grad(a, b, route, total)
 
 
 def bias_grad(dy: Tensor, route: Route, scores: Tensor | None = None) -> Tensor:
@@ -221,7 +218,7 @@ def gated(z: Tensor, u: Tensor | None, scores: Tensor, route: Route, gating: Gat
     """Return act(gate) * up times the score of each row."""
     gate, up = halves(z, u, gating, route)
     s, h = of_rows(scores, route), gate.new_empty(gate.shape)
-    for rows in row_blocks(gate):
+    for rows in _blocks(gate):
         value, factor = _value(*_wide(gate[rows], up[rows]), gating)
         torch.mul(value.mul_(factor), s[rows], out=h[rows])
     return per_token(h, route)
@@ -250,7 +247,7 @@ def gated_grad(
     h = torch.empty_like(dh) if h is None and needs[0] else h
     dhs, s = as_rows(dh, route), of_rows(scores, route)
     ds = s.new_empty(s.shape, dtype=torch.promote_types(z.dtype, torch.float32))
-    for rows in row_blocks(gate):
+    for rows in _blocks(gate):
         grad, *pair = _wide(dhs[rows], gate[rows], up[rows])
         value, factor = _value(*pair, gating)
         product = value * factor
@@ -261,6 +258,14 @@ def gated_grad(
             torch.mul(product, s[rows], out=as_rows(h, route)[rows])
         _write_grads(grad, value, factor, *pair, gating, (dgate[rows], dup[rows]))
     return h, dz, du, of_slots(ds, route) if needs[1] else None
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """Cut rows into blocks: temporaries are a few times as wide as x."""
+    if x.device.type == "cpu":
+        return row_blocks(x)
+    step = max(1024, -(-len(x) // 8))
+    return [slice(start, start + step) for start in range(0, len(x), step)]
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Call, Layout
 from fusedckpt.blocks.program import Program
-from fusedckpt.blocks.routed_steps import Combine, Gated, Gather, Grouped, Route
+from fusedckpt.blocks.routed_steps import Gated, Grouped, Move, Route
 from fusedckpt.kernels import routed
 from fusedckpt.kernels.routed import ClampedSwiGLU, Gating
 
@@ -145,13 +145,13 @@ class ExpertOptions(NamedTuple):
         by_kernel = routed.has_kernel(x.device, dtype, x.shape[-1], *sizes)
         grouped = Grouped(top_k, self.is_transposed, dtype)
         b.add(Route(num_experts, by_kernel), "route", ("index",))
-        b.add(Gather(top_k, dtype), "rows", ("x", "route"))
+        b.add(Move(top_k, gathers=True, dtype=dtype), "rows", ("x", "route"))
         for out, number in zip(self.products, numbers, strict=False):
             b.add(grouped, out, ("rows", "route"), number)
         b.add(Gated(gating, not self.is_split), "h", (*self.products, "scores", "route"))
         reads = ("h", "route") if weights[-1][1] is None else ("h", "route", "scores")
         b.add(grouped, "down_rows", reads, numbers[-1])
-        b.add(Combine(top_k, dtype), "y", ("down_rows", "route"))
+        b.add(Move(top_k, gathers=False, dtype=dtype), "y", ("down_rows", "route"))
 
     def eager(self, x: Tensor, index: Tensor, scores: Tensor, *weights: Any) -> Tensor:
         """Return the result by torch's own ops."""

@@ -13,22 +13,23 @@ from torch import Tensor
 from fusedckpt.kernels import routed
 
 
+def _route(x: Tensor, ends: Tensor) -> routed.Route:
+    """Return a route of rows that are sorted already."""
+    numbers = torch.arange(len(x), device=x.device)
+    pieces = routed.pieces_of([0, *ends.tolist()])
+    return routed.Route(numbers, numbers[:, None], ends, pieces)
+
+
 @torch.library.custom_op("fusedckpt::grouped_product", mutates_args=())
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return x [R, K] times the weight [E, K, N] of each row's expert, zero for no expert's."""
-    y = x.new_zeros(x.shape[0], weight.shape[2])
-    for expert, part in routed.pieces_of([0, *ends.tolist()]):
-        torch.mm(x[part], weight[expert], out=y[part])
-    return y
+    return routed.product(x, weight, None, _route(x, ends))
 
 
 @torch.library.custom_op("fusedckpt::grouped_weight_grad", mutates_args=())
 def grouped_weight_grad(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return x' dy of each expert's rows, [E, K, N]."""
-    found = x.new_zeros(ends.shape[0], x.shape[1], dy.shape[1])
-    for expert, part in routed.pieces_of([0, *ends.tolist()]):
-        torch.mm(x[part].t(), dy[part], out=found[expert])
-    return found
+    return routed.weight_grad(x, dy, _route(x, ends))
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -43,60 +43,39 @@ class Route(Op):
 
 
 @dataclass(frozen=True)
-class Gather(Op):
-    """Each token's row of x, once for every slot; reads x and a route."""
+class Move(Op):
+    """Each token's row of x once for every slot, or the sum of each token's rows.
+
+    Each is the other's gradient. Reads x and a route.
+    """
 
     top_k: int
+    gathers: bool
     dtype: torch.dtype | None = None
 
     def width(self, read: int, weight: Any) -> int:
-        """Return the features of K rows."""
-        return self.top_k * read
+        """Return the features of K rows, or of one."""
+        return self.top_k * read if self.gathers else read // self.top_k
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give the sum of the slots' gradients."""
+        """Give the gradient of x."""
         return [Pass(wants, ("r1",))]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
-        """Write the rows."""
-        return [code.call(routed.gather, *reads)]
+        """Write the rows, or the sum."""
+        return [code.call(routed.gather if self.gathers else routed.combine, *reads)]
 
     def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
         """Write the gradient of x."""
-        return {"r0": code.call(routed.combine, one.dy, one.reads["r1"], dtype=self.dtype)}
+        fn, dy = routed.combine if self.gathers else routed.gather, code.cast(one.dy, self.dtype)
+        return {"r0": code.call(fn, dy, one.reads["r1"], dtype=self.dtype)}
 
     def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
-        """Return the rows by torch's ops."""
-        return routed.gather(reads[0].to(self.dtype), reads[1])
-
-
-@dataclass(frozen=True)
-class Combine(Op):
-    """The sum of each token's rows; reads rows and a route."""
-
-    top_k: int
-    dtype: torch.dtype | None = None
-
-    def width(self, read: int, weight: Any) -> int:
-        """Return the features of a row."""
-        return read // self.top_k
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give each slot the gradient of its token."""
-        return [Pass(wants, ("r1",))]
-
-    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
-        """Write the sum."""
-        return [code.call(routed.combine, *reads)]
-
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
-        """Write the gradient of the rows."""
-        dy = code.cast(one.dy, self.dtype)
-        return {"r0": code.call(routed.gather, dy, one.reads["r1"], dtype=self.dtype)}
-
-    def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
-        """Return the sum by torch's ops."""
-        return routed.as_rows(*reads)[reads[1].places].sum(1)
+        """Return the rows, or the sum, by torch's ops."""
+        x, route = reads
+        if self.gathers:
+            return routed.gather(x.to(self.dtype), route)
+        return routed.as_rows(x, route)[route.places].sum(1)
 
 
 @dataclass(frozen=True)

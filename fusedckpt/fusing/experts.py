@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -19,23 +20,19 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks.eager import gated
 from fusedckpt.blocks.experts import LEVELS
-from fusedckpt.fusing.accuracy import FLOOR, Errors
 from fusedckpt.fusing.forwards import Swap, of_chunks
-from fusedckpt.fusing.held import is_function, is_simple
-from fusedckpt.fusing.replica import Draw, replica, undisturbed
+from fusedckpt.fusing.held import Part, is_function, is_simple
+from fusedckpt.fusing.replica import replica, undisturbed
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.verification import small_sizes
+from fusedckpt.fusing.verification import difference, saved_per_token
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.routed import ClampedSwiGLU, Gating
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.experts import experts
 from fusedckpt.layers.fallbacks import Fallback
-from fusedckpt.memory import saved_tensors
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
-# of inputs: a clamp that verification at 1 alone would not reach
-SCALES = (1.0, 30.0)
 
 
 class ExpertsMatch(NamedTuple):
@@ -84,15 +81,14 @@ class FusedExperts(nn.Module):
             return "arguments", ""
         if not dispatch.are_plain(x, index, scores, *weights.values()):
             return fallbacks.unplain(x, **weights)
+        weight: Any = weights[_WEIGHTS[0]]
         implementation = getattr(vars(self).get("config"), "_experts_implementation", None)
         if implementation not in (None, "eager"):
             # they multiply in the weights' dtype, and ignore autocast
             with torch.autocast(x.device.type, enabled=False):
-                return self._computed(x.to(weights[_WEIGHTS[0]].dtype), index, scores, weights).to(
-                    x.dtype
-                )
+                return self._computed(x.to(weight.dtype), index, scores, weights).to(x.dtype)
         is_cast = dispatch.autocast_dtype(x.device) is not None
-        if x.dtype != weights[_WEIGHTS[0]].dtype and not is_cast:
+        if x.dtype != weight.dtype and not is_cast:
             return "dtype", x.dtype
         return self._computed(x, index, scores, weights).to(x.dtype)
 
@@ -175,12 +171,12 @@ def _gating_of(module: Any) -> Gating | None:
     act: Any = getattr(module, "act_fn", None)
     with undisturbed("cpu"), torch.no_grad(), torch.device("cpu"):
         for gating in _candidates(module):
-            pair = _split(z, gating)
+            g, u = _split(z, gating)
             try:
-                found = gate(z.clone()) if callable(gate) else act(pair[0].clone()) * pair[1]
+                found: Any = gate(z.clone()) if callable(gate) else act(g.clone()) * u
             except Exception:  # arbitrary code of others
                 return None
-            if torch.allclose(found, gated(*pair, gating), rtol=1e-9, atol=1e-9):
+            if torch.allclose(found, gated(g, u, gating), rtol=1e-9, atol=1e-9):
                 return gating
     return None
 
@@ -199,98 +195,51 @@ def _candidates(module: nn.Module) -> Iterator[Gating]:
             yield ClampedSwiGLU(alpha, limit, offset, is_interleaved)
 
 
-def difference(module: nn.Module, swap: Swap) -> str | None:
-    """Return how a swap changes outputs or gradients, None if it does not; see `verification`."""
-    own = next(module.parameters()).dtype
-    sizes = small_sizes(module)
-    with undisturbed("cpu"):
-        for scale in SCALES:
-            found: list[Errors] = []
-            for seed in range(2):
-                draw = Draw(module, swap.features, sizes, seed=seed)
-                runs = ((torch.float64, None), (own, None), (own, swap))
-                try:
-                    truth, eager, ours = [_results(module, draw, scale, *run) for run in runs]
-                except Exception as error:  # arbitrary code of others
-                    return f"its check failed: {type(error).__name__}: {error}"
-                found = found or [Errors(own) for _ in ours]
-                for errors, *three in zip(found, ours, eager, truth, strict=True):
-                    errors.add(*three)
-            floor = FLOOR if scale == 1 else 8 * FLOOR
-            problems = [errors.problem(floor=floor, least=scale) for errors in found]
-            for name, problem in zip(
-                ("output", "gradient of x", "of scores"), problems, strict=False
-            ):
-                if problem is not None:
-                    return f"{name} at inputs of {scale:g}: {problem}"
-            if any(problems):
-                return f"gradient of a parameter: {next(filter(None, problems))}"
-    return None
+class _Routed(nn.Module):
+    """Experts behind a router that has no parameters, as a module that verification can run."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route by the digits of two features, which are the same in every dtype."""
+        rows, weight = x.flatten(0, -2), getattr(self.experts, _WEIGHTS[0])
+        index = (rows[:, :2].detach().double() * 1024).long() % weight.shape[0]
+        return type(self.experts).forward(self.experts, rows, index, rows[:, :2])
 
 
-def _results(
-    module: nn.Module, draw: Draw, scale: float, dtype: torch.dtype, swap: Swap | None
-) -> list[Tensor]:
-    """Return the output, and the gradients of x, scores and parameters, of a replica."""
-    own = next(module.parameters()).dtype
+@dataclass(frozen=True)
+class _RoutedSwap(Swap):
+    """The swap of experts behind a router."""
 
-    def leaf(value: Tensor) -> Tensor:
-        # rounded to the module's dtype first, as inputs are exact for both
-        return value.to(own).to(dtype).requires_grad_(True)
-
-    made = {}
-    for key, value in draw.values.items():
-        made[key] = leaf(value * value.shape[-1] ** -0.5 if value.dim() == 3 else value)
-    num = next(value.shape[0] for value in draw.values.values())
-    x, generator = leaf(draw.x.flatten(0, 1) * scale), torch.Generator().manual_seed(1)
-    order = torch.rand(len(x), num, generator=generator, dtype=torch.float64, device="cpu")
-    values, index = order.topk(min(2, num))
-    scores = leaf(values)
-    clone = _replica(module, made, draw.sizes, "eager", swap)
-    y = type(clone).forward(clone, x, index, scores)
-    dy = torch.ones_like(y).cumsum(-1).sin()
-    wanted = [x, scores, *made.values()]
-    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+    def apply(self, module: nn.Module) -> None:
+        """Change the experts' class."""
+        super().apply(module.get_submodule("experts"))
 
 
-def _replica(
-    module: nn.Module, made: dict[int, Tensor], sizes: Any, implementation: str, swap: Swap | None
-) -> Any:
-    """Return a replica by an implementation of transformers', swapped if a swap is given."""
-    clone = replica(module, lambda p, _: made[id(p)], training=True, sizes=sizes)
+def _routed(module: nn.Module, implementation: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy behind a router, by an implementation of transformers'; on meta in a dtype."""
+
+    def parameter(p: Tensor, path: Any) -> Tensor:
+        return p if dtype is None else torch.empty(p.shape, dtype=dtype, device="meta")
+
+    clone = replica(module, parameter)
     if "config" in vars(clone):
         clone.config = copy.copy(clone.config)
         clone.config._experts_implementation_internal = implementation
-    if swap is not None:
-        match = swap.attributes["_fusedckpt_match"]._replace(held=())
-        swap.apply(clone)
-        clone._fusedckpt_match = match
-    return clone
+    return _Routed(clone)
 
 
-def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None:
-    """Return the bytes saved per token before and after, for two experts each; see `verification`.
-
-    None where the original does not run on meta tensors. Those of transformers do in bfloat16
-    alone, which is scaled to the module's dtype.
-    """
-    dtype, tokens, found = torch.bfloat16, 64, []
-    scale = next(module.parameters()).itemsize / dtype.itemsize
-    with undisturbed("meta"):
-        for change in (None, swap):
-            made = {
-                id(p): torch.empty(p.shape, dtype=dtype, device="meta", requires_grad=True)
-                for p in module.parameters()
-            }
-            clone = _replica(module, made, {}, "grouped_mm", change)
-            x = torch.empty(tokens, *swap.features, dtype=dtype, device="meta", requires_grad=True)
-            scores = torch.empty(tokens, 2, device="meta", requires_grad=True)
-            index = torch.empty(tokens, 2, dtype=torch.int64, device="meta")
-            with saved_tensors() as saved:
-                try:
-                    y = type(clone).forward(clone, x * 1, index, scores * 1)
-                except Exception:  # arbitrary code of others, on a device that it may not know
-                    return None
-            found.append(scale * saved.nbytes / tokens)
-            del y
-    return found[0], found[1]
+def checked(module: nn.Module, swap: Swap, verify: bool) -> Swap | str:
+    """Return a swap with the bytes saved per token for two experts, or how it changes results."""
+    given = {field.name: getattr(swap, field.name) for field in fields(swap)}
+    routed = _RoutedSwap(**given)
+    problem = difference(_routed(module, "eager"), routed) if verify else None
+    if problem is not None:
+        return problem
+    # transformers' grouped_mm runs on meta tensors in bfloat16 alone
+    saved = saved_per_token(_routed(module, "grouped_mm", torch.bfloat16), routed)
+    scale = next(module.parameters()).itemsize / 2
+    saved = None if saved is None else (scale * saved[0], scale * saved[1])
+    return replace(swap, parts={"": Part(swap.kind, swap.change, saved)})

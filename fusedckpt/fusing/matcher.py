@@ -92,11 +92,12 @@ class Matcher:
         return self.known[key]
 
     def _check(self, module: nn.Module, swap: Swap) -> Swap | str:
-        by: Any = experts if swap.kind == "experts" else verification
-        problem = by.difference(module, swap) if self.verify else None
+        if swap.kind == "experts":
+            return experts.checked(module, swap, self.verify)
+        problem = verification.difference(module, swap) if self.verify else None
         if problem is not None:
             return problem
-        part = Part(swap.kind, swap.change, by.saved_per_token(module, swap))
+        part = Part(swap.kind, swap.change, verification.saved_per_token(module, swap))
         return replace(swap, parts={"": part})
 
 

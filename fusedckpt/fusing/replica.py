@@ -91,7 +91,7 @@ class Draw:
         rows: int = ROWS,
         seed: int = 0,
     ):
-        self.generator, self.sizes = torch.Generator().manual_seed(seed), sizes
+        self.generator = torch.Generator().manual_seed(seed)
         self.values: dict[int, Tensor] = {}
         for parameter in module.parameters():
             shape = tuple(sizes.get(n, n) for n in parameter.shape)

@@ -134,7 +134,7 @@ class Normed(Scaled):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Scaled, "output at inputs of 1: error"),
+        (Scaled, "output: error"),
         (Squashed, "its gating is none of ours"),
         (Normed, "its experts have other parameters: post_expert_norm.weight"),
     ],
