@@ -141,10 +141,11 @@ class HeadOptions(NamedTuple):
     def _check(self, x: Meta, target: Meta) -> None:
         if target.dtype != torch.int64:
             raise TypeError(f"{self.name}: target must be int64, got {target.dtype}")
-        if target.shape != (*x.shape[:-1], 1):
+        # with a last dimension where it is run
+        if tuple(target.shape) not in (tuple(x.shape[:-1]), (*x.shape[:-1], 1)):
             raise ValueError(
                 f"{self.name}: target must be {list(x.shape[:-1])}, as x is {list(x.shape)}, got "
-                f"{list(target.shape[:-1])}"
+                f"{list(target.shape)}"
             )
         if target.device != x.device:
             raise ValueError(

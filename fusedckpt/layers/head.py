@@ -6,7 +6,9 @@ takes 3 and saves logits and their log-softmax.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from fusedckpt.autograd import arguments, dispatch, private
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.head import HeadOptions
-from fusedckpt.blocks.operands import LoRA
+from fusedckpt.blocks.operands import LoRA, are_adapted
 from fusedckpt.kernels.cross_entropy import LogitRule
 from fusedckpt.layers import constructors
 
@@ -180,24 +182,21 @@ def _by_others(
 def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:
     """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
     validate.tensor(options.name, "target", target)
-    inner = weight
-    while isinstance(inner, LoRA):
-        inner = inner.weight
-    if type(target) is Tensor and not (
-        torch.compiler.is_compiling()
-        or private.are_transforms_active()
-        or dispatch.is_recorded(target)
-        or target.device.type == "meta"
-        or target.dtype.is_floating_point
-        or not getattr(inner, "shape", ())
-    ):
-        _check_range(options, target, inner.shape[0])
+    is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(x)
+    if not (is_traced or are_adapted([(weight, bias)])):
+        # refuses before any work
+        dispatch.settled(options, x, target, weight, bias)
+    is_read = type(target) is Tensor and target.device.type != "meta"
+    if is_read and not is_traced and not private.are_transforms_active():
+        _check_range(options, target, weight)
     return run_linears(options, x, (target.unsqueeze(-1),), [(weight, bias)])
 
 
-def _check_range(options: HeadOptions, target: Tensor, classes: int) -> None:
+def _check_range(options: HeadOptions, target: Tensor, weight: Any) -> None:
     """Refuse targets that are no classes; on another device than a CPU without waiting for it."""
-    ignored = options.rule.ignore_index
+    while isinstance(weight, LoRA):
+        weight = weight.weight
+    classes, ignored = weight.shape[0], options.rule.ignore_index
     counted = target != ignored
     if target.device.type != "cpu":
         # a gather asserts on the device
@@ -220,6 +219,8 @@ class LinearCrossEntropy(nn.Linear):
     Keyword arguments are those of `functional.linear_cross_entropy`.
     """
 
+    function: Callable[..., Any] = staticmethod(linear_cross_entropy)
+
     def __init__(
         self,
         in_features: int,
@@ -229,14 +230,17 @@ class LinearCrossEntropy(nn.Linear):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
+        name, known = type(self).__name__, list(signature(self.function).parameters)[4:]
+        for key in options:
+            arguments.choice(name, "options", key, known)
         sizes = {"in_features": in_features, "out_features": out_features}
-        constructors.linear(type(self).__name__, sizes, bias, device, dtype)
+        constructors.linear(name, sizes, bias, device, dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.options = options
 
     def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]  # two
-        """Return the loss of [..., in_features] and targets [...]."""
-        return linear_cross_entropy(input, self.weight, target, self.bias, **self.options)
+        """Return the function's result for [..., in_features] and targets [...]."""
+        return self.function(input, self.weight, target, self.bias, **self.options)
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.Linear does, with the options of the loss."""
@@ -246,6 +250,4 @@ class LinearCrossEntropy(nn.Linear):
 class TokenLogprobs(LinearCrossEntropy):
     """The head of a model, for reinforcement learning: `functional.token_logprobs` as a module."""
 
-    def forward(self, input: Tensor, target: Tensor) -> Any:
-        """Return log-probabilities [...] of targets [...], and entropies where asked."""
-        return token_logprobs(input, self.weight, target, self.bias, **self.options)
+    function = staticmethod(token_logprobs)

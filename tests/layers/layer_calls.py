@@ -33,6 +33,8 @@ MLP["fc2_bias"] = t(D)
 GATED = {"x": t(N, D), "gate_weight": t(F, D), "up_weight": t(F, D), "down_weight": t(D, F)}
 GATED |= {"gate_bias": t(F), "up_bias": t(F), "down_bias": t(D)}
 ADAPTED = {"weight": t(2 * F, D), "A": t(2, D), "B": t(2 * F, 2)}
+HEAD = {"x": t(N, D), "weight": t(F, D), "target": t(N, dtype=torch.int64), "bias": t(F)}
+LOGITS = {"scale": "offset", "softcap": "none or eps", "chunks": "none or chunks"}
 SIZES = {"in_features": D, "hidden_features": F}
 RMS = {"eps": "none or eps", "offset": "offset", "cast": "name"}
 FACTORY = {"device": "none or device", "dtype": "none or dtype"}
@@ -110,6 +112,21 @@ def fused(model: nn.Module) -> nn.Module:
 
 X = t(N, D)
 FUNCTIONS = [
+    Target(
+        "linear_cross_entropy",
+        functional.linear_cross_entropy,
+        HEAD,
+        tensors(HEAD | {"target": None}, "x", "weight")
+        | LOGITS
+        | {"reduction": "name", "backend": "none or name", "z_loss": "offset"}
+        | {"label_smoothing": "probability"},
+    ),
+    Target(
+        "token_logprobs",
+        functional.token_logprobs,
+        HEAD,
+        LOGITS | {"temperature": "eps", "entropy": "flag"},
+    ),
     Target("linear_act", functional.linear_act, LINEAR, tensors(LINEAR, "x", "weight") | CALL),
     Target(
         "rms_norm",
