@@ -172,7 +172,8 @@ ONLY = {
     "mpl": "matches no module: names are those of named_modules(), such as 'mlp'",
     "layers.*.mlp": "matches no module: names are",
     "head": "matches head, a Linear, and no norm, MLP or linear with an activation",
-    "mlp": "matches mlp, a Sequential, and no norm, MLP or linear with an activation; 'mlp.*'",
+    "mlp": "matches mlp, a Sequential, and no norm, MLP or linear with an activation, or experts; "
+    "'mlp.*'",
     "": "matches the model, a ModuleDict, and no norm",
 }
 
