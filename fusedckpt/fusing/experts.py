@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -59,55 +60,63 @@ class FusedExperts(nn.Module):
         names = self._fusedckpt_match.names
         given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
         is_whole = len(given) == len(args) + len(kwargs) == len(names)
-        y: Any = self._fused(*given) if is_whole else ("arguments", "")
+        y: Any = ("arguments", "")
+        if is_whole:
+            y = fused(self, self._fusedckpt_match, self.save, self.chunks, *given)
         if type(y) is not tuple:
             return y
         fallbacks.note(self, y)
         return super().forward(*args, **kwargs)
 
-    def _fused(self, x: Any, index: Any, scores: Any) -> Tensor | Fallback:
-        """Return the result, or why this call cannot run fused."""
-        match = self._fusedckpt_match
-        # a property while peft's LoRA, or another parametrization, is active
-        weights = {name: getattr(self, name, None) for name in (*_WEIGHTS, *_BIASES)}
-        for name, value in match.held:
-            found = getattr(self, name, None)
-            found = type(found) if isinstance(found, nn.Module) else found
-            if found is not value and found != value:
-                return "changed", name
-        if not all(isinstance(t, Tensor) for t in (x, index, scores)):
-            return "arguments", ""
-        if dispatch.is_recorded(x) or index.shape != scores.shape or index.is_floating_point():
-            return "arguments", ""
-        if not dispatch.are_plain(x, index, scores, *weights.values()):
-            return fallbacks.unplain(x, **weights)
-        weight: Any = weights[_WEIGHTS[0]]
-        implementation = getattr(vars(self).get("config"), "_experts_implementation", None)
-        if implementation not in (None, "eager"):
-            # they multiply in the weights' dtype, and ignore autocast
-            with torch.autocast(x.device.type, enabled=False):
-                return self._computed(x.to(weight.dtype), index, scores, weights).to(x.dtype)
-        is_cast = dispatch.autocast_dtype(x.device) is not None
-        if x.dtype != weight.dtype and not is_cast:
-            return "dtype", x.dtype
-        return self._computed(x, index, scores, weights).to(x.dtype)
-
-    def _computed(self, x: Tensor, index: Tensor, scores: Tensor, weights: Any) -> Tensor:
-        gate_up, down, gate_up_bias, down_bias = weights.values()
-        return experts(
-            *(x, index, scores, gate_up, down),
-            activation=self._fusedckpt_match.gating,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            is_transposed=self._fusedckpt_match.is_transposed,
-            save=levels.resolve("experts", None, self.save, LEVELS),
-            chunks=levels.chunks_of(self.chunks),
-        )
-
     def extra_repr(self) -> str:
         """Describe the module as its class does, and name the function that it computes now."""
         own, now = super().extra_repr(), f"fused as experts, save={self.save}"
         return f"{own}, {now}" if own else now
+
+
+def fused(
+    module: nn.Module,
+    match: ExpertsMatch,
+    save: str,
+    chunks: int | None,
+    x: Any,
+    index: Any,
+    scores: Any,
+) -> Tensor | Fallback:
+    """Return what a module's experts compute, or why this call cannot run fused."""
+    # a property while peft's LoRA, or another parametrization, is active
+    weights: dict[str, Any] = {n: getattr(module, n, None) for n in (*_WEIGHTS, *_BIASES)}
+    for name, value in match.held:
+        found = getattr(module, name, None)
+        found = type(found) if isinstance(found, nn.Module) else found
+        if found is not value and found != value:
+            return "changed", name
+    if not all(isinstance(t, Tensor) for t in (x, index, scores)):
+        return "arguments", ""
+    if dispatch.is_recorded(x) or index.shape != scores.shape or index.is_floating_point():
+        return "arguments", ""
+    if not dispatch.are_plain(x, index, scores, *weights.values()):
+        return fallbacks.unplain(x, **weights)
+    implementation = getattr(vars(module).get("config"), "_experts_implementation", None)
+    dtype = weights[_WEIGHTS[0]].dtype
+    # other implementations than eager multiply in the weights' dtype, and ignore autocast
+    ignores = implementation not in (None, "eager")
+    is_on = dispatch.autocast_dtype(x.device) is not None
+    if x.dtype != dtype and not (ignores or is_on):
+        return "dtype", x.dtype
+    off = torch.autocast(x.device.type, enabled=False) if ignores and is_on else nullcontext()
+    with off:
+        y = experts(
+            *(x.to(dtype) if ignores else x, index, scores),
+            *(weights[name] for name in _WEIGHTS),
+            activation=match.gating,
+            gate_up_bias=weights[_BIASES[0]],
+            down_bias=weights[_BIASES[1]],
+            is_transposed=match.is_transposed,
+            save=levels.resolve("experts", None, save, LEVELS),
+            chunks=levels.chunks_of(chunks),
+        )
+    return y.to(x.dtype)
 
 
 def holds(module: nn.Module) -> bool:
