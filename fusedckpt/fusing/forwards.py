@@ -36,10 +36,10 @@ from fusedckpt.layers.norm import layer_norm, rms_norm
 class Swap:
     """One change of class, not yet made.
 
-    kind: "norm", "mlp" or "linear", as in `fuse`'s arguments; change: its text in the report;
-    features: the trailing shape of the module's input; is_sized: whether the module computes the
-    same with smaller parameters, so that smaller ones are verified; parts: for reports, by the name
-    below the module; own: of a method's swap, its children as a module.
+    kind: "norm", "mlp", "linear" or "attention", as in `fuse`'s arguments; change: its text in the
+    report; features: the trailing shape of the module's input; is_sized: whether the module
+    computes the same with smaller parameters, so that smaller ones are verified; parts: for
+    reports, by the name below the module; own: of a method's swap, its children as a module.
     """
 
     kind: str
@@ -97,7 +97,7 @@ class Swapped(nn.Module):
         ours, original = made_of(cls) or (nn.Module, nn.Module)
         if issubclass(ours, Swapped):
             # with the original's signature, by which torch.fx names a trace's inputs
-            call = FunctionType(*(getattr(Swapped.forward, key) for key in _FUNCTION))
+            call = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
             cls.forward = wraps(original.forward)(call)
             cls._fusedckpt_argument = _first_argument(original)
 

@@ -20,7 +20,7 @@ from fusedckpt.layers.sequential import Sequential
 
 __all__ = ["FuseReport", "forget", "join", "parts", "reason_now"]
 
-_KINDS = ("norm", "mlp", "experts", "linear", "head")
+_KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class FuseReport:
     """The modules that `fuse` swapped, and those that it left.
 
     Each is a dict by module name. swapped: its change; already: the same for modules fused before;
-    left: why it was not swapped; kinds: "norm", "mlp", "experts", "linear" or "head"; classes: of
-    modules left, the class; shared: of linears and activations that save the recipe of their input,
-    where a fused norm made it, the class; saved: of fused modules, the bytes per token saved for
-    backward before and now, the input included, measured on meta tensors at the module's widths and
-    dtype (missing where it cannot run on them).
+    left: why it was not swapped; kinds: "norm", "mlp", "experts", "linear", "attention" or "head";
+    classes: of modules left, the class; shared: of linears and activations that save the recipe of
+    their input, where a fused norm made it, the class; saved: of fused modules, the bytes per token
+    saved for backward before and now, the input included, measured on meta tensors at the module's
+    widths and dtype (missing for attention, and where it cannot run on them).
 
     `fallbacks` tells which of them have not run fused since.
     """
@@ -110,8 +110,10 @@ class FuseReport:
         lines = [] if self.whole is None else [*self.whole.lines()]
         lines += [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
         if self.kinds:
-            lines.append("  kind     matched  swapped  left  saved bytes per token")
-            lines += [self._row(kind) for kind in _KINDS if kind in self.kinds.values()]
+            kinds = [kind for kind in _KINDS if kind in self.kinds.values()]
+            width = max(6, *map(len, kinds))
+            lines.append(f"  {'kind':{width}}  matched  swapped  left  saved bytes per token")
+            lines += [f"  {kind:{width}}  {self._row(kind)}" for kind in kinds]
         for changes, when in ((self.swapped, ""), (self.already, " (before)")):
             by_kind = sorted(changes, key=lambda name: _KINDS.index(self.kinds[name]))
             counts = Counter(changes[name] for name in by_kind)
@@ -141,7 +143,7 @@ class FuseReport:
         pairs = [self.saved[name] for name in names if name in self.saved]
         before, after = (round(sum(pair[i] for pair in pairs)) for i in (0, 1))
         kept = f"{before:,} -> {after:,}" if pairs else "-"
-        return f"  {kind:7s}  {len(names):7d}  {swapped:7d}  {left:4d}  {kept}"
+        return f"{len(names):7d}  {swapped:7d}  {left:4d}  {kept}"
 
 
 def _grouped(

@@ -180,7 +180,7 @@ def _is_norm(module: nn.Module) -> bool:
     name = kind.__name__.lower()
     named = any(norm in name for norm in _NORMS) or ("norm" in name and len(own) > 0)
     are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in own)
-    return named or (are_vectors and bool(_called_by(kind) & _NORMALISES))
+    return named or (are_vectors and bool(called_by(kind) & _NORMALISES))
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -221,7 +221,7 @@ def _has_activation(module: nn.Module) -> bool:
     own = (getattr(value, "func", value) for value in vars(module).values())
     if any(value is function for value in own for function in _FUNCTIONS):
         return True
-    called = _called_by(type(module))
+    called = called_by(type(module))
     return bool(called & _CALLED) and not (
         called & _CALLED == {"tanh"} and any(cap in name for cap in _CAPS for name in called)
     )
@@ -244,15 +244,15 @@ def _is_activation(child: nn.Module) -> bool:
 
 
 @cache
-def _called_by(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the names in a forward's code, and in that of the methods it calls."""
+def called_by(kind: type, method: str = "forward") -> frozenset[str]:
+    """Return the names in a method's code, and in that of the methods it calls."""
     # FSDP's class of a module is made in torch, the forward is not
-    by = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+    by = next((base for base in kind.__mro__ if method in vars(base)), kind)
     if by.__module__.startswith("torch."):
         return frozenset()
     seen: set[str] = set()
     called: set[str] = set()
-    names = {"forward"}
+    names = {method}
     while names:
         seen |= names
         # of all classes: one calls the other's by super()

@@ -29,6 +29,10 @@ _CALLS = {
     "dropout": "{} applies dropout inside the block in training",
     "input": "its input is a {}, which only its own forward takes",
     "layout": "its input or output is not sharded by whole rows",
+    "cache": "called with a {}, which its forward may change, as a cache of keys and values",
+    "hooked": "{}: it has a hook, and would be called twice",
+    "again": "its attention would save more than four times its result, and runs again in backward",
+    "unseen": "its attention is no call of torch's or transformers' functions",
     "dtype": "its input is {}, a dtype that was not proven equal, or not that of its weights",
 }
 

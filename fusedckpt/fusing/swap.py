@@ -18,6 +18,7 @@ from fusedckpt.autograd import levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, deferred, left, reasons, sharing
+from fusedckpt.fusing.attention import attention_swaps
 from fusedckpt.fusing.experts import holds as holds_experts
 from fusedckpt.fusing.forwards import FusedFeedForward, FusedNorm, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
@@ -44,6 +45,7 @@ def fuse(
     norm: bool = True,
     mlp: bool = True,
     linear: bool = True,
+    attention: bool = True,
     experts: bool = True,
     head: bool = False,
     verify: bool = True,
@@ -59,7 +61,9 @@ def fuse(
       lie as [in, out]), an activation of `functional.linear_act`, dropouts;
     - a linear with its activation, of any class;
     - experts with transformers' parameters, `gate_up_proj` and `down_proj` of three dimensions;
-    - an nn.Sequential with [norm,] linear, activation, linear, or part of that.
+    - an nn.Sequential with [norm,] linear, activation, linear, or part of that;
+    - at save="inputs", modules that call F.scaled_dot_product_attention or transformers' attention
+      functions: while training they save their input, and attention's output and log-sum-exp.
 
     A module gets a subclass of its class, or fusedckpt's class for one of torch's. A call that was
     not proven equal (another dtype, a child replaced or hooked since) runs the original forward.
@@ -73,8 +77,8 @@ def fuse(
         chunks: into how many chunks MLPs cut their tokens, see `functional.mlp`. With None every
             call chooses by its shapes.
         only, skip: one name of a module or pattern of fnmatch, or a list of them.
-        norm, mlp, linear, experts: whether norms, MLPs, linears with a norm or activation, and
-            experts are swapped.
+        norm, mlp, linear, attention, experts: whether norms, MLPs, linears with a norm or
+            activation, attention modules, and experts are swapped.
         head: whether the output embedding that a model of transformers names returns deferred
             logits in training: its loss is then computed without logits, as
             `functional.linear_cross_entropy` does; other code that reads them gets real ones. Read
@@ -99,9 +103,9 @@ def fuse(
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
     validate.block("fuse", False, chunks)
-    wanted = Wanted(
-        patterns("only", only), patterns("skip", skip), norm, mlp, linear, experts, head
-    )
+    flags = {"norm": norm, "mlp": mlp, "linear": linear, "attention": attention}
+    flags |= {"experts": experts, "head": head}
+    wanted = Wanted(patterns("only", only), patterns("skip", skip), flags)
     report = FuseReport()
     modules = dict(model.named_modules())
     # all are found before anything is touched
@@ -119,6 +123,8 @@ def fuse(
             swaps.append((module, swap))
         if _computes_children(module, vars(module) if swap is None else swap.attributes):
             inside.update(module.modules())
+    if save == "inputs" and attention:
+        swaps += attention_swaps(modules, swaps, inside, wanted, report=report)
     if (found_head := deferred.swap_of(model, modules, wanted, report)) is not None:
         swaps.append(found_head)
     wanted.check(modules, report.kinds)

@@ -19,17 +19,14 @@ class Wanted:
 
     only: Sequence[str] | None
     skip: Sequence[str] | None
-    norm: bool
-    mlp: bool
-    linear: bool
-    experts: bool = True
-    head: bool = False
+    # whether each kind is swapped
+    kinds: Mapping[str, bool]
 
     def has(self, name: str, kind: str) -> bool:
         """Whether a module of this name and kind is meant."""
         if self.only is not None and not any(fnmatchcase(name, p) for p in self.only):
             return False
-        return getattr(self, kind) and not any(fnmatchcase(name, p) for p in self.skip or ())
+        return self.kinds[kind] and not any(fnmatchcase(name, p) for p in self.skip or ())
 
     def may_share(self, name: str) -> bool:
         """Whether a layer of this name may save a recipe of its input."""
@@ -40,7 +37,8 @@ class Wanted:
 
     def check(self, modules: Mapping[str, nn.Module], named: Iterable[str]) -> None:
         """Refuse a pattern of `only` that matches no module that the report has named."""
-        if not (self.norm and self.mlp and self.linear and self.experts):
+        # a kind that is not swapped is not named
+        if not all(on for kind, on in self.kinds.items() if kind != "head"):
             return
         for pattern in self.only or ():
             if any(fnmatchcase(name, pattern) for name in named):
@@ -62,8 +60,8 @@ def _what(pattern: str, found: list[str], modules: Mapping[str, nn.Module]) -> s
     name = found[0]
     inside = f"; {name + '.*'!r} means what is in it" if any(modules[name].children()) else ""
     return (
-        f"{name or 'the model'}, a {type(modules[name]).__name__}, and no norm, MLP or linear with "
-        f"an activation, or experts{inside}"
+        f"{name or 'the model'}, a {type(modules[name]).__name__}, and no norm, MLP, attention, "
+        f"experts or linear with an activation{inside}"
     )
 
 

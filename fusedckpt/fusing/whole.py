@@ -162,11 +162,15 @@ def _entered(names: dict[int, str], inside: list[str]) -> Iterator[None]:
             hook.remove()
 
 
+# of the library: a checkpoint that saves attention replaces the name for its time
+_ATTENTION = F.scaled_dot_product_attention
+
+
 class _FusedAttention(TorchFunctionMode):
     """Runs attention that saves no scores, which it does not compute on meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             return _Attention.apply(given["query"], given["key"], given["value"])
         # a warning of transformers' looks for padding

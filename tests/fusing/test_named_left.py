@@ -171,9 +171,9 @@ def test_what_torchscript_compiled_is_named():
 ONLY = {
     "mpl": "matches no module: names are those of named_modules(), such as 'mlp'",
     "layers.*.mlp": "matches no module: names are",
-    "head": "matches head, a Linear, and no norm, MLP or linear with an activation",
-    "mlp": "matches mlp, a Sequential, and no norm, MLP or linear with an activation, or experts; "
-    "'mlp.*'",
+    "head": "matches head, a Linear, and no norm, MLP, attention, experts or linear with an",
+    "mlp": "matches mlp, a Sequential, and no norm, MLP, attention, experts or linear with an "
+    "activation; 'mlp.*'",
     "": "matches the model, a ModuleDict, and no norm",
 }
 

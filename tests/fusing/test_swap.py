@@ -243,7 +243,7 @@ def test_transformer_encoder(norm_first):
     eager = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
     eager.to(DEVICE, torch.float64)
     model = copy.deepcopy(eager)
-    assert len(fuse(model).swapped) == 7
+    assert len(fuse(model).swapped) == 9
     x = randn(2, 3, 8, dtype=torch.float64)
     assert_equal(model, eager, x)
     # torch's fast path reads the norms' attributes instead of calling them
@@ -259,7 +259,7 @@ def test_a_model_of_transformers():
     config.attn_pdrop = 0
     eager = transformers.GPT2LMHeadModel(config).to(DEVICE, torch.float64)
     model = copy.deepcopy(eager)
-    assert len(fuse(model).swapped) == 7
+    assert len(fuse(model).swapped) == 9
     tokens = torch.randint(16, (2, 8), device=DEVICE)
     for each in (model, eager):
         each(tokens, labels=tokens).loss.backward()

@@ -1,0 +1,157 @@
+"""Attention modules whose forward runs again in backward, but for attention itself.
+
+Such a module saves its input, and the output and log-sum-exp of attention: one call of
+`F.scaled_dot_product_attention`, or of a function of transformers' attention interface. Its forward
+is the original one, in a checkpoint with that call as a region. Where a fused norm made its input,
+the norm's input is saved in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch, phases
+from fusedckpt.checkpointing.attention import NAME
+from fusedckpt.checkpointing.calls import ATOMS, objects_in
+from fusedckpt.checkpointing.segment import NODE_KEY, checkpoint
+from fusedckpt.fusing import reasons, sharing
+from fusedckpt.fusing.forwards import Swap, Swapped
+from fusedckpt.fusing.fuse_report import FuseReport
+from fusedckpt.fusing.held import MARK, Part
+from fusedckpt.fusing.left import called_by
+from fusedckpt.fusing.matcher import unfit
+from fusedckpt.fusing.sharing import recipe_of
+from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.wanted import Wanted
+from fusedckpt.layers import fallbacks
+from fusedckpt.layers.fallbacks import Fallback
+
+__all__ = ["FusedAttention", "attention_swaps"]
+
+_CALLS = frozenset(("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "flex_attention"))
+# objects of these classes do not change in a forward
+_CONSTANT = ("BlockMask", "device", "dtype", "Size")
+_SEEN = "_fusedckpt_unseen"
+
+
+class FusedAttention(Swapped):
+    """Forward of an attention module, recomputed in backward but for attention itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the original forward, in a checkpoint while training."""
+        forward = super(Swapped, self).forward
+        x: Any = args[0] if args else kwargs.get(self._fusedckpt_argument or "")
+        if not self.training or _is_plain(x):
+            return forward(*args, **kwargs)
+        found = self._obstacle((*args, *kwargs.values()))
+        if found is None and self.__dict__.get(_SEEN) == _way(self, kwargs):
+            found = "unseen", ""
+        if found is not None:
+            fallbacks.note(self, found)
+            return forward(*args, **kwargs)
+        run = partial(checkpoint, forward, *args, save_regions=NAME, **kwargs)
+        recipe = recipe_of(x)
+        y = run() if recipe is None else sharing.read(recipe, x, lambda _: run())
+        self._look_at(y, kwargs)
+        return y
+
+    def _obstacle(self, given: tuple[Any, ...]) -> Fallback | None:
+        """Return why this call cannot be made twice."""
+        for value in given:
+            for one in objects_in(value) if type(value) not in ATOMS else ():
+                if not isinstance(one, Tensor) and type(one).__name__ not in _CONSTANT:
+                    return "cache", type(one).__name__
+        hooked = (
+            name for name, layer in self.named_modules() if name and dispatch.has_hooks(layer)
+        )
+        name = next(hooked, None)
+        return None if name is None else ("hooked", name)
+
+    def _look_at(self, y: Any, kwargs: Mapping[str, Any]) -> None:
+        """Note it where attention runs again; where it was not seen at all, let it be from now."""
+        for one in objects_in(y):
+            node: Any = one.grad_fn if isinstance(one, Tensor) else None
+            segment = node and node.metadata.get(NODE_KEY, lambda: None)()
+            if not segment:
+                continue
+            if not segment.records:
+                self.__dict__[_SEEN] = _way(self, kwargs)
+            if not segment.records or any(one.outputs is None for one in segment.records):
+                fallbacks.note(self, ("again" if segment.records else "unseen", ""))
+            return
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether a call saves nothing for backward, or a checkpoint or compiler around decides."""
+    return (
+        not isinstance(x, Tensor)
+        or torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or dispatch.is_recorded(x)
+        or phases.current() is not None
+    )
+
+
+def _way(module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the options by which a module computes attention itself, or calls a function."""
+    named = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return named, kwargs.get("need_weights"), kwargs.get("output_attentions")
+
+
+def attention_swaps(
+    modules: Mapping[str, nn.Module],
+    swaps: Sequence[tuple[nn.Module, Swap]],
+    inside: Set[nn.Module],
+    wanted: Wanted,
+    report: FuseReport,
+) -> list[tuple[nn.Module, Swap]]:
+    """Return attention modules and their swaps; add them, and those left, to the report.
+
+    Not modules that are swapped, or inside of one that is, nor layers with an MLP of their own.
+    """
+    found = list[tuple[nn.Module, Swap]]()
+    known = {*inside, *(module for module, _ in swaps)}
+    mlps = {module for module, swap in swaps if swap.kind == "mlp"}
+    for name in _names(modules):
+        module, kind = modules[name], type(modules[name])
+        if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
+            continue
+        if not wanted.has(name, "attention"):
+            continue
+        reason = reasons.of_storage(module) or unfit(module, {_SEEN: None}, [])
+        if reason is not None:
+            report.leave(name, "attention", reason, kind.__name__)
+            continue
+        change = f"{kind.__name__} -> recomputed but for attention itself"
+        part, to = Part("attention", change, None), subclass(FusedAttention, kind)
+        report.swap(name, part)
+        swap = Swap("attention", change, to, {_SEEN: None}, features=(), parts={"": part})
+        found.append((module, swap))
+    return found
+
+
+def _names(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the modules that call attention: the innermost with weights."""
+    found = dict[str, None]()
+    for name, module in modules.items():
+        if _calls_attention(module):
+            while name and not any(p.dim() > 1 for p in modules[name].parameters()):
+                # a module for the call alone
+                name = name.rpartition(".")[0]
+            found[name] = None
+    return [n for n in found if n and not any(other.startswith(f"{n}.") for other in found)]
+
+
+def _calls_attention(module: nn.Module) -> bool:
+    """Whether the code of a module, or of a callable object in it, calls attention."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    # in attributes, as diffusers' processors are
+    own = [type(value) for value in vars(module).values() if callable(value)]
+    names = [called_by(type(module)), *(called_by(kind, "__call__") for kind in own)]
+    return any(not _CALLS.isdisjoint(found) for found in names)

@@ -1,0 +1,251 @@
+"""Fused attention modules: attention runs once, and its module saves no q, k, v."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, randn
+from torch import nn
+
+import fusedckpt
+from fusedckpt import fuse, unfuse
+from fusedckpt.memory import saved_tensors
+
+D, H, T = 32, 4, 24
+SDPA = F.scaled_dot_product_attention
+
+
+class Own(nn.Module):
+    """As timm writes it."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.qkv, self.proj, self.dropout = nn.Linear(D, 3 * D), nn.Linear(D, D), dropout
+
+    def heads(self, x):
+        return self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+
+    def forward(self, x, scale=1.0, cache=None, output_attentions=False):
+        q, k, v = self.heads(x * scale)
+        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Processor:
+    def __call__(self, attention, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Processed(Own):
+    """As diffusers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.processor = Processor()
+
+    def attend(self, q, k, v):
+        return self.processor(self, q, k, v)
+
+
+class Core(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Cored(Own):
+    """As torchtitan does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner_attention = Core()
+
+    def attend(self, q, k, v):
+        return self.inner_attention(q, k, v)
+
+
+class OfTorch(nn.Module):
+    """nn.MultiheadAttention, which returns a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.MultiheadAttention(D, H, batch_first=True)
+
+    def forward(self, x):
+        return self.own(x, x, x, need_weights=False)[0]
+
+
+class Scores(Own):
+    """Multiplies queries and keys itself where asked."""
+
+    def attend(self, q, k, v):
+        if self.dropout < 0:
+            return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return super().attend(q, k, v)
+
+
+class Layer(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
+        self.attention, self.mlp = attention, fusedckpt.GatedMLP(D, 2 * D)
+
+    def forward(self, x, **options):
+        x = x + self.attention(self.norm1(x), **options)
+        return x + self.mlp(self.norm2(x))
+
+
+def pair(kind, **options):
+    torch.manual_seed(0)
+    eager = nn.ModuleList([Layer(kind())]).to(DEVICE)[0]
+    model = copy.deepcopy(eager)
+    return eager, model, fuse(model, **options)
+
+
+def grads(model, x, **options):
+    torch.manual_seed(1)
+    y = model(x, **options)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+def assert_equal(model, eager, x, **options):
+    for found, expected in zip(grads(model, x, **options), grads(eager, x, **options), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def count(fn):
+    """Count attention's forwards, by the profiler."""
+    with torch.profiler.profile() as events:
+        fn()
+    return sum(
+        "_scaled_dot_product" in e.key and "backward" not in e.key and e.count
+        for e in events.key_averages()
+        if "_math" not in e.key
+    )
+
+
+@pytest.mark.parametrize("kind", [Own, Processed, Cored, OfTorch], ids=lambda kind: kind.__name__)
+def test_saves_input_output_and_log_sum_exp(kind):
+    eager, model, report = pair(kind)
+    assert {n: k for n, k in report.kinds.items() if k == "attention"} == {
+        "attention.own" if kind is OfTorch else "attention": "attention"
+    }
+    x = randn(2, T, D)
+    assert_equal(model, eager, x)
+    assert report.fallbacks == {}
+    if DEVICE.type == "cpu":
+        assert count(lambda: grads(model, x)) == 1
+    x = x * 1
+    with saved_tensors() as saved:
+        y = model(x)
+    # x, attention's output and the second norm's input
+    assert saved.nbytes == 2 * T * (3 * 4 * D + 4 * H)
+    del y
+    unfuse(model)
+    assert_equal(model, eager, x.detach().requires_grad_())
+
+
+@pytest.mark.parametrize(("heads", "width"), [(2, 16), (8, 64)])
+def test_a_llama_layer_saves_three_rows(heads, width):
+    """In bfloat16 6 D bytes a token, and 4 a head."""
+    transformers = pytest.importorskip("transformers")
+    saved = []
+    for layers in (1, 2):
+        config = transformers.LlamaConfig(
+            **{"vocab_size": 16, "hidden_size": D, "intermediate_size": width, "use_cache": False},
+            **{"num_attention_heads": heads, "num_key_value_heads": 2, "num_hidden_layers": layers},
+        )
+        config._attn_implementation = "sdpa"
+        model = transformers.LlamaModel(config).to(DEVICE, torch.bfloat16).train()
+        fuse(model)
+        with saved_tensors() as found:
+            y = model(torch.arange(T, device=DEVICE)[None] % 16).last_hidden_state
+        saved.append(found.nbytes)
+        if DEVICE.type == "cpu":
+            assert count(lambda y=y: y.sum().backward()) == 0
+    assert saved[1] - saved[0] == T * (6 * D + 4 * heads)
+
+
+FALLBACKS = {
+    "cache": ({"cache": object()}, "called with a object"),
+    "scores": ({}, "its attention is no call of torch's"),
+    "again": ({}, "would save more than four times"),
+    "hook": ({}, "qkv: it has a hook, and would be called twice"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_calls_that_are_not_fused(case):
+    options, words = FALLBACKS[case]
+    eager, model, report = pair(Scores)
+    for each in (eager, model):
+        if case == "hook":
+            each.attention.qkv.register_forward_hook(lambda *_: None)
+        each.attention.dropout = {"scores": -1, "again": 0.5}.get(case, 0.0)
+    x = randn(2, 4 * T, D)
+    for _ in range(2):
+        assert_equal(model, eager, x, **options)
+        (reason,) = report.fallbacks.values()
+        assert words in reason
+    assert "not run fused: 1 of" in str(report)
+
+
+@pytest.mark.parametrize("case", ["eval", "no grad", "compiled", "checkpoint", "regions"])
+def test_calls_that_run_as_ever(case):
+    """Attention runs again where an outer checkpoint recomputes it, else once."""
+    eager, model, report = pair(Own)
+    x, runs = randn(2, T, D), 1
+    run = model
+    if case == "eval":
+        model.eval()
+    elif case == "no grad":
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), eager(x))
+    elif case == "compiled":
+        torch.compiler.reset()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    else:
+        names = () if case == "checkpoint" else ("attention",)
+        run = fusedckpt.Checkpoint(model, save_regions=names)
+        runs = 1 if names else 2
+    assert_equal(run, eager, x)
+    if DEVICE.type == "cpu":
+        assert count(lambda: grads(run, x)) == runs
+    assert report.fallbacks == {}
+
+
+def test_dropout_draws_the_same_numbers():
+    eager, model, _ = pair(lambda: Own(0.5))
+    assert_equal(model, eager, randn(2, T, D))
+
+
+def test_chosen_by_name_and_kept_in_copies():
+    _, model, report = pair(Own, skip="attention")
+    assert type(model.attention) is Own
+    assert "attention" not in report.swapped
+    assert type(pair(Own, attention=False)[1].attention) is Own
+    # other levels leave q, k and v saved
+    assert type(pair(Own, save="preact")[1].attention) is Own
+    eager, model, _ = pair(Own, only="att*")
+    assert fuse(model).already == {"attention": "Own -> recomputed but for attention itself"}
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(each.attention).__name__ == "FusedOwn"
+        assert_equal(each, eager, randn(2, T, D))
+
+
+def test_a_frozen_module_and_a_replaced_forward():
+    eager, model, _ = pair(Own)
+    for each in (eager, model):
+        each.attention.requires_grad_(False)
+    x = randn(2, T, D)
+    found, expected = (torch.autograd.grad(each(x).square().sum(), [x]) for each in (model, eager))
+    torch.testing.assert_close(found, expected)
+    model = Layer(Own())
+    model.attention.forward = model.attention.forward
+    assert "forward of the Own was replaced" in fuse(model).left["attention"]
+    assert F.scaled_dot_product_attention is SDPA
