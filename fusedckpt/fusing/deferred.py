@@ -266,7 +266,7 @@ def swap_of(
 ) -> tuple[nn.Module, Swap] | None:
     """Return a model's output embedding and its swap, if any; add it to the report."""
     find = getattr(model, "get_output_embeddings", None)
-    head: Any = find() if wanted.head and find is not None else None
+    head: Any = find() if wanted.kinds["head"] and find is not None else None
     name = next((name for name, module in modules.items() if module is head), None)
     if name is None or MARK in vars(head) or not wanted.has(name, "head"):
         return None

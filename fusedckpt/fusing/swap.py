@@ -198,7 +198,7 @@ def _swap_of(
         return _lora(name, module, wanted, matcher, report=report)
     kinds = ["experts"] if holds_experts(module) else ["norm", "mlp"]
     if isinstance(module, nn.Sequential):
-        if not ((wanted.mlp or wanted.linear) and matcher.is_one_block(module)):
+        if not ((wanted.kinds["mlp"] or wanted.kinds["linear"]) and matcher.is_one_block(module)):
             return _sequential(name, module, wanted, matcher, report=report)
         kinds = ["mlp"]
     found: dict[str, str] = {}
