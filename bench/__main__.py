@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from bench.settings import parsers
 
 # and these draw
-NEEDS, DRAWING = ("matplotlib",), ("demo", "classics", "ways", "plot")
+NEEDS, DRAWING = ("matplotlib",), ("demo", "paper", "classics", "ways", "plot")
 INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
 # the exit status of a command that Ctrl-C ended
 INTERRUPTED = 130

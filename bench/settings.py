@@ -95,6 +95,29 @@ def finetune(add: Options) -> None:
     add.place("a json and a png for every base and rank")
 
 
+def paper(add: Options) -> None:
+    """Fine-tune a small ViT and a small Llama: exact, approximate, checkpointed.
+
+    Trains both a little, then fine-tunes them by LoRA on q and v and in full, step by step in turn,
+    eager, with gradient checkpointing, fused by fusedckpt.fuse(model), and with the approximate
+    activations of arXiv 2406.16282. Compares memory, time, losses and accuracy over seeds.
+    """
+    add.many("models", "what to fine-tune", ("vit", "llama"), choices=("vit", "llama"))
+    add.many(
+        "tuning", "adapters of q and v, or all weights", ("lora", "full"), choices=("lora", "full")
+    )
+    add.many("seeds", "random seeds", (0, 1, 2), type=NATURAL, metavar="N")
+    add.count("pretrain", "training steps of the base", 12, 100)
+    add.count("steps", "fine-tuning steps", 24, 200)
+    add.count("layers", "transformer blocks", 4, 12)
+    add.count("dim", "width of the residual stream, a multiple of the head size 64", 192, 768)
+    add.count("seq", "bytes per sequence of the Llama", 64, 1024)
+    add.count("batch", "pictures or sequences per step", 32)
+    add.count("rank", "rank of the adapters", 4)
+    add.one("dtype", "dtype of the models", "float32", "bfloat16", choices=DTYPES[:2])
+    add.place("paper.json and paper.png")
+
+
 def run(add: Options) -> None:
     """Compare time and memory of functions with eager, torch.compile and checkpoint.
 
@@ -257,7 +280,7 @@ def env(add: Options) -> None:
 
 
 # a command is the module of its name
-COMMANDS = (demo, finetune, run, classics, ways, capacity, profile, model)
+COMMANDS = (demo, finetune, paper, run, classics, ways, capacity, profile, model)
 COMMANDS += (schedule, gpu, table, plot, compare, env)
 
 

@@ -240,6 +240,7 @@ class FusedMLP(Swapped):
     save: str
     # of those that were pickled without
     chunks: int | None = None
+    approximate = False
 
     def _shares(self, x: Tensor) -> bool:
         """Whether a linear and its activation are layers that save a recipe of this input."""
@@ -271,7 +272,7 @@ class FusedMLP(Swapped):
             if runs_again and dispatch.are_plain(x) and FusedMLP._level(self) == "inputs":
                 return recomputed(self._original, x, draws=True)
             return tensors
-        options = self.save, self.chunks, drops_of(self, match)
+        options = self.save, self.chunks, drops_of(self, match), self.approximate
 
         def computed(x: Tensor) -> Tensor:
             return _COMPUTE[block.kind](x, options, block, *tensors)
@@ -290,27 +291,29 @@ class FusedMLP(Swapped):
         """Describe the module as its class does, and name the function that it computes now."""
         block = self._fusedckpt_match.block
         now = f"{block.kind}, activation={block.activation}"
-        chunks = [] if self.chunks is None else [f"chunks={self.chunks}"]
-        return _described(super().extra_repr(), now, f"save={self.save}", *chunks)
+        more = [] if self.chunks is None else [f"chunks={self.chunks}"]
+        more += ["approximate=True"] if self.approximate else []
+        return _described(super().extra_repr(), now, f"save={self.save}", *more)
 
 
 def _described(original: str, *ours: str) -> str:
     return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
 
 
-# a save level, chunks, and dropouts
-_Options = tuple[str, int | None, dict[str, Any]]
+# a save level, chunks, dropouts, and whether "preact" saves codes
+_Options = tuple[str, int | None, dict[str, Any], bool]
 
 
 def _mlp(x: Tensor, options: _Options, block: Block, fc1: Linear, fc2: Linear) -> Tensor:
-    save, chunks, drops = options
+    save, chunks, drops, approximate = options
     level = levels.resolve("mlp", None, within(save, MLP_LEVELS), MLP_LEVELS)
-    chunks = levels.chunks_of(chunks)
-    return mlp(x, *fc1, *fc2, block.activation, save=level, chunks=chunks, **drops)
+    given: Any = {"chunks": levels.chunks_of(chunks), **drops}
+    given["approximate"] = approximate and level == "preact"
+    return mlp(x, *fc1, *fc2, block.activation, save=level, **given)
 
 
 def _gated_mlp(x: Tensor, options: _Options, block: Block, first: Linear, *rest: Linear) -> Tensor:
-    save, chunks, drops = options
+    save, chunks, drops, _ = options
     level, chunks = levels.resolve("gated_mlp", None, save, GATED_LEVELS), levels.chunks_of(chunks)
     (gate, gate_bias), (down, down_bias) = first, rest[-1]
     up, up_bias = rest[0] if len(rest) == 2 else (None, None)
@@ -325,7 +328,8 @@ def _gated_mlp(x: Tensor, options: _Options, block: Block, first: Linear, *rest:
 
 def _linear_act(x: Tensor, options: _Options, block: Block, linear: Linear) -> Tensor:
     level = levels.resolve("linear_act", None, within(options[0], LINEAR_LEVELS), LINEAR_LEVELS)
-    return linear_act(x, *linear, block.activation, save=level)
+    codes = options[3] and level == "preact"
+    return linear_act(x, *linear, block.activation, save=level, approximate=codes)
 
 
 _COMPUTE: dict[str, Callable[..., Tensor]] = {

@@ -11,10 +11,11 @@ from torch import nn
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, experts, reasons, verification
 from fusedckpt.fusing.forwards import Swap
-from fusedckpt.fusing.held import Part, is_simple
+from fusedckpt.fusing.held import Block, Part, is_simple
 from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.kernels.codes import APPROXIMATE
 from fusedckpt.layers.styles import style_of, unwrapped
 
 # the attributes that every module has
@@ -24,8 +25,9 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 class Matcher:
     """The swaps of one call of `fuse`."""
 
-    def __init__(self, save: str, chunks: int | None, verify: bool):
+    def __init__(self, save: str, chunks: int | None, verify: bool, approximate: bool = False):
         self.save, self.chunks, self.verify = save, chunks, verify
+        self.approximate = approximate
         self.known: dict[Hashable, Swap | str | None] = {}
 
     def of(self, module: nn.Module, kind: str) -> Swap | str | None:
@@ -97,8 +99,21 @@ class Matcher:
         problem = verification.difference(module, swap) if self.verify else None
         if problem is not None:
             return problem
+        if self.approximate:
+            swap = _approximate(swap)
         part = Part(swap.kind, swap.change, verification.saved_per_token(module, swap))
         return replace(swap, parts={"": part})
+
+
+def _approximate(swap: Swap) -> Swap:
+    """Return the swap of an MLP with an approximate derivative, any other unchanged."""
+    block = getattr(swap.attributes.get("_fusedckpt_match"), "block", None)
+    if not isinstance(block, Block) or block.kind not in ("mlp", "linear_act"):
+        return swap
+    if block.activation not in APPROXIMATE:
+        return swap
+    attributes = {**swap.attributes, "save": "preact", "approximate": True}
+    return replace(swap, change=f"{swap.change}, approximate", attributes=attributes)
 
 
 def _state(module: nn.Module) -> Hashable:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.jit import ScriptModule
 
-from fusedckpt.autograd import levels
+from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, deferred, left, reasons, sharing
@@ -49,6 +49,7 @@ def fuse(
     experts: bool = True,
     head: bool = False,
     verify: bool = True,
+    approximate: bool = False,
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
 
@@ -88,6 +89,8 @@ def fuse(
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
             classes are recorded on meta tensors in any case. The model itself is not run;
             gradients, buffers and RNG state do not change.
+        approximate: whether MLPs with GELU or SiLU and no gate save codes at level "preact", see
+            `functional.mlp`: their gradients are then approximate. They are verified without.
 
     Returns:
         The modules swapped, fused before, and left with the reason, and the bytes saved per token.
@@ -111,7 +114,7 @@ def fuse(
     # all are found before anything is touched
     swaps: list[tuple[nn.Module, Swap]] = []
     inside: set[nn.Module] = set()
-    matcher = Matcher(save, chunks, verify)
+    matcher = Matcher(save, chunks, verify, arguments.flag("fuse", "approximate", approximate))
     for name, module in modules.items():
         if module in inside:
             continue
