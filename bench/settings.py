@@ -118,6 +118,12 @@ def paper(add: Options) -> None:
     add.place("paper.json and paper.png")
 
 
+def fit(add: Options) -> None:
+    """Fit piecewise-constant derivatives: the constants of ReGELU2 and ReSiLU2, and best ones."""
+    add.many("activations", "what to fit: names of linear_act", ("gelu", "silu"))
+    add.count("steps", "slopes of the best derivative", 4)
+
+
 def run(add: Options) -> None:
     """Compare time and memory of functions with eager, torch.compile and checkpoint.
 
@@ -280,7 +286,7 @@ def env(add: Options) -> None:
 
 
 # a command is the module of its name
-COMMANDS = (demo, finetune, paper, run, classics, ways, capacity, profile, model)
+COMMANDS = (demo, finetune, paper, fit, run, classics, ways, capacity, profile, model)
 COMMANDS += (schedule, gpu, table, plot, compare, env)
 
 
