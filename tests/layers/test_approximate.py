@@ -210,3 +210,44 @@ def test_functions_refuse_other_values():
         regelu2([1.0])
     with pytest.raises(TypeError, match="resilu2: x must be floating point, got"):
         resilu2(torch.ones(3, dtype=torch.int64))
+
+
+def test_fuse_makes_mlps_approximate_when_asked():
+    def model():
+        torch.manual_seed(0)
+        mlp = nn.Sequential(nn.LayerNorm(D), Plain(nn.GELU()), Gated())
+        return mlp.to(DEVICE).requires_grad_(False)
+
+    exact, coded = model(), model()
+    fusedckpt.fuse(exact)
+    report = fusedckpt.fuse(coded, approximate=True)
+    assert report.swapped["1"] == "Plain -> mlp (gelu), approximate"
+    assert report.swapped["2"] == "Gated -> gated_mlp (silu)"
+    assert "mlp (gelu), approximate" in str(report)
+    assert "approximate=True" in repr(coded[1])
+    x = randn(T, D)
+    assert saved_bytes(coded[1], [x]) == CODES
+    assert saved_bytes(exact[1], [x]) == saved_bytes(coded[2], [x]) == 4 * T * D
+    torch.testing.assert_close(coded(x), exact(x))
+    with fusedckpt.saving("inputs"):
+        assert saved_bytes(coded[1], [x]) == 4 * T * D
+    with pytest.raises(TypeError, match="fuse: approximate must be True or False"):
+        fusedckpt.fuse(coded, approximate="yes")  # type: ignore[arg-type]
+
+
+class Plain(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(D, H), act, nn.Linear(H, D)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, H), nn.Linear(D, H), nn.Linear(H, D)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
