@@ -85,7 +85,8 @@ def _batches(chosen: Namespace, count: int) -> tuple[list[Batch], Batch]:
         text = tasks.stdlib_text()
         edge = len(text) * 9 // 10
         held = Namespace(**{**vars(chosen), "batch": max(1, HELD_OUT // 8)})
-        return tasks.batches_of(chosen, count, text[:edge]), *tasks.batches_of(held, 1, text[edge:])
+        (other,) = tasks.batches_of(held, 1, text[edge:])
+        return tasks.batches_of(chosen, count, text[:edge]), other
     generator = torch.Generator().manual_seed(chosen.seed)
     dtype = getattr(torch, chosen.dtype)
     x, labels = (t.to(chosen.device) for t in _digits())

@@ -4,12 +4,14 @@
     --override.imports 'fusedckpt.integrations.torchtitan.fused_block={"save": "preact"}'
     --override.imports fusedckpt.integrations.torchtitan.full_checkpoint
 
-Blocks are fused where they are built, before tensor parallelism, checkpoints, compile and FSDP.
+`full_checkpoint={"save_regions": ["attention"]}` does not run attention again. Blocks are fused
+where they are built, before tensor parallelism, checkpoints, compile and FSDP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import TransformerBlock
 from torchtitan.tools.logging import logger
 
+from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.wrapper import checkpoint_in_place
 from fusedckpt.fusing.swap import fuse
 
@@ -45,7 +48,9 @@ def fused_block(config: Any, **options: Any) -> Any:
 class _FullCheckpoint(FullAC):
     @dataclass(kw_only=True, slots=True)
     class Config(FullAC.Config):
-        """As full activation checkpointing's."""
+        """As full activation checkpointing's, and the regions that are not run again."""
+
+        save_regions: tuple[str, ...] = ()
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         """Checkpoint the block in place: some releases drop the returned module."""
@@ -53,16 +58,17 @@ class _FullCheckpoint(FullAC):
         options = {name: getattr(self.config, name) for name in names}
         # releases that build on torch_remat accept False alone, as that cannot preserve it
         options["preserve_rng_state"] |= not _RNG.default
-        return checkpoint_in_place(module, **options)
+        return checkpoint_in_place(module, save_regions=self.config.save_regions, **options)
 
 
 _RNG = next(field for field in fields(FullAC.Config) if field.name == "preserve_rng_state")
 
 
 @override(target=FullAC.Config, description="fusedckpt.checkpoint")
-def full_checkpoint(config: Any) -> Any:
+def full_checkpoint(config: Any, save_regions: str | Sequence[str] = ()) -> Any:
     """Return a config of full activation checkpointing that checkpoints blocks with ours.
 
-    Regions of torch_remat inside blocks are recomputed too.
+    save_regions: that of `fusedckpt.checkpoint`; regions of torch_remat are recomputed in any case.
     """
-    return derive(config, _FullCheckpoint.Config)
+    made = derive(config, _FullCheckpoint.Config)
+    return replace(made, save_regions=patterns_of(save_regions))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.experts import experts_swap, fused
@@ -41,6 +42,7 @@ class FuseCallback(TrainerCallback):
         checkpoint: whether `gradient_checkpointing=True` takes `fusedckpt.checkpoint`, see
             `use_checkpoint`. Where it cannot, as with use_reentrant=True or offload=True, gradient
             checkpointing is unchanged, with one warning.
+        save_regions: of that checkpoint.
         plan, report: as in `at_first_batch`, once for each `train()`. Under FSDP no plan: apply one
             to the model before the Trainer gets it.
         log: gets the FuseReport, Plan and MemoryReport, of the first process alone.
@@ -54,13 +56,14 @@ class FuseCallback(TrainerCallback):
         self,
         *,
         checkpoint: bool = True,
+        save_regions: str | Sequence[str] = (),
         plan: Mapping[str, Any] | None = None,
         report: bool = False,
         log: Callable[[Any], Any] = print,
         **options: Any,
     ):
         self.checkpoint, self.plan, self.report = checkpoint, plan, report
-        self.log, self.options = log, options
+        self.log, self.options, self.save_regions = log, options, patterns_of(save_regions)
         self._has_warned = False
 
     def on_init_end(
@@ -102,7 +105,7 @@ class FuseCallback(TrainerCallback):
         except ValueError as error:
             reason = str(error)
         if reason is None:
-            use_checkpoint(model)
+            use_checkpoint(model, self.save_regions)
         elif state.is_world_process_zero and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"FuseCallback: gradient checkpointing unchanged: {reason}", stacklevel=2)
@@ -114,20 +117,25 @@ class FuseCallback(TrainerCallback):
         return self.log if state.is_world_process_zero else lambda found: None
 
 
-def use_checkpoint(model: nn.Module) -> None:
+def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> None:
     """Put `fusedckpt.checkpoint` where gradient checkpointing put torch's, with its options.
 
         model.gradient_checkpointing_enable()
-        use_checkpoint(model)
+        use_checkpoint(model, save_regions=["attention"])
+
+    With save_regions=["attention"] attention does not run again: a layer saves its input, and
+    attention's output and log-sum-exp.
 
     `gradient_checkpointing_disable()` ends it, enabling it anew brings torch's back.
 
     Raises:
+        TypeError: `save_regions` are not strings.
         ValueError: no gradient checkpointing is enabled, or it runs another function than torch's
             checkpoint, as `offload=True` has it; on the first call: use_reentrant=True.
     """
+    given = {"save_regions": patterns_of(save_regions)}
     for module, function in _checkpointing(model):
-        ours: Any = partial(checkpoint, *function.args, **function.keywords)
+        ours: Any = partial(checkpoint, *function.args, **{**function.keywords, **given})
         module._gradient_checkpointing_func = ours
 
 

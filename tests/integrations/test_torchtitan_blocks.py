@@ -167,6 +167,17 @@ def test_compiled(titan):
     assert all("tag_activation_checkpoint" in code for code in graphs)
 
 
+def test_regions_are_given_to_the_checkpoint(titan):
+    """Not even the first linear of a block runs again, where it is a region."""
+    ac = titan.ours.full_checkpoint(titan.config(), save_regions=["w1"]).build()
+    model = plain()
+    for block in model.layers.values():
+        block.w1.forward = fusedckpt.region(block.w1.forward, "w1")
+    ac.apply(model)
+    assert equal(step(model), step(plain()))
+    assert gemms(model) == PLAIN
+
+
 def test_debug_names_the_layer_that_differs(titan):
     ac = titan.ours.full_checkpoint(titan.config()).build()
     ac.config.debug = True

@@ -62,7 +62,7 @@ def test_it_fuses_before_accelerate_prepares(tmp_path, bf16):
     assert before.seen == [True] * LAYERS
     assert before.hooks == 0
     assert [type(report) for report in seen] == [fusedckpt.FuseReport]
-    assert len(seen[0].swapped) == 3 * LAYERS + 1
+    assert len(seen[0].swapped) == 4 * LAYERS + 1
     theirs = history(trainer(tmp_path, model=build(), bf16=bf16))
     assert len(theirs) == 2
     assert theirs[0, 0] != theirs[1, 0]
@@ -80,7 +80,7 @@ def test_a_model_that_was_not_there_is_fused_when_training_begins(tmp_path, late
         ours.add_callback(callback)
     found = history(ours)
     assert fused(ours.model) == [True] * LAYERS
-    assert [len(report.swapped) for report in seen[-1:]] == [3 * LAYERS + 1]
+    assert [len(report.swapped) for report in seen[-1:]] == [4 * LAYERS + 1]
     torch.testing.assert_close(found, history(trainer(tmp_path, model=build())), rtol=1e-4, atol=0)
 
 
@@ -129,7 +129,7 @@ def test_a_reentrant_checkpoint_stays_with_one_warning(tmp_path, segments, every
     kwargs = {"use_reentrant": True, "every_n_layers": every}
     given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
     theirs = history(trainer(tmp_path, model=build(dropout=0.1), **given))
-    callbacks = [FuseCallback(log=lambda found: None)]
+    callbacks = [FuseCallback(attention=False, log=lambda found: None)]
     ours = trainer(tmp_path, model=build(dropout=0.1), callbacks=callbacks, **given)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -164,7 +164,7 @@ def by_another(model):
 
 @pytest.mark.parametrize("make", [by_itself, by_another])
 def test_a_checkpoint_that_cannot_be_ours_stays(tmp_path, segments, make):
-    callbacks = [FuseCallback(log=lambda found: None)]
+    callbacks = [FuseCallback(attention=False, log=lambda found: None)]
     model = make(build())
     ours = trainer(tmp_path, model=model, callbacks=callbacks, gradient_checkpointing=True)
     with pytest.warns(UserWarning, match="FuseCallback: gradient checkpointing unchanged: "):
@@ -179,6 +179,26 @@ def step(model):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def test_attention_is_not_run_again():
+    """Each layer's forward runs once more, but for attention."""
+    model, given = build().train(), {"save_regions": ["attention"]}
+    expected = step(model)
+    model.gradient_checkpointing_enable()
+    counts = []
+    for options in ({}, given):
+        use_checkpoint(model, **options)
+        with torch.profiler.profile() as events:
+            found = step(model)
+        names = [event.name for event in events.events()]
+        counts.append(names.count("aten::scaled_dot_product_attention"))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counts == [2 * LAYERS, LAYERS]
+    assert FuseCallback(**given).save_regions == ("attention",)
+    with pytest.raises(TypeError, match="save_regions must be strings"):
+        use_checkpoint(model, [1])
 
 
 @pytest.mark.parametrize("every", [1, 2])

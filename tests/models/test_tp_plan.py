@@ -43,12 +43,13 @@ def main(folder: Path, rank: int) -> None:
     expected, _ = step(whole, ids)
     eager, fused = (LlamaForCausalLM.from_pretrained(folder, tp_plan="auto") for _ in range(2))
     report = fusedckpt.fuse(fused)
-    assert len(report.swapped) == 3 * LAYERS + 1, report
+    assert len(report.swapped) == 4 * LAYERS + 1, report
     (theirs, unfused), (ours, kept) = step(eager, ids), step(fused, ids)
     for found in (theirs, ours):
         for mine, truth in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, truth, rtol=1e-4, atol=1e-6)
-    assert not report.fallbacks, report
+    # parallel linears have hooks
+    assert {report.kinds[name] for name in report.fallbacks} == {"attention"}, report
     # at the least gate, silu(gate), up and the product, of a half of the features
     assert unfused - kept >= LAYERS * ids.numel() * 4 * 4 * F // 2
 

@@ -60,11 +60,14 @@ def worst_ratio(fused, eager, batches):
 
 def test_report(case):
     report = fuse(built(case))
-    assert Counter(report.swapped.values()) == case.swapped
+    attention = {name for name, kind in report.kinds.items() if kind == "attention"}
+    others = {name: made for name, made in report.swapped.items() if name not in attention}
+    assert Counter(others.values()) == case.swapped
+    assert len(attention) >= 2
     assert report.left.keys() == case.left.keys()
     for name, reason in case.left.items():
         assert reason in report.left[name]
-    assert report.saved.keys() == report.swapped.keys()
+    assert report.saved.keys() == others.keys()
     assert all(after <= before for before, after in report.saved.values())
     # all but those that call layer_norm keep less than they did
     layer_norms = "nn.LayerNorm -> LayerNorm", "NemotronLayerNorm1P -> layer_norm (offset 1)"
