@@ -48,16 +48,16 @@ class FusedAttention(Swapped):
         x: Any = args[0] if args else kwargs.get(self._fusedckpt_argument or "")
         if not self.training or levels.override.level not in (None, "inputs") or _is_plain(x):
             return forward(*args, **kwargs)
-        found = self._obstacle((*args, *kwargs.values()))
-        if found is None and self.__dict__.get(_SEEN) == _way(self, kwargs):
+        found, way = self._obstacle((*args, *kwargs.values())), _way(self, kwargs)
+        if found is None and (way[0] == "eager" or self.__dict__.get(_SEEN) == way):
             found = "unseen", ""
         if found is not None:
             fallbacks.note(self, found)
             return forward(*args, **kwargs)
-        run = partial(checkpoint, forward, *args, save_regions=NAME, **kwargs)
+        run = partial(checkpoint, partial(forward, *args, **kwargs), save_regions=NAME)
         recipe = recipe_of(x)
         y = run() if recipe is None else sharing.read(recipe, x, lambda _: run())
-        self._look_at(y, kwargs)
+        self._look_at(y, way)
         return y
 
     def _obstacle(self, given: tuple[Any, ...]) -> Fallback | None:
@@ -72,15 +72,15 @@ class FusedAttention(Swapped):
         name = next(hooked, None)
         return None if name is None else ("hooked", name)
 
-    def _look_at(self, y: Any, kwargs: Mapping[str, Any]) -> None:
-        """Note it where attention runs again; where it was not seen at all, let it be from now."""
+    def _look_at(self, y: Any, way: tuple[Any, ...]) -> None:
+        """Note that attention runs again; where none was called, later calls are as ever."""
         for one in objects_in(y):
             node: Any = one.grad_fn if isinstance(one, Tensor) else None
             segment = node and node.metadata.get(NODE_KEY, lambda: None)()
             if not segment:
                 continue
             if not segment.records:
-                self.__dict__[_SEEN] = _way(self, kwargs)
+                self.__dict__[_SEEN] = way
             if not segment.records or any(one.outputs is None for one in segment.records):
                 fallbacks.note(self, ("again" if segment.records else "unseen", ""))
             return
