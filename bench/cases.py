@@ -28,6 +28,8 @@ Wrap = Callable[..., Tensor]
 EPS = 1e-5
 # of the stack
 LAYERS = 4
+# Llama 2's
+VOCAB = 32000
 
 
 class Case(NamedTuple):
@@ -92,6 +94,11 @@ def _add_rms_norm(lib: Any, size: Size, x: Tensor, residual: Tensor, weight: Ten
 
 def _norm_linear(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor) -> Any:
     return lib.norm_linear(x, NormSpec("rms", norm, eps=EPS), weights)
+
+
+def _cross_entropy(lib: Any, size: Size, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    target = torch.arange(x.shape[0], device=x.device) % weight.shape[0]
+    return lib.linear_cross_entropy(x, weight, target, **options)
 
 
 def _block(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor, **options: Any) -> Any:
@@ -171,6 +178,7 @@ _ROWS = (
     Case(_norm_linear, _qkv_shapes),
     Case(_named("mlp"), _mlp_shapes, LEVELS, HYBRID),
     Case(_named("gated_mlp"), _gated_shapes, GATED_LEVELS, HYBRID),
+    Case(_cross_entropy, lambda size: ((VOCAB if size.tokens is None else size.hidden, size.dim),)),
     Case(_block, lambda size: _vector(size) + _gated_shapes(size), GATED_LEVELS, HYBRID),
     Case(_decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True),
     Case(stack, lambda size: _layer_shapes(size) * LAYERS, LEVELS, sequences=True),

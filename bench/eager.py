@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -52,3 +53,9 @@ def gated_mlp(
     n = x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
     h = ACTIVATIONS[activation].eager(F.linear(n, gate)) * F.linear(n, up)
     return x + F.linear(h, down) if residual else F.linear(h, down)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Return F.cross_entropy(F.linear(x, weight), target), in at least float32."""
+    z = F.linear(x, weight)
+    return F.cross_entropy(z.to(torch.promote_types(z.dtype, torch.float32)), target)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.cases import EPS, Tensors
+from bench.cases import CASES, EPS, Tensors
 from bench.measure import Implementation
 from bench.settings import Size
+from fusedckpt import functional
 
 
 class Peer(NamedTuple):
@@ -55,6 +56,13 @@ def _liger_layer(size: Size, *inputs: Tensor) -> Any:
 def _liger_swiglu(size: Size, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     swiglu = _load("liger_kernel.ops.swiglu.LigerSiLUMulFunction")
     return F.linear(swiglu.apply(F.linear(x, gate), F.linear(x, up)), down)
+
+
+def _linear_cross_entropy(size: Size, x: Tensor, weight: Tensor, backend: str = "torch") -> Any:
+    return CASES["linear_cross_entropy"].call(functional, size, x, weight, backend=backend)
+
+
+_cut_cross_entropy = partial(_linear_cross_entropy, backend="cce")
 
 
 def _liger_mlp(size: Size, x: Tensor, *weights: Tensor) -> Tensor:
@@ -155,6 +163,8 @@ PEERS: tuple[Peer, ...] = (
     Peer("Liger", LIGER, "rms_norm", _liger_rms),
     Peer("Liger", LIGER, "layer_norm", _liger_layer),
     Peer("Liger", LIGER, "add_rms_norm", partial(_liger_rms, path=LIGER_ADD)),
+    Peer("torch's", "torch", "linear_cross_entropy", _linear_cross_entropy),
+    Peer("CCE", "cut_cross_entropy", "linear_cross_entropy", _cut_cross_entropy),
     Peer("Liger SwiGLU", LIGER, "gated_mlp", _liger_swiglu),
     Peer("LigerMLP", LIGER, "gated_mlp", _liger_mlp),
     Peer("Liger norm, SwiGLU", LIGER, BLOCK_CASE, _liger_block),
