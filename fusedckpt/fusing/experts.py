@@ -140,7 +140,7 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str
         sides = [bool(getattr(module, "is_transposed", False))]
     names = tuple(inspect.signature(module.forward).parameters)
     if len(names) != 3:
-        return f"its forward takes {len(names)} arguments, not x, index and scores"
+        return "its forward does not take x, an index and scores"
     gating = _gating_of(module)
     if not sides or gating is None:
         return "its weights have other shapes" if not sides else "its gating is none of ours"
