@@ -210,7 +210,7 @@ def halves(z: Tensor, u: Tensor | None, gating: Gating, route: Route) -> Sequenc
     rows = as_rows(z, route)
     if u is not None:
         return rows, as_rows(u, route)
-    is_interleaved = not isinstance(gating, str) and gating.is_interleaved
+    is_interleaved = isinstance(gating, ClampedSwiGLU) and gating.is_interleaved
     return (rows[:, ::2], rows[:, 1::2]) if is_interleaved else rows.chunk(2, 1)
 
 

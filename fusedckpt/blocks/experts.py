@@ -62,7 +62,8 @@ class ExpertOptions(NamedTuple):
     def chosen(self, override: str | None) -> tuple[Gating, str]:
         """Return gating and save level; refuse invalid options."""
         level = levels.chosen(self.caller, (self.save, override, self.default), LEVELS)
-        validate.block(self.caller, self.is_transposed, self.chunks)
+        arguments.flag(self.caller, "is_transposed", self.is_transposed)
+        validate.block(self.caller, False, self.chunks)
         if not isinstance(self.gating, ClampedSwiGLU):
             return validate.activation(self.caller, self.gating), level
         for key in ("alpha", "limit", "offset"):
@@ -196,7 +197,7 @@ def _halves(weight: Any, gating: Any, dim: int) -> Any:
     """Return gate's and up's part of a weight or bias, as views."""
     if weight is None:
         return None, None
-    if not isinstance(gating, str) and gating.is_interleaved:
+    if isinstance(gating, ClampedSwiGLU) and gating.is_interleaved:
         return weight.unflatten(dim, (-1, 2)).unbind(dim + 1)
     return weight.chunk(2, dim)
 

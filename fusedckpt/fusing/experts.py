@@ -89,7 +89,7 @@ def fused(
     for name, value in match.held:
         found = getattr(module, name, None)
         found = type(found) if isinstance(found, nn.Module) else found
-        if found is not value and found != value:
+        if found is not value and (type(found), found) != (type(value), value):
             return "changed", name
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):
         return "arguments", ""
@@ -191,7 +191,7 @@ def _gating_of(module: Any) -> Gating | None:
 
 
 def _split(z: Tensor, gating: Gating) -> Any:
-    is_interleaved = not isinstance(gating, str) and gating.is_interleaved
+    is_interleaved = isinstance(gating, ClampedSwiGLU) and gating.is_interleaved
     return (z[:, ::2], z[:, 1::2]) if is_interleaved else z.chunk(2, 1)
 
 

@@ -89,6 +89,16 @@ def test_equals_the_loop(kind, save, dtype):
     compare(ours, eager, lambda: leaves(**shape))
 
 
+@pytest.mark.parametrize("save", LEVELS)
+def test_no_activation(save):
+    """None is the identity, as in linear_act."""
+    index, inputs = routing(T), leaves()
+    found, expected = (
+        both(index, activation=name, save=save)[0](*inputs) for name in (None, "identity")
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("rows", "num", "top_k"),
     [((T,), 1, 1), ((T,), 5, 1), ((2, 7), 3, 3), ((1,), 4, 2), ((), 4, 2), ((0,), 4, 2)],
@@ -206,6 +216,7 @@ def test_module():
         ({"down": torch.zeros(E, D, HIDDEN).half()}, TypeError, "x and down must share a dtype"),
         ({"activation": "swigly"}, ValueError, "activation must be one of"),
         ({"activation": ClampedSwiGLU("x")}, TypeError, r"activation.alpha must be a number"),
+        ({"is_transposed": "no"}, TypeError, "is_transposed must be True or False"),
         ({"save": "all"}, ValueError, "save must be one of"),
         ({"chunks": 0}, ValueError, "chunks must be an integer from 1"),
     ],
