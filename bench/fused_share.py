@@ -131,6 +131,12 @@ EXPERTS: dict[str, Shape] = {
         {"head_dim": 96, "first_k_dense_replace": 0, "n_shared_experts": 1} | _experts(8),
     ),
 }
+# fifteen more by one shape: experts half as wide as the model, 4 of 8 for a token
+_SAME = {"first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+_SAME |= {"head_dim": 32, "shared_expert_intermediate_size": D // 2, **_experts(4, 8)}
+_NAMES = "Qwen2Moe Phimoe GraniteMoe Ernie4_5_Moe HunYuanMoEV1 Dots1 MiniMax MiniMaxM2 FlexOlmo"
+_NAMES += " SolarOpen Afmoe ExaoneMoe Qwen3Next JetMoe Llama4Text"
+EXPERTS |= {name: Shape(f"{name}Model", 0.5, kv=4, options=_SAME) for name in _NAMES.split()}
 # dropouts of attention weights, by all of their names
 NO_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
