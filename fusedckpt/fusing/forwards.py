@@ -240,7 +240,6 @@ class FusedMLP(Swapped):
     save: str
     # of those that were pickled without
     chunks: int | None = None
-    approximate = False
 
     def _shares(self, x: Tensor) -> bool:
         """Whether a linear and its activation are layers that save a recipe of this input."""
@@ -272,7 +271,7 @@ class FusedMLP(Swapped):
             if runs_again and dispatch.are_plain(x) and FusedMLP._level(self) == "inputs":
                 return recomputed(self._original, x, draws=True)
             return tensors
-        options = self.save, self.chunks, drops_of(self, match), self.approximate
+        options = self.save, self.chunks, drops_of(self, match), getattr(self, "approximate", False)
 
         def computed(x: Tensor) -> Tensor:
             return _COMPUTE[block.kind](x, options, block, *tensors)
@@ -292,7 +291,7 @@ class FusedMLP(Swapped):
         block = self._fusedckpt_match.block
         now = f"{block.kind}, activation={block.activation}"
         more = [] if self.chunks is None else [f"chunks={self.chunks}"]
-        more += ["approximate=True"] if self.approximate else []
+        more += ["approximate=True"] if getattr(self, "approximate", False) else []
         return _described(super().extra_repr(), now, f"save={self.save}", *more)
 
 
@@ -300,7 +299,7 @@ def _described(original: str, *ours: str) -> str:
     return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
 
 
-# a save level, chunks, dropouts, and whether "preact" saves codes
+# whether "preact" saves codes comes last
 _Options = tuple[str, int | None, dict[str, Any], bool]
 
 

@@ -109,7 +109,7 @@ def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
     def plain(x: Tensor, *weights: Tensor, kernel: str) -> Tensor:
         return mlp(x, *weights, kernel=kernel)
 
-    linear = (x, gate, bias)
+    linear, frozen = (x, gate, bias), (up.detach(), bias.detach(), down.detach())
     return {
         "linear": (lambda *a: linear_act(*a, activation="identity"), (x, query, down_bias)),
         "linear_act split": (lambda *a: linear_act(*a, kernel="split"), linear),
@@ -135,6 +135,10 @@ def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
         "norm_linear": (projections, (x, norm_weight, query, key, leaf(1024, D))),
         "token_logprobs": (head, (x, gate)),
         "mlp split": (lambda *a: plain(*a, kernel="split"), (x, gate, bias, down, down_bias)),
+        "mlp approximate": (
+            lambda x: mlp(x, *frozen, None, save="preact", approximate=True),
+            (x,),
+        ),
         "mlp hybrid": (lambda *a: plain(*a, kernel="hybrid"), (x, gate, bias, down, down_bias)),
         "gated_mlp split": (lambda *a: gated(*a, kernel="split"), (x, gate, up, down)),
         "gated_mlp hybrid": (lambda *a: gated(*a, kernel="hybrid"), (x, gate, up, down)),

@@ -35,6 +35,8 @@ LAUNCHES = {
     "norm_linear": ("norm, 3 mm", "norm, 4 mm, 2 addmm, norm_grad, sum_partials"),
     "token_logprobs": ("mm, cross_entropy", "3 mm, add_, cross_entropy"),
     "mlp split": ("2 addmm, act", "addmm, act_grad, sum_partials, 4 mm, sum"),
+    # the weights are frozen
+    "mlp approximate": ("addmm, mm, coded_act", "2 mm, coded_grad"),
     "mlp hybrid": ("2 addmm, act", "addmm, 2 map, gemm, sum_partials, 3 mm, sum"),
     "gated_mlp split": ("3 mm, act", "act_grad, 6 mm"),
     "gated_mlp hybrid": ("3 mm, act", "2 map, gemm, 5 mm"),
