@@ -31,6 +31,7 @@ from bench.tasks import Batch
 
 # pictures and windows that no step sees
 HELD_OUT = 256
+RATE_WIDTH = 1000
 ACTIVATIONS = {
     "GELU": fusedckpt.ReGELU2,
     "GELUActivation": fusedckpt.ReGELU2,
@@ -155,12 +156,14 @@ def _seed(chosen: Namespace, tuning: str) -> list[Row]:
     torch.manual_seed(chosen.seed)
     first, held = _batches(chosen, chosen.pretrain)
     base = tasks.model_of(chosen)
-    lockstep.train("base", {"base": base}, chosen.dim, first)
+    # sets the learning rate: a ViT learns nothing at that of a Llama as small
+    width = max(RATE_WIDTH, chosen.dim) if chosen.model == "vit" else chosen.dim
+    lockstep.train("base", {"base": base}, width, first)
     batches = _batches(chosen, chosen.pretrain + chosen.steps + 1)[0][chosen.pretrain :]
     adapted = _tuned(base, tuning, chosen)
     models = {name: way(copy.deepcopy(adapted)) for name, way in WAYS.items()}
     part = f"{chosen.model} {tuning}"
-    trainers = lockstep.train(part, models, chosen.dim, batches[:-1])
+    trainers = lockstep.train(part, models, width, batches[:-1])
     tokens, found = chosen.batch * chosen.seq, []
     for one in trainers:
         row = one.row(trainers[0], batches[-1], tokens)

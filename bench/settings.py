@@ -107,7 +107,7 @@ def paper(add: Options) -> None:
         "tuning", "adapters of q and v, or all weights", ("lora", "full"), choices=("lora", "full")
     )
     add.many("seeds", "random seeds", (0, 1, 2), type=NATURAL, metavar="N")
-    add.count("pretrain", "training steps of the base", 60, 200)
+    add.count("pretrain", "training steps of the base", 80, 200)
     add.count("steps", "fine-tuning steps", 16, 200)
     add.count("layers", "transformer blocks", 3, 12)
     add.count("dim", "width of the residual stream, a multiple of the head size 64", 128, 768)
