@@ -84,13 +84,10 @@ def fused(
     scores: Any,
 ) -> Tensor | Fallback:
     """Return what a module's experts compute, or why this call cannot run fused."""
+    if (name := _changed(module, match)) is not None:
+        return "changed", name
     # a property while peft's LoRA, or another parametrization, is active
     weights: dict[str, Any] = {n: getattr(module, n, None) for n in (*_WEIGHTS, *_BIASES)}
-    for name, value in match.held:
-        found = getattr(module, name, None)
-        found = type(found) if isinstance(found, nn.Module) else found
-        if found is not value and (type(found), found) != (type(value), value):
-            return "changed", name
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):
         return "arguments", ""
     if dispatch.is_recorded(x) or index.shape != scores.shape or index.is_floating_point():
@@ -108,7 +105,7 @@ def fused(
     with off:
         y = experts(
             *(x.to(dtype) if ignores else x, index, scores),
-            *(weights[name] for name in _WEIGHTS),
+            *map(weights.__getitem__, _WEIGHTS),
             activation=match.gating,
             gate_up_bias=weights[_BIASES[0]],
             down_bias=weights[_BIASES[1]],
@@ -117,6 +114,16 @@ def fused(
             chunks=levels.chunks_of(chunks),
         )
     return y.to(x.dtype)
+
+
+def _changed(module: nn.Module, match: ExpertsMatch) -> str | None:
+    """Return the first attribute that has changed, None if none has."""
+    for name, value in match.held:
+        found = getattr(module, name, None)
+        found = type(found) if isinstance(found, nn.Module) else found
+        if found is not value and (type(found), found) != (type(value), value):
+            return name
+    return None
 
 
 def holds(module: nn.Module) -> bool:
