@@ -28,7 +28,7 @@ from fusedckpt.blocks.operands import (
     structure_of,
     taken_apart,
 )
-from fusedckpt.blocks.schedule import Flags
+from fusedckpt.blocks.schedule import Flags, Schedule
 
 
 class Block(torch.autograd.Function):
@@ -193,29 +193,34 @@ def _compiled(
 _DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def _twin_gradients(
-    ctx: Any, given: dict[Any, Any], dys: Sequence[Tensor | None], wanted: Flags
-) -> list[Tensor | None]:
-    """Return gradients by the eager reference, as a graph that can be differentiated again."""
-    call: Call = ctx.call
-    program, like, count = call.program, _first(dys), call.num_inputs
-    products = [name for name in program.products if given.get(name) is not None]
-    if any(step.extra and step.reads[0] not in products for step in program.steps):
+def _check_twice(call: Call, given: dict[Any, Any], whole: Schedule) -> None:
+    """Refuse second derivatives of an approximate one, or without a value that `whole` reads."""
+    products = [name for name in call.program.products if given.get(name) is not None]
+    if any(step.extra and step.reads[0] not in products for step in call.program.steps):
         raise RuntimeError(
             f"{call.name}: create_graph=True needs a derivative that can be differentiated again, "
             "and an approximate one, or one from the result alone, cannot"
         )
-    if ctx.unread is not None:
-        numbers = [index - count for index in ctx.saved.unread]
-        given = given | dict(zip(numbers, ctx.unread.read(), strict=True))
-    there = tuple([dy is not None for dy in dys])
-    whole = backward_schedule.backward(program, wanted, call.flags_of("inputs"), there)
     for name in whole.names("value"):
         if name not in given:
             raise RuntimeError(
                 f"{call.name}: create_graph=True needs {name}, which save='preact' does not save "
                 "where the first weights are frozen: use save='inputs'"
             )
+
+
+def _twin_gradients(
+    ctx: Any, given: dict[Any, Any], dys: Sequence[Tensor | None], wanted: Flags
+) -> list[Tensor | None]:
+    """Return gradients by the eager reference, as a graph that can be differentiated again."""
+    call: Call = ctx.call
+    program, like, count = call.program, _first(dys), call.num_inputs
+    if ctx.unread is not None:
+        numbers = [index - count for index in ctx.saved.unread]
+        given = given | dict(zip(numbers, ctx.unread.read(), strict=True))
+    there = tuple([dy is not None for dy in dys])
+    whole = backward_schedule.backward(program, wanted, call.flags_of("inputs"), there)
+    _check_twice(call, given, whole)
     # a saved sum is differentiated in place of its summands
     firsts = program.keeps or program.inputs
     names = (*firsts, *range(len(program.params)))

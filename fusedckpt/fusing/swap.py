@@ -112,9 +112,29 @@ def fuse(
     report = FuseReport()
     modules = dict(model.named_modules())
     # all are found before anything is touched
+    matcher = Matcher(save, chunks, verify, arguments.flag("fuse", "approximate", approximate))
+    swaps, inside = _blocks(modules, wanted, matcher, report=report)
+    if save == "inputs" and attention:
+        swaps += attention_swaps(modules, swaps, inside, wanted, report=report)
+    if (found_head := deferred.swap_of(model, modules, wanted, report)) is not None:
+        swaps.append(found_head)
+    wanted.check(modules, report.kinds)
+    report.watch(model)
+    if linear:
+        found = _shared(modules, swaps, inside, wanted, save=save)
+        _report_shared(modules, found, report)
+        swaps += [(modules[name], swap) for name, swap in found.items()]
+    for module, swap in swaps:
+        swap.apply(module)
+    return report
+
+
+def _blocks(
+    modules: Mapping[str, nn.Module], wanted: Wanted, matcher: Matcher, report: FuseReport
+) -> tuple[list[tuple[nn.Module, Swap]], set[nn.Module]]:
+    """Return modules that are one block, with their swaps, and the modules that they compute."""
     swaps: list[tuple[nn.Module, Swap]] = []
     inside: set[nn.Module] = set()
-    matcher = Matcher(save, chunks, verify, arguments.flag("fuse", "approximate", approximate))
     for name, module in modules.items():
         if module in inside:
             continue
@@ -126,21 +146,16 @@ def fuse(
             swaps.append((module, swap))
         if _computes_children(module, vars(module) if swap is None else swap.attributes):
             inside.update(module.modules())
-    if save == "inputs" and attention:
-        swaps += attention_swaps(modules, swaps, inside, wanted, report=report)
-    if (found_head := deferred.swap_of(model, modules, wanted, report)) is not None:
-        swaps.append(found_head)
-    wanted.check(modules, report.kinds)
-    report.watch(model)
-    if linear:
-        found = _shared(modules, swaps, inside, wanted, save=save)
-        report.shared.update((name, type(modules[name]).__name__) for name in found)
-        swaps += [(modules[name], swap) for name, swap in found.items()]
-        for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], found)]:
-            del report.left[name], report.kinds[name], report.classes[name]
-    for module, swap in swaps:
-        swap.apply(module)
-    return report
+    return swaps, inside
+
+
+def _report_shared(
+    modules: Mapping[str, nn.Module], shared: Mapping[str, Swap], report: FuseReport
+) -> None:
+    """Add the layers that save a recipe of their input; a layer of such layers is not left."""
+    report.shared.update((name, type(modules[name]).__name__) for name in shared)
+    for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], shared)]:
+        del report.left[name], report.kinds[name], report.classes[name]
 
 
 def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
