@@ -86,6 +86,7 @@ class Deferred:
         self.call: Callable[[Tensor], Tensor] = call or operands.linear
         self.root: Deferred = self if parent is None else parent.root
         self.made: Tensor | None = None
+        self.hooks: list[Callable[[Tensor], Any]] = []
         self.versions = versions_of(*operands[:3])
         if parent is None:
             self.family: list[weakref.ref[Deferred]] = []
@@ -98,16 +99,26 @@ class Deferred:
     def real(self) -> Tensor:
         """Return the logits, computed once."""
         if self.made is None:
-            if self.parent is None and self.versions != versions_of(*self.operands[:3]):
+            if self.parent is None and self.is_lost():
                 raise RuntimeError(
                     "fusedckpt: these logits were not computed yet, and the head's weight has been "
-                    "modified since: read them before the optimizer's step, or fuse with head=False"
+                    "modified or freed since: read them before backward and the optimizer's step, "
+                    "or fuse with head=False"
                 )
             # the graph is that of the call, whoever reads it
             with torch.enable_grad():
                 parent = self.parent
-                self.made = self.call(self.operands.hidden if parent is None else parent.real())
+                made = self.call(self.operands.hidden if parent is None else parent.real())
+            for hook in self.hooks:
+                made.register_hook(hook)
+            self.made = made
         return self.made
+
+    def is_lost(self) -> bool:
+        """Whether the operands have been modified, or freed, as sharded weights are."""
+        hidden, weight, bias = self.operands[:3]
+        freed = weight.numel() and not weight.is_meta and not weight.untyped_storage().nbytes()
+        return bool(freed) or self.versions != versions_of(hidden, weight, bias)
 
     def settle(self) -> None:
         """Compute what else was derived, before one of the family is modified in place."""
@@ -147,6 +158,12 @@ class DeferredLogits(Tensor):
             name = func.__self__.__name__
         if isinstance(first, DeferredLogits) and first.deferred.made is None:
             if name in _KNOWN or name in _SIZES:
+                return super().__torch_function__(func, types, args, kwargs or {})
+            if name == "_base":
+                return None
+            if name == "register_hook":
+                # FSDP's runs before a backward through any result
+                first.deferred.hooks.append(args[1])
                 return super().__torch_function__(func, types, args, kwargs or {})
             found = first._noted(func, name, args[1:], kwargs or {})
             if found is not None:

@@ -145,6 +145,16 @@ def test_dtypes(dtype, autocast):
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-3)
 
 
+def test_hooks_of_results():
+    """They run in a backward through the logits, which a hook does not make."""
+    _, model = pair()
+    z, seen = model(ids()), []
+    z.register_hook(lambda grad: seen.append(grad.shape))
+    assert z.deferred.made is None
+    (z.sum() + Square.apply(z).sum()).backward()
+    assert seen == [z.shape, z.shape] or seen == [z.shape]
+
+
 def test_what_needs_no_numbers():
     _, model = pair()
     z = model(ids())
@@ -190,7 +200,7 @@ def test_logits_of_modified_weights():
     (loss_of(early, ids()) + loss_of(late, ids())).backward()
     optimizer.step()
     assert torch.equal(early.detach(), expected)
-    with pytest.raises(RuntimeError, match="read them before the optimizer's step"):
+    with pytest.raises(RuntimeError, match="read them before backward"):
         late.argmax(-1)
 
 

@@ -47,8 +47,13 @@ def ours(target, x, w, b=None, **options):
     return functional.linear_cross_entropy(x, w, target, b, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize(("rows", "classes"), [(5, 1), (45, 2), (17, 17), (33, 1000), (2, 50257)])
+ODD = [(5, 1), (45, 2), (17, 17), (33, 1000)]
+SHAPES = [(*shape, dtype) for shape in ODD for dtype in (torch.float32, *HALF)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "dtype"), [*SHAPES, (2, 50257, torch.bfloat16)], ids=str
+)
 def test_classes(rows, classes, dtype, path):
     target = targets(rows, classes)
     pair = (partial(fn, target, reduction="sum") for fn in (ours, eager))

@@ -1,4 +1,4 @@
-"""Deferred logits in causal language models of transformers: 20 of them, as they are trained."""
+"""Deferred logits in causal language models of transformers, as they are trained."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def build(name, **more):
         for rate in {"p", "attention_dropout", "residual_dropout"} & vars(module).keys():
             setattr(module, rate, 0.0)
     ours = copy.deepcopy(eager)
-    report = fusedckpt.fuse(ours, norm=False, mlp=False, linear=False, head=True)
-    assert list(report.kinds.values()) == ["head"]
+    head = ours.get_output_embeddings()
+    (name,) = [name for name, module in ours.named_modules() if module is head]
+    assert fusedckpt.fuse(ours, only=name, head=True).kinds == {name: "head"}
     return eager, ours
 
 
@@ -55,7 +56,7 @@ def allocations(fn):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU's allocations")
 @pytest.mark.parametrize("name", CAUSAL)
 def test_loss_and_gradients_without_logits(name, small_chunks):
-    assert len(CAUSAL) == 20
+    assert len(CAUSAL) >= 20
     eager, ours = build(name)
     inputs = tokens(LENGTH)
     logits = 4 * inputs["input_ids"].numel() * CLASSES
