@@ -143,7 +143,8 @@ PUBLIC = {
 # of Python, and of other libraries, each beside a probe of its own
 FOREIGN = {
     *("_getframe", "_gradient_checkpointing_func", "_sharding_config"),
-    "_hf_quantized_needs_local_tp",
+    *("_hf_quantized_needs_local_tp", "_attn_implementation"),
+    *("_experts_implementation", "_apply_gate"),
     # the child of our own wrapper, named as torch's names its own
     "_checkpoint_wrapped_module",
 }
