@@ -21,18 +21,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.backward import Versioned, versions_of
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.blocks import norm_sharing
-from fusedckpt.fusing import reasons
-from fusedckpt.fusing.held import MARK, Block
-from fusedckpt.fusing.layouts import is_bent
-from fusedckpt.fusing.recording import record
-from fusedckpt.fusing.replica import takes_one
-from fusedckpt.fusing.subclass import subclass
 
 # where a node has its note, and its recipe
 _NOTE, _RECIPE = "fusedckpt note", "fusedckpt recipe"
@@ -312,37 +305,3 @@ class Rerun(torch.autograd.Function):
             wanted = [t for t, need in zip((x, *given), needs, strict=True) if need]
             grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=creates))
         return (None, *[next(grads) if need else None for need in needs])
-
-
-def shared(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class of a layer that may read a recipe, None for other modules."""
-    if "forward" in vars(module) or MARK in vars(module):
-        return None
-    if not dispatch.are_plain(*module._parameters.values()):
-        return None
-    if type(module).forward is nn.Linear.forward:
-        ours = SharedLinear
-    elif isinstance(module, nn.Linear) or reasons.is_transposed(module):
-        # its own forward runs, and saves its input or something else
-        ours = SharedProduct
-    elif is_activation(module):
-        ours = SharedActivation
-    else:
-        return None
-    return subclass(ours, type(module))
-
-
-def is_activation(module: nn.Module) -> bool:
-    """Whether a module is a function of single elements, as its recorded forward shows."""
-    parameters = [*module.parameters()]
-    if module._modules or any(is_lazy(p) or p.dim() > 1 for p in parameters):
-        return False
-    return takes_one(module) and is_bent(record(module, (2, 3, 8)))
-
-
-def may_share(module: nn.Module, block: Block | None) -> bool:
-    """Whether a linear with its activation are two layers of a module, and nothing else is."""
-    if block is None or block.kind != "linear_act" or block.activation == "identity":
-        return False
-    layers = [*module.children()]
-    return len(block.linears[0].weight) == 2 and sum(map(is_activation, layers)) == 1

@@ -7,7 +7,7 @@ children and state_dict are unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,15 @@ from torch.jit import ScriptModule
 from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
-from fusedckpt.fusing import adapters, deferred, left, reasons, sharing
+from fusedckpt.fusing import adapters, deferred, left, reasons
 from fusedckpt.fusing.attention import attention_swaps
 from fusedckpt.fusing.experts import holds as holds_experts
-from fusedckpt.fusing.forwards import FusedFeedForward, FusedNorm, Swap, within
+from fusedckpt.fusing.forwards import FusedFeedForward, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_mlps import feed_forward_of
 from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.fusing.match_shared import may_share, report_shared, shared_swaps
 from fusedckpt.fusing.matcher import Matcher, unfit
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.wanted import Names, Wanted, patterns
@@ -121,8 +122,8 @@ def fuse(
     wanted.check(modules, report.kinds)
     report.watch(model)
     if linear:
-        found = _shared(modules, swaps, inside, wanted, save=save)
-        _report_shared(modules, found, report)
+        found = shared_swaps(modules, swaps, inside, wanted, save=save)
+        report_shared(modules, found, report)
         swaps += [(modules[name], swap) for name, swap in found.items()]
     for module, swap in swaps:
         swap.apply(module)
@@ -147,53 +148,6 @@ def _blocks(
         if _computes_children(module, vars(module) if swap is None else swap.attributes):
             inside.update(module.modules())
     return swaps, inside
-
-
-def _report_shared(
-    modules: Mapping[str, nn.Module], shared: Mapping[str, Swap], report: FuseReport
-) -> None:
-    """Add the layers that save a recipe of their input; a layer of such layers is not left."""
-    report.shared.update((name, type(modules[name]).__name__) for name in shared)
-    for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], shared)]:
-        del report.left[name], report.kinds[name], report.classes[name]
-
-
-def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
-    """Whether the linears and activations that a layer calls save recipes of their inputs."""
-    found = [shared.get(join(name, child)) for child, _ in module.named_children()]
-    kinds = [swap.to for swap in found if swap is not None]
-    acts = sum(issubclass(kind, sharing.SharedActivation) for kind in kinds)
-    return acts > 0 and len(kinds) >= acts + 2
-
-
-def _shared(
-    modules: Mapping[str, nn.Module],
-    swaps: Sequence[tuple[nn.Module, Swap]],
-    inside: Set[nn.Module],
-    wanted: Wanted,
-    save: str,
-) -> dict[str, Swap]:
-    """Return the swaps of linears and activations that may read a norm's recipe."""
-    norms = (LayerNorm, RMSNorm, FusedNorm)
-    kinds = [*map(type, modules.values()), *(swap.to for _, swap in swaps)]
-    if not any(issubclass(kind, norms) for kind in kinds):
-        return {}
-    seen = {*inside, *(one for one, _ in swaps)}
-    for one, swap in swaps:
-        # its blocks are told by the classes of its layers
-        seen.update(one.children() if issubclass(swap.to, Sequential) else ())
-    found = {}
-    for name, module in modules.items():
-        if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):
-            seen.update(module.modules())
-        if module in seen or module._modules or not wanted.may_share(name):
-            continue
-        to = sharing.shared(module)
-        if to is not None:
-            attributes = {"_fusedckpt_save": save} if issubclass(to, sharing.SharedLinear) else {}
-            found[name] = Swap("linear", "", to, attributes, features=())
-    is_read = any(issubclass(swap.to, sharing.SharedProduct) for swap in found.values())
-    return found if is_read else {}
 
 
 def _swap_of(
@@ -281,7 +235,7 @@ def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
     rates = getattr(match, "rates", ())
     dropping = any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
     # a linear and its activation may read a recipe, and be read by one
-    shares = sharing.may_share(module, getattr(match, "block", None))
+    shares = may_share(module, getattr(match, "block", None))
     return isinstance(module, ScriptModule) or (match is not None and not dropping and not shares)
 
 

@@ -1,0 +1,103 @@
+"""The linears and activations of a model that may save a recipe of their input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fusedckpt.autograd import dispatch
+from fusedckpt.fusing import reasons
+from fusedckpt.fusing.forwards import FusedNorm, Swap
+from fusedckpt.fusing.fuse_report import FuseReport, join
+from fusedckpt.fusing.held import MARK, Block
+from fusedckpt.fusing.layouts import is_bent
+from fusedckpt.fusing.recording import record
+from fusedckpt.fusing.replica import takes_one
+from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, SharedProduct
+from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.wanted import Wanted
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.sequential import Sequential
+
+
+def shared_swaps(
+    modules: Mapping[str, nn.Module],
+    swaps: Sequence[tuple[nn.Module, Swap]],
+    inside: Set[nn.Module],
+    wanted: Wanted,
+    save: str,
+) -> dict[str, Swap]:
+    """Return the swaps of linears and activations that may read a norm's recipe."""
+    norms = (LayerNorm, RMSNorm, FusedNorm)
+    kinds = [*map(type, modules.values()), *(swap.to for _, swap in swaps)]
+    if not any(issubclass(kind, norms) for kind in kinds):
+        return {}
+    seen = {*inside, *(one for one, _ in swaps)}
+    for one, swap in swaps:
+        # its blocks are told by the classes of its layers
+        seen.update(one.children() if issubclass(swap.to, Sequential) else ())
+    found = {}
+    for name, module in modules.items():
+        if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):
+            seen.update(module.modules())
+        if module in seen or module._modules or not wanted.may_share(name):
+            continue
+        to = _shared(module)
+        if to is not None:
+            attributes = {"_fusedckpt_save": save} if issubclass(to, SharedLinear) else {}
+            found[name] = Swap("linear", "", to, attributes, features=())
+    is_read = any(issubclass(swap.to, SharedProduct) for swap in found.values())
+    return found if is_read else {}
+
+
+def report_shared(
+    modules: Mapping[str, nn.Module], shared: Mapping[str, Swap], report: FuseReport
+) -> None:
+    """Add the layers that save a recipe of their input; a layer of such layers is not left."""
+    report.shared.update((name, type(modules[name]).__name__) for name in shared)
+    for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], shared)]:
+        del report.left[name], report.kinds[name], report.classes[name]
+
+
+def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
+    """Whether the linears and activations that a layer calls save recipes of their inputs."""
+    found = [shared.get(join(name, child)) for child, _ in module.named_children()]
+    kinds = [swap.to for swap in found if swap is not None]
+    acts = sum(issubclass(kind, SharedActivation) for kind in kinds)
+    return acts > 0 and len(kinds) >= acts + 2
+
+
+def _shared(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class of a layer that may read a recipe, None for other modules."""
+    if "forward" in vars(module) or MARK in vars(module):
+        return None
+    if not dispatch.are_plain(*module._parameters.values()):
+        return None
+    if type(module).forward is nn.Linear.forward:
+        ours = SharedLinear
+    elif isinstance(module, nn.Linear) or reasons.is_transposed(module):
+        # its own forward runs, and saves its input or something else
+        ours = SharedProduct
+    elif is_activation(module):
+        ours = SharedActivation
+    else:
+        return None
+    return subclass(ours, type(module))
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether a module is a function of single elements, as its recorded forward shows."""
+    parameters = [*module.parameters()]
+    if module._modules or any(is_lazy(p) or p.dim() > 1 for p in parameters):
+        return False
+    return takes_one(module) and is_bent(record(module, (2, 3, 8)))
+
+
+def may_share(module: nn.Module, block: Block | None) -> bool:
+    """Whether a linear with its activation are two layers of a module, and nothing else is."""
+    if block is None or block.kind != "linear_act" or block.activation == "identity":
+        return False
+    layers = [*module.children()]
+    return len(block.linears[0].weight) == 2 and sum(map(is_activation, layers)) == 1
