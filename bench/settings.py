@@ -102,7 +102,7 @@ def paper(add: Options) -> None:
     eager, with gradient checkpointing, fused by fusedckpt.fuse(model), and with the approximate
     activations of arXiv 2406.16282. Compares memory, time, losses and accuracy over seeds.
     """
-    add.many("models", "what to fine-tune", ("vit", "llama"), choices=("vit", "llama"))
+    add.many("models", "models to fine-tune", ("vit", "llama"), choices=("vit", "llama"))
     add.many(
         "tuning", "adapters of q and v, or all weights", ("lora", "full"), choices=("lora", "full")
     )
@@ -120,7 +120,7 @@ def paper(add: Options) -> None:
 
 def fit(add: Options) -> None:
     """Fit piecewise-constant derivatives: the constants of ReGELU2 and ReSiLU2, and best ones."""
-    add.many("activations", "what to fit: names of linear_act", ("gelu", "silu"))
+    add.many("activations", "activations to fit, by names of linear_act", ("gelu", "silu"))
     add.count("steps", "slopes of the best derivative", 4)
 
 

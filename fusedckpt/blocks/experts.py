@@ -3,7 +3,7 @@
 x -> gather -> gate and up -> act(gate) * up * score -> down -> sum over a token's experts
 
 A score multiplies h, not the result: both are linear in it. So its gradient is a sum of dh * h, and
-backward neither saves nor recomputes what experts return.
+backward neither saves nor recomputes the results of experts.
 """
 
 from __future__ import annotations

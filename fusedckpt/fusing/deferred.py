@@ -105,7 +105,7 @@ class Deferred:
                     "modified or freed since: read them before backward and the optimizer's step, "
                     "or fuse with head=False"
                 )
-            # the graph is that of the call, whoever reads it
+            # the graph is that of the call, also for readers without gradients
             with torch.enable_grad():
                 parent = self.parent
                 made = self.call(self.operands.hidden if parent is None else parent.real())
@@ -121,7 +121,7 @@ class Deferred:
         return bool(freed) or self.versions != versions_of(hidden, weight, bias)
 
     def settle(self) -> None:
-        """Compute what else was derived, before one of the family is modified in place."""
+        """Compute the other tensors of the family, before one is modified in place."""
         for reference in self.root.family:
             if (one := reference()) is not None:
                 one.real()
@@ -256,7 +256,7 @@ class DeferredHead(nn.Module):
     _parameters: Any
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the logits, or what they are computed from."""
+        """Return the logits, deferred where they may be."""
         if not self.training or not torch.is_grad_enabled() or not _may_defer(self, input):
             return super().forward(input)
         weight, bias = self.weight, self.bias

@@ -83,7 +83,7 @@ def fused(
     index: Any,
     scores: Any,
 ) -> Tensor | Fallback:
-    """Return what a module's experts compute, or why this call cannot run fused."""
+    """Return the result of a module's experts, or why this call cannot run fused."""
     if (name := _changed(module, match)) is not None:
         return "changed", name
     # a property while peft's LoRA, or another parametrization, is active
@@ -180,7 +180,7 @@ def _fits(first: Sequence[int], last: Sequence[int], turned: bool) -> bool:
 
 
 def _gating_of(module: Any) -> Gating | None:
-    """Return the gating that computes what the module's own does, None if none of ours does."""
+    """Return the gating with the values of the module's own, None if none has them."""
     near = torch.linspace(-30, 30, 601, dtype=torch.float64)
     z = torch.stack([near, near[torch.arange(len(near)) * 97 % len(near)]]).T.reshape(1, -1)
     gate = getattr(module, "_apply_gate", None)
