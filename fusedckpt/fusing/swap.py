@@ -187,7 +187,7 @@ def _swap_of(
     is_experts = kinds == ["experts"]
     kind = "experts" if is_experts else left.holds(module) or next(iter(found), None)
     if kind is not None and wanted.has(name, kind):
-        reason = left.reason_of(module, found.get(kind if kind in found else "mlp"))
+        reason = left.reason_of(module, found.get(kind if kind in kinds else "mlp"))
         report.leave(name, kind, reason, type(module).__name__)
     return None
 

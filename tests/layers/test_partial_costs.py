@@ -30,8 +30,11 @@ def test_costs_what_it_costs_where_all_else_is_frozen(case):
         if inputs[index] is None:
             continue
         mask = tuple(i == index for i in range(len(inputs)))
-        loss = loss_of(case, case.inputs((ROWS,), D, F, mask=mask))
-        alone = flops(loss.backward)
+        alone = flops(loss_of(case, case.inputs((ROWS,), D, F, mask=mask)).backward)
+        ran = alone
+        if case.name.startswith("experts"):
+            # rows of no expert are not multiplied
+            ran = gemm_flops(loss_of(case, case.inputs((ROWS,), D, F, mask=mask)).backward)
         for run in (
             lambda loss: torch.autograd.grad(loss, inputs[index]),  # noqa: B023  # called at once
             lambda loss: loss.backward(inputs=[inputs[index]]),  # noqa: B023
@@ -41,7 +44,7 @@ def test_costs_what_it_costs_where_all_else_is_frozen(case):
             assert flops(partial(run, loss)) == alone
             if DEVICE.type == "cpu":
                 loss = loss_of(case, inputs)
-                assert gemm_flops(partial(run, loss)) == alone
+                assert gemm_flops(partial(run, loss)) == ran <= alone
 
 
 def split(model, x):

@@ -175,6 +175,8 @@ class Call(nn.Module):
 def test_recorded_functions_train(case, how):
     if how == "fx" and case.name in ("rms_norm-llama", "rms_norm-gemma"):
         pytest.skip("over how many dimensions x.shape[-1:] is, symbolic tracing cannot tell")
+    if how == "fx" and case.name.startswith("experts"):
+        pytest.skip("how many tokens the case's routing is for, symbolic tracing cannot tell")
     call = Call(case)
     x = case.inputs(dtype=torch.float64)[0].detach()
     record = {
