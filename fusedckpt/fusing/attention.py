@@ -20,6 +20,7 @@ from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.calls import ATOMS, objects_in
 from fusedckpt.checkpointing.segment import NODE_KEY, checkpoint
 from fusedckpt.fusing import reasons, sharing
+from fusedckpt.fusing.again import Again
 from fusedckpt.fusing.forwards import Swap, Swapped
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.held import MARK, Part
@@ -54,7 +55,8 @@ class FusedAttention(Swapped):
         if found is not None:
             fallbacks.note(self, found)
             return forward(*args, **kwargs)
-        run = partial(checkpoint, partial(forward, *args, **kwargs), save_regions=NAME)
+        given = Again(self, forward, tuple(kwargs)), *args, *kwargs.values()
+        run = partial(checkpoint, *given, preserve_python_rng=True, save_regions=NAME)
         recipe = recipe_of(x)
         y = run() if recipe is None else sharing.read(recipe, x, lambda _: run())
         self._look_at(y, way)

@@ -241,7 +241,10 @@ class SharedLinear(SharedProduct):
 
     def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
         y = super()._shared(x, recipe, forward)
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if weight is None:
+            # hooks compute it, as those of weight_norm do
+            return y
         again = partial(_linear, y.dtype) if self._fusedckpt_save == "inputs" else None
         _note(self, y, recipe, again, "linear", weight, bias)
         return y

@@ -1,0 +1,203 @@
+"""Attention modules with a state, which the recompute finds as the forward found it."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from fusedckpt import fuse, unfuse
+
+D, BIG = 4, 1 << 15
+
+
+class Attention(nn.Module):
+    """Calls attention between what a test adds."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.q, self.out, self.after = nn.Linear(D, D), nn.Linear(D, D), after
+        self.n, self.scale, self.seen, self.memory = 0, 1.0, [], None
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("table", torch.zeros(BIG))
+
+    def forward(self, x):
+        q = k = self.q(x)
+        if self.memory is not None:
+            k = torch.cat([self.memory, q], 1)
+        return self.out(self.after(self, F.scaled_dot_product_attention(q, k, k), q))
+
+
+def count(self, y, q):
+    self.n += 1
+    return y * self.n
+
+
+def append(self, y, q):
+    self.seen.append(len(self.seen) + 1.0)
+    return y * sum(self.seen)
+
+
+def remember(self, y, q):
+    self.memory = q.detach()
+    return y
+
+
+def track(self, y, q):
+    self.mean.mul_(0.5).add_(y.detach().mean())
+    return y * (1 + self.mean.clone())
+
+
+class Large(Attention):
+    def forward(self, x):
+        self.table.add_(1.0)
+        return super().forward(x) * self.table[0].clone()
+
+
+AFTER = {
+    "nothing": lambda self, y, q: y,
+    "counter": count,
+    "list": append,
+    "memory": remember,
+    "running mean": track,
+    "python random": lambda self, y, q: y * random.random(),
+    "numpy random": lambda self, y, q: y * float(np.random.rand()),
+    "scale": lambda self, y, q: y * self.scale,
+    "dropout of its mode": lambda self, y, q: F.dropout(y, 0.0 if self.training else 0.5),
+}
+
+
+def models(after="nothing", kind=Attention):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.LayerNorm(D), kind(AFTER[after])).double().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    assert "recomputed but for attention" in fuse(fused).swapped["1"]
+    return eager, fused
+
+
+def step(model, between=len):
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    x = torch.randn(2, 3, D, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    loss = (model(x) + model(2 * x)).square().sum()
+    between([*model.children()])
+    loss.backward()
+    draws = random.random(), np.random.rand(), torch.rand(())
+    return [x.grad, *(p.grad for p in model.parameters()), *model.buffers(), *draws]
+
+
+def scale(layers):
+    layers[1].scale = 3.0
+
+
+def freeze(layers):
+    layers[1].q.requires_grad_(False)
+
+
+def evaluate(layers):
+    layers[1].eval()
+
+
+def replace(layers):
+    layers[1].mean = torch.full_like(layers[1].mean, 7.0)
+
+
+BETWEEN = {"nothing": len, "scale": scale, "freeze": freeze, "eval": evaluate, "buffer": replace}
+
+
+def assert_same(eager, fused):
+    for ours, theirs in zip(fused, eager, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_of_its_own(after):
+    eager, fused = models(after)
+    assert_same(step(eager), step(fused))
+    assert_same(step(eager), step(fused))
+    states = [(m[1].n, m[1].seen, m[1].scale, m[1].training) for m in (eager, fused)]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("after", ["scale", "running mean", "dropout of its mode"])
+def test_between_forward_and_backward(after, between):
+    eager, fused = models(after)
+    assert_same(*(step(model, BETWEEN[between]) for model in (eager, fused)))
+    assert [p.requires_grad for p in fused.parameters()] == [
+        p.requires_grad for p in eager.parameters()
+    ]
+    assert fused[1].training == eager[1].training
+
+
+def test_a_large_buffer_that_its_code_writes():
+    eager, fused = models(kind=Large)
+    assert_same(step(eager), step(fused))
+
+
+def test_functional_call():
+    grads = []
+    for model in models():
+        given = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, D, dtype=torch.float64, device=DEVICE)
+        torch.func.functional_call(model, given, (x,)).square().sum().backward()
+        grads.append([p.grad for p in given.values()])
+    assert_same(*grads)
+
+
+def test_a_power_iteration():
+    eager, fused = models()
+    unfuse(fused)
+    for model in (eager, fused):
+        torch.manual_seed(1)
+        parametrizations.spectral_norm(model[1].q)
+    fuse(fused)
+    assert_same(step(eager), step(fused))
+
+
+def test_a_linear_whose_weight_hooks_compute():
+    eager, fused = models()
+    unfuse(fused)
+    for model in (eager, fused):
+        torch.manual_seed(1)
+        torch.nn.utils.spectral_norm(model[1].q)
+    fuse(fused)
+    assert_same(step(eager), step(fused))
+
+
+def test_a_result_in_an_attribute_has_its_gradient():
+    def store(self, y, q):
+        self.last = y
+        return y
+
+    found = []
+    for model in models():
+        model[1].after = store
+        y = model(
+            torch.randn(2, 3, D, dtype=torch.float64, generator=torch.manual_seed(2)).to(DEVICE)
+        )
+        model[1].last.retain_grad()
+        y.square().sum().backward()
+        found.append([model[1].last.grad])
+    assert_same(*found)
+
+
+def test_arguments_named_as_a_checkpoints():
+    class Named(Attention):
+        def forward(self, x, debug=1.0):
+            return super().forward(x) * debug
+
+    eager, fused = models(kind=Named)
+    x = torch.randn(2, 3, D, dtype=torch.float64, device=DEVICE)
+    grads = [
+        torch.autograd.grad(m[1](x, debug=2.0).square().sum(), [*m[1].parameters()])
+        for m in (eager, fused)
+    ]
+    assert_same(*grads)
