@@ -12,15 +12,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.checkpointing.segment import checkpoint
+from fusedckpt.fusing import sharing
 from fusedckpt.fusing.left import called_by
+from fusedckpt.fusing.sharing import recipe_of
 
-__all__ = ["Again"]
+__all__ = ["Again", "recomputed"]
 
 _State = dict[str, Any]
 # bytes of a buffer that is copied in any case
@@ -30,7 +33,7 @@ _SMALL = 1 << 16
 class Again:
     """A forward of a module, for one call and its recomputes; names: of the last arguments."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], names: tuple[str, ...]):
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], names: tuple[str, ...] = ()):
         self.__self__, self._forward, self._names = module, forward, names
         self._states: list[tuple[nn.Module, _State]] = []
         self._flags: list[tuple[Tensor, bool]] = []
@@ -61,6 +64,15 @@ class Again:
             _toggle(toggled)
             for one, state in present:
                 _put(one, state)
+
+
+def recomputed(
+    module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, draws: bool
+) -> Tensor:
+    """Run a module's forward that saves x, or the recipe of x, and is run again in backward."""
+    recipe = recipe_of(x)
+    again = partial(checkpoint, Again(module, forward), preserve_rng_state=draws)
+    return again(x) if recipe is None else sharing.read(recipe, x, again)
 
 
 def _toggle(parameters: list[Tensor]) -> None:

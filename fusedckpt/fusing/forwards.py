@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled, norm_sharing
-from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.fusing import sharing
+from fusedckpt.fusing.again import recomputed
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
 from fusedckpt.fusing.operands import Linear, MLPMatch, dropped, drops_of, layout_of, tensors_of
 from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, recipe_of
@@ -223,14 +223,7 @@ class Recomputed(Swapped):
             return found
         if not dispatch.are_plain(x, *self.parameters()):
             return fallbacks.unplain(x, **dict(self.named_parameters(recurse=False)))
-        return recomputed(self._original, x, draws=self.training)
-
-
-def recomputed(forward: Callable[[Tensor], Tensor], x: Tensor, draws: bool) -> Tensor:
-    """Run a forward that saves x, or the recipe of x, and is run again in backward."""
-    recipe = recipe_of(x)
-    again = partial(checkpoint, forward, preserve_rng_state=draws)
-    return again(x) if recipe is None else sharing.read(recipe, x, again)
+        return recomputed(self, self._original, x, draws=self.training)
 
 
 class FusedMLP(Swapped):
@@ -269,7 +262,7 @@ class FusedMLP(Swapped):
         if isinstance(tensors, tuple):
             runs_again = tensors[0] == "dropout" and layout is None and torch.is_grad_enabled()
             if runs_again and dispatch.are_plain(x) and FusedMLP._level(self) == "inputs":
-                return recomputed(self._original, x, draws=True)
+                return recomputed(self, self._original, x, draws=True)
             return tensors
         options = self.save, self.chunks, drops_of(self, match), getattr(self, "approximate", False)
 

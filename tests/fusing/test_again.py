@@ -1,4 +1,4 @@
-"""Attention modules with a state, which the recompute finds as the forward found it."""
+"""Modules with a state, which the recompute finds as the forward found it."""
 
 from __future__ import annotations
 
@@ -201,3 +201,24 @@ def test_arguments_named_as_a_checkpoints():
         for m in (eager, fused)
     ]
     assert_same(*grads)
+
+
+class Odd(nn.Module):
+    """An MLP that no program computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.out, self.scale = nn.Linear(D, 16 * D), nn.Linear(16 * D, D), 1.0
+
+    def forward(self, x):
+        h = self.q(x)
+        return self.out((h.sin() * h.cos().tanh()).cumsum(-1) * 0.1) * self.scale
+
+
+@pytest.mark.parametrize("between", ["scale", "freeze"])
+def test_a_recomputed_mlp(between):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.LayerNorm(D), Odd()).double().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    assert fuse(fused).swapped["1"] == "Odd -> recomputed"
+    assert_same(*(step(model, BETWEEN[between]) for model in (eager, fused)))
