@@ -168,6 +168,10 @@ class _First(_Inside):
         needs = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         return Record(name, self._derived, [*zip(kept, needs, strict=True)], spec)
 
+    def end(self) -> None:
+        """Free the inputs: autograd keeps a pack hook, and so this, as long as the saved tensor."""
+        self._inputs, self._held = (), []
+
 
 def _derived(tensor: Tensor, inputs: Sequence[Tensor]) -> Derived | None:
     key, layout = storage_of(tensor), layout_of(tensor)
@@ -283,6 +287,7 @@ def _run(call: Callable[[], Any], name: str, keepers: list[Keeper], inside: _Fir
         states = [state for keeper in keepers for state in keeper.states()]
         record = record._replace(states=states)
     finally:
+        inside.end()
         # a region that raised raises again
         for keeper in keepers:
             keeper.records.append(record)

@@ -154,14 +154,12 @@ def read(recipe: Recipe, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     with norm_sharing.uncounted() as count:
         if private.top_hooks() is not None or not x.is_contiguous():
             return run(x)
-        storage = private.storage_key(x.untyped_storage())
+        # autograd keeps the pack hook as long as the saved tensor: it must not hold x
+        storage, numel = private.storage_key(x.untyped_storage()), x.numel()
 
         def pack(tensor: Tensor) -> _Kept:
-            is_x = (
-                private.storage_key(tensor.untyped_storage()) == storage
-                and tensor.numel() == x.numel()
-            )
-            is_x = is_x and tensor.is_contiguous()
+            is_x = private.storage_key(tensor.untyped_storage()) == storage
+            is_x = is_x and tensor.numel() == numel and tensor.is_contiguous()
             if is_x:
                 recipe.added()
             if count is not None:
