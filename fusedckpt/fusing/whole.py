@@ -36,7 +36,7 @@ _REMEDIES = (
     ("norm", "the residual stream: fusedckpt.checkpoint saves it once for each segment"),
     ("dropout", "masks: a rate of 0 saves none"),
     ("mlp", "left below says why"),
-    ("forcausallm", "logits: a loss that computes them in chunks"),
+    ("forcausallm", "logits: head=True computes the loss without them"),
 )
 
 
@@ -162,6 +162,9 @@ def _entered(names: dict[int, str], inside: list[str]) -> Iterator[None]:
             hook.remove()
 
 
+# meta tensors have no values: transformers asks whether ids hold padding, and whether all sequences
+# are whole
+_ANSWERS = {Tensor.__contains__: False, Tensor.__bool__: True}
 # of the library: a checkpoint that saves attention replaces the name for its time
 _ATTENTION = F.scaled_dot_product_attention
 
@@ -173,8 +176,8 @@ class _FusedAttention(TorchFunctionMode):
         if func is _ATTENTION:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             return _Attention.apply(given["query"], given["key"], given["value"])
-        # a warning of transformers' looks for padding
-        return False if func is Tensor.__contains__ else func(*args, **(kwargs or {}))
+        answer = _ANSWERS.get(func)
+        return func(*args, **(kwargs or {})) if answer is None else answer
 
 
 class _Attention(torch.autograd.Function):
