@@ -137,7 +137,7 @@ def _saved(
     names = {id(module): name for name, module in clone.named_modules()}
     inside = [""]
     counted = saved_tensors(owner=lambda: inside[-1])
-    with _entered(names, inside), _FusedAttention(), counted as saved:
+    with _entered(names, inside), _Kernels(), counted as saved:
         y = clone(**inputs())
     owners: Counter[str] = Counter()
     for storage in saved.storages:
@@ -169,13 +169,16 @@ _ANSWERS = {Tensor.__contains__: False, Tensor.__bool__: True}
 _ATTENTION = F.scaled_dot_product_attention
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Runs attention that saves no scores, which it does not compute on meta tensors."""
+class _Kernels(TorchFunctionMode):
+    """Runs attention and grouped products that save what kernels on a device save."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ATTENTION:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             return _Attention.apply(given["query"], given["key"], given["value"])
+        if getattr(func, "__name__", "") == "_grouped_mm":
+            # which refuses dtypes on meta tensors that it multiplies on a CPU
+            return _Grouped.apply(*args[:2], (kwargs or {}).get("offs"))
         answer = _ANSWERS.get(func)
         return func(*args, **(kwargs or {})) if answer is None else answer
 
@@ -190,6 +193,21 @@ class _Attention(torch.autograd.Function):
         y = q.new_empty(shape).transpose(-2, -3)
         ctx.save_for_backward(q, k, v, y)
         return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        """Is never run."""
+        raise NotImplementedError
+
+
+class _Grouped(torch.autograd.Function):
+    """Saves the operands of a grouped product, of [rows, in] and [experts, in, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        """Return a result of the right shape."""
+        ctx.save_for_backward(x, weight, offs)
+        return x.new_empty(x.shape[0], weight.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]

@@ -122,3 +122,18 @@ def test_the_phase_in_a_region():
     assert saved == (False, None, False)
     assert forward == (False, ("inputs", "inputs"), False)
     assert recompute == (True, ("inputs", "preact"), False)
+
+
+def test_a_tensor_written_after_it_was_saved():
+    """The region runs again, up to the last tensor that backward reads; eager raises."""
+
+    def spoilt(x):
+        saved = x.exp()
+        y = saved * 2
+        saved.add_(1)
+        return y
+
+    x = randn(4)
+    y = fusedckpt.checkpoint(fusedckpt.region(spoilt, "r"), x, save_regions="r")
+    (dx,) = torch.autograd.grad(y.sum(), [x])
+    assert torch.equal(dx, 2 * x.detach().exp())

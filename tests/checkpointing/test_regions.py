@@ -156,6 +156,10 @@ def _written(x):
     return x.mul_(2).sin()
 
 
+def _complex(x):
+    return torch.view_as_real((z := torch.view_as_complex(x.unflatten(-1, (-1, 2)))).exp() * z)
+
+
 def _several(x, more=None):
     with torch.no_grad():
         top = x.argmax(-1)
@@ -172,6 +176,7 @@ CASES = {
     "leaf": lambda x, w: region(lambda y: y @ w.t(), "r")(x.exp()).exp(),
     "argument": lambda x, w: region(lambda y: y.t() @ y, "r")(x).exp() @ w,
     "views": lambda x, w: region(lambda y: y[:, 1:] @ y[3:, 1:].t(), "r")((x @ w)[:, 2:]).sin(),
+    "other dtype": lambda x, w: region(_complex, "r")(x * w).flatten(1) * w,
     "no gradient": lambda x, w: region(lambda y: y * 2, "r")(x.detach()) * w,
     "two": lambda x, w: region(torch.exp, "r")(region(torch.sin, "r2")(x * w).cos()),
     "nested": lambda x, w: region(lambda y: region(torch.exp, "r")(y).sin(), "r")(x * w),

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from support import DEVICE, randn
+from support import DEVICE, gemms, randn
 from torch import nn
 
 import fusedckpt
@@ -216,6 +216,9 @@ def test_calls_that_run_as_ever(case):
     assert_equal(run, eager, x)
     if DEVICE.type == "cpu":
         assert count(lambda: grads(run, x)) == runs
+    if case == "checkpoint":
+        other = fusedckpt.Checkpoint(eager)
+        assert len(gemms(lambda: grads(run, x))) == len(gemms(lambda: grads(other, x)))
     assert report.fallbacks == {}
 
 

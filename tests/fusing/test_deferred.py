@@ -74,7 +74,9 @@ def twice(z, labels):
 
 
 def weighted(z, labels):
-    return F.cross_entropy(z.view(-1, V), labels.view(-1), weight=torch.ones(V, device=DEVICE))
+    return F.cross_entropy(
+        z.view(-1, V), labels.view(-1), weight=torch.arange(1.0, V + 1, device=DEVICE)
+    )
 
 
 def over_dimensions(z, labels):
@@ -89,7 +91,11 @@ def written(z, labels):
     later, flat = z * 2, z.view(-1, V)
     flat[0] = 0.0
     z.mul_(0.5)
-    return loss_of(flat, labels) + loss_of(later, labels)
+    return loss_of(flat, labels) + likely(later, labels)
+
+
+def negative(z, labels):
+    return loss_of(z * -2.0, labels)
 
 
 class Square(torch.autograd.Function):
@@ -110,7 +116,7 @@ def by_function(z, labels):
 
 
 NOTED = [loss_of, shifted, capped, scaled, rows, twice]
-READ = [weighted, over_dimensions, likely, written, by_function]
+READ = [weighted, over_dimensions, likely, written, negative, by_function]
 
 
 @pytest.mark.parametrize("loss", [*NOTED, *READ], ids=lambda f: f.__name__)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import ClampedSwiGLU, Experts
+from fusedckpt.blocks import run
 from fusedckpt.functional import experts, gated_mlp
 from fusedckpt.kernels import routed
 from fusedckpt.memory import peak_bytes
@@ -166,6 +167,17 @@ def test_grouped_mm_takes_its_place(monkeypatch):
         ours, eager = both(routing(T, foreign=2), **options)
         turns = options.get("is_transposed", False)
         compare(ours, eager, lambda turns=turns: leaves(d=16, f=24, bias=turns, turns=turns))
+
+
+def test_chunks_count_rows_of_experts(monkeypatch):
+    """Each row's temporaries are 3 D + 3 F wide; sums of weight gradients are no smaller here."""
+    monkeypatch.setattr(run, "CHUNK_BYTES", 4 * T * K * 3 * (D + HIDDEN) // 2)
+    x, scores, *weights = leaves()
+    index = routing(T)
+    assert experts(x, index, scores, *weights).grad_fn.call.chunks == 2
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        # half as large, and chunks would keep sums in float32
+        assert experts(x, index, scores, *weights).grad_fn.call.chunks == 1
 
 
 def test_chunks_bound_the_peak():

@@ -68,6 +68,14 @@ def test_reductions(reduction, smoothing):
     compare(partial(ours, target, **options), partial(eager, target, **options), inputs)
 
 
+@pytest.mark.parametrize("shift", [-500.0, 500.0])
+def test_large_logits(shift, path):
+    target, (x, w, b) = targets(T, V), inputs()
+    b = (b.detach() + shift).requires_grad_()
+    found, expected = (torch.autograd.grad(fn(target, x, w, b), (x, w, b)) for fn in (ours, eager))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_num_items_divides():
     target, tensors = targets(T, V), inputs()
     total = ours(target, *tensors, reduction="sum")
