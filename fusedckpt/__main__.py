@@ -1,0 +1,82 @@
+"""`python -m fusedckpt [module:factory]`: versions, paths, and what `fuse` finds in a model."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import nn
+
+import fusedckpt
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print versions and the path of every function; with a factory, a report of its model."""
+    parser = argparse.ArgumentParser(prog="python -m fusedckpt", description=__doc__)
+    parser.add_argument(
+        "factory",
+        nargs="?",
+        metavar="MODULE:FACTORY",
+        help="a function without arguments that returns a model, which is fused and named part by "
+        "part; MODULE is importable from the working directory",
+    )
+    spec = parser.parse_args(arguments).factory
+    print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
+    print(*_paths("cpu"), sep="\n")
+    for number in range(torch.cuda.device_count()):
+        print(*_paths(f"cuda:{number}"), sep="\n")
+    if spec is None:
+        return 0
+    try:
+        factory = _factory(spec)
+    except (AttributeError, ImportError, ValueError) as error:
+        parser.error(f"{spec}: {error}")
+    model = factory()
+    if not isinstance(model, nn.Module):
+        parser.error(f"{spec}: expected an nn.Module from it, got {type(model).__name__}")
+    print(fusedckpt.fuse(model))
+    return 0
+
+
+def _packages() -> str:
+    found = [f"torch {torch.__version__}"]
+    for name in ("triton", "transformers"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def _paths(device: str) -> list[str]:
+    """Return lines of the functions that run on each path, by dtype."""
+    lines = [f"{device}:"]
+    for dtype in _DTYPES:
+        functions: dict[str, list[str]] = {}
+        for name, path in fusedckpt.paths(device, dtype).items():
+            functions.setdefault(path, []).append(name)
+        found = "; ".join(
+            f"{path} for {'all' if len(functions) == 1 else ', '.join(names)}"
+            for path, names in functions.items()
+        )
+        lines.append(f"  {str(dtype).removeprefix('torch.')}: {found}")
+    return lines
+
+
+def _factory(spec: str) -> Callable[[], Any]:
+    if ":" not in spec:
+        raise ValueError("expected module:factory")
+    sys.path.insert(0, "")
+    return resolve_name(spec)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
