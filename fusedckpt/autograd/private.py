@@ -269,6 +269,16 @@ _act: Any = _probe("set_code_exec_strategy", None, _frames)
 breaks_graph: Any = _probe("_compile._disable_dynamo", torch.compiler.disable)
 
 
+def constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch.compile call a function while it traces, and take its result for a constant.
+
+    That is torch.compiler.assume_constant_result, which imports Dynamo. A torch that does not look
+    for this attribute breaks the graph there.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have Dynamo compile neither a function nor the functions that it calls."""
     if _act is None:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fusedckpt.autograd import private
 from fusedckpt.checkpointing.regions import Keeper, region
 
 NAME = "attention"
@@ -78,7 +79,7 @@ def _unwrap() -> None:
 
 
 # torch.compile cannot trace fnmatch
-@torch.compiler.assume_constant_result
+@private.constant_result
 def is_asked(patterns: Collection[str]) -> bool:
     """Whether patterns of regions' names mean attention."""
     return any(fnmatchcase(NAME, pattern) for pattern in patterns)
