@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from fusedckpt.autograd.dispatch import forced_path
 
@@ -36,6 +37,18 @@ def test_results_are_the_committed_ones():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = text.partition("| | saved, bytes per token |")[2].partition("\n\n")[0]
     assert table.splitlines()[2:] == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measured on a CPU")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "mixtral"])
+def test_models_save_as_the_table_says(name):
+    pytest.importorskip("transformers", reason="needs the test extra")
+    from bench.fused_share import DENSE, EXPERTS, HARDER, measured
+
+    found = measured({**DENSE, **EXPERTS, **HARDER}[name])
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = f"| {name} | {found.before:.1f} | {found.after:.1f} | {found.gone:.0%} |"
+    assert row in text
 
 
 def saved_model(folder: Path) -> str:
