@@ -7,7 +7,6 @@ and methods keep working, and calls that were not proven equal run the old forwa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from types import FunctionType
@@ -18,17 +17,17 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled, norm_sharing
+from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
+from fusedckpt.blocks.programs import LEVELS, Options
 from fusedckpt.fusing import sharing
 from fusedckpt.fusing.again import recomputed
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
-from fusedckpt.fusing.operands import Linear, MLPMatch, dropped, drops_of, layout_of, tensors_of
+from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, layout_of, tensors_of
 from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, recipe_of
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks, parallel
 from fusedckpt.layers.fallbacks import Fallback
-from fusedckpt.layers.linear import LEVELS as LINEAR_LEVELS
-from fusedckpt.layers.linear import linear_act
-from fusedckpt.layers.mlp import GATED_LEVELS, MLP_LEVELS, gated_mlp, mlp
 from fusedckpt.layers.norm import layer_norm, rms_norm
 
 
@@ -243,7 +242,8 @@ class FusedMLP(Swapped):
         return len(kinds) > 1 and all(are_all) and recipe_of(x) is not None
 
     def _level(self) -> str:
-        return levels.resolve("mlp", None, within(self.save, MLP_LEVELS), MLP_LEVELS)
+        kind = self._fusedckpt_match.block.kind
+        return levels.resolve(kind, None, within(self.save, LEVELS[kind]), LEVELS[kind])
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         match, block = self._fusedckpt_match, self._fusedckpt_match.block
@@ -261,22 +261,28 @@ class FusedMLP(Swapped):
         tensors = found or tensors_of(self, match, x, layout)
         if isinstance(tensors, tuple):
             runs_again = tensors[0] == "dropout" and layout is None and torch.is_grad_enabled()
-            if runs_again and dispatch.are_plain(x) and FusedMLP._level(self) == "inputs":
+            if runs_again and dispatch.are_plain(x) and FusedMLP._level(self) != "preact":
                 return recomputed(self, self._original, x, draws=True)
             return tensors
-        options = self.save, self.chunks, drops_of(self, match), getattr(self, "approximate", False)
+        drops, level = drops_of(self, match), FusedMLP._level(self)
+        options = Options(
+            *(block.kind, block.kind, Linears(_keys(block)), block.activation),
+            save=level,
+            chunks=levels.chunks_of(self.chunks),
+            approximate=level == "preact" and getattr(self, "approximate", False),
+            **drops,
+        )
 
         def computed(x: Tensor) -> Tensor:
-            return _COMPUTE[block.kind](x, options, block, *tensors)
+            return run_linears(options, x, (), tensors)
 
         y = computed(x) if layout is None else parallel.spread(computed, x, layout)
-        return y if options[2] else dropped(self, match, y)
+        return y if drops else dropped(self, match, y)
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return the result of the original forward, which saves the tensors of the level."""
         block = self._fusedckpt_match.block
-        level = within(levels.override.level or self.save, _LEVELS[block.kind])
-        count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
+        count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[self._level()]
         return compiled.run(super(Swapped, self).forward, tuple(range(count)), x)
 
     def extra_repr(self) -> str:
@@ -292,44 +298,11 @@ def _described(original: str, *ours: str) -> str:
     return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
 
 
-# whether "preact" saves codes comes last
-_Options = tuple[str, int | None, dict[str, Any], bool]
-
-
-def _mlp(x: Tensor, options: _Options, block: Block, fc1: Linear, fc2: Linear) -> Tensor:
-    save, chunks, drops, approximate = options
-    level = levels.resolve("mlp", None, within(save, MLP_LEVELS), MLP_LEVELS)
-    given: Any = {"chunks": levels.chunks_of(chunks), **drops}
-    given["approximate"] = approximate and level == "preact"
-    return mlp(x, *fc1, *fc2, block.activation, save=level, **given)
-
-
-def _gated_mlp(x: Tensor, options: _Options, block: Block, first: Linear, *rest: Linear) -> Tensor:
-    save, chunks, drops, _ = options
-    level, chunks = levels.resolve("gated_mlp", None, save, GATED_LEVELS), levels.chunks_of(chunks)
-    (gate, gate_bias), (down, down_bias) = first, rest[-1]
-    up, up_bias = rest[0] if len(rest) == 2 else (None, None)
-    if block.packed == "up":
-        up, gate = gate.chunk(2)
-        up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
-    given: Any = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias, **drops}
-    return gated_mlp(
-        x, gate, up, down, activation=block.activation, **given, save=level, chunks=chunks
-    )
-
-
-def _linear_act(x: Tensor, options: _Options, block: Block, linear: Linear) -> Tensor:
-    level = levels.resolve("linear_act", None, within(options[0], LINEAR_LEVELS), LINEAR_LEVELS)
-    codes = options[3] and level == "preact"
-    return linear_act(x, *linear, block.activation, save=level, approximate=codes)
-
-
-_COMPUTE: dict[str, Callable[..., Tensor]] = {
-    "mlp": _mlp,
-    "gated_mlp": _gated_mlp,
-    "linear_act": _linear_act,
-}
-_LEVELS = {"mlp": MLP_LEVELS, "gated_mlp": GATED_LEVELS, "linear_act": LINEAR_LEVELS}
+def _keys(block: Block) -> tuple[str, ...]:
+    """Return the names that the weights of a block have in its program."""
+    if block.kind == "gated_mlp":
+        return PACKED if block.packed == "gate" else GATED
+    return PLAIN if block.kind == "mlp" else LINEAR
 
 
 def of_chunks(chunks: int | None) -> list[str]:

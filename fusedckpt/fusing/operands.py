@@ -68,7 +68,10 @@ def dropped(module: nn.Module, match: MLPMatch, y: Tensor) -> Tensor:
 def tensors_of(
     module: nn.Module, match: MLPMatch, x: Tensor, layout: Layout | None
 ) -> list[Linear] | Fallback:
-    """Return the tensors of a block's linears, or why the call is not the matched one."""
+    """Return the tensors of a block's linears, or why the call is not the matched one.
+
+    A first weight with up before gate is cut in two, as programs have gate first.
+    """
     rates = match.rates
     if match.hidden is not None and (layout is not None or not module.training):
         # on shards a result is dropped after it is summed; and a module that is not in training may
@@ -95,6 +98,10 @@ def tensors_of(
             return obstacle
         weight = weight.t() if linear.transposed else weight
         linears.append((adapters.adapted(_outermost(module, linear), weight), bias))
+    if match.block.packed == "up":
+        (weight, bias), last = linears
+        biases = (None, None) if bias is None else bias.chunk(2)
+        linears = [*zip(weight.chunk(2), biases, strict=True)][::-1] + [last]
     return linears
 
 
