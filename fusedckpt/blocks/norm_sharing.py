@@ -12,7 +12,7 @@ Writes to n or x through `.data` are not detected, as in autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,12 +40,64 @@ class Source(NamedTuple):
     versions: tuple[int, ...]
 
 
-class Recipe(NamedTuple):
-    """How to recompute a result: x, weight, bias, the function, and a cast."""
+class Recipe:
+    """How to recompute a value: `again` of another recipe's value, if there is one, and tensors.
 
-    made_from: Versioned
-    again: Callable[..., Tensor]
-    dtype: torch.dtype
+    dtype: of the value, None for its own; readers: saved tensors that are recomputed by it; left:
+    those of them not read in this backward. The value is kept for these.
+    """
+
+    def __init__(
+        self,
+        again: Callable[..., Tensor],
+        parent: Recipe | None,
+        tensors: Sequence[Tensor | None],
+        dtype: torch.dtype | None = None,
+    ):
+        self.again, self.parent, self.given = again, parent, Versioned(*tensors)
+        self.dtype, self.value = dtype, None
+        self.readers = self.left = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the recipe keeps alive."""
+        own = [t for t in self.given.read() if t is not None]
+        return own if self.parent is None else [*self.parent.tensors, *own]
+
+    def added(self) -> None:
+        """Count a reader."""
+        self.readers += 1
+        self.left += 1
+
+    def read(self) -> Tensor:
+        """Return the value for a reader."""
+        with torch.no_grad():
+            value = self._lent()
+        self.left -= 1
+        if self.left <= 0:
+            self.left, self.value = self.readers, None
+        return value if self.dtype is None else value.to(self.dtype)
+
+    def _lent(self) -> Tensor:
+        """Return the value, and keep it for the readers left."""
+        value: Tensor | None = self.value
+        if value is None:
+            first = () if self.parent is None else (self.parent._lent(),)
+            value = self.again(*first, *self.given.read())
+        if self.left:
+            self.value = value
+        return value
+
+
+def unpack(saved: Any) -> Tensor:
+    """Return a tensor that a recipe, or another object with `read`, replaces."""
+    # compiled autograd cannot trace a look at versions
+    return _uncompiled(saved) if torch.compiler.is_compiling() else saved.read()
+
+
+@private.breaks_graph
+def _uncompiled(saved: Any) -> Tensor:
+    return saved.read()
 
 
 def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -84,30 +136,15 @@ def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> 
             y = function(read, *args)
             saved = y.grad_fn.saved_tensors
             if y.grad_fn.saved.inputs and (raw := private.raw_saved(y.grad_fn)):
-                recipe = Recipe(Versioned(*found), n.grad_fn.source.again, read.dtype)  # type: ignore[union-attr]  # noted
+                recipe = Recipe(n.grad_fn.source.again, None, found, read.dtype)  # type: ignore[union-attr]  # noted
                 # the pack hook is called at once, and frees n
-                raw[0].register_hooks(lambda _: recipe, _remake)
+                raw[0].register_hooks(lambda _: recipe, unpack)
                 saved = *found, *saved[1:]
             for tensor in saved:
                 if tensor is not None and count is not None:
                     count(tensor)
             return y
     return function(read, *args)
-
-
-def _remake(recipe: Recipe) -> Tensor:
-    # compiled autograd cannot trace a look at versions
-    return _uncompiled(recipe) if torch.compiler.is_compiling() else _made_again(recipe)
-
-
-@private.breaks_graph
-def _uncompiled(recipe: Recipe) -> Tensor:
-    return _made_again(recipe)
-
-
-def _made_again(recipe: Recipe) -> Tensor:
-    with torch.no_grad():
-        return recipe.again(*recipe.made_from.read()).to(recipe.dtype)
 
 
 def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:

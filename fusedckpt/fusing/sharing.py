@@ -26,50 +26,10 @@ from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.backward import Versioned, versions_of
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.blocks import norm_sharing
+from fusedckpt.blocks.norm_sharing import Recipe
 
 # where a node has its note, and its recipe
 _NOTE, _RECIPE = "fusedckpt note", "fusedckpt recipe"
-
-
-class Recipe:
-    """How to recompute a value: `again` of another recipe's value, if there is one, and tensors.
-
-    readers: saved tensors that are recomputed by it; left: those of them not read in this backward.
-    """
-
-    def __init__(self, again: Callable[..., Tensor], parent: Recipe | None, *tensors: Any):
-        self.again, self.parent, self.given = again, parent, Versioned(*tensors)
-        self.readers = self.left = 0
-        self.value: Tensor | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that the recipe keeps alive."""
-        own = [t for t in self.given.read() if t is not None]
-        return own if self.parent is None else [*self.parent.tensors, *own]
-
-    def added(self) -> None:
-        """Count a reader."""
-        self.readers += 1
-        self.left += 1
-
-    def taken(self) -> Tensor:
-        """Return the value for a reader."""
-        value = self.lent()
-        self.left -= 1
-        if self.left <= 0:
-            self.left, self.value = self.readers, None
-        return value
-
-    def lent(self) -> Tensor:
-        """Return the value, and keep it for the readers left."""
-        value = self.value
-        if value is None:
-            first = () if self.parent is None else (self.parent.lent(),)
-            value = self.again(*first, *self.given.read())
-        if self.left:
-            self.value = value
-        return value
 
 
 class Note(NamedTuple):
@@ -105,8 +65,7 @@ class _Kept:
             (own,) = self.own.read()  # type: ignore[union-attr]  # where there is no recipe
             assert own is not None
             return own
-        with torch.no_grad():
-            return self.recipe.taken().to(self.dtype).view(self.shape)
+        return self.recipe.read().to(self.dtype).view(self.shape)
 
 
 def recipe_of(x: Any, *makers: str) -> Recipe | None:
@@ -123,9 +82,9 @@ def recipe_of(x: Any, *makers: str) -> Recipe | None:
     if parent is None or note.versions != versions_of(x) or not torch.is_grad_enabled():
         return None
     if note.again is None:
-        return _remembered(node, lambda: Recipe(_itself, None, x.detach()))
+        return _remembered(node, lambda: Recipe(_itself, None, [x.detach()]))
     again = note.again
-    return _remembered(node, lambda: Recipe(again, parent, *note.tensors))
+    return _remembered(node, lambda: Recipe(again, parent, note.tensors))
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -136,7 +95,7 @@ def _of_norm(n: Tensor, node: Any) -> Recipe | None:
     found = norm_sharing.made_from(n)
     if found is None:
         return None
-    return _remembered(node, lambda: Recipe(node.source.again, None, *found))
+    return _remembered(node, lambda: Recipe(node.source.again, None, found))
 
 
 def _remembered(node: Any, make: Callable[[], Recipe]) -> Recipe:
@@ -167,18 +126,8 @@ def read(recipe: Recipe, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
                     count(kept)
             return _Kept(recipe if is_x else None, tensor, recipe)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, norm_sharing.unpack):
             return run(x)
-
-
-def _unpack(kept: _Kept) -> Tensor:
-    # compiled autograd cannot trace a look at versions
-    return _uncompiled(kept) if torch.compiler.is_compiling() else kept.read()
-
-
-@private.breaks_graph
-def _uncompiled(kept: _Kept) -> Tensor:
-    return kept.read()
 
 
 def _note(
