@@ -167,27 +167,29 @@ class FusedNorm(Swapped):
         is_taken = match.autocasts if is_cast else is_taken
         if (x.dtype, own) not in match.dtypes or not is_taken:
             return "dtype", x.dtype
-        return self._normalised(match, x, weight, bias)
-
-    def _normalised(
-        self, match: NormMatch, x: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        shape = x.shape[-1:] if weight is None else weight.shape
-        eps = getattr(self, match.eps) if isinstance(match.eps, str) else match.eps
-        if match.kind == "layer":
-            weight = weight + match.offset if weight is not None and match.offset else weight
-            y = layer_norm(x, shape, weight, bias, eps=eps)
-        else:
-            y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
-        if match.casts_back and y.dtype != x.dtype:
-            return y.to(x.dtype)
-        return norm_sharing.remember(self, y, weight, bias)
+        return normalised(self, match, x, weight, bias)
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and name the function that it computes now."""
         match = self._fusedckpt_match
         ours = ["layer_norm"] if match.kind == "layer" else ["rms_norm", f"cast={match.cast}"]
         return _described(super().extra_repr(), *ours)
+
+
+def normalised(
+    module: nn.Module, match: NormMatch, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Return the norm that a match describes; note its inputs for readers of the result."""
+    shape = x.shape[-1:] if weight is None else weight.shape
+    eps = getattr(module, match.eps) if isinstance(match.eps, str) else match.eps
+    if match.kind == "layer":
+        weight = weight + match.offset if weight is not None and match.offset else weight
+        y = layer_norm(x, shape, weight, bias, eps=eps)
+    else:
+        y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
+    if match.casts_back and y.dtype != x.dtype:
+        return y.to(x.dtype)
+    return norm_sharing.remember(module, y, weight, bias)
 
 
 class FusedFeedForward(nn.Module):

@@ -11,12 +11,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.private import pytree, schema_of
 from fusedckpt.fusing.held import Block, Weight
-from fusedckpt.fusing.recording import FOREIGN_OP, Node, Recording
-from fusedckpt.fusing.replica import undisturbed
+from fusedckpt.fusing.recording import FOREIGN_OP, Node, Recording, record, walk
+from fusedckpt.fusing.replica import takes_one, undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS
 
 # activations are told apart by it: another threshold of a softplus shows only here
@@ -97,8 +98,7 @@ def activation_by(recording: Recording) -> str | None:
 
 def is_foreign(recording: Recording) -> bool:
     """Whether a recorded forward reads a tensor that is neither its input nor a parameter."""
-    seen = [] if recording.y is None else walk(recording.y)
-    return any(node.op == FOREIGN_OP for node in seen)
+    return any(node.op == FOREIGN_OP for node in recording.nodes)
 
 
 def is_bent(recording: Recording) -> bool:
@@ -106,30 +106,23 @@ def is_bent(recording: Recording) -> bool:
 
     False if it computes anything but such functions, products and parts.
     """
-    seen = [] if recording.y is None else walk(recording.y)
-    ops = [
-        node for node in seen if node.kind in ("point", "other") and not isinstance(node.op, str)
-    ]
+    kinds = ("point", "other")
+    ops = [n for n in recording.nodes if n.kind in kinds and not isinstance(n.op, str)]
     if any(torch.Tag.pointwise not in node.op.tags for node in ops if node.kind == "other"):
         return False
     return any(node.name.rstrip("_") not in _LINES for node in ops)
 
 
+def is_activation(module: nn.Module) -> bool:
+    """Whether a module is a function of single elements, as its recorded forward shows."""
+    if module._modules or any(is_lazy(p) or p.dim() > 1 for p in module.parameters()):
+        return False
+    return takes_one(module) and is_bent(record(module, (2, 3, 8)))
+
+
 def _weight(product: Node) -> Weight:
     _, weight, *bias = product.of
     return Weight(weight.path, bias[0].path if bias else None, product.is_transposed)
-
-
-def walk(y: Node, through: str | None = None) -> list[Node]:
-    """Return a node and the nodes that made it in order, past nodes of that kind alone if given."""
-    seen: set[Node] = set()
-    todo = [y]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.of if through in (None, node.kind) else ()
-    return sorted(seen, key=lambda node: node.number)
 
 
 def _leaves(y: Node) -> list[Node]:

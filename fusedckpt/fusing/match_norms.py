@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from fusedckpt import reference
+from fusedckpt.blocks.eager import forcing
 from fusedckpt.fusing import left
-from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap
-from fusedckpt.fusing.layouts import FOREIGN, is_foreign, walk
+from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap, normalised
+from fusedckpt.fusing.layouts import FOREIGN, is_foreign
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import Draw, call, replica, takes_one, undisturbed
 from fusedckpt.fusing.spying import held_by
@@ -146,10 +146,9 @@ def _is_number(value: Any) -> bool:
 
 def _ops(recording: Recording) -> set[str]:
     """Return the names of the ops that make a forward's result, a root by pow as "rsqrt"."""
-    nodes = [] if recording.y is None else walk(recording.y)
     return {
         "rsqrt" if one.name == "pow" and one.args[1] in (0.5, -0.5) else one.name
-        for one in nodes
+        for one in recording.nodes
         if one.kind in ("point", "other")
     }
 
@@ -247,20 +246,14 @@ class _Draws:
 
     def twin(self, match: NormMatch, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
         """Return a rule's result, None where it raises."""
-        x, parameters = self.x.to(pair[0]), self.module._parameters
-        shape = x.shape[-1:]
-        eps = getattr(self.module, match.eps) if isinstance(match.eps, str) else match.eps
+        parameters = self.module._parameters
         weight, bias = (
             None if name is None else self.values[id(parameters[name])].to(pair[1])
             for name in (match.weight, match.bias)
         )
-        options: Any = {"offset": match.offset, "cast": match.cast}
-        with undisturbed("cpu"), torch.no_grad():
+        with undisturbed("cpu"), torch.no_grad(), forcing(None):
             try:
-                if match.kind == "rms":
-                    return reference.rms_norm(x, shape, weight, eps, **options)
-                weight = weight + match.offset if weight is not None and match.offset else weight
-                return reference.layer_norm(x, shape, weight, bias, eps=eps)
+                return normalised(self.module, match, self.x.to(pair[0]), weight, bias)
             except RuntimeError:
                 return None
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.forwards import FusedNorm, Swap
 from fusedckpt.fusing.fuse_report import FuseReport, join
 from fusedckpt.fusing.held import MARK, Block
-from fusedckpt.fusing.layouts import is_bent
-from fusedckpt.fusing.recording import record
-from fusedckpt.fusing.replica import takes_one
+from fusedckpt.fusing.layouts import is_activation
 from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, SharedProduct
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.wanted import Wanted
@@ -85,14 +82,6 @@ def _shared(module: nn.Module) -> type[nn.Module] | None:
     else:
         return None
     return subclass(ours, type(module))
-
-
-def is_activation(module: nn.Module) -> bool:
-    """Whether a module is a function of single elements, as its recorded forward shows."""
-    parameters = [*module.parameters()]
-    if module._modules or any(is_lazy(p) or p.dim() > 1 for p in parameters):
-        return False
-    return takes_one(module) and is_bent(record(module, (2, 3, 8)))
 
 
 def may_share(module: nn.Module, block: Block | None) -> bool:

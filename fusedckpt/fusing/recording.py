@@ -70,6 +70,23 @@ class Recording:
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
 
+    @property
+    def nodes(self) -> list[Node]:
+        """Return the nodes that made the result, in order, and its own."""
+        return [] if self.y is None else walk(self.y)
+
+
+def walk(y: Node, through: str | None = None) -> list[Node]:
+    """Return a node and the nodes that made it in order, past nodes of that kind alone if given."""
+    seen: set[Node] = set()
+    todo = [y]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.of if through in (None, node.kind) else ()
+    return sorted(seen, key=lambda node: node.number)
+
 
 def record(
     module: nn.Module,
