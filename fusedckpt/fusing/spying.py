@@ -77,19 +77,16 @@ class _Spy:
         return _handed_out(log, path, (*before, name), found)
 
     def __getattr__(self, name: str) -> Any:
-        # where a module has its parameters, and the hook for missing attributes
-        below = getattr(super(), "__getattr__", None)
+        found: Any = MISSING
         try:
-            if below is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            found = below(name)
-        except AttributeError:
-            _note(self, name, MISSING)
-            raise
-        if found is None:
-            # a bias that is None may be set later
-            _note(self, name, None)
-        return found
+            # where a module has its parameters; plain objects have no such method
+            found = super().__getattr__(name)  # type: ignore[misc]
+            return found
+        finally:
+            # an attribute that is missing, or a bias that is None, may be set later
+            if (found is MISSING or found is None) and not name.startswith("__"):
+                log, path, before = object.__getattribute__(self, "__dict__")[_LOG]
+                log.reads.setdefault(path, {})[(*before, name)] = found
 
     def __setattr__(self, name: str, value: Any) -> None:
         log, path, before = object.__getattribute__(self, "__dict__")[_LOG]
@@ -103,12 +100,6 @@ class _SpyModule(_Spy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # past the hooks on all modules
         return self.forward(*args, **kwargs)  # type: ignore[attr-defined]  # of the module's class
-
-
-def _note(spy: Any, name: str, value: Any) -> None:
-    if not name.startswith("__"):
-        log, path, before = object.__getattribute__(spy, "__dict__")[_LOG]
-        log.reads.setdefault(path, {})[(*before, name)] = value
 
 
 def _handed_out(log: Log, path: Path, names: Path, value: Any) -> Any:
