@@ -30,13 +30,16 @@ EPS = 1e-5
 LAYERS = 4
 # Llama 2's
 VOCAB = 32000
+# Qwen/Qwen3-30B-A3B's experts a token, of fewer experts
+EXPERTS, TOP_K = 16, 8
 
 
 class Case(NamedTuple):
     """How a library's functions are called, on which parameters, with which choices.
 
     call: (lib, size, x, *parameters, **options) -> the result; shapes: of the parameters;
-    num_inputs: tensors of x's shape in front of them; sequences: x is [B, S, D], not [T, D].
+    num_inputs: tensors of x's shape in front of them; sequences: x is [B, S, D], not [T, D];
+    has_context: all tokens are one sequence.
     """
 
     call: Callable[..., Any]
@@ -45,6 +48,7 @@ class Case(NamedTuple):
     variants: tuple[str, ...] = ()
     num_inputs: int = 1
     sequences: bool = False
+    has_context: bool = False
 
     def eager(self, size: Size) -> Function:
         """The eager form, of x and the parameters."""
@@ -61,6 +65,8 @@ class Case(NamedTuple):
         """
         if not self.sequences:
             return None
+        if self.has_context:
+            return tokens
         seq = min(tokens, SEQUENCE if size.tokens is None else size.tokens // 2)
         if tokens % seq:
             raise ValueError(
@@ -99,6 +105,22 @@ def _norm_linear(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor
 def _cross_entropy(lib: Any, size: Size, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     target = torch.arange(x.shape[0], device=x.device) % weight.shape[0]
     return lib.linear_cross_entropy(x, weight, target, **options)
+
+
+def routed(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token, the same for every implementation, and their scores.
+
+    Some experts get several times as many tokens as others.
+    """
+    starts = torch.arange(x.shape[0], device="cpu" if x.is_meta else x.device).square()
+    index = (starts[:, None] + torch.arange(TOP_K, device=starts.device)) % len(router)
+    return index, F.linear(x, router).gather(1, index.to(x.device)).softmax(-1)
+
+
+def _experts(
+    lib: Any, size: Size, x: Tensor, router: Tensor, *weights: Tensor, **options: Any
+) -> Any:
+    return lib.experts(x, *routed(x, router), *weights, **options)
 
 
 def _block(lib: Any, size: Size, x: Tensor, norm: Tensor, *weights: Tensor, **options: Any) -> Any:
@@ -158,6 +180,17 @@ def _gated_shapes(size: Size) -> Shapes:
     return up, up, up[::-1]
 
 
+def _expert_shapes(size: Size) -> Shapes:
+    hidden = expert_width(size)
+    up, down = (EXPERTS, 2 * hidden, size.dim), (EXPERTS, size.dim, hidden)
+    return (EXPERTS, size.dim), up, down
+
+
+def expert_width(size: Size) -> int:
+    """Return F of an expert: 3/8 of D, in 16 byte steps of bfloat16, as grouped products need."""
+    return 8 * -(-3 * size.dim // 64)
+
+
 def _qkv_shapes(size: Size) -> Shapes:
     kv = (size.kv, size.dim)
     return (size.dim,), (size.dim, size.dim), kv, kv
@@ -179,7 +212,9 @@ _ROWS = (
     Case(_named("mlp"), _mlp_shapes, LEVELS, HYBRID),
     Case(_named("gated_mlp"), _gated_shapes, GATED_LEVELS, HYBRID),
     Case(_cross_entropy, lambda size: ((VOCAB if size.tokens is None else size.hidden, size.dim),)),
+    Case(_experts, _expert_shapes, GATED_LEVELS),
     Case(_block, lambda size: _vector(size) + _gated_shapes(size), GATED_LEVELS, HYBRID),
+    Case(_decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True, has_context=True),
     Case(_decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True),
     Case(stack, lambda size: _layer_shapes(size) * LAYERS, LEVELS, sequences=True),
 )

@@ -59,3 +59,14 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """Return F.cross_entropy(F.linear(x, weight), target), in at least float32."""
     z = F.linear(x, weight)
     return F.cross_entropy(z.to(torch.promote_types(z.dtype, torch.float32)), target)
+
+
+def experts(x: Tensor, index: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return the sum of each token's experts times their scores, expert by expert."""
+    y = torch.zeros_like(x)
+    for expert in range(len(down)):
+        rows, places = (where.to(x.device) for where in torch.where(index == expert))
+        gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
+        h = F.linear(F.silu(gate) * up, down[expert]) * scores[rows, places, None]
+        y = y.index_add(0, rows, h)
+    return y

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from bench.cases import CASES, Case, Function, stack
@@ -58,11 +59,21 @@ def _levels(case: Case, size: Size, has_variants: bool) -> Iterator[tuple[str, F
             yield f"fusedckpt {level} {variant}", partial(fused, save=level, kernel=variant)
 
 
+def _saves_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_saved = "_scaled_dot_product_" in str(op)
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def _checkpointed(case: Case, size: Size) -> Iterator[tuple[str, Function]]:
     """A layer under our checkpoint; layers under either, each by itself and all as one segment."""
+    if case.has_context:
+        contexts = partial(create_selective_checkpoint_contexts, _saves_attention)
+        yield "checkpoint, attention saved", partial(stock, case.eager(size), context_fn=contexts)
     for kind, fn in (("eager", case.eager(size)), ("fused", case.fused(size))):
         if case.call is not stack:
             yield f"ours({kind})", partial(ours, fn)
+            if case.has_context:
+                yield f"ours({kind}) regions", partial(ours, fn, save_regions="attention")
             continue
         for name, wrap in (("torch", stock), ("ours", ours)):
             yield f"{name}({kind}) per layer", partial(fn, per_layer=wrap)
@@ -80,6 +91,8 @@ def implementations_of(name: str, size: Size, has_variants: bool) -> list[Implem
         found.pop("checkpoint", None)
     found |= dict(_levels(case, size, has_variants))
     if case.sequences:
+        if "torch.compile" in compiled:
+            compiled["fusedckpt compiled"] = torch.compile(case.fused(size), dynamic=False)
         found |= dict(_checkpointed(case, size))
     made, last = ([Implementation(*pair) for pair in group.items()] for group in (found, compiled))
     return [*made, *peers_of(name, size), *last]

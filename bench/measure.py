@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import profile
 
 from bench.cases import Function, Tensors
 from bench.clock import Step, Stopwatch, capture, turns
@@ -73,12 +74,15 @@ class Work(NamedTuple):
 
     def halved(self) -> Work | None:
         """The first half of the rows; None of one."""
-        half = len(self.inputs[0]) // 2
+        x = self.inputs[0]
+        # one sequence is causal: its first half stands for itself
+        axis = int(x.dim() == 3 and len(x) == 1)
+        half = x.shape[axis] // 2
         if not half:
             return None
-        rows = [x[:half].detach().requires_grad_() for x in self.inputs[: self.num_inputs]]
-        inputs = [*rows, *self.inputs[self.num_inputs :]]
-        return self._replace(inputs=inputs, douts=[dy[:half] for dy in self.douts])
+        rows = [x.detach().narrow(axis, 0, half) for x in self.inputs[: self.num_inputs]]
+        inputs = [*(x.requires_grad_() for x in rows), *self.inputs[self.num_inputs :]]
+        return self._replace(inputs=inputs, douts=[dy.narrow(axis, 0, half) for dy in self.douts])
 
     @property
     def tokens(self) -> int:
@@ -97,7 +101,8 @@ class Implementation:
 
     failure: why it is not measured, or not any more. prepare: inputs -> those that the function
     takes, where it wants weights laid out in its own way; restore: its gradients -> the case's.
-    memory: saved bytes, peak, peak of the backward; samples: ms of forward, backward and both.
+    memory: saved bytes, peak, peak of the backward; attentions: forwards of attention in a step;
+    samples: ms of forward, backward and both.
     """
 
     name: str
@@ -109,6 +114,7 @@ class Implementation:
     is_graph: bool = False
     errors: list[float] = field(default_factory=list)
     memory: tuple[int | None, int | None, int | None] = (None, None, None)
+    attentions: int | None = None
     samples: list[list[float]] = field(default_factory=list)
     _own: tuple[Work, Work] | None = None
     _steps: tuple[Step, ...] = ()
@@ -190,6 +196,7 @@ class Implementation:
             **dict(zip(MEMORY, self.memory, strict=True)),
             "errors": self.errors,
             "is_graph": self.is_graph,
+            "attentions": self.attentions,
         }
 
 
@@ -275,6 +282,19 @@ def _measure_memory(given: Work, one: Implementation) -> None:
     one.memory = saved.nbytes, peak, backward_peak
 
 
+def _count_attention(work: Work, one: Implementation) -> None:
+    """Count the forwards of attention in forward and backward, those of a recompute too."""
+    with profile() as profiler:
+        one.results(work)
+    one.attentions = sum(
+        "_scaled_dot_product_" in event.name
+        and not event.name.endswith(("_backward", "_math"))
+        # a dispatch mode calls the kernel in an event inside, or returns a saved output
+        and all(child.name != "PythonDispatchMode" for child in event.cpu_children)
+        for event in profiler.events() or ()
+    )
+
+
 def in_turns(
     implementations: Sequence[Implementation], repeat: int, step: Callable[[Implementation], None]
 ) -> None:
@@ -313,6 +333,8 @@ def measure(
     with _put_back(work.given()) as written:
         for one in implementations:
             step(partial(_measure_memory, work), one)
+            if work.inputs[0].dim() == 3:
+                step(partial(_count_attention, work), one)
         pool = torch.cuda.graph_pool_handle() if graphs and work.device.type == "cuda" else None
         watch = Stopwatch(work.device)
         in_turns(implementations, repeat, partial(step, lambda one: one.time(work, watch, pool)))

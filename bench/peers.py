@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.cases import CASES, EPS, Tensors
+from bench.cases import CASES, EPS, EXPERTS, TOP_K, Tensors, expert_width, routed
 from bench.measure import Implementation
 from bench.settings import Size
 from fusedckpt import functional
@@ -58,10 +58,37 @@ def _liger_swiglu(size: Size, x: Tensor, gate: Tensor, up: Tensor, down: Tensor)
     return F.linear(swiglu.apply(F.linear(x, gate), F.linear(x, up)), down)
 
 
+@cache
+def _experts_of(size: Size, implementation: str) -> nn.Module:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    widths = {"hidden_size": size.dim, "moe_intermediate_size": expert_width(size)}
+    config: Any = Qwen3MoeConfig(**widths, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        return Qwen3MoeExperts(config)
+
+
+def _transformers(
+    size: Size, x: Tensor, router: Tensor, *weights: Tensor, implementation: str = "eager"
+) -> Any:
+    given = dict(zip(("gate_up_proj", "down_proj"), weights, strict=True))
+    module = _experts_of(size, implementation)
+    return torch.func.functional_call(module, given, (x, *routed(x, router)))
+
+
+def _liger_head(size: Size, x: Tensor, weight: Tensor) -> Any:
+    target = torch.arange(x.shape[0], device=x.device) % weight.shape[0]
+    loss = "liger_kernel.transformers.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyLoss"
+    return _load(loss)()(weight, x, target)
+
+
 def _linear_cross_entropy(size: Size, x: Tensor, weight: Tensor, backend: str = "torch") -> Any:
-    return CASES["linear_cross_entropy"].call(functional, size, x, weight, backend=backend)
+    return CASES["head"].call(functional, size, x, weight, backend=backend)
 
 
+_grouped = partial(_transformers, implementation="grouped_mm")
 _cut_cross_entropy = partial(_linear_cross_entropy, backend="cce")
 
 
@@ -163,8 +190,11 @@ PEERS: tuple[Peer, ...] = (
     Peer("Liger", LIGER, "rms_norm", _liger_rms),
     Peer("Liger", LIGER, "layer_norm", _liger_layer),
     Peer("Liger", LIGER, "add_rms_norm", partial(_liger_rms, path=LIGER_ADD)),
-    Peer("torch's", "torch", "linear_cross_entropy", _linear_cross_entropy),
-    Peer("CCE", "cut_cross_entropy", "linear_cross_entropy", _cut_cross_entropy),
+    Peer("torch's", "torch", "head", _linear_cross_entropy),
+    Peer("CCE", "cut_cross_entropy", "head", _cut_cross_entropy),
+    Peer("Liger", LIGER, "head", _liger_head),
+    Peer("transformers", "transformers", "experts", _transformers),
+    Peer("transformers grouped_mm", "transformers", "experts", _grouped),
     Peer("Liger SwiGLU", LIGER, "gated_mlp", _liger_swiglu),
     Peer("LigerMLP", LIGER, "gated_mlp", _liger_mlp),
     Peer("Liger norm, SwiGLU", LIGER, BLOCK_CASE, _liger_block),

@@ -10,7 +10,7 @@ from bench.options import FRACTION, MINUTES, NATURAL, POSITIVE, Default, Options
 
 CASE_NAMES = (
     *("rms_norm", "layer_norm", "add_rms_norm", "linear_act", "norm_linear", "mlp", "gated_mlp"),
-    *("linear_cross_entropy", "norm_gated_mlp_residual", "decoder_layer", "stack"),
+    *("head", "experts", "norm_gated_mlp_residual", "attention", "decoder_layer", "stack"),
 )
 # of `bench gpu`
 PARTS = (1, 2, 3)

@@ -57,7 +57,7 @@ def _of_limit(row: Row) -> str:
 
 def columns(eager: Row) -> Columns:
     """Return the columns of a table of `run`; times and errors are beside those of eager."""
-    return {
+    found: Columns = {
         "implementation": lambda row: row["name"],
         "forward\nms": lambda row: significant(_median(row["forward_ms"])),
         "backward\nms": lambda row: significant(_median(row["backward_ms"])),
@@ -71,6 +71,9 @@ def columns(eager: Row) -> Columns:
         "GB/s": lambda row: _rate(row, "bytes", 1e6),
         "of\nlimit": _of_limit,
     }
+    if eager.get("attentions") is None:
+        return found
+    return found | {"attention\nforwards": lambda row: str(row["attentions"])}
 
 
 CAPACITY: Columns = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_every_line_names_what_a_number_needs(result):
         assert (line["dtype"], line["size"]) == ("float32", "tiny")
         assert (line["dim"], line["hidden"]) == (SIZE.dim, SIZE.hidden)
         assert line["tokens"] == line["checked_tokens"] == SIZE.tokens
-        assert line["seq"] == (SEQ if cases.CASES[line["case"]].sequences else None)
+        case = cases.CASES[line["case"]]
+        assert line["seq"] == ((48 if case.has_context else SEQ) if case.sequences else None)
         assert min(line["matmul_tflops"], line["copy_gbytes"]) > 0
 
 
@@ -54,8 +56,9 @@ def test_every_case_is_checked_weighed_and_timed(result, name):
     ours = [f"fusedckpt {level}" for level in levels] or ["fusedckpt"]
     rows = rows_of(result, name)
     assert {"eager", *ours} <= rows.keys()
-    counts = {"stack": 11, "decoder_layer": 7}
-    counts["linear_cross_entropy"] = 3 + hasattr(nn, "LinearCrossEntropyOptions")
+    counts = {"stack": 11, "decoder_layer": 7, "attention": 10}
+    counts["experts"] = 5 + 2 * (find_spec("transformers") is not None)
+    counts["head"] = 3 + hasattr(nn, "LinearCrossEntropyOptions")
     assert len(rows) == counts.get(name, 2 + len(ours))
     for row in rows.values():
         assert row["failure"] is None
@@ -85,6 +88,10 @@ def test_every_case_is_checked_weighed_and_timed(result, name):
         ("norm_linear", "fusedckpt", SIZE.dim),
         # the sum, which is an output too
         ("add_rms_norm", "fusedckpt", SIZE.dim),
+        ("experts", "checkpoint", SIZE.dim),
+        ("attention", "ours(eager)", SIZE.dim),
+        # attention's output and its log-sum-exp
+        ("attention", "ours(fused) regions", 2 * SIZE.dim + SIZE.dim // SIZE.head_dim),
         ("decoder_layer", "checkpoint", SIZE.dim),
         ("decoder_layer", "ours(fused)", SIZE.dim),
         ("stack", "ours(fused) one segment", SIZE.dim),
@@ -94,6 +101,14 @@ def test_every_case_is_checked_weighed_and_timed(result, name):
 )
 def test_saved_bytes_are_those_of_the_tables(result, case, way, elements):
     assert rows_of(result, case)[way]["saved_bytes"] == elements * F32 * SIZE.tokens
+
+
+def test_attention_runs_again_where_nothing_saves_it(result):
+    rows = rows_of(result, "attention")
+    again = {"checkpoint", "ours(eager)", "ours(fused)"}
+    assert {name: row["attentions"] for name, row in rows.items()} == {
+        name: 2 if name in again else 1 for name in rows
+    }
 
 
 def test_torch_compile_takes_part(tmp_path, add_way, capsys):
