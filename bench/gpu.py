@@ -1,9 +1,9 @@
-"""`python -m bench gpu`: tests and measurements on a GPU, in three parts of minutes each.
+"""`python -m bench gpu`: commands that test and measure on a GPU, in three parts of minutes each.
 
-Every step is a process of its own with a share of its part's time. Its results stay,
-also when it fails or its time is up, and are in one archive after every step; the next call of the
-same commit on the same device goes on where this one stopped, in any copy of the checkout. Nothing
-is downloaded, and nothing is drawn: `bench table` and `bench plot` do that elsewhere.
+Every command is a process of its own with a share of its part's time. Its results stay, also when
+it fails or its time is up, and are in one archive after every command; the next call of the same
+commit on the same device goes on where this one stopped, in any copy of the checkout. Nothing is
+downloaded, and nothing is drawn: `bench table` and `bench plot` do that elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import tarfile
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +41,8 @@ KERNEL_TESTS = (
 )
 # of these a step is done with; one that a signal killed may have had bad luck
 DONE = ("ok", "failed")
-OUTCOMES = (*DONE, "killed", "out of time", "interrupted", "not started")
+OUTCOMES = {*DONE, "killed", "out of time", "interrupted", "not started"}
+NOT_STARTED = {"outcome": "not started"}
 # a model's blocks, which a reader asks for first
 BLOCKS = ("norm_gated_mlp_residual", "gated_mlp", "mlp", "linear_act", "rms_norm")
 # without those that compile, which takes longer than to measure all others, and other libraries
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
     part: int
     name: str
-    command: tuple[str, ...]
+    command: Words
     share: float = 1.0
 
 
@@ -73,9 +73,9 @@ def prepare(chosen: Namespace) -> Namespace:
     slug = re.sub(r"[^a-z0-9]+", "-", _device_name().lower()).strip("-")
     # steps run in another folder than this process
     chosen.out = (chosen.out or ROOT / "bench" / "results" / f"gpu-{slug}").resolve()
-    chosen.out.mkdir(parents=True, exist_ok=True)
     chosen.archive = (chosen.archive or chosen.out.with_name(f"{chosen.out.name}.tar.gz")).resolve()
-    chosen.archive.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (chosen.out, chosen.archive.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     chosen.tiny = chosen.tiny or not torch.cuda.is_available()
     return chosen
 
@@ -91,105 +91,92 @@ def _bench(command: str, *options: str, **chosen: Any) -> Words:
     return (sys.executable, "-m", "bench", command, *given, *options)
 
 
-class Commands(NamedTuple):
-    """The commands of steps; tiny: the same at toy sizes, for fewer cases and tests."""
+def _tests(*options: str) -> Words:
+    """Test in many processes, where pytest can."""
+    command = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
+    count = min(PROCESSES, os.cpu_count() or 1)
+    if find_spec("xdist") is not None and count > 1:
+        # tests that take most of the memory are one group, and so never run side by side
+        command = (*command, "-n", str(count), "--dist=loadgroup")
+    return (*command, *options)
 
-    out: Path
-    tiny: bool
 
-    def run(self, *options: str, place: str = "", **chosen: Any) -> Words:
-        """Measure cases."""
-        chosen = {"repeat": 1, **TOYS, **ALONE} if self.tiny else chosen
-        return _bench("run", "--resume", *options, out=self.out / place, **chosen)
-
-    def profile(self, *options: str) -> Words:
-        """Look at the kernels one by one."""
-        return _bench("profile", *options, out=self.out, **(TOYS if self.tiny else {}))
-
-    def capacity(self) -> Words:
-        """Fill memory with tokens."""
-        options = {"memory": 1, "repeat": 1, **TOYS} if self.tiny else {"repeat": 5}
-        return _bench("capacity", out=self.out, **options, **ALONE)
-
-    def tests(self, *options: str) -> Words:
-        """Test in many processes, where pytest can."""
-        command = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
-        count = min(PROCESSES, os.cpu_count() or 1)
-        if find_spec("xdist") is not None and count > 1:
-            # tests that take most of the memory are one group, and so never run side by side
-            command = (*command, "-n", str(count), "--dist=loadgroup")
-        return (*command, *(("tests/kernels/test_tiles.py", "-k", "row") if self.tiny else options))
+def _toys(out: Path) -> list[Step]:
+    """Return a step of each kind, at toy sizes."""
+    few: dict[str, Any] = {"repeat": 1, **TOYS, **ALONE}
+    return [
+        Step(1, "env", _bench("env")),
+        Step(1, "numbers", _bench("run", "--resume", out=out, **few)),
+        Step(1, "kernel-tests", _tests("tests/kernels/test_tiles.py", "-k", "row")),
+        Step(2, "profile", _bench("profile", out=out, **TOYS)),
+        Step(3, "launched", _bench("run", "--no-graphs", out=out / "launched", **few)),
+        Step(3, "capacity", _bench("capacity", out=out, memory=1, **few)),
+    ]
 
 
 def steps_of(out: Path, tiny: bool) -> list[Step]:
-    """Return the steps, in each part first those that others depend on, then the most important.
+    """Return the steps, in each part first those that others depend on, then the most important."""
+    if tiny:
+        return _toys(out)
 
-    tiny: toys of different steps are alike, and the first of them stands for all.
-    """
-    do, wide, short = Commands(out, tiny), {"size": "llama-3-8b"}, ("vit-l", "gpt2")
+    def run(*options: str, place: str = "", **chosen: Any) -> Words:
+        return _bench("run", "--resume", *options, out=out / place, **chosen)
+
+    wide, short, contexts = {"size": "llama-3-8b"}, ("vit-l", "gpt2"), (512, 2048, 8192)
     every, blocks, layers = {"case": CASE_NAMES}, {"case": BLOCKS}, {"case": CASE_NAMES[-2:]}
     # those that compile are the last to be measured, and a stack takes them too long
     final = {"case": (*BLOCKS, *CASE_NAMES[:-1]), "repeat": 40}
-    launch, first = ("--no-graphs",), tuple(f"tests/{name}" for name in KERNEL_TESTS)
+    first, profile = tuple(f"tests/{name}" for name in KERNEL_TESTS), _bench("profile", out=out)
+    attention = run(**wide, **ALONE, case="attention", tokens=contexts, repeat=20)
     steps = [
         Step(1, "env", _bench("env")),
-        Step(1, "numbers", do.run(**wide, **every, **ALONE, repeat=20), 0.45),
-        Step(1, "numbers-short", do.run(size=short, **blocks, **ALONE, repeat=20), 0.3),
-        Step(1, "kernel-tests", do.tests(*first)),
-        Step(2, "profile", do.profile(), 0.2),
-        Step(2, "layers", do.run(**wide, **layers, **ALONE, repeat=40), 0.6),
-        Step(2, "widths", do.run(size="llama-3.2-1b", **every, **ALONE, repeat=20)),
-        Step(3, "final", do.run(**wide, **final), 0.5),
-        Step(3, "launched", do.run(*launch, **wide, **blocks, **ALONE, place="launched"), 0.4),
-        Step(3, "other-tests", do.tests(*(f"--ignore={file}" for file in first)), 0.8),
-        Step(3, "capacity", do.capacity()),
+        Step(1, "numbers", run(**wide, **every, **ALONE, repeat=20), 0.45),
+        Step(1, "numbers-short", run(size=short, **blocks, **ALONE, repeat=20), 0.3),
+        Step(1, "kernel-tests", _tests(*first)),
+        Step(2, "profile", profile, 0.2),
+        Step(2, "layers", run(**wide, **layers, **ALONE, repeat=40), 0.6),
+        Step(2, "contexts", attention, 0.5),
+        Step(2, "widths", run(size="llama-3.2-1b", **every, **ALONE, repeat=20)),
+        Step(3, "final", run(**wide, **final), 0.5),
+        Step(3, "launched", run("--no-graphs", **wide, **blocks, **ALONE, place="launched"), 0.4),
+        Step(3, "other-tests", _tests(*(f"--ignore={file}" for file in first)), 0.8),
+        Step(3, "capacity", _bench("capacity", out=out, repeat=5, **ALONE)),
     ]
     if shutil.which("ncu"):
-        given = (*NCU, f"--log-file={out / 'ncu.txt'}", *do.profile("--bare"))
+        given = (*NCU, f"--log-file={out / 'ncu.txt'}", *profile, "--bare")
         steps.insert(5, Step(2, "ncu", given, 0.3))
-    return list({step.command: step for step in steps[::-1]}.values())[::-1] if tiny else steps
+    return steps
 
 
-class Log:
-    """The outcome of each step, kept in a file that is replaced after every one."""
+def _earlier(path: Path, key: Any) -> dict[str, dict[str, Any]]:
+    """Return the outcomes that an earlier call kept under a key; a damaged file is set aside."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        steps = {name: {**facts} for name, facts in record["steps"].items()}
+        if not {facts["outcome"] for facts in steps.values()} <= OUTCOMES:
+            raise ValueError("no outcome")
+        return steps if record["key"] == key else {}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        aside = path.replace(path.with_name(f"{path.name}.damaged"))
+        text = f"{path} is no record of steps ({error!r}): moved to {aside.name}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return {}
 
-    def __init__(self, path: Path, key: dict[str, Any], steps: Sequence[Step]):
-        self.path, self.key = path, key
-        earlier = self._read()
-        self.steps = {s.name: earlier.get(s.name, {"outcome": "not started"}) for s in steps}
-        self._write()
 
-    def _read(self) -> dict[str, dict[str, Any]]:
-        """Return the steps that an earlier call kept under a key; a damaged file is set aside."""
-        try:
-            record = json.loads(self.path.read_text(encoding="utf-8"))
-            key, steps = record["key"], dict(record["steps"])
-            if not all(facts["outcome"] in OUTCOMES for facts in steps.values()):
-                raise ValueError("no outcome")
-        except FileNotFoundError:
-            return {}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            aside = self.path.with_name(f"{self.path.name}.damaged")
-            self.path.replace(aside)
-            text = f"{self.path} is no record of steps ({error!r}): moved to {aside.name}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-            return {}
-        return steps if key == self.key else {}
-
-    def _write(self) -> None:
-        written = self.path.with_suffix(".part")
-        record = {"key": self.key, "steps": self.steps}
-        written.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        written.replace(self.path)
-
-    def note(self, step: Step, **facts: Any) -> None:
-        """Keep the outcome of a step and other facts."""
-        self.steps[step.name] = facts
-        self._write()
-
-    def outcome(self, step: Step) -> str:
-        """Return the outcome of a step, in this call or an earlier one."""
-        return self.steps[step.name]["outcome"]
+def _keep(chosen: Namespace, key: Any, outcomes: dict[str, dict[str, Any]]) -> None:
+    """Replace the record of outcomes, and the archive by one of all that is in the folder."""
+    state, archive = chosen.out / STATE, chosen.archive
+    written = state.with_suffix(".part")
+    written.write_text(json.dumps({"key": key, "steps": outcomes}, indent=1) + "\n", "utf-8")
+    written.replace(state)
+    written = archive.with_name(f"{archive.name}.part")
+    with tarfile.open(written, "w:gz") as file:
+        for path in sorted(chosen.out.rglob("*")):
+            if path.is_file() and path not in (archive, written):
+                file.add(path, path.relative_to(chosen.out))
+    written.replace(archive)
 
 
 def _limit(step: Step, left: float) -> float | None:
@@ -199,73 +186,56 @@ def _limit(step: Step, left: float) -> float | None:
     return None if left <= 0 else min(left, max(30.0, left * step.share))
 
 
-def _take_all(chosen: Namespace, steps: Sequence[Step], log: Log, stops: Stops) -> None:
-    """Take every step of a part that is left, until time is up or a stop is asked for."""
-    end = time.monotonic() + 60 * chosen.minutes
-    for step in steps:
-        if stops.count:
-            return
-        if log.outcome(step) in DONE:
-            print(f"{step.name}: {log.outcome(step)}, in an earlier call")
-            continue
-        left = end - time.monotonic()
-        limit = _limit(step, left)
-        if limit is None:
-            print(f"{step.name}: not started, the time is up")
-            continue
-        print(f"{step.name}: at most {limit:.0f} s, of {left:.0f} s left", flush=True)
-        path, start = chosen.out / f"{step.name}.log", time.monotonic()
-        outcome, status = take(step.command, path, limit, stops)
-        seconds = round(time.monotonic() - start, 1)
-        log.note(step, outcome=outcome, status=status, seconds=seconds, command=step.command)
-        # after every step: no signal can take away the archive's files
-        _pack(chosen.out, chosen.archive)
-        ended = f"{outcome} with status {status}" if status else outcome
-        print(f"{step.name}: {ended} after {seconds:.0f} s")
-        said = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        for line in () if outcome == "ok" else [line for line in said if line.strip()][-3:]:
-            print(f"    {line}")
-
-
-def _pack(folder: Path, archive: Path) -> None:
-    """Replace the archive by one of all that is in the folder."""
-    written = archive.with_name(f"{archive.name}.part")
-    with tarfile.open(written, "w:gz") as file:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path not in (archive, written):
-                file.add(path, path.relative_to(folder))
-    written.replace(archive)
+def _take(step: Step, folder: Path, left: float, stops: Stops) -> dict[str, Any]:
+    """Take a step, and return its outcome and other facts."""
+    limit = _limit(step, left)
+    if limit is None:
+        print(f"{step.name}: not started, the time is up")
+        return NOT_STARTED
+    print(f"{step.name}: at most {limit:.0f} s, of {left:.0f} s left", flush=True)
+    path, start = folder / f"{step.name}.log", time.monotonic()
+    outcome, status = take(step.command, path, limit, stops)
+    seconds = round(time.monotonic() - start, 1)
+    ended = f"{outcome} with status {status}" if status else outcome
+    print(f"{step.name}: {ended} after {seconds:.0f} s")
+    said = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in () if outcome == "ok" else [line for line in said if line.strip()][-3:]:
+        print(f"    {line}")
+    return {"outcome": outcome, "status": status, "seconds": seconds, "command": step.command}
 
 
 def _set_aside(out: Path) -> None:
     """Move the results of earlier calls into a folder of its own."""
-    names = [name for name in MEASURED if (out / name).exists()]
-    if not names:
-        return
-    folder = next(p for n in itertools.count(1) if not (p := out / f"before-{n}").exists())
-    folder.mkdir()
-    for name in names:
-        (out / name).rename(folder / name)
+    if names := [name for name in MEASURED if (out / name).exists()]:
+        folder = next(p for n in itertools.count(1) if not (p := out / f"before-{n}").exists())
+        folder.mkdir()
+        for name in names:
+            (out / name).rename(folder / name)
 
 
 def run(chosen: Namespace) -> int:
     """Take every step; returns 0 where all went well, 1 where not, 130 where interrupted."""
     if chosen.restart:
         _set_aside(chosen.out)
-    steps = steps_of(chosen.out, chosen.tiny)
     key = {"device": _device_name(), "commit": commit(), "tiny": chosen.tiny}
-    log = Log(chosen.out / STATE, key, steps)
-    parts = chosen.part or PARTS
+    steps, earlier = steps_of(chosen.out, chosen.tiny), _earlier(chosen.out / STATE, key)
+    outcomes = {step.name: earlier.get(step.name, NOT_STARTED) for step in steps}
+    steps = [step for step in steps if step.part in (chosen.part or PARTS)]
     print(f"{chosen.minutes:g} minutes a part, results in {chosen.archive}", flush=True)
+    ends: dict[int, float] = {}
     with Stops() as stops:
-        try:
-            for part in parts:
-                _take_all(chosen, [step for step in steps if step.part == part], log, stops)
-        finally:
-            _pack(chosen.out, chosen.archive)
-    steps = [step for step in steps if step.part in parts]
-    failed = [step.name for step in steps if log.outcome(step) == "failed"]
-    left = [step.name for step in steps if log.outcome(step) not in DONE]
+        _keep(chosen, key, outcomes)
+        for step in steps:
+            outcome = outcomes[step.name]["outcome"]
+            end = ends.setdefault(step.part, time.monotonic() + 60 * chosen.minutes)
+            if outcome in DONE:
+                print(f"{step.name}: {outcome}, in an earlier call")
+            elif not stops.count:
+                outcomes[step.name] = _take(step, chosen.out, end - time.monotonic(), stops)
+                # after every step: no signal can take away the archive's files
+                _keep(chosen, key, outcomes)
+    failed = [step.name for step in steps if outcomes[step.name]["outcome"] == "failed"]
+    left = [step.name for step in steps if outcomes[step.name]["outcome"] not in DONE]
     if failed:
         print(f"failed: {', '.join(failed)}; see the logs in {chosen.out}")
     if left:
