@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
-import fusedckpt
 from bench import lockstep, tasks
 from bench.env import environment
 from bench.quantised import quantise
-from bench.tasks import Batch
+
+WAYS = ("eager", "checkpoint", "fuse", "fuse preact")
 
 
 def prepare(chosen: Namespace) -> Namespace:
@@ -46,45 +47,25 @@ def _adapted(base: nn.Module, rank: int, seed: int) -> nn.Module:
     return model.train()
 
 
-def _models(eager: nn.Module, batch: Batch) -> tuple[dict[str, nn.Module], str]:
-    """Return a model with the same adapters for each way, and the reports of fuse and plan."""
-    checkpointed = tasks.checkpoint(copy.deepcopy(eager))
-    fused, kept, planned = (copy.deepcopy(eager) for _ in range(3))
-    # with the modules that did not run fused
-    report = fusedckpt.fuse(fused)
-    fusedckpt.fuse(kept, save="preact")
-    fusedckpt.fuse(planned)
-    plan = lockstep.plan_below(planned, checkpointed, batch)
-    models = {"eager": eager, "checkpoint": checkpointed, "fuse": fused, "fuse preact": kept}
-    return models | {"fuse+plan": planned}, f"{report}\n{plan}"
-
-
-def _record(chosen: Namespace, kind: str, rank: int, base: nn.Module, facts: Any) -> Any:
-    first, *batches = tasks.batches_of(chosen, chosen.steps + 2)
-    models, fused = _models(_adapted(base, rank, chosen.seed), first)
-    trained = sum(p.numel() for p in models["eager"].parameters() if p.requires_grad)
-    return lockstep.compare(
-        chosen,
-        models,
-        batches,
-        title="LoRA on every linear: what each way of training costs",
-        subtitle=(
-            f"transformers' llama, {chosen.layers} layers, dim {chosen.dim}, {kind} base, rank "
-            f"{rank}: {trained / 1e6:.2f} M trained"
-        ),
-        settings={"base": kind, "rank": rank, "trained": trained},
-        environment=facts,
-        fused=fused,
-    )
-
-
 def run(chosen: Namespace) -> int:
     """Train, print and write; 1 where a loss was not finite, else 0."""
     facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
     dense, status = _base(chosen), 0
-    for kind in chosen.base:
+    for kind, rank in product(chosen.base, chosen.rank):
         base = dense if kind == "dense" else quantise(copy.deepcopy(dense))
-        for rank in chosen.rank:
-            record = _record(chosen, kind, rank, base, facts=facts)
-            status |= lockstep.finish(record, chosen, f"finetune_{kind}_r{rank}")
+        model = _adapted(base, rank, chosen.seed)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        status |= lockstep.compare(
+            chosen,
+            model,
+            WAYS,
+            file=f"finetune_{kind}_r{rank}",
+            title="LoRA on every linear: what each way of training costs",
+            subtitle=(
+                f"transformers' llama, {chosen.layers} layers, dim {chosen.dim}, {kind} base, rank "
+                f"{rank}: {trained / 1e6:.2f} M trained"
+            ),
+            facts=facts,
+            **{"base": kind, "rank": rank, "trained": trained},
+        )
     return status

@@ -141,15 +141,8 @@ EXPERTS |= {name: Shape(f"{name}Model", 0.5, kv=4, options=_SAME) for name in _N
 NO_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-def model_of(shape: Shape, layers: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return a model of some layers and its inputs."""
-    if not shape.model:
-        layer = nn.TransformerEncoderLayer(D, shape.heads, int(shape.hidden * D), batch_first=True)
-        layer.self_attn.dropout = 0.0
-        return nn.TransformerEncoder(layer, layers), (torch.randn(1, TOKENS, D),), {}
-    import transformers
-
-    kind = getattr(transformers, shape.model)
+def _options(shape: Shape, layers: int) -> dict[str, Any]:
+    """Return the options of a model's configuration."""
     hidden, heads = 8 * round(shape.hidden * D / 8), shape.heads
     options: dict[str, Any] = {
         **{"vocab_size": VOCAB, "hidden_size": D, "intermediate_size": hidden, **IDS},
@@ -172,8 +165,19 @@ def model_of(shape: Shape, layers: int) -> tuple[nn.Module, tuple[Any, ...], dic
     elif shape.model == "T5EncoderModel":
         options = {"d_model": D, "d_ff": hidden, "d_kv": 32, "num_layers": layers, **IDS}
         options |= {"num_heads": heads, "vocab_size": VOCAB, "feed_forward_proj": "gated-gelu"}
-    options["moe_intermediate_size"] = hidden
-    config = kind.config_class(**{**options, **shape.options})
+    return {**options, "moe_intermediate_size": hidden, **shape.options}
+
+
+def model_of(shape: Shape, layers: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return a model of some layers and its inputs."""
+    if not shape.model:
+        layer = nn.TransformerEncoderLayer(D, shape.heads, int(shape.hidden * D), batch_first=True)
+        layer.self_attn.dropout = 0.0
+        return nn.TransformerEncoder(layer, layers), (torch.randn(1, TOKENS, D),), {}
+    import transformers
+
+    kind = getattr(transformers, shape.model)
+    config = kind.config_class(**_options(shape, layers))
     for name in NO_DROPOUT:
         if hasattr(config, name):
             setattr(config, name, 0.0)

@@ -1,14 +1,15 @@
-"""One model trained in several ways, step by step in turn, on the same batches: demo and finetune.
+"""One model trained in several ways, step by step in turn: demo, finetune and paper.
 
-Every way has a copy of the model and an optimizer of its own, and starts from the same weights.
+Every way has a copy of the model and an optimizer of its own, the same weights and batches.
 A slowdown of the machine slows all of them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -26,11 +27,18 @@ from bench.models import HEAD_DIM
 from bench.results import Row, chosen_of, largest_difference
 from bench.tables import MIB, Columns, difference, progress, show
 from bench.tasks import Batch
+from bench.training import wrap_units
 from bench.training_figures import publish
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 # first steps, which compile kernels and fill caches, are left out of the timing
 WARMUP = 5
+ACTIVATIONS = {
+    "GELU": fusedckpt.ReGELU2,
+    "GELUActivation": fusedckpt.ReGELU2,
+    "SiLU": fusedckpt.ReSiLU2,
+    "SiLUActivation": fusedckpt.ReSiLU2,
+}
 
 
 def checked(chosen: Namespace, *packages: str) -> Namespace:
@@ -114,57 +122,102 @@ def train(
     return trainers
 
 
-def plan_below(model: nn.Module, checkpointed: nn.Module, batch: Batch) -> fusedckpt.Plan:
-    """Plan to peak no higher than torch's checkpoint does, or where toys are too small, little."""
+def fused(model: nn.Module, **options: Any) -> nn.Module:
+    """Fuse layers in place, and return the model."""
+    fusedckpt.fuse(model, **options)
+    return model
+
+
+def approximated(model: nn.Module) -> nn.Module:
+    """Put approximate activations in the place of exact ones, and fuse the norms."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child).__name__ in ACTIVATIONS:
+                setattr(parent, name, ACTIVATIONS[type(child).__name__]())
+    return fused(model, mlp=False)
+
+
+# recipes: each takes a copy of the eager model
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "eager": lambda model: model,
+    "checkpoint": tasks.checkpoint,
+    "fuse": fused,
+    "fuse+ckpt": lambda model: wrap_units(fused(model), fusedckpt.Checkpoint),
+    "fuse preact": partial(fused, save="preact"),
+    "fuse approximate": partial(fused, approximate=True),
+    "approximate": approximated,
+}
+
+
+def models_of(eager: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return a model with the same weights for each way."""
+    return {name: WAYS[name](copy.deepcopy(eager)) for name in names}
+
+
+def _planned(eager: nn.Module, checkpointed: nn.Module, batch: Batch) -> tuple[nn.Module, str]:
+    """Return a fused model under a plan that peaks no higher than torch's checkpoint, and reports.
+
+    Where toys are too small for such a plan, the plan is that of least peak.
+    """
     inputs, targets = batch
     loss = partial(tasks.loss, targets=targets)
     budget = fusedckpt.report(checkpointed, inputs, loss=loss).peak_bytes
+    model = copy.deepcopy(eager)
+    report = fusedckpt.fuse(model)
     plan = partial(fusedckpt.plan, model, inputs, loss=loss, progress=False)
     try:
         found = plan(budget=budget)
     except ValueError:
         found = plan(policy="memory")
     found.apply(model)
-    return found
+    return model, f"{report}\n{found}"
 
 
 def compare(
-    chosen: Namespace, models: Mapping[str, nn.Module], batches: Sequence[Batch], **record: Any
-) -> Row:
-    """Train models, the first of which is eager, and return the record of it.
+    chosen: Namespace,
+    eager: nn.Module,
+    names: Sequence[str],
+    file: str,
+    title: str,
+    subtitle: str,
+    facts: Row,
+    **settings: Any,
+) -> int:
+    """Train ways by name, the first of which is eager, and one under a plan; print and write.
 
-    batches: the last is not trained on; memory is that of a step with it. record: title, subtitle,
-    settings that vary, the environment, the reports of fuse and plan.
+    The first batch is for the plan, and memory is that of a step with the last. Returns 1 where a
+    loss was not finite, else 0.
     """
+    first, *batches = tasks.batches_of(chosen, chosen.steps + 2)
+    models = models_of(eager, names)
+    models["fuse+plan"], reports = _planned(eager, models["checkpoint"], first)
     trainers = train(chosen.command, models, chosen.dim, batches[:-1])
-    tokens, facts = chosen.batch * chosen.seq, record["environment"]
+    tokens = chosen.batch * chosen.seq
+    runs = [one.row(trainers[0], batches[-1], tokens) for one in trainers]
     subtitle = (
-        f"{summary(facts)} ({facts['paths']['linear_act']})\n{record['subtitle']}, {chosen.dtype};"
+        f"{summary(facts)} ({facts['paths']['linear_act']})\n{subtitle}, {chosen.dtype};"
         f" batch {chosen.batch} x {chosen.seq} bytes"
     )
-    settings = chosen_of(chosen) | record["settings"]
-    runs = [one.row(trainers[0], batches[-1], tokens) for one in trainers]
-    return record | {"subtitle": subtitle, "settings": settings, "runs": runs}
+    record = {"title": title, "subtitle": subtitle, "settings": chosen_of(chosen) | settings}
+    record |= {"environment": facts, "fused": reports, "runs": runs}
+    show(title, _columns(runs[0]), runs, [subtitle, reports])
+    publish(record, chosen.out, file)
+    broken = [run["name"] for run in runs if not all(map(math.isfinite, run["losses"]))]
+    if broken:
+        print(f"loss not finite: {', '.join(broken)}")
+    return int(bool(broken))
 
 
-def finish(record: Row, chosen: Namespace, name: str) -> int:
-    """Print a line per way, write record and figure; 1 where a loss was not finite, else 0."""
-    runs = record["runs"]
-    columns: Columns = {
+def _columns(eager: Row) -> Columns:
+    return {
         "run": lambda run: run["name"],
         "first\nloss": lambda run: f"{run['loss_first']:.3f}",
         "last\nloss": lambda run: f"{run['loss_last']:.3f}",
-        f"max diff.\nto {runs[0]['name']}": lambda run: (
-            "-" if run is runs[0] else difference(run["loss_difference"])
+        f"max diff.\nto {eager['name']}": lambda run: (
+            "-" if run is eager else difference(run["loss_difference"])
         ),
         "saved\nMiB": lambda run: f"{run['saved_mib']:,.1f}",
         "peak\nMiB": lambda run: f"{run['peak_mib']:,.1f}",
         "ms per\nstep": lambda run: f"{run['ms_per_step']:,.1f}",
         "tokens\nper s": lambda run: f"{run['tokens_per_second']:,.0f}",
     }
-    show(record["title"], columns, runs, [record["subtitle"], record["fused"]])
-    publish(record, chosen.out, name)
-    broken = [run["name"] for run in runs if not all(map(math.isfinite, run["losses"]))]
-    if broken:
-        print(f"loss not finite: {', '.join(broken)}")
-    return int(bool(broken))

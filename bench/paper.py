@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import fusedckpt
 from bench import figures, lockstep, tasks
 from bench.env import environment, summary
 from bench.results import Row, chosen_of, save
@@ -32,12 +31,7 @@ from bench.tasks import Batch
 # pictures and windows that no step sees
 HELD_OUT = 256
 RATE_WIDTH = 1000
-ACTIVATIONS = {
-    "GELU": fusedckpt.ReGELU2,
-    "GELUActivation": fusedckpt.ReGELU2,
-    "SiLU": fusedckpt.ReSiLU2,
-    "SiLUActivation": fusedckpt.ReSiLU2,
-}
+WAYS = ("eager", "checkpoint", "fuse", "fuse approximate", "approximate")
 COLOURS = {"fuse approximate": "#009e73", "approximate": "#cc79a7"}
 COLUMNS: Columns = {
     "fine-tuning": lambda run: run["part"],
@@ -98,37 +92,6 @@ def _batches(chosen: Namespace, count: int) -> tuple[list[Batch], Batch]:
     return found, (x[held].to(dtype), labels[held])
 
 
-def approximated(model: nn.Module) -> nn.Module:
-    """Put approximate activations in the place of exact ones, and fuse the norms."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child).__name__ in ACTIVATIONS:
-                setattr(parent, name, ACTIVATIONS[type(child).__name__]())
-    fusedckpt.fuse(model, mlp=False)
-    return model
-
-
-def coded(model: nn.Module) -> nn.Module:
-    """Fuse all layers, MLPs without a gate with approximate derivatives."""
-    fusedckpt.fuse(model, approximate=True)
-    return model
-
-
-def fused(model: nn.Module) -> nn.Module:
-    """Fuse all layers; each saves its input alone."""
-    fusedckpt.fuse(model)
-    return model
-
-
-WAYS = {
-    "eager": lambda model: model,
-    "checkpoint": tasks.checkpoint,
-    "fuse": fused,
-    "fuse approximate": coded,
-    "approximate": approximated,
-}
-
-
 def _tuned(base: nn.Module, tuning: str, chosen: Namespace) -> nn.Module:
     """Return the model to fine-tune: all of it, or adapters of q and v, and the classifier."""
     model = copy.deepcopy(base)
@@ -161,7 +124,7 @@ def _seed(chosen: Namespace, tuning: str) -> list[Row]:
     lockstep.train("base", {"base": base}, width, first)
     batches = _batches(chosen, chosen.pretrain + chosen.steps + 1)[0][chosen.pretrain :]
     adapted = _tuned(base, tuning, chosen)
-    models = {name: way(copy.deepcopy(adapted)) for name, way in WAYS.items()}
+    models = lockstep.models_of(adapted, WAYS)
     part = f"{chosen.model} {tuning}"
     trainers = lockstep.train(part, models, width, batches[:-1])
     tokens, found = chosen.batch * chosen.seq, []

@@ -63,7 +63,7 @@ def _experts_of(size: Size, implementation: str) -> nn.Module:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    widths = {"hidden_size": size.dim, "moe_intermediate_size": expert_width(size)}
+    widths: Any = {"hidden_size": size.dim, "moe_intermediate_size": expert_width(size)}
     config: Any = Qwen3MoeConfig(**widths, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
     config._experts_implementation = implementation
     with torch.device("meta"):
@@ -73,7 +73,7 @@ def _experts_of(size: Size, implementation: str) -> nn.Module:
 def _transformers(
     size: Size, x: Tensor, router: Tensor, *weights: Tensor, implementation: str = "eager"
 ) -> Any:
-    given = dict(zip(("gate_up_proj", "down_proj"), weights, strict=True))
+    given: dict[str, Tensor] = dict(zip(("gate_up_proj", "down_proj"), weights, strict=True))
     module = _experts_of(size, implementation)
     return torch.func.functional_call(module, given, (x, *routed(x, router)))
 

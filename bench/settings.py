@@ -53,6 +53,15 @@ SIZES: dict[str, tuple[Size, ...]] = {
 }
 
 
+def _trained(add: Options) -> None:
+    """The options of a model that is trained in lockstep."""
+    add.count("layers", "transformer blocks", 4, 12)
+    add.count("dim", "width of the residual stream, a multiple of the head size 64", 256, 1024)
+    add.count("seq", "bytes per sequence", 128, 1024)
+    add.one("dtype", "dtype of the model", "float32", "bfloat16", choices=DTYPES[:2])
+    add.one("seed", "random seed", 0, type=NATURAL, metavar="N")
+
+
 def demo(add: Options) -> None:
     """Train one model eagerly, checkpointed, fused and planned, and compare.
 
@@ -61,17 +70,13 @@ def demo(add: Options) -> None:
     fusedckpt.Checkpoint, and fused under a plan. Compares loss, memory and time.
     """
     add.count("steps", "training steps", 32, 200)
-    add.count("layers", "transformer blocks", 4, 12)
-    add.count("dim", "width of the residual stream, a multiple of the head size 64", 256, 1024)
-    add.count("seq", "bytes per sequence", 128, 1024)
+    _trained(add)
     add.count("batch", "sequences per step", 16, 8)
     models = ("own", "llama", "gpt2", "bert", "vit")
     text = "what to train: the demo's own transformer, or one of transformers' classes"
     add.one("model", text, "own", choices=models)
     text = "kind of the own model's MLPs: plain with GELU, or gated"
     add.one("mlp", text, "gelu", choices=("gelu", "swiglu"))
-    add.one("dtype", "dtype of the model", "float32", "bfloat16", choices=DTYPES[:2])
-    add.one("seed", "random seed", 0, type=NATURAL, metavar="N")
     add.place("demo.json and demo.png")
 
 
@@ -86,12 +91,8 @@ def finetune(add: Options) -> None:
     add.many("rank", "rank of the adapters", (8, 64), type=POSITIVE, metavar="N")
     add.count("pretrain", "training steps of the base", 8, 100)
     add.count("steps", "training steps of the adapters", 16, 100)
-    add.count("layers", "transformer blocks", 4, 12)
-    add.count("dim", "width of the residual stream, a multiple of the head size 64", 256, 1024)
-    add.count("seq", "bytes per sequence", 128, 1024)
+    _trained(add)
     add.count("batch", "sequences per step", 8)
-    add.one("dtype", "dtype of the model", "float32", "bfloat16", choices=DTYPES[:2])
-    add.one("seed", "random seed", 0, type=NATURAL, metavar="N")
     add.place("a json and a png for every base and rank")
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib", reason="needs the bench extra")
 from matplotlib.figure import Figure
 
 from bench import __main__ as command
-from bench import demo, env, tasks, training_figures
+from bench import demo, env, lockstep, tasks, training_figures
 from bench.settings import parsers
 
 pytestmark = pytest.mark.usefixtures("aten")
@@ -163,8 +163,8 @@ def test_demo_with_gated_mlps(tmp_path):
 def test_gated_mlps_start_as_eager_ones_do():
     options = [*TINY[1:], "--mlp=swiglu", "--seed=3", "--dtype=float32"]
     chosen = env.settled(vars(parsers()[1]["demo"].parse_args(options)))
-    tokens = torch.randint(256, (BATCH, SEQ))
-    models, _ = demo.models_of(chosen, (tokens, tokens))
+    torch.manual_seed(chosen.seed)
+    models = lockstep.models_of(tasks.model_of(chosen), demo.WAYS)
     eager, *others = (model.state_dict() for model in models.values())
     for state in others:
         assert list(eager) == list(state)
