@@ -31,6 +31,7 @@ from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import bytes_of
 
 SEGMENTS = {"conv": (1, 2, 4, 8, 16, 32), "mlp": (2, 3, 5, 10)}
+BATCHES = {"conv": "batch", "mlp": "mlp_batch"}
 # besides a number of segments
 RULES = ("sqrt", "recursive")
 # ways with memory drawn through a step
@@ -66,61 +67,32 @@ def _num_steps(chosen: Namespace, part: str) -> int:
     return NUM_PLANS + ways * (1 + chosen.repeat)
 
 
-def _conv(chosen: Namespace, tick: Tick) -> Row:
-    torch.manual_seed(chosen.seed)
-    model, pictures = models.conv_net(chosen.layers, chosen.width), models.images(28, chosen.seed)
+def _conv(chosen: Namespace) -> tuple[nn.Sequential, models.Images, Any, str]:
     side = models.final_side(chosen.layers)
     title = (
         f"Convolutional net: 1 -> {chosen.width}, {chosen.layers} x [conv {chosen.width}, ReLU,"
         f" pool] down to {side} x {side}; batch {chosen.batch}"
     )
-    sgd = partial(torch.optim.SGD, lr=1e-3)
-    return _part(
-        chosen,
-        "conv",
-        title,
-        model,
-        pictures=pictures,
-        batch=chosen.batch,
-        optimizer=sgd,
-        tick=tick,
-    )
+    model = models.conv_net(chosen.layers, chosen.width)
+    return model, models.images(28, chosen.seed), partial(torch.optim.SGD, lr=1e-3), title
 
 
-def _mlp(chosen: Namespace, tick: Tick) -> Row:
-    torch.manual_seed(chosen.seed)
-    model = models.mlp(chosen.mlp_layers, chosen.mlp_width)
-    pictures = models.images(math.isqrt(chosen.mlp_width), chosen.seed)
-    pictures = pictures._replace(x=pictures.x.flatten(1))
+def _mlp(chosen: Namespace) -> tuple[nn.Sequential, models.Images, Any, str]:
     title = (
         f"MLP: {chosen.mlp_layers} layers of {chosen.mlp_width}, 10 outputs, ReLU; batch"
         f" {chosen.mlp_batch}, Adam"
     )
-    adam = partial(torch.optim.Adam, lr=1e-4)
-    return _part(
-        chosen,
-        "mlp",
-        title,
-        model,
-        pictures=pictures,
-        batch=chosen.mlp_batch,
-        optimizer=adam,
-        tick=tick,
-    )
+    model = models.mlp(chosen.mlp_layers, chosen.mlp_width)
+    pictures = models.images(math.isqrt(chosen.mlp_width), chosen.seed)
+    flat = pictures._replace(x=pictures.x.flatten(1))
+    return model, flat, partial(torch.optim.Adam, lr=1e-4), title
 
 
-def _part(
-    chosen: Namespace,
-    part: str,
-    title: str,
-    model: nn.Sequential,
-    pictures: models.Images,
-    batch: int,
-    optimizer: Any,
-    tick: Tick,
-) -> Row:
+def _part(part: str, chosen: Namespace, tick: Tick) -> Row:
     """Compare the ways of training a model on pictures."""
-    device = torch.device(chosen.device)
+    torch.manual_seed(chosen.seed)
+    model, pictures, optimizer, title = {"conv": _conv, "mlp": _mlp}[part](chosen)
+    device, batch = torch.device(chosen.device), vars(chosen)[BATCHES[part]]
     batches = pictures.batches(chosen.steps, batch, device)
     models.scale(model.to(device), batches[0][0])
     work = Workload(model, [Batch((x,), {}, y) for x, y in batches], F.cross_entropy, optimizer)
@@ -131,11 +103,9 @@ def _part(
     notes = [
         f"{pictures.source}; {mib(nbytes_of(model.parameters()))} MiB of parameters",
         "torch k, fusedckpt k: checkpoint_sequential with k segments",
-        *training.NOTES,
     ]
     rows = training.compare(work, ways, chosen.repeat, tick, shown=SHOWN)
-    training.show_ways(title, notes, rows)
-    return {"title": title, "notes": notes, "rows": rows}
+    return training.show_ways(title, notes, rows)
 
 
 def stack_of(chosen: Namespace, layers: int, fused: bool = False) -> Workload:
@@ -258,7 +228,11 @@ def _show_depths(title: str, rows: list[Row]) -> None:
     show(title, columns, rows, DEPTH_NOTES)
 
 
-PARTS: dict[str, Callable[[Namespace, Tick], Row]] = {"conv": _conv, "mlp": _mlp, "depth": _depths}
+PARTS: dict[str, Callable[[Namespace, Tick], Row]] = {
+    "conv": partial(_part, "conv"),
+    "mlp": partial(_part, "mlp"),
+    "depth": _depths,
+}
 
 
 def run(chosen: Namespace) -> int:

@@ -291,8 +291,9 @@ def _trade(row: Row, reference: Row) -> str:
     return f"{round(rate, 2) + 0.0:.2f}"
 
 
-def show_ways(title: str, notes: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print a line per way."""
+def show_ways(title: str, notes: Sequence[str], rows: Sequence[Row]) -> Row:
+    """Print a line per way, and return the part of a record."""
+    notes = [*notes, *NOTES]
     columns: Columns = {
         "way": lambda row: row["name"],
         "saved\nMiB": lambda row: mib(row["saved_bytes"]),
@@ -306,3 +307,4 @@ def show_ways(title: str, notes: Sequence[str], rows: Sequence[Row]) -> None:
         **LOSSES,
     }
     show(title, columns, rows, notes)
+    return {"title": title, "notes": notes, "rows": rows}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from bench.figures import (
     BLUE,
@@ -27,7 +26,7 @@ from bench.figures import (
     lying,
     name_points,
 )
-from bench.results import Row, checked, median, save
+from bench.results import Row, checked, save
 from bench.tables import MIB, difference
 from bench.training import slowdown
 
@@ -130,8 +129,8 @@ def draw_demo(result: Row, path: Path) -> None:
 def draw_classics(result: Row, path: Path) -> None:
     """Write the figure of the classics, or of ways: curves and bars of each part."""
     kinds: dict[str, tuple[Callable[..., None], float]] = {
-        "conv": (_draw_conv, 2 * HEIGHT),
-        "mlp": (_draw_mlp, HEIGHT),
+        "conv": (_draw_own, 2 * HEIGHT),
+        "mlp": (_draw_own, HEIGHT),
         "depth": (_draw_depths, HEIGHT),
         "own": (_draw_own, 2 * HEIGHT),
     }
@@ -154,12 +153,6 @@ def _colour(name: str) -> str:
     if name == "fusedckpt recursive":
         return BLUE
     return OURS.colour if name.startswith("fusedckpt") else colour_of(name)
-
-
-def _draw_conv(figure: SubFigure, rows: Rows) -> None:
-    segments, trade = _below_curves(figure, rows).subplots(1, 2)
-    _draw_segments(segments, rows)
-    _draw_trade(trade, rows)
 
 
 def _draw_own(figure: SubFigure, rows: Rows) -> None:
@@ -197,28 +190,6 @@ def _draw_curves(figure: SubFigure, shown: Rows) -> None:
     figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
-def _draw_segments(axes: Axes, rows: Rows) -> None:
-    """Draw the saved memory and the peak of a step, by the number of segments."""
-    counts: list[int] = []
-    # where the curves lie on one another, the thinner one is on top
-    for whose, width in (("torch", 3.0), ("fusedckpt", 1.5)):
-        mine = [row for row in rows if re.fullmatch(rf"{whose} \d+", row["name"])]
-        counts = [int(row["name"].split()[1]) for row in mine]
-        look: dict[str, Any] = {"color": _colour(whose), "marker": "o", "linewidth": width}
-        for what, line, name in (("rise", "-", "peak"), ("saved", "--", "saved")):
-            sizes = [row[f"{what}_bytes"] / MIB for row in mine]
-            label = f"{whose}, {name}"
-            axes.plot(counts, sizes, linestyle=line, label=label, markersize=2 + width, **look)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(k) for k in counts])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(bottom=0)
-    axes.set_title("Memory by segments (MiB)")
-    axes.set_xlabel("segments")
-    axes.grid(axis="y", color="#ececec")
-    axes.legend(frameon=False, fontsize=8)
-
-
 def _draw_trade(axes: Axes, rows: Rows) -> None:
     """Draw time against memory: towards the lower left is better."""
     points = [(row["rise_bytes"] / MIB, slowdown(row, rows[0])) for row in rows]
@@ -231,25 +202,6 @@ def _draw_trade(axes: Axes, rows: Rows) -> None:
     axes.margins(x=0.12, y=0.12)
     axes.grid(color="#ececec")
     name_points(axes, points, [row["name"] for row in rows], 0.98 / max(17, len(points)))
-
-
-def _draw_mlp(figure: SubFigure, rows: Rows) -> None:
-    memory, time, trade = figure.subplots(1, 3, width_ratios=(3.4, 2, 4))
-    shown = [r for r in rows if r["name"] in ("plain", "torch 3", "fusedckpt 3", "plan sqrt")]
-    colours = [_colour(row["name"]) for row in shown]
-    kinds = {"saved": "saved_bytes", "peak of a step": "rise_bytes"}
-    sizes = {what: [row[name] / MIB for row in shown] for what, name in kinds.items()}
-    clusters(memory, colours, sizes, _label, size=7)
-    memory.set_title("Memory (MiB)")
-    swatches = [Patch(color=_colour(row["name"]), label=row["name"]) for row in shown]
-    memory.legend(handles=swatches, frameon=False, fontsize=8, loc="upper left")
-    clusters(time, colours, {"median step": [median(row["ms"]) for row in shown]}, _label, size=7)
-    time.set_title("Time (ms)")
-    _draw_trade(trade, rows)
-
-
-def _label(height: float, *_: Any) -> str:
-    return f"{height:,.{int(height < 100)}f}"
 
 
 def _draw_depths(figure: SubFigure, rows: Rows) -> None:

@@ -23,7 +23,6 @@ from bench.env import environment, summary
 from bench.tables import progress
 from bench.training import (
     BUDGETS,
-    NOTES,
     Batch,
     Way,
     Workload,
@@ -36,7 +35,7 @@ from bench.training_figures import publish
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.reporting.step import default_loss
 
-SETTINGS = ("model", "budget", "steps", "repeat", "seed")
+SETTINGS = ("model", "budget", "steps", "repeat", "seed", "compile")
 # ways with a figure of memory through a step
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
 
@@ -96,6 +95,11 @@ def _given(spec: str, made: Any) -> tuple[nn.Module, Batch]:
     return model, Batch((args,) if isinstance(args, Tensor) else tuple(args), kwargs)
 
 
+def _compiled(work: Workload) -> nn.Module:
+    model: Any = torch.compile(work.copied(), dynamic=False)
+    return model
+
+
 def _ways(
     chosen: Namespace, work: Workload, notes: list[str], tick: Callable[[str], None]
 ) -> Iterator[Way]:
@@ -105,6 +109,9 @@ def _ways(
     notes.append(f"fuse: {str(fusedckpt.fuse(fused.model)).splitlines()[0]}")
     yield Way("fuse", fused.model)
     yield Way("fuse+ckpt", wrap_units(fused.copied(), fusedckpt.Checkpoint))
+    if chosen.compile:
+        yield Way("torch.compile", _compiled(work))
+        yield Way("fuse+compile", _compiled(fused))
     asked = [("fuse+plan", fused, (), [budget]) for budget in chosen.budgets]
     rules = [
         ("plan", work, ["memory"], []),
@@ -133,15 +140,14 @@ def run(chosen: Namespace) -> int:
     subtitle = f"{summary(facts)}; {dtype}, medians of {chosen.repeat} x {chosen.steps} steps"
     print(subtitle, flush=True)
     num_budgets = len(chosen.budgets or BUDGETS)
-    total = 2 + num_budgets + (6 + num_budgets) * (1 + chosen.repeat)
+    total = 2 + num_budgets + (6 + 2 * chosen.compile + num_budgets) * (1 + chosen.repeat)
     with progress("ways", total) as tick:
         ways = list(_ways(chosen, work, notes, tick))
         rows = compare(work, ways, chosen.repeat, tick, shown=SHOWN, failures=failures)
     size = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__} of {chosen.model}: {size:,} parameters"
-    part = {"title": title, "notes": [*notes, *failures, *NOTES], "rows": rows}
     settings = {name: getattr(chosen, name) for name in SETTINGS}
-    record = {"subtitle": subtitle, "settings": settings, "environment": facts, "own": part}
-    show_ways(title, part["notes"], rows)
+    record = {"subtitle": subtitle, "settings": settings, "environment": facts}
+    record["own"] = show_ways(title, [*notes, *failures], rows)
     publish(record, chosen.out, "ways")
     return int(bool(failures))
