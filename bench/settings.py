@@ -200,7 +200,6 @@ def ways(add: Options) -> None:
     add.one("model", text, required=True, metavar="MODULE:FACTORY")
     text = "activation budget of a plan, such as 2GiB; default: three between the extremes"
     add.many("budget", text, metavar="SIZE")
-    add.flag("compile", "also the model and the fused model under torch.compile")
     add.count("steps", "training steps per turn, on the same inputs", 2)
     add.count("repeat", "turns of every way", 3)
     add.one("seed", "random seed", 0, type=NATURAL, metavar="N")

@@ -130,7 +130,7 @@ def draw_classics(result: Row, path: Path) -> None:
     """Write the figure of the classics, or of ways: curves and bars of each part."""
     kinds: dict[str, tuple[Callable[..., None], float]] = {
         "conv": (_draw_own, 2 * HEIGHT),
-        "mlp": (_draw_own, HEIGHT),
+        "mlp": (_draw_own, 2 * HEIGHT),
         "depth": (_draw_depths, HEIGHT),
         "own": (_draw_own, 2 * HEIGHT),
     }

@@ -35,7 +35,7 @@ from bench.training_figures import publish
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.reporting.step import default_loss
 
-SETTINGS = ("model", "budget", "steps", "repeat", "seed", "compile")
+SETTINGS = ("model", "budget", "steps", "repeat", "seed")
 # ways with a figure of memory through a step
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
 
@@ -95,11 +95,6 @@ def _given(spec: str, made: Any) -> tuple[nn.Module, Batch]:
     return model, Batch((args,) if isinstance(args, Tensor) else tuple(args), kwargs)
 
 
-def _compiled(work: Workload) -> nn.Module:
-    model: Any = torch.compile(work.copied(), dynamic=False)
-    return model
-
-
 def _ways(
     chosen: Namespace, work: Workload, notes: list[str], tick: Callable[[str], None]
 ) -> Iterator[Way]:
@@ -109,9 +104,6 @@ def _ways(
     notes.append(f"fuse: {str(fusedckpt.fuse(fused.model)).splitlines()[0]}")
     yield Way("fuse", fused.model)
     yield Way("fuse+ckpt", wrap_units(fused.copied(), fusedckpt.Checkpoint))
-    if chosen.compile:
-        yield Way("torch.compile", _compiled(work))
-        yield Way("fuse+compile", _compiled(fused))
     asked = [("fuse+plan", fused, (), [budget]) for budget in chosen.budgets]
     rules = [
         ("plan", work, ["memory"], []),
@@ -140,7 +132,7 @@ def run(chosen: Namespace) -> int:
     subtitle = f"{summary(facts)}; {dtype}, medians of {chosen.repeat} x {chosen.steps} steps"
     print(subtitle, flush=True)
     num_budgets = len(chosen.budgets or BUDGETS)
-    total = 2 + num_budgets + (6 + 2 * chosen.compile + num_budgets) * (1 + chosen.repeat)
+    total = 2 + num_budgets + (6 + num_budgets) * (1 + chosen.repeat)
     with progress("ways", total) as tick:
         ways = list(_ways(chosen, work, notes, tick))
         rows = compare(work, ways, chosen.repeat, tick, shown=SHOWN, failures=failures)
