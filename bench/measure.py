@@ -280,6 +280,8 @@ def _measure_memory(given: Work, one: Implementation) -> None:
     outputs = work.forward(one.fn)
     backward_peak = peak_bytes(lambda: work.backward(outputs), work.device)
     one.memory = saved.nbytes, peak, backward_peak
+    if work.inputs[0].dim() == 3:
+        _count_attention(work, one)
 
 
 def _count_attention(work: Work, one: Implementation) -> None:
@@ -333,8 +335,6 @@ def measure(
     with _put_back(work.given()) as written:
         for one in implementations:
             step(partial(_measure_memory, work), one)
-            if work.inputs[0].dim() == 3:
-                step(partial(_count_attention, work), one)
         pool = torch.cuda.graph_pool_handle() if graphs and work.device.type == "cuda" else None
         watch = Stopwatch(work.device)
         in_turns(implementations, repeat, partial(step, lambda one: one.time(work, watch, pool)))
