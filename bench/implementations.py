@@ -92,7 +92,7 @@ def implementations_of(name: str, size: Size, has_variants: bool) -> list[Implem
     found |= dict(_levels(case, size, has_variants))
     if case.sequences:
         if "torch.compile" in compiled:
-            compiled["fusedckpt compiled"] = torch.compile(case.fused(size), dynamic=False)
+            compiled["torch.compile fused"] = torch.compile(case.fused(size), dynamic=False)
         found |= dict(_checkpointed(case, size))
     made, last = ([Implementation(*pair) for pair in group.items()] for group in (found, compiled))
     return [*made, *peers_of(name, size), *last]
