@@ -1,81 +1,150 @@
 """Calls of attention as regions, without a change of the model.
 
-While a checkpoint runs that asks for regions named "attention", F.scaled_dot_product_attention and
-the functions of transformers' attention interface are such regions. Other threads call them as
-ever, as a region outside of a checkpoint is a plain call. Under torch.compile a policy saves the
-outputs of attention's ops.
+While a checkpoint runs that asks for regions named "attention", these are such regions:
+F.scaled_dot_product_attention, the functions of transformers' attention interface, and those of
+flash_attn. Where it asks for LINEAR, F.linear is one until attention is called. Other threads call
+them as ever, as a region outside of a checkpoint is a plain call. Under torch.compile a policy
+saves the outputs of attention's ops.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fusedckpt.autograd import private
+from fusedckpt.autograd import phases, private
+from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.checkpointing.regions import Keeper, region
 
 NAME = "attention"
+# asked for by this name alone, not by a pattern
+LINEAR = "fusedckpt.linear"
 # torch's function, which these call, is the region
 _NO_REGIONS = ("sdpa", "paged|sdpa")
+# of versions 2 and 3
+_FLASH = ("flash_attn.flash_attn_interface", "flash_attn_interface")
 
-_lock = threading.Lock()
-_num_running = 0
-# where a function was found, its name there, and the function and its region
-_wrapped: list[tuple[MutableMapping[str, Any], str, Any, Any]] = []
+# where a function is found, its name there, and its region
+_Place = tuple[MutableMapping[str, Any], str, Any]
+# those of torch.nn.functional
+_TORCH: Any = vars(F)
 
 
-def attention_called(keeper: Keeper) -> AbstractContextManager[None]:
-    """Make calls of attention regions where a checkpoint's phase asks for them."""
-    return _regions() if keeper.asks(NAME) else nullcontext()
+class _Functions:
+    """Functions that are regions while a checkpoint runs that asks for them."""
+
+    def __init__(self, find: Callable[[], Iterator[_Place]]):
+        self._find, self._lock, self._num_running = find, threading.Lock(), 0
+        # with the function itself
+        self._wrapped: list[tuple[_Place, Any]] = []
+
+    @contextmanager
+    def regions(self) -> Iterator[None]:
+        """Let their names mean the regions meanwhile."""
+        with self._lock:
+            if not self._num_running:
+                self._wrap()
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if not self._num_running:
+                    self._unwrap()
+
+    def _wrap(self) -> None:
+        for table, name, ours in [*self._find()]:
+            self._wrapped.append(((table, name, ours), table[name]))
+            table[name] = ours
+
+    def _unwrap(self) -> None:
+        while self._wrapped:
+            (table, name, ours), fn = self._wrapped.pop()
+            if table[name] is not ours:
+                # replaced meanwhile
+                continue
+            if not isinstance(table, dict):
+                # an entry of its own, beside those of its class
+                del table[name]
+            if table.get(name) is not fn:
+                table[name] = fn
+
+
+def _region(fn: Any) -> Any:
+    return update_wrapper(region(fn, NAME), fn)
+
+
+def _cast(x: Any) -> Any:
+    """Cast as autocast does, but outside of a region, which does not save its inputs."""
+    is_cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    to = autocast_dtype(x.device) if is_cast else None
+    return x if to is None else x.to(to)
+
+
+def _attention() -> Iterator[_Place]:
+    name = "scaled_dot_product_attention"
+    fn, run = _TORCH[name], region(_TORCH[name], NAME)
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return run(*map(_cast, args), **{key: _cast(x) for key, x in kwargs.items()})
+
+    yield _TORCH, name, update_wrapper(ours, fn)
+    library = sys.modules.get("transformers.modeling_utils")
+    interface: Any = getattr(library, "ALL_ATTENTION_FUNCTIONS", {})
+    for name in interface:
+        if name not in _NO_REGIONS:
+            yield interface, name, _region(interface[name])
+    for module in filter(None, map(sys.modules.get, _FLASH)):
+        yield from _flash(module)
+
+
+@cache
+def _flash(module: Any) -> tuple[_Place, ...]:
+    """Return the Functions of a module of flash_attn, which models import the functions of."""
+    kinds = [(name, x) for name, x in vars(module).items() if isinstance(x, type)]
+    found = [(n, x) for n, x in kinds if issubclass(x, torch.autograd.Function)]
+    return tuple((vars(module), n, SimpleNamespace(apply=region(x.apply, NAME))) for n, x in found)
+
+
+def _linear() -> Iterator[_Place]:
+    fn, run = F.linear, region(F.linear, LINEAR)
+
+    def ours(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        phase = phases.current()
+        if isinstance(phase, Keeper) and any(one.name == NAME for one in phase.records):
+            # the recompute ends before it, where nothing behind saves tensors
+            return fn(input, weight, bias)
+        return run(_cast(input), weight, bias)
+
+    yield _TORCH, "linear", update_wrapper(ours, fn)
+
+
+_ATTENTION, _LINEAR = _Functions(_attention), _Functions(_linear)
+
+
+def functions_called(keeper: Keeper) -> AbstractContextManager[Any]:
+    """Make calls of functions regions where a checkpoint's phase asks for them."""
+    if LINEAR in keeper.patterns:
+        return _both()
+    return _ATTENTION.regions() if keeper.asks(NAME) else nullcontext()
 
 
 @contextmanager
-def _regions() -> Iterator[None]:
-    global _num_running
-    with _lock:
-        if not _num_running:
-            _wrap()
-        _num_running += 1
-    try:
+def _both() -> Iterator[None]:
+    with _ATTENTION.regions(), _LINEAR.regions():
         yield
-    finally:
-        with _lock:
-            _num_running -= 1
-            if not _num_running:
-                _unwrap()
-
-
-def _wrap() -> None:
-    library = sys.modules.get("transformers.modeling_utils")
-    interface: Any = getattr(library, "ALL_ATTENTION_FUNCTIONS", {})
-    places: list[Any] = [(vars(F), "scaled_dot_product_attention")]
-    places += [(interface, name) for name in interface if name not in _NO_REGIONS]
-    for table, name in places:
-        fn = table[name]
-        table[name] = ours = update_wrapper(region(fn, NAME), fn)
-        _wrapped.append((table, name, fn, ours))
-
-
-def _unwrap() -> None:
-    while _wrapped:
-        table, name, fn, ours = _wrapped.pop()
-        if table[name] is not ours:
-            # replaced meanwhile
-            continue
-        if not isinstance(table, dict):
-            # an entry of its own, beside those of its class
-            del table[name]
-        if table.get(name) is not fn:
-            table[name] = fn
 
 
 # torch.compile cannot trace fnmatch

@@ -20,7 +20,7 @@ from fusedckpt.autograd import phases
 from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import uncompiled
 from fusedckpt.checkpointing import calls
-from fusedckpt.checkpointing.attention import attention_called
+from fusedckpt.checkpointing.attention import functions_called
 from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
 from fusedckpt.checkpointing.determinism import Run, same_bits
 from fusedckpt.checkpointing.module_calls import PutsBackBuffers, recomputed
@@ -44,7 +44,8 @@ class Recompute(Keeper):
 
     def __init__(self, segment: Trace, keeps: bool):
         self._segment, self._keeps, self._stops = segment, keeps, segment.stops
-        self.records, self._met = segment.records, iter(segment.records)
+        self.records, self._met = list[Record](), iter(segment.records)
+        self.patterns = segment.options.save_regions
         self._names = {record.name for record in segment.records}
         self.extras: dict[int, Tensors] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
@@ -128,7 +129,7 @@ class Recompute(Keeper):
             with (
                 call.surroundings.restored(),
                 recomputed(call.fn, observer),
-                attention_called(self),
+                functions_called(self),
                 self._segment.contexts[1],
             ):
                 result = call.again(made)
@@ -190,6 +191,7 @@ class Recompute(Keeper):
                 f"checkpoint: the recompute calls a region {name!r}, where the forward called "
                 f"{'none' if record is None else repr(record.name)}"
             )
+        self.records.append(record)
         return record
 
     def skip(self, record: Record, inputs: Sequence[Tensor]) -> None:

@@ -24,7 +24,7 @@ from fusedckpt.autograd.levels import saving
 from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
 from fusedckpt.checkpointing import calls
-from fusedckpt.checkpointing.attention import SAVED_CONTEXTS, attention_called, is_asked
+from fusedckpt.checkpointing.attention import SAVED_CONTEXTS, functions_called, is_asked
 from fusedckpt.checkpointing.calls import (
     Argument,
     Call,
@@ -85,7 +85,7 @@ class Segment(Trace, Keeper):
             with (
                 torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
                 nullcontext() if run is None else run.watched(),
-                attention_called(self),
+                functions_called(self),
                 self.contexts[0],
             ):
                 output = call.fn(*args, **kwargs)

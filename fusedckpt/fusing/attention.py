@@ -4,6 +4,9 @@ Such a module saves its input, and the output and log-sum-exp of attention: one 
 `F.scaled_dot_product_attention`, or of a function of transformers' attention interface. Its forward
 is the original one, in a checkpoint with that call as a region. Where a fused norm made its input,
 the norm's input is saved in its place.
+
+At the levels "gate" and "preact" it also saves the outputs of its linears, and recomputes its norms
+and all between these and attention. A module without norms, which would save no less, runs as ever.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels, phases
-from fusedckpt.checkpointing.attention import NAME
+from fusedckpt.checkpointing.attention import LINEAR, NAME
 from fusedckpt.checkpointing.calls import ATOMS, objects_in
 from fusedckpt.checkpointing.segment import NODE_KEY, checkpoint
-from fusedckpt.fusing import reasons, sharing
+from fusedckpt.fusing import adapters, reasons, sharing
 from fusedckpt.fusing.again import Again
 from fusedckpt.fusing.forwards import Swap, Swapped
 from fusedckpt.fusing.fuse_report import FuseReport
@@ -27,36 +30,52 @@ from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.left import called_by
 from fusedckpt.fusing.matcher import unfit
 from fusedckpt.fusing.sharing import recipe_of
-from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.wanted import Wanted
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import Fallback
 
 __all__ = ["FusedAttention", "attention_swaps"]
 
-_CALLS = frozenset(("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "flex_attention"))
+_CALLS = frozenset(
+    ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "flex_attention")
+    + ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
+    + ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func")
+)
 # objects of these classes do not change in a forward
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")
-_SEEN = "_fusedckpt_unseen"
+# the attributes of a module: its options whose calls run as ever, and why; its level; see `_gains`
+_SEEN, _SAVE, _GAINS = "_fusedckpt_unseen", "_fusedckpt_save", "_fusedckpt_gains"
 
 
 class FusedAttention(Swapped):
-    """Forward of an attention module, recomputed in backward but for attention itself."""
+    """Forward of an attention module, recomputed in backward but for attention itself.
+
+    At the levels "gate" and "preact", but for its linears, too.
+    """
+
+    # of those that were pickled without
+    _fusedckpt_save = "inputs"
+    _fusedckpt_gains = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, in a checkpoint while training."""
         forward = super(Swapped, self).forward
         x: Any = args[0] if args else kwargs.get(self._fusedckpt_argument or "")
-        if not self.training or levels.override.level not in (None, "inputs") or _is_plain(x):
+        keeps_linears = (levels.override.level or self._fusedckpt_save) != "inputs"
+        if not self.training or (keeps_linears and not self._fusedckpt_gains) or _is_plain(x):
             return forward(*args, **kwargs)
-        found, way = self._obstacle((*args, *kwargs.values())), _way(self, kwargs)
-        if found is None and (way[0] == "eager" or self.__dict__.get(_SEEN) == way):
-            found = "unseen", ""
+        found = self._obstacle((*args, *kwargs.values()))
+        way = keeps_linears, *_way(self, kwargs)
+        seen = (way, "unseen") if way[1] == "eager" else self.__dict__.get(_SEEN) or (None, "")
+        if found is None and seen[0] == way:
+            found = seen[1], ""
         if found is not None:
             fallbacks.note(self, found)
             return forward(*args, **kwargs)
         given = Again(self, forward, tuple(kwargs)), *args, *kwargs.values()
-        run = partial(checkpoint, *given, preserve_python_rng=True, save_regions=NAME)
+        names = (NAME, LINEAR) if keeps_linears else NAME
+        run = partial(checkpoint, *given, preserve_python_rng=True, save_regions=names)
         recipe = recipe_of(x)
         y = run() if recipe is None else sharing.read(recipe, x, lambda _: run())
         self._look_at(y, way)
@@ -75,16 +94,22 @@ class FusedAttention(Swapped):
         return None if name is None else ("hooked", name)
 
     def _look_at(self, y: Any, way: tuple[Any, ...]) -> None:
-        """Note that attention runs again; where none was called, later calls are as ever."""
+        """Note that attention runs again; where none was called, later calls are as ever.
+
+        So are those that would keep outputs of linears where a region runs again.
+        """
         for one in objects_in(y):
             node: Any = one.grad_fn if isinstance(one, Tensor) else None
             segment = node and node.metadata.get(NODE_KEY, lambda: None)()
             if not segment:
                 continue
-            if not segment.records:
-                self.__dict__[_SEEN] = way
-            if not segment.records or any(one.outputs is None for one in segment.records):
-                fallbacks.note(self, ("again" if segment.records else "unseen", ""))
+            found = None if NAME in (one.name for one in segment.records) else "unseen"
+            if found is None and any(one.outputs is None for one in segment.records):
+                found = "large" if way[0] else "again"
+            if found in ("unseen", "large"):
+                self.__dict__[_SEEN] = way, found
+            if found is not None:
+                fallbacks.note(self, (found, ""))
             return
 
 
@@ -105,16 +130,30 @@ def _way(module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     return named, kwargs.get("need_weights"), kwargs.get("output_attentions")
 
 
+def _gains(module: nn.Module) -> bool:
+    """Whether it saves less with the outputs of its linears alone: norms work on these."""
+    parts = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    linears = [m for m in parts if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+    is_plain = not any(map(adapters.is_lora, module.modules()))
+    return is_plain and len(linears) < len(parts) and all(map(_is_linear, linears))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or (made_of(type(module)) or (None, None))[1] is nn.Linear
+
+
 def attention_swaps(
     modules: Mapping[str, nn.Module],
     swaps: Sequence[tuple[nn.Module, Swap]],
     inside: Set[nn.Module],
     wanted: Wanted,
+    save: str,
     report: FuseReport,
 ) -> list[tuple[nn.Module, Swap]]:
     """Return attention modules and their swaps; add them, and those left, to the report.
 
-    Not modules that are swapped, or inside of one that is, nor layers with an MLP of their own.
+    Not modules that are swapped, or inside of one that is, nor layers with an MLP of their own; at
+    "gate" and "preact" not those that save no less there.
     """
     found = list[tuple[nn.Module, Swap]]()
     known = {*inside, *(module for module, _ in swaps)}
@@ -123,16 +162,18 @@ def attention_swaps(
         module, kind = modules[name], type(modules[name])
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue
-        if not wanted.has(name, "attention"):
+        attributes = {_SEEN: None, _SAVE: save, _GAINS: _gains(module)}
+        if not wanted.has(name, "attention") or not (save == "inputs" or attributes[_GAINS]):
             continue
-        reason = reasons.of_storage(module) or unfit(module, {_SEEN: None}, [])
+        reason = reasons.of_storage(module) or unfit(module, attributes, [])
         if reason is not None:
             report.leave(name, "attention", reason, kind.__name__)
             continue
-        change = f"{kind.__name__} -> recomputed but for attention itself"
+        kept = "attention itself" if save == "inputs" else "attention and linears"
+        change = f"{kind.__name__} -> recomputed but for {kept}"
         part, to = Part("attention", change, None), subclass(FusedAttention, kind)
         report.swap(name, part)
-        swap = Swap("attention", change, to, {_SEEN: None}, features=(), parts={"": part})
+        swap = Swap("attention", change, to, attributes, features=(), parts={"": part})
         found.append((module, swap))
     return found
 

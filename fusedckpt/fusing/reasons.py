@@ -32,6 +32,7 @@ _CALLS = {
     "cache": "called with a {}, which its forward may change, as a cache of keys and values",
     "hooked": "{}: it has a hook, and would be called twice",
     "again": "its attention would save more than four times its result, and runs again in backward",
+    "large": "attention or a linear in it would save more than four times its result",
     "unseen": "its attention is no call of torch's or transformers' functions",
     "dtype": "its input is {}, a dtype that was not proven equal, or not that of its weights",
 }

@@ -64,8 +64,9 @@ def fuse(
     - a linear with its activation, of any class;
     - experts with transformers' parameters, `gate_up_proj` and `down_proj` of three dimensions;
     - an nn.Sequential with [norm,] linear, activation, linear, or part of that;
-    - at save="inputs", modules that call F.scaled_dot_product_attention or transformers' attention
-      functions: while training they save their input, and attention's output and log-sum-exp.
+    - modules that call F.scaled_dot_product_attention, flash_attn or transformers' attention
+      functions: while training they save their input, and attention's output and log-sum-exp; at
+      other levels those with norms of queries and keys also save their linears' outputs.
 
     A module gets a subclass of its class, or fusedckpt's class for one of torch's. A call that was
     not proven equal (another dtype, a child replaced or hooked since) runs the original forward.
@@ -115,8 +116,7 @@ def fuse(
     # all are found before anything is touched
     matcher = Matcher(save, chunks, verify, arguments.flag("fuse", "approximate", approximate))
     swaps, inside = _blocks(modules, wanted, matcher, report=report)
-    if save == "inputs" and attention:
-        swaps += attention_swaps(modules, swaps, inside, wanted, report=report)
+    swaps += attention_swaps(modules, swaps, inside, wanted, save=save, report=report)
     if (found_head := deferred.swap_of(model, modules, wanted, report)) is not None:
         swaps.append(found_head)
     wanted.check(modules, report.kinds)

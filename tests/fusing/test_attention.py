@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import DEVICE, gemms, randn
+from support import DEVICE, flops, gemms, randn
 from torch import nn
 
 import fusedckpt
@@ -89,6 +91,46 @@ class Scores(Own):
         return super().attend(q, k, v)
 
 
+class Normed(Own):
+    """With norms of queries and keys."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.norm_q, self.norm_k = nn.RMSNorm(D // H), nn.RMSNorm(D // H)
+
+    def attend(self, q, k, v):
+        return super().attend(self.norm_q(q), self.norm_k(k), v)
+
+
+class Flash(torch.autograd.Function):
+    """In the place of flash_attn's own."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return SDPA(q, k, v)
+
+    @staticmethod
+    def backward(ctx, dy):
+        given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            return torch.autograd.grad(SDPA(*given), given, dy)
+
+
+flash = types.ModuleType("flash_attn.flash_attn_interface")
+flash.Kernel = Flash
+
+
+def flash_attn_func(q, k, v):
+    """As models import it, which finds its Function in its own module."""
+    return flash.Kernel.apply(q, k, v)
+
+
+class Flashed(Own):
+    def attend(self, q, k, v):
+        return flash_attn_func(q, k, v)
+
+
 class Layer(nn.Module):
     def __init__(self, attention):
         super().__init__()
@@ -148,6 +190,73 @@ def test_saves_input_output_and_log_sum_exp(kind):
     del y
     unfuse(model)
     assert_equal(model, eager, x.detach().requires_grad_())
+
+
+@pytest.mark.parametrize("save", ["gate", "preact"])
+def test_other_levels_save_the_linears_outputs(save):
+    """No GEMM and no attention runs again: norms do."""
+    eager, model, report = pair(Normed, save=save)
+    assert report.swapped["attention"] == "Normed -> recomputed but for attention and linears"
+    x = randn(2, T, D)
+    assert_equal(model, eager, x)
+    assert report.fallbacks == {}
+    if DEVICE.type == "cpu":
+        assert count(lambda: grads(model, x)) == 1
+    for each in (eager, model):
+        each.mlp = nn.Identity()
+    once, twice = (flops(lambda m=m: m(x).sum().backward()) for m in (eager, model))
+    assert once == twice > 0
+    x = x * 1
+    with saved_tensors() as saved:
+        y = model(x)
+    # x, q, k, v, attention's output, and the second norm's input
+    assert saved.nbytes == 2 * T * (6 * 4 * D + 4 * H)
+    with saved_tensors() as saved, fusedckpt.saving("inputs"):
+        y = model(x)
+    assert saved.nbytes == 2 * T * (3 * 4 * D + 4 * H)
+    del y
+
+
+def test_a_call_that_saves_too_much_runs_as_ever():
+    """At other levels attention is not run again either."""
+    eager, model, report = pair(lambda: Normed(0.5), save="preact")
+    for _ in range(2):
+        assert_equal(model, eager, x := randn(2, 4 * T, D))
+        (reason,) = report.fallbacks.values()
+        assert "would save more than four times" in reason
+    once, twice = (flops(lambda m=m: m.attention(x).sum().backward()) for m in (eager, model))
+    assert once == twice > 0
+
+
+def test_under_autocast():
+    """Casts of queries and keys are no part of the region."""
+    eager, model, _ = pair(Own)
+    for each in (eager, model):
+        each.attention.attend = lambda q, k, v: F.scaled_dot_product_attention(
+            q.float(), k.float(), v
+        )
+    x = randn(2, T, D)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert_equal(model.attention, eager.attention, x)
+        x = x * 1
+        with saved_tensors() as saved:
+            y = model.attention(x)
+    assert saved.nbytes == 2 * T * (4 * D + 2 * D + 4 * H)
+    del y
+
+
+def test_functions_of_flash_attn(monkeypatch):
+    eager, model, _ = pair(Flashed)
+    x = randn(2, T, D)
+    assert not any(name.startswith("flash_attn") for name in sys.modules)
+    monkeypatch.setitem(sys.modules, flash.__name__, flash)
+    assert_equal(model, eager, x)
+    x = x * 1
+    with saved_tensors() as saved:
+        y = model(x)
+    assert saved.nbytes == 2 * T * 3 * 4 * D
+    assert flash.Kernel is Flash
+    del y
 
 
 @pytest.mark.parametrize(("heads", "width"), [(2, 16), (8, 64)])
@@ -232,7 +341,7 @@ def test_chosen_by_name_and_kept_in_copies():
     assert type(model.attention) is Own
     assert "attention" not in report.swapped
     assert type(pair(Own, attention=False)[1].attention) is Own
-    # other levels leave q, k and v saved
+    # other levels leave q, k and v saved, and gain nothing without norms
     assert type(pair(Own, save="preact")[1].attention) is Own
     eager, model, _ = pair(Own, only="att*")
     assert fuse(model).already == {"attention": "Own -> recomputed but for attention itself"}
