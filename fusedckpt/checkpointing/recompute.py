@@ -89,7 +89,7 @@ class Recompute(Keeper):
                 if type(held) is Argument:
                     held.tensor()
         self.values, self.extras = ahead.values, ahead.extras
-        del self._segment, self._leaves
+        del self._segment, self._leaves, self.records, self._met
 
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
@@ -115,8 +115,9 @@ class Recompute(Keeper):
                 # a write by the recompute itself is accepted
                 if (owner := leaf()) is not None:
                     packed.version = owner._version
-            # this lives until the end of the backward, arguments and called functions do not
-            del self._segment, self._leaves
+            # this lives until the end of the backward; arguments, called functions and outputs of
+            # regions do not
+            del self._segment, self._leaves, self.records, self._met
         self._check(segment, run)
 
     def _run_calls(self, run: Run | None) -> None:

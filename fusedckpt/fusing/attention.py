@@ -54,6 +54,8 @@ class FusedAttention(Swapped):
     At the levels "gate" and "preact", but for its linears, too.
     """
 
+    # offered to a plan
+    save_levels = "inputs", "preact"
     # of those that were pickled without
     _fusedckpt_save = "inputs"
     _fusedckpt_gains = False

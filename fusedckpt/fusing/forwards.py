@@ -139,6 +139,7 @@ class FusedNorm(Swapped):
     """Forward of a norm of any class; saves only x for the verified dtypes."""
 
     _fusedckpt_match: NormMatch
+    save_levels = ()
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         match, given = self._fusedckpt_match, self._parameters
@@ -234,6 +235,11 @@ class FusedMLP(Swapped):
     save: str
     # of those that were pickled without
     chunks: int | None = None
+
+    @property
+    def save_levels(self) -> tuple[str, ...]:
+        """Return the levels that it offers to a plan."""
+        return _LEVELS[self._fusedckpt_match.block.kind]
 
     def _shares(self, x: Tensor) -> bool:
         """Whether a linear and its activation are layers that save a recipe of this input."""

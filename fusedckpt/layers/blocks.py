@@ -19,7 +19,7 @@ from fusedckpt.blocks import eager
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, PLAIN, Linears
 from fusedckpt.blocks.norm_spec import NormSpec
-from fusedckpt.blocks.programs import Options, split
+from fusedckpt.blocks.programs import LEVELS, Options, split
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
 from fusedckpt.layers import constructors, parallel
 from fusedckpt.layers.linear import Linear
@@ -195,6 +195,7 @@ class MLP(_Block):
     """
 
     function, linears, names = "mlp", Linears(PLAIN), ("fc1", "fc2")
+    save_levels = LEVELS["mlp"]
 
 
 class GatedMLP(_Block):
@@ -209,6 +210,7 @@ class GatedMLP(_Block):
 
     function, linears = "gated_mlp", Linears(GATED)
     names = ("gate_proj", "up_proj", "down_proj")
+    save_levels = LEVELS["gated_mlp"]
 
     def __init__(
         self,
@@ -249,6 +251,8 @@ class NormLinear(nn.Module):
 
     Called with [..., in_features], returns a tuple of [..., out_features], one per linear.
     """
+
+    save_levels = ()
 
     def __init__(self, norm: nn.Module, *linears: nn.Module):
         constructors.module("NormLinear", "norm", norm)

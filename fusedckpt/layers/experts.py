@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.blocks.experts import ExpertOptions, run_experts
+from fusedckpt.blocks.experts import LEVELS, ExpertOptions, run_experts
 from fusedckpt.kernels.routed import ClampedSwiGLU
 from fusedckpt.layers import constructors
 
@@ -91,6 +91,8 @@ class Experts(nn.Module):
     Parameters, as in transformers: `gate_up_proj` [E, 2 F, D], `down_proj` [E, D, F] and, with
     bias, `gate_up_proj_bias` and `down_proj_bias`, all drawn as nn.Linear's.
     """
+
+    save_levels = LEVELS
 
     def __init__(
         self,

@@ -75,6 +75,7 @@ class Linear(nn.Linear):
     are those of `functional.linear_act`, with no activation by default.
     """
 
+    save_levels = LEVELS
     # of modules that were pickled before there was any
     approximate = False
 

@@ -166,6 +166,9 @@ class RMSNorm(nn.RMSNorm):
     `functional.rms_norm`. The weight starts at 1 - offset, so that the scale starts at one.
     """
 
+    # fused, but without a choice
+    save_levels = ()
+
     def __init__(
         self,
         normalized_shape: Shape,
@@ -212,6 +215,8 @@ class RMSNorm(nn.RMSNorm):
 
 class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm, with the same constructor and state_dict, that saves only its input."""
+
+    save_levels = ()
 
     def __init__(
         self,

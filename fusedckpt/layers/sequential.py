@@ -73,6 +73,12 @@ class Sequential(nn.Sequential):
         super().__init__(*args)
         self.save, self.chunks = save, chunks
 
+    @property
+    def save_levels(self) -> tuple[str, ...] | None:
+        """Return the levels that it offers to a plan, None where it runs no block."""
+        is_block = any(run.kind != "layer" for run in runs(list(self._modules.values())))
+        return MLP_LEVELS if is_block else None
+
     def extra_repr(self) -> str:
         """Say which layers run as one block, and the save level of such a block."""
         found = [run for run in runs(list(self._modules.values())) if run.kind != "layer"]

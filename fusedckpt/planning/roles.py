@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.levels import LEVELS, Chunked, chunking, saving
-from fusedckpt.autograd.phases import current
+from fusedckpt.autograd.phases import Phase, current
 from fusedckpt.autograd.private import backward_id, pytree
 from fusedckpt.checkpointing.calls import (
     Argument,
@@ -157,9 +157,21 @@ def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> 
         return forward(*args, **kwargs)
 
 
+class _Recomputed(Phase):
+    """The phase of a unit that saves as in a recompute."""
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Save a tensor without its graph."""
+        return tensor.detach()
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """Return a saved tensor."""
+        return tensor
+
+
 def _inside(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
-    with saving("preact"), hooks:
+    phase = _Recomputed()
+    with saving("preact"), torch.autograd.graph.saved_tensors_hooks(phase.pack, phase.unpack):
         return forward(*args, **kwargs)
 
 

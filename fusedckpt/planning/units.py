@@ -12,9 +12,8 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.private import COMPILED_CHILD, compiled_call
 from fusedckpt.fusing.experts import FusedExperts
 from fusedckpt.fusing.forwards import FusedMLP, FusedNorm
-from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
+from fusedckpt.layers.blocks import MLP, GatedMLP
 from fusedckpt.layers.experts import Experts
-from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential, runs
 from fusedckpt.planning import roles
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 _EXPERTS = (Experts, FusedExperts)
-_FUSED = (MLP, GatedMLP, NormLinear, Linear, RMSNorm, LayerNorm, FusedMLP, FusedNorm, *_EXPERTS)
 
 
 def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
@@ -50,21 +48,15 @@ def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
 def levels_of(module: nn.Module) -> tuple[str, ...]:
     """Return the save levels that layers in a module offer, from the most that is saved.
 
-    A module offers levels by its attribute `save_levels`; those of fused layers are known.
+    A module offers levels by its attribute `save_levels`, as fused layers do.
     """
-    found = {level for child in module.modules() for level in _offered(child)}
+    found = {level for child in module.modules() for level in _offered(child) or ()}
     return tuple(level for level in reversed(LEVELS) if level in found)
 
 
-def _offered(module: nn.Module) -> tuple[str, ...]:
-    if isinstance(module, Sequential):
-        is_mlp = any(run.kind != "layer" for run in runs(list(module)))
-        return ("inputs", "preact") if is_mlp else ()
-    kind = module._fusedckpt_match.block.kind if isinstance(module, FusedMLP) else ""
-    if isinstance(module, (GatedMLP, *_EXPERTS)) or kind == "gated_mlp":
-        return LEVELS
-    saves = kind or isinstance(module, (MLP, Linear))
-    return ("inputs", "preact") if saves else getattr(module, "save_levels", ())
+def _offered(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the levels of a module itself, None where no level sets the tensors that it keeps."""
+    return LEVELS if isinstance(module, FusedExperts) else getattr(module, "save_levels", None)
 
 
 def shares_norms(module: nn.Module) -> bool:
@@ -85,16 +77,9 @@ def _is_mlp(module: nn.Module) -> bool:
     return isinstance(module, (MLP, GatedMLP, *_EXPERTS))
 
 
-def _is_fused(module: nn.Module) -> bool:
-    """Whether a level sets the tensors that the module itself keeps."""
-    if isinstance(module, Sequential):
-        return any(run.kind != "layer" for run in runs(list(module)))
-    return isinstance(module, _FUSED)
-
-
 def has_levels(module: nn.Module) -> bool:
     """Whether a level sets the tensors that the module, or one inside it, keeps."""
-    return any(_is_fused(child) for child in module.modules())
+    return any(_offered(child) is not None for child in module.modules())
 
 
 def candidates(model: nn.Module) -> list[str]:
@@ -143,7 +128,7 @@ def _is_block(module: nn.Module, count: int) -> bool:
 def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         name = f"{prefix}.{name}" if prefix else name
-        if _is_fused(child):
+        if _offered(child) is not None:
             yield name, child
         else:
             yield from _fused(name, child)
@@ -152,7 +137,7 @@ def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_container(module: nn.Module) -> bool:
     # one of a single module is none; a fused Sequential computes its children together
     container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-    return container and len(module) > 1 and not _is_fused(module)
+    return container and len(module) > 1 and _offered(module) is None
 
 
 def _layers(modules: Iterable[nn.Module]) -> int:

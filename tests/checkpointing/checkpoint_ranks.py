@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +27,8 @@ class Block(nn.Module):
         self.fc1, self.fc2, self.unused = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x):
-        return x + self.fc2(self.fc1(x).tanh()).sin()
+        h = self.fc1(x)[None, None]
+        return x + self.fc2(F.scaled_dot_product_attention(h, h, h)[0, 0].tanh()).sin()
 
 
 class Model(nn.Module):
@@ -132,6 +134,7 @@ def main(rank: int) -> None:
     }
     ways = {
         "wrapped": (Checkpoint, plain),
+        "regions": (partial(Checkpoint, save_regions="attention"), plain),
         "in place": (checkpoint_in_place, plain),
         "each": (keep, each),
         "together": (keep, together),

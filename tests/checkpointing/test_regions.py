@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as stock
 
 import fusedckpt
 from fusedckpt import checkpoint, region
-from fusedckpt.memory import saved_tensors
+from fusedckpt.memory import saved_tensors, storage_ref
 
 B, L, D, H = 2, 32, 16, 4
 # bytes of D values a token, and of the log-sum-exp
@@ -284,6 +284,17 @@ def test_nothing_stays_alive():
         assert output() is None
     finally:
         gc.enable()
+
+
+def test_outputs_are_freed_with_their_segment():
+    """And not at the end of the backward, as the recompute is."""
+    m, x, made, found = block(), randn(B, L, D) * 1, [], []
+    attend = m.attend
+    m.attend = lambda *args: made.append(storage_ref(y := attend(*args))) or y
+    x.register_hook(lambda grad: found.append(made[0].expired()))
+    y = checkpoint(m, x, **ask)
+    y.sum().backward()
+    assert found == [True]
 
 
 def test_offloaded():
