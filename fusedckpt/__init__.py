@@ -18,6 +18,7 @@ from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.experts import ClampedSwiGLU, Experts
 from fusedckpt.layers.head import LinearCrossEntropy, TokenLogprobs
 from fusedckpt.layers.linear import Linear
+from fusedckpt.layers.ms_norm import MSLayerNorm, MSRMSNorm, merge_affine, unmerge_affine
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.packing import pack_gate_up, repack_gate_up, unpack_gate_up
 from fusedckpt.layers.sequential import Sequential
@@ -36,6 +37,8 @@ __all__ = [
     "Linear",
     "LinearCrossEntropy",
     "LoRA",
+    "MSLayerNorm",
+    "MSRMSNorm",
     "MemoryReport",
     "NormLinear",
     "NormSpec",
@@ -51,6 +54,7 @@ __all__ = [
     "functional",
     "fuse",
     "is_recomputing",
+    "merge_affine",
     "pack_gate_up",
     "paths",
     "plan",
@@ -61,6 +65,7 @@ __all__ = [
     "report",
     "saving",
     "unfuse",
+    "unmerge_affine",
     "unpack_gate_up",
 ]
 

@@ -1,0 +1,243 @@
+"""Memory-sharing norms: they save their result, which the next linear saves anyway, and rstd.
+
+They have no weights: `merge_affine` multiplies a norm's into the linears that read it. Exact up to
+rounding; they save bytes only where a linear that reads the result saves it.
+
+Source: MS-LayerNorm and MS-RMSNorm of Yang et al., "Reducing Fine-Tuning Memory Overhead by
+Approximate and Memory-Sharing Backpropagation", arXiv 2406.16282.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import arguments, dispatch, private
+from fusedckpt.blocks import validate
+from fusedckpt.layers import constructors
+
+__all__ = ["MSLayerNorm", "MSRMSNorm", "merge_affine", "unmerge_affine"]
+
+
+class _MSNorm(torch.autograd.Function):
+    """y = norm(x) of rows and rstd [..., 1], from which alone backward computes dx."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float, is_layer: bool) -> tuple[Tensor, Tensor]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if is_layer:
+            y, _, rstd = torch.native_layer_norm(wide, x.shape[-1:], None, None, eps)
+        else:
+            rstd = wide.square().mean(-1, keepdim=True).add(eps).rsqrt()
+            y = wide * rstd
+        return y.to(x.dtype), rstd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*output)
+        ctx.set_materialize_grads(False)
+        ctx.is_layer = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, drstd: Tensor | None) -> Any:  # type: ignore[override]
+        y, rstd = ctx.saved_tensors
+        row, dx = y.to(rstd.dtype), None
+        if dy is not None:
+            wide = dy.to(rstd.dtype)
+            dx = wide - row * (row * wide).mean(-1, keepdim=True)
+            dx = (dx - wide.mean(-1, keepdim=True) if ctx.is_layer else dx) * rstd
+        if drstd is not None:
+            # only second derivatives reach rstd
+            share = row * (drstd * rstd.square() / -row.shape[-1])
+            dx = share if dx is None else dx + share
+        return None if dx is None else dx.to(y.dtype), None, None
+
+
+def _width(name: str, given: Any) -> int:
+    """Return the one size of normalized_shape; refuse more."""
+    shape = validate.normalized_shape(name, given)
+    if len(shape) != 1:
+        raise ValueError(f"{name}: normalized_shape must be one size, got {list(shape)}")
+    return shape[0]
+
+
+def _normalised(norm: nn.LayerNorm | nn.RMSNorm, x: Any) -> Tensor:
+    """Return the norm of x."""
+    name, shape, eps = type(norm).__name__, norm.normalized_shape, norm.eps
+    validate.tensor(name, "x", x)
+    if not x.is_floating_point():
+        arguments.wrong_type(name, "x", "floating point", x.dtype)
+    if x.shape[-1:] != shape:
+        raise ValueError(f"{name}: x must end in {list(shape)}, got {list(x.shape)}")
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    return _MSNorm.apply(x, eps, isinstance(norm, nn.LayerNorm))[0]
+
+
+class MSLayerNorm(nn.LayerNorm):
+    """nn.LayerNorm without weights, over the last dimension, that saves its result and rstd.
+
+    Saves 4 bytes a row besides the result, 8 of float64. In half precision backward reads the
+    rounded result.
+    """
+
+    def __init__(self, normalized_shape: int | tuple[int], eps: float = 1e-5) -> None:
+        arguments.number("MSLayerNorm", "eps", eps, 0)
+        super().__init__(_width("MSLayerNorm", normalized_shape), eps, elementwise_affine=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [..., normalized_shape]; return the dtype of the input."""
+        return _normalised(self, input)
+
+
+class MSRMSNorm(nn.RMSNorm):
+    """nn.RMSNorm without a weight; all else is as in `MSLayerNorm`."""
+
+    def __init__(self, normalized_shape: int | tuple[int], eps: float | None = None) -> None:
+        if eps is not None:
+            arguments.number("MSRMSNorm", "eps", eps, 0)
+        super().__init__(_width("MSRMSNorm", normalized_shape), eps, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., normalized_shape]; return the dtype of x."""
+        return _normalised(self, x)
+
+
+def merge_affine(
+    norm: nn.Module, *linears: nn.Linear, model: nn.Module, args: tuple[Any, ...]
+) -> nn.Module:
+    """Multiply a norm's weight and bias into the linears that read it; return the norm without.
+
+        W' = W diag(weight), b' = b + W bias
+
+    in float64, rounded once. A linear without a bias gets one where the norm has one. Training then
+    differs: an optimizer moves the product. Put the returned norm in the place of `norm`.
+
+    Args:
+        norm: nn.LayerNorm, nn.RMSNorm, or ours, over one dimension.
+        linears: nn.Linear, all that read the result of `norm`.
+        model: holds them, not fused; `model(*args)` is run once, without gradients.
+
+    Raises:
+        ValueError: something else reads the norm's result, a linear reads something else or shares
+            its weight, or shapes do not fit.
+        TypeError: norm or linears are of other classes.
+    """
+    scale, shift = _affine("merge_affine", norm, linears)
+    _check_readers(norm, linears, model, args)
+    for linear in linears:
+        weight = linear.weight.double()
+        _write(linear, weight * scale, None if shift is None else weight @ shift)
+    kind = MSLayerNorm if isinstance(norm, nn.LayerNorm) else MSRMSNorm
+    return kind(norm.normalized_shape, norm.eps).train(norm.training)  # type: ignore[arg-type]
+
+
+def unmerge_affine(norm: nn.Module, *linears: nn.Linear) -> None:
+    """Undo `merge_affine` of the same norm and linears, up to rounding, after training as well.
+
+    A bias that it added stays, at zero without training. Put `norm` back in its place.
+
+    Raises:
+        ValueError: as `merge_affine`, and where a weight of the norm is zero.
+    """
+    scale, shift = _affine("unmerge_affine", norm, linears)
+    if not bool(scale.all()):
+        raise ValueError("unmerge_affine: norm.weight must not have zeros, which divide")
+    for linear in linears:
+        weight = linear.weight.double() / scale
+        _write(linear, weight, None if shift is None else -(weight @ shift))
+
+
+@torch.no_grad()
+def _write(linear: nn.Linear, weight: Tensor, shift: Tensor | None) -> None:
+    """Write a weight, and add to the bias."""
+    linear.weight.copy_(weight)
+    if shift is not None and linear.bias is None:
+        linear.bias = nn.Parameter(shift.to(linear.weight), linear.weight.requires_grad)
+    elif shift is not None:
+        linear.bias.copy_(linear.bias.double() + shift)
+
+
+def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
+    """Return a norm's scale and bias in float64; refuse what cannot be merged."""
+    if not isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
+        arguments.wrong_type(name, "norm", "an nn.LayerNorm or nn.RMSNorm", norm)
+    width = _width(name, norm.normalized_shape)
+    if norm.weight is None:
+        raise ValueError(f"{name}: norm has no weight to merge")
+    constructors.modules(name, "linears", linears)
+    for i, one in enumerate(linears):
+        if type(one).forward is not nn.Linear.forward:
+            arguments.wrong_type(name, f"linears[{i}]", "an nn.Linear", one)
+        if one.in_features != width:
+            raise ValueError(f"{name}: linears[{i}] must have {width} in_features, got {one}")
+        if not dispatch.are_plain(*one._parameters.values()) or "weight" not in one._parameters:
+            raise ValueError(f"{name}: linears[{i}] must have a dense weight of its own")
+    scale = norm.weight.detach().double() + getattr(norm, "offset", 0.0)
+    bias = getattr(norm, "bias", None)
+    return scale, None if bias is None else bias.detach().double()
+
+
+class _Readers(private.TorchDispatchMode):
+    """Notes readers of a norm's results besides its linears, and of the linears' weights.
+
+    owners: names of modules, by storages of their parameters; weights: storages of the linears'.
+    """
+
+    def __init__(self, owners: dict[int, str], weights: set[int]) -> None:
+        super().__init__()
+        self.owners, self.weights, self.unread = owners, weights, set(weights)
+        # by storage; they live on, so that no other tensor takes it
+        self.results: dict[int, Tensor] = {}
+        self.problems: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        given, made = _by_storage((args, kwargs)), _by_storage(found)
+        reads, weights = given.keys() & self.results.keys(), given.keys() & self.weights
+        if func.is_view:
+            return found
+        if reads and name == "_to_copy":
+            self.results |= made
+        elif reads and not weights:
+            names = [self.owners[one] for one in given if one in self.owners]
+            self.problems.append(f"{names[0] if names else name} reads the result of norm as well")
+        elif weights and not reads:
+            names = [self.owners.get(one, name) for one in weights]
+            self.problems.append(f"{names[0]} multiplies another tensor as well")
+        self.unread -= weights
+        return found
+
+
+def _by_storage(values: Any) -> dict[int, Tensor]:
+    leaves = private.pytree.tree_leaves(values)
+    found = [t for t in leaves if isinstance(t, Tensor)]
+    return {private.storage_key(t.untyped_storage()): t for t in found}
+
+
+def _check_readers(norm: nn.Module, linears: Any, model: Any, args: Any) -> None:
+    """Run the model; refuse other readers of the norm, and linears that read something else."""
+    constructors.module("merge_affine", "model", model)
+    owners = {
+        storage: name
+        for name, module in model.named_modules()
+        for storage in _by_storage(list(module._parameters.values()))
+    }
+    mode = _Readers(owners, set(_by_storage([one.weight for one in linears])))
+    hook = norm.register_forward_hook(lambda _norm, _args, y: mode.results.update(_by_storage(y)))
+    try:
+        with torch.no_grad(), mode:
+            returned = _by_storage(model(*args))
+    finally:
+        hook.remove()
+    if returned.keys() & mode.results.keys():
+        mode.problems.append("the caller of model reads the result of norm as well")
+    if mode.unread:
+        name = owners.get(min(mode.unread), "one of linears")
+        mode.problems.append(f"{name} does not multiply the result of norm")
+    if mode.problems:
+        raise ValueError(f"merge_affine: {mode.problems[0]}")
