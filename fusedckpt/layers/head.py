@@ -7,6 +7,7 @@ takes 3 and saves logits and their log-softmax.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -21,7 +22,7 @@ from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.head import HeadOptions
 from fusedckpt.blocks.operands import LoRA, are_adapted
 from fusedckpt.kernels.cross_entropy import LogitRule
-from fusedckpt.layers import constructors
+from fusedckpt.layers import constructors, vocab_parallel
 
 __all__ = ["LinearCrossEntropy", "TokenLogprobs", "linear_cross_entropy", "token_logprobs"]
 
@@ -51,7 +52,8 @@ def linear_cross_entropy(
     Args:
         x: [..., D], float32, bfloat16, float16 or float64.
         weight: [V, D], of x's dtype; under autocast of any dtype but float64. Or a `LoRA` record,
-            or a quantised weight, as in `mlp`.
+            or a quantised weight, as in `mlp`. Or a DTensor sharded by classes, for an x that is a
+            DTensor on its mesh: each rank makes the logits of its classes, and the result is plain.
         target: [...], int64, from 0 to V - 1, or ignore_index.
         bias: [V] or None.
         ignore_index: the target of tokens without a loss.
@@ -182,6 +184,11 @@ def _by_others(
 def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:
     """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
     validate.tensor(options.name, "target", target)
+    if vocab_parallel.shares_classes(options.name, x, weight, target, bias):
+        options.chosen(None)
+        _check_range(options, target, weight)
+        own = partial(_statistics, options._replace(rule=options.rule._replace(ignore_index=-1)))
+        return vocab_parallel.statistics(own, options.rule, x, weight, target, bias)
     is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(x)
     if not (is_traced or are_adapted([(weight, bias)])):
         # refuses before any work
