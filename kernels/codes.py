@@ -66,6 +66,16 @@ def launch_of(m: int, n: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 @triton.jit
+def part_of_row(n, BLOCK: tl.constexpr):
+    """Return the bytes of a row's codes, the program's row, and its bytes in it."""
+    quarter = tl.cdiv(n, 4)
+    tiles = tl.cdiv(quarter, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    rn = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return quarter, row, rn
+
+
+@triton.jit
 def coded_act_kernel(
     z,
     h,
@@ -77,10 +87,7 @@ def coded_act_kernel(
     C2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    quarter = tl.cdiv(n, 4)
-    tiles = tl.cdiv(quarter, BLOCK)
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    rn = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    quarter, row, rn = part_of_row(n, BLOCK)
     packed = tl.zeros((BLOCK,), tl.int32)
     for i in tl.static_range(4):
         columns = rn + i * quarter
@@ -106,10 +113,7 @@ def coded_grad_kernel(
     S3: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    quarter = tl.cdiv(n, 4)
-    tiles = tl.cdiv(quarter, BLOCK)
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    rn = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    quarter, row, rn = part_of_row(n, BLOCK)
     packed = tl.load(codes + row * quarter + rn, rn < quarter, 0).to(tl.int32)
     for i in tl.static_range(4):
         columns = rn + i * quarter
