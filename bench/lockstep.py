@@ -129,7 +129,7 @@ def fused(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def approximated(model: nn.Module) -> nn.Module:
-    """Put approximate activations in the place of exact ones, and fuse the norms."""
+    """Put approximate activations in the place of exact ones, and fuse the norms alone."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child).__name__ in ACTIVATIONS:

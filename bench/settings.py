@@ -109,7 +109,7 @@ def paper(add: Options) -> None:
     )
     add.many("seeds", "random seeds", (0, 1, 2), type=NATURAL, metavar="N")
     add.count("pretrain", "training steps of the base", 80, 200)
-    add.count("steps", "fine-tuning steps", 16, 200)
+    add.count("steps", "fine-tuning steps", 24, 200)
     add.count("layers", "transformer blocks", 3, 12)
     add.count("dim", "width of the residual stream, a multiple of the head size 64", 128, 768)
     add.count("seq", "bytes per sequence of the Llama", 32, 1024)
