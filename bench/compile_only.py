@@ -241,7 +241,8 @@ def _geometry(
         out = [value for _, value in _leaves("", given["out"]) if isinstance(value, torch.Tensor)]
         numel = max(t.numel() for t in out)
         nbytes = sum(t.element_size() for t in out if t.numel() == numel)
-        k = given["k"]
+        # an expert's share of rows
+        k = given["k"] if "k" in given else operand.shape[0] // given["ends"].shape[0]
         found |= {"loop": (k, -(-k // depth), loaded), "operand_bytes": nbytes}
     return found
 

@@ -7,6 +7,7 @@ import torch
 from bench.settings import DEFAULT_TOKENS, SIZES
 from fusedckpt.kernels import linear, norm
 from fusedckpt.kernels.elementwise import HiddenGrad
+from fusedckpt.kernels.grouped_gemm import grouped_gemm, grouped_grad
 from fusedckpt.kernels.linear import hidden_grad, hybrid_grad
 
 
@@ -65,6 +66,33 @@ def hybrids(
         )
 
 
+def grouped(
+    tokens: int = 8192,
+    d: int = 2048,
+    f: int = 768,
+    *,
+    num_experts: int = 128,
+    top_k: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Grouped products of a mixture of experts, and their gradients: Qwen3-30B-A3B's sizes."""
+    ends, rows = meta(num_experts, dtype=torch.int32), tokens * top_k
+    x, z, h = (meta(rows, n, dtype=dtype) for n in (d, 2 * f, f))
+    scores, bias = meta(rows, 1, dtype=torch.float32), meta(num_experts, d, dtype=dtype)
+    down = meta(num_experts, d, f, dtype=dtype).mT
+    for w in (
+        meta(num_experts, 2 * f, d, dtype=dtype).mT,
+        meta(num_experts, d, 2 * f, dtype=dtype),
+    ):
+        grouped_gemm(x, w, ends, z)
+        grouped_gemm(z, w.mT, ends, x)
+    grouped_gemm(h, down, ends, x, bias, scores)
+    grouped_gemm(x, down.mT, ends, h, adds=True)
+    grouped_grad(z, x, ends, meta(num_experts, 2 * f, d, dtype=dtype))
+    sums = meta(num_experts, 2 * f, d, dtype=torch.float32)
+    grouped_grad(z, x, ends, sums, adds=True)
+
+
 def norms(n: int) -> None:
     """The norms as layers call them: with a weight, and backward the residual's gradient."""
     x, w = meta(4096, n), meta(n)
@@ -78,6 +106,7 @@ def norms(n: int) -> None:
 
 def benchmarked(*names: str) -> None:
     """Launch the kernels of `bench run` at sizes by name, at every one where none is given."""
+    grouped()
     for size in dict.fromkeys(size for name in names or SIZES for size in SIZES[name]):
         tokens, d, f = size.tokens or DEFAULT_TOKENS["cuda"], size.dim, size.hidden
         norms(d)

@@ -85,6 +85,82 @@ def column_slices(acc, SLICES: tl.constexpr):
 
 
 @triton.jit
+def multiply(
+    x,
+    w,
+    rows,
+    columns,
+    rm,
+    rn,
+    m,
+    n,
+    k,
+    strides,
+    TRANSPOSED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the product of rows rm, from `rows` on, and columns rn, from `columns` on; k > 0.
+
+    strides: of x along rows and K, of w along columns and K.
+    """
+    stride_xm, stride_xk, stride_wn, stride_wk = strides
+    rk = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
+    # without the assumption and this form of range, triton 3.6 serialises every wgmma of the loop
+    tl.assume(k > 0)
+    for start in range(0, k, BLOCK_K):
+        if DESCRIPTORS:
+            a = x.load([rows, start])
+            if TRANSPOSED:
+                b = w.load([start, columns])
+            else:
+                b = w.load([columns, start]).T
+        else:
+            inside = start + rk < k
+            a_offsets = rm[:, None] * stride_xm + (start + rk)[None, :] * stride_xk
+            a = tl.load(x + a_offsets, (rm < m)[:, None] & inside[None, :], 0.0)
+            # one stride is 1, for which triton specialises
+            b_offsets = (start + rk).to(tl.int64)[:, None] * stride_wk + rn[None, :] * stride_wn
+            b = tl.load(w + b_offsets, inside[:, None] & (rn < n)[None, :], 0.0)
+        if INTERPRETED:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def finish(
+    acc,
+    rm,
+    column,
+    m,
+    n,
+    tile,
+    out,
+    LOAD: tl.constexpr,
+    STORE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """Pass a tile to the epilogue in column slices; rm: its rows, `column`: its first, int64."""
+    # slices keep the epilogue in registers; a slice is loaded before the previous is stored
+    slices = column_slices(acc, SLICES)
+    WIDTH: tl.constexpr = acc.shape[1] // SLICES
+    rn = column + tl.arange(0, WIDTH)
+    mask = (rm < m)[:, None] & (rn < n)[None, :]
+    loaded = LOAD(rm, rn, mask, n, out)
+    for index in tl.static_range(SLICES):
+        current, inner = loaded, mask
+        if index + 1 < SLICES:
+            mask = (rm < m)[:, None] & (rn + WIDTH < n)[None, :]
+            loaded = LOAD(rm, rn + WIDTH, mask, n, out)
+        STORE(slices[index], current, rm, rn, inner, n, tile, out, ACTIVATION)
+        rn += WIDTH
+
+
+@triton.jit
 def gemm_kernel(
     x,
     w,
@@ -114,40 +190,11 @@ def gemm_kernel(
     rm = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n.to(tl.int64) * BLOCK_N
     rn = column + tl.arange(0, BLOCK_N)
-    rk = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # without the assumption and this form of range, triton 3.6 serialises every wgmma of the loop
-    tl.assume(k > 0)
-    for start in range(0, k, BLOCK_K):
-        if DESCRIPTORS:
-            a = x.load([tile_m * BLOCK_M, start])
-            if TRANSPOSED:
-                b = w.load([start, tile_n * BLOCK_N])
-            else:
-                b = w.load([tile_n * BLOCK_N, start]).T
-        else:
-            inside = start + rk < k
-            a_offsets = rm[:, None] * stride_xm + (start + rk)[None, :]
-            a = tl.load(x + a_offsets, (rm < m)[:, None] & inside[None, :], 0.0)
-            # one stride is 1, for which triton specialises
-            b_offsets = (start + rk).to(tl.int64)[:, None] * stride_wk + rn[None, :] * stride_wn
-            b = tl.load(w + b_offsets, inside[:, None] & (rn < n)[None, :], 0.0)
-        if INTERPRETED:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    # column slices keep the epilogue in registers; a slice is loaded before the previous is stored
-    slices = column_slices(acc, SLICES)
-    WIDTH: tl.constexpr = BLOCK_N // SLICES
-    rn = column + tl.arange(0, WIDTH)
-    mask = (rm < m)[:, None] & (rn < n)[None, :]
-    loaded = LOAD(rm, rn, mask, n, out)
-    for index in tl.static_range(SLICES):
-        current, inner = loaded, mask
-        if index + 1 < SLICES:
-            mask = (rm < m)[:, None] & (rn + WIDTH < n)[None, :]
-            loaded = LOAD(rm, rn + WIDTH, mask, n, out)
-        STORE(slices[index], current, rm, rn, inner, n, tile_m, out, ACTIVATION)
-        rn += WIDTH
+    rows, columns = tile_m * BLOCK_M, tile_n * BLOCK_N
+    strides = stride_xm, 1, stride_wn, stride_wk
+    operands = x, w, rows, columns, rm, rn, m, n, k, strides
+    acc = multiply(*operands, TRANSPOSED, DESCRIPTORS, PRECISION, BLOCK_K)
+    finish(acc, rm, column, m, n, tile_m, out, LOAD, STORE, ACTIVATION, SLICES)
 
 
 def gemm(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import ACTIVATIONS, aten
+from .grouped_gemm import grouped_gemm, grouped_grad
 from .products import add_product
 from .runtime import row_blocks
 
@@ -43,13 +44,14 @@ class Route(NamedTuple):
 
     order [T K]: the slot of every row; places [T, K]: the row of every slot; ends [E]: where each
     expert's rows end; pieces: the experts that have rows, with these, None where a kernel reads
-    `ends`.
+    `ends`; kernel: "torch", "triton" or None.
     """
 
     order: Tensor
     places: Tensor
     ends: Tensor
     pieces: tuple[tuple[int, slice], ...] | None
+    kernel: str | None = None
 
     @property
     def count(self) -> int:
@@ -70,15 +72,28 @@ def has_kernel(device: torch.device, dtype: torch.dtype, *features: int) -> bool
     return is_aligned and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def route(index: Tensor, num_experts: int, by_kernel: bool) -> Route:
-    """Sort slots by expert; by_kernel: without waiting for the device."""
+def kernel_for(path: str, device: torch.device, dtype: torch.dtype, *features: int) -> str | None:
+    """Return the kernel of grouped products: "torch", ours ("triton"), or None for a loop.
+
+    path: that of other kernels.
+    """
+    if has_kernel(device, dtype, *features):
+        return "torch"
+    return None if path == "aten" or 0 in features else "triton"
+
+
+def route(index: Tensor, num_experts: int, kernel: str | None) -> Route:
+    """Sort slots by expert; for a kernel, without waiting for the device."""
     found, order = index.flatten().sort(stable=True)
     bounds = torch.arange(-1, num_experts, device=index.device, dtype=found.dtype)
     ends = torch.searchsorted(found, bounds, right=True, out_int32=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
-    pieces = None if by_kernel else pieces_of(ends.tolist())
-    return Route(order, places.view(index.shape), ends[1:], pieces)
+    # a negative index is refused where reading it costs nothing
+    waits = kernel is None or (kernel == "triton" and index.device.type == "cpu")
+    pieces = pieces_of(ends.tolist()) if waits else None
+    places = places.view(index.shape)
+    return Route(order, places, ends[1:], None if kernel else pieces, kernel)
 
 
 def pieces_of(ends: list[int]) -> tuple[tuple[int, slice], ...]:
@@ -144,11 +159,18 @@ def product(
     """
     rows = as_rows(x, route)
     y = rows.new_empty(len(rows), weight.shape[2]) if total is None else as_rows(total, route)
-    if route.pieces is None:
+    if route.kernel == "triton":
+        vector = None if scores is None else of_rows(scores, route).contiguous()
+        adds = total is not None
+        grouped_gemm(
+            rows, weight, route.ends, y, None if bias is None else bias.contiguous(), vector, adds
+        )
+        return per_token(y, route)
+    if route.kernel == "torch":
         found = F.grouped_mm(rows, weight, offs=route.ends)
         y = found if total is None else y.add_(found)
     else:
-        for expert, part in route.pieces:
+        for expert, part in route.pieces or ():
             # with beta 0 the first operand is not read
             beta = int(total is not None)
             torch.addmm(y[part], rows[part], weight[expert], beta=beta, out=y[part])
@@ -164,15 +186,19 @@ def product(
 def weight_grad(a: Tensor, b: Tensor, route: Route, total: Tensor | None = None) -> Tensor:
     """Return a' b of each expert's rows, [E, M, N], added to `total` if given."""
     rows, others = as_rows(a, route), as_rows(b, route)
-    if route.pieces is None:
+    if route.kernel == "torch":
         found = F.grouped_mm(rows.t(), others, offs=route.ends)
         starts = torch.cat((route.ends.new_zeros(1), route.ends[:-1]))
         # of no rows a kernel need not write any
         found.masked_fill_((starts == route.ends)[:, None, None], 0)
         return found if total is None else total.add_(found)
+    adds = total is not None
     if total is None:
         total = rows.new_zeros(len(route.ends), rows.shape[1], others.shape[1])
-    for expert, part in route.pieces:
+    if route.kernel == "triton":
+        grouped_grad(rows, others, route.ends, total, adds)
+        return total
+    for expert, part in route.pieces or ():
         add_product(total[expert], rows[part].t(), others[part])
     return total
 

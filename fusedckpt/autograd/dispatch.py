@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fusedckpt.autograd import arguments, levels, phases, private
 from fusedckpt.autograd.phases import Phase
+from fusedckpt.kernels.routed import has_kernel
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 
 logger = logging.getLogger("fusedckpt")
@@ -190,9 +191,11 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
     norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
     others = ("linear_cross_entropy", "token_logprobs", "regelu2", "resilu2")
-    # of experts, torch's own GEMMs and elementwise ops
-    experts = {"experts": "eager" if DISABLED else "aten"}
-    return dict.fromkeys((*blocks, *norms, *others), path) | experts
+    found = dict.fromkeys((*blocks, *norms, *others, "experts"), path)
+    # experts multiply by torch's own kernel where there is one
+    if path == "triton" and has_kernel(torch.device(device), dtype):
+        found["experts"] = "aten"
+    return found
 
 
 class Path(Enum):

@@ -143,9 +143,10 @@ class ExpertOptions(NamedTuple):
             for key, (w, bias) in zip(self.names[3::2], weights, strict=True)
         ]
         num_experts, *sizes = weights[-1][0].shape
-        by_kernel = routed.has_kernel(x.device, dtype, x.shape[-1], *sizes)
+        path = dispatch.path_of(x.device, dtype)
+        kernel = routed.kernel_for(path, x.device, dtype, x.shape[-1], *sizes)
         grouped = Grouped(top_k, self.is_transposed, dtype)
-        b.add(Route(num_experts, by_kernel), "route", ("index",))
+        b.add(Route(num_experts, kernel), "route", ("index",))
         b.add(Move(top_k, gathers=True, dtype=dtype), "rows", ("x", "route"))
         for out, number in zip(self.products, numbers, strict=False):
             b.add(grouped, out, ("rows", "route"), number)

@@ -24,10 +24,10 @@ from fusedckpt.kernels.routed import Gating
 
 @dataclass(frozen=True)
 class Route(Op):
-    """How the slots of an index are sorted by expert; by_kernel: as a grouped GEMM reads it."""
+    """How the slots of an index are sorted by expert; kernel: which multiplies."""
 
     num_experts: int
-    by_kernel: bool
+    kernel: str | None
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
         """Give nothing."""
@@ -35,11 +35,12 @@ class Route(Op):
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write the route."""
-        return [code.call(routed.route, reads[0], self.num_experts, self.by_kernel)]
+        return [code.call(routed.route, reads[0], self.num_experts, self.kernel)]
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Any:
         """Return the route."""
-        return routed.route(reads[0], self.num_experts, torch.compiler.is_compiling())
+        kernel = "torch" if torch.compiler.is_compiling() else None
+        return routed.route(reads[0], self.num_experts, kernel)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def experts(
 
     Returns:
         [..., D_out]. Each chunk waits for the device once, to learn where each expert's rows end;
-        not where F.grouped_mm is a kernel (bfloat16 on sm_90 and later) and no bias is given.
+        not where a kernel multiplies (on a GPU) and no bias needs a gradient.
 
     Raises:
         ValueError: invalid shapes, devices, activation, level or chunks; a negative index.

@@ -2,7 +2,7 @@
 
 import torch
 
-from bench.launches import benchmarked, hybrids, linears, meta, norms
+from bench.launches import benchmarked, grouped, hybrids, linears, meta, norms
 from fusedckpt.kernels import norm
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import coded_act, coded_grad
@@ -87,10 +87,14 @@ def everything() -> None:
         hybrids("silu", gated=True, sizes=sizes)
     hybrids("gelu", gated=True)
     hybrids("gelu", gated=True, dtype=torch.float32)
+    grouped(431, 333, 101, num_experts=5)
+    for dtype in (torch.float16, torch.float32):
+        grouped(dtype=dtype)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     linears("gelu", dtype=torch.float32)
     linears("gelu", dtype=torch.float32, sizes=(431, 333, 1001))
     hybrids("gelu", gated=True, dtype=torch.float32)
+    grouped(dtype=torch.float32)
     for n in (768, 2048):
         norms(n)
     for n in (64, 4096, 8192, 16384, 32768):

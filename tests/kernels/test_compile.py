@@ -29,6 +29,8 @@ def test_guard(compiled, chip):
     kernels = {record.kernel for record in records}
     assert kernels == {
         "gemm_kernel",
+        "grouped_gemm_kernel",
+        "grouped_grad_kernel",
         "act_kernel",
         "act_grad_kernel",
         "cross_entropy_kernel",

@@ -1,0 +1,198 @@
+"""Grouped GEMMs over rows sorted by expert: each expert's rows times its weight, or its gradient.
+
+Where an expert's rows end is read on the device, so that no launch waits for it: the grid is as
+large as any routing needs, and each program finds its own expert. The main loop and the epilogue's
+form are `gemm.py`'s. Weights are addressed by strides, so that [E, N, K] and [E, K, N] are read in
+place. Rows of no expert come last, and are neither read nor written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .gemm import finish, multiply
+from .runtime import arch, load, store, tl, triton
+from .tiles import family, tile_for
+
+
+class StoreRows(NamedTuple):
+    """Operands of `store_rows`: y [rows, N], contiguous, the rest None where absent.
+
+    total: y itself, where the product is added to it; bias [E, N]; scores [rows], which multiply
+    the bias; num_rows: of scores.
+    """
+
+    y: Tensor
+    total: Tensor | None = None
+    bias: Tensor | None = None
+    scores: Tensor | None = None
+    num_rows: int = 0
+
+
+@triton.jit
+def load_total(rm, rn, mask, n, out):
+    """Return the tile that the product is added to, or 0."""
+    offsets = rm[:, None] * n + rn[None, :]
+    return load(out.total + offsets, mask) if out.total is not None else 0.0
+
+
+@triton.jit
+def store_rows(acc, total, rm, rn, mask, n, expert, out, ACTIVATION: tl.constexpr):
+    """Store the sum of a product, a total and an expert's bias times the rows' scores."""
+    acc += total
+    if out.bias is not None:
+        bias = load(out.bias + expert.to(tl.int64) * n + rn, rn < n)[None, :]
+        if out.scores is not None:
+            bias = load(out.scores + rm, rm < out.num_rows)[:, None] * bias
+        acc += bias
+    store(out.y + rm[:, None] * n + rn[None, :], acc, mask)
+
+
+@triton.jit
+def rows_of(ends, expert):
+    """Return where an expert's rows begin and end."""
+    return tl.load(ends + expert - 1, expert > 0, 0), tl.load(ends + expert)
+
+
+@triton.jit
+def expert_of(tile, ends, num_experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Return the expert of a tile of rows, num_experts or more for none, and its first tile."""
+    experts = tl.arange(0, EXPERTS)
+    is_one = experts < num_experts
+    begins = tl.load(ends + experts - 1, is_one & (experts > 0), 0)
+    tiles = tl.cdiv(tl.load(ends + experts, is_one, 0) - begins, BLOCK_M)
+    # of the experts after the last, begins is 0
+    tiles = tl.where(is_one, tiles, 0)
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    return expert, tl.sum(tl.where(experts < expert, tiles, 0), 0)
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    x,
+    w,
+    out,
+    ends,
+    num_experts,
+    n,
+    k,
+    stride_xm,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Compute one tile of x [rows, K] times the weight of its rows' expert."""
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    tile, columns = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n * BLOCK_N
+    expert, first_tile = expert_of(tile, ends, num_experts, BLOCK_M, EXPERTS)
+    if expert >= num_experts:
+        return
+    begin, end = rows_of(ends, expert)
+    rows = begin + (tile - first_tile) * BLOCK_M
+    rm, column = rows.to(tl.int64) + tl.arange(0, BLOCK_M), columns.to(tl.int64)
+    rn = column + tl.arange(0, BLOCK_N)
+    w += expert.to(tl.int64) * stride_we
+    operands = x, w, rows, columns, rm, rn, end, n, k, (stride_xm, 1, stride_wn, stride_wk)
+    acc = multiply(*operands, False, False, PRECISION, BLOCK_K)
+    finish(acc, rm, column, end, n, expert, out, load_total, store_rows, None, SLICES)
+
+
+@triton.jit
+def grouped_grad_kernel(
+    x,
+    dy,
+    out,
+    ends,
+    m,
+    n,
+    stride_xm,
+    stride_dym,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """Compute one tile of x' dy over the rows of one expert; of an expert without rows nothing."""
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    tiles = tl.cdiv(m, BLOCK_M) * tiles_n
+    expert, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    begin, end = rows_of(ends, expert)
+    if begin >= end:
+        return
+    rows, columns = place // tiles_n * BLOCK_M, place % tiles_n * BLOCK_N
+    rm, column = rows.to(tl.int64) + tl.arange(0, BLOCK_M), columns.to(tl.int64)
+    rn = column + tl.arange(0, BLOCK_N)
+    x += begin.to(tl.int64) * stride_xm
+    dy += begin.to(tl.int64) * stride_dym
+    # a chunk of rows may be long
+    wide = tl.full((), 1, tl.int64)
+    strides = 1, stride_xm * wide, 1, stride_dym
+    operands = x, dy, rows, columns, rm, rn, m, n, end - begin, strides
+    acc = multiply(*operands, False, False, PRECISION, BLOCK_K)
+    # experts' gradients lie below each other
+    above = expert.to(tl.int64) * m
+    finish(acc, above + rm, column, above + m, n, expert, out, load_total, store_rows, None, SLICES)
+
+
+def grouped_gemm(
+    x: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    y: Tensor,
+    bias: Tensor | None = None,
+    scores: Tensor | None = None,
+    adds: bool = False,
+) -> None:
+    """Write x [R, K] times the weight w [E, K, N] of each row's expert into y [R, N], or add it.
+
+    ends [E]: where each expert's rows end; bias [E, N], times scores [R] if given. Columns of x are
+    adjacent; y, bias and scores are contiguous.
+    """
+    (num_rows, k), (num_experts, _, n) = x.shape, w.shape
+    assert x.stride(1) == 1 or k == 1
+    out = StoreRows(y, y if adds else None, bias, scores, num_rows)
+    options = _options(x, (w.stride(1) if w.stride(2) == 1 else w.stride(2), x.stride(0)), k)
+    # each expert that has rows may have one tile that is not full
+    row_tiles = triton.cdiv(num_rows, options["BLOCK_M"]) + min(num_experts, num_rows)
+    grid = (row_tiles * triton.cdiv(n, options["BLOCK_N"]),)
+    strides = x.stride(0), w.stride(0), w.stride(2), w.stride(1)
+    experts = triton.next_power_of_2(num_experts)
+    with torch.cuda.device_of(x):
+        grouped_gemm_kernel[grid](
+            x, w, out, ends, num_experts, n, k, *strides, EXPERTS=experts, **options
+        )
+
+
+def grouped_grad(x: Tensor, dy: Tensor, ends: Tensor, dw: Tensor, adds: bool = False) -> None:
+    """Write x' dy of each expert's rows into dw [E, M, N], or add it; none where it has no rows.
+
+    x [R, M] and dy [R, N] have adjacent columns; dw is contiguous.
+    """
+    num_experts, m, n = dw.shape
+    assert all(t.stride(1) == 1 or t.shape[1] == 1 for t in (x, dy))
+    out = StoreRows(dw, dw if adds else None)
+    options = _options(x, (x.stride(0), dy.stride(0)), x.shape[0] // num_experts)
+    grid = (num_experts * triton.cdiv(m, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"]),)
+    with torch.cuda.device_of(x):
+        grouped_grad_kernel[grid](x, dy, out, ends, m, n, x.stride(0), dy.stride(0), **options)
+
+
+def _options(x: Tensor, leads: tuple[int, ...], k: int) -> dict[str, Any]:
+    """Return the tile of a launch, whose operands have rows `leads` apart, and the precision."""
+    target = arch()
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    # the large tiles from Hopper on are those of tensor descriptors, which cut no rows of experts
+    aligned = all(lead * x.element_size() % 16 == 0 for lead in leads)
+    aligned &= family(target) not in ("sm_90", "sm_100")
+    tile = tile_for(target, x.element_size(), k, False, aligned, precision)
+    return {"PRECISION": precision} | tile._asdict()
