@@ -192,9 +192,11 @@ def test_grouped_mm_takes_its_place(monkeypatch):
 
 def test_chunks_count_rows_of_experts(monkeypatch):
     """Each row's temporaries are 3 D + 3 F wide; sums of weight gradients are no smaller here."""
-    monkeypatch.setattr(run, "CHUNK_BYTES", 4 * T * K * 3 * (D + HIDDEN) // 2)
-    x, scores, *weights = leaves()
-    index = routing(T)
+    # of a size of its own: decisions are remembered by shapes
+    tokens = T + 2
+    monkeypatch.setattr(run, "CHUNK_BYTES", 4 * tokens * K * 3 * (D + HIDDEN) // 2)
+    x, scores, *weights = leaves((tokens,))
+    index = routing(tokens)
     assert experts(x, index, scores, *weights).grad_fn.call.chunks == 2
     with torch.autocast(DEVICE.type, torch.bfloat16):
         # half as large, and chunks would keep sums in float32
