@@ -134,7 +134,7 @@ def approximated(model: nn.Module) -> nn.Module:
         for name, child in parent.named_children():
             if type(child).__name__ in ACTIVATIONS:
                 setattr(parent, name, ACTIVATIONS[type(child).__name__]())
-    return fused(model, mlp=False)
+    return fused(model, mlp=False, attention=False)
 
 
 # recipes: each takes a copy of the eager model

@@ -239,7 +239,7 @@ class FusedMLP(Swapped):
     @property
     def save_levels(self) -> tuple[str, ...]:
         """Return the levels that it offers to a plan."""
-        return _LEVELS[self._fusedckpt_match.block.kind]
+        return LEVELS[self._fusedckpt_match.block.kind]
 
     def _shares(self, x: Tensor) -> bool:
         """Whether a linear and its activation are layers that save a recipe of this input."""
