@@ -176,6 +176,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if is_on else None
 
 
+_FUNCTIONS: tuple[str, ...] = ("linear_act", "norm_linear", "mlp", "gated_mlp", "experts")
+_FUNCTIONS += ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+_FUNCTIONS += ("linear_cross_entropy", "token_logprobs", "regelu2", "resilu2")
+
+
 def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     """Name the path that each function takes for tensors of this device and dtype.
 
@@ -188,10 +193,7 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     arguments.device("paths", device)
     arguments.dtype("paths", dtype)
     path = "eager" if DISABLED else path_of(torch.device(device), dtype)
-    blocks = ("linear_act", "norm_linear", "mlp", "gated_mlp")
-    norms = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-    others = ("linear_cross_entropy", "token_logprobs", "regelu2", "resilu2")
-    found = dict.fromkeys((*blocks, *norms, *others, "experts"), path)
+    found: dict[str, str] = dict.fromkeys(_FUNCTIONS, path)
     # experts multiply by torch's own kernel where there is one
     if path == "triton" and has_kernel(torch.device(device), dtype):
         found["experts"] = "aten"
