@@ -120,7 +120,8 @@ def merge_affine(
     Args:
         norm: nn.LayerNorm, nn.RMSNorm, or ours, over one dimension.
         linears: nn.Linear, all that read the result of `norm`.
-        model: holds them, not fused; `model(*args)` is run once, without gradients.
+        model: holds them, not fused; `model(*args)` is run once, without gradients; its buffers and
+            random states stay as they are.
 
     Raises:
         ValueError: something else reads the norm's result, a linear reads something else or shares
@@ -228,12 +229,15 @@ def _check_readers(norm: nn.Module, linears: Any, model: Any, args: Any) -> None
         for storage in _by_storage(list(module._parameters.values()))
     }
     mode = _Readers(owners, set(_by_storage([one.weight for one in linears])))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     hook = norm.register_forward_hook(lambda _norm, _args, y: mode.results.update(_by_storage(y)))
     try:
-        with torch.no_grad(), mode:
+        with torch.random.fork_rng(), torch.no_grad(), mode:
             returned = _by_storage(model(*args))
     finally:
         hook.remove()
+        for buffer, before in buffers:
+            buffer.copy_(before)
     if returned.keys() & mode.results.keys():
         mode.problems.append("the caller of model reads the result of norm as well")
     if mode.unread:

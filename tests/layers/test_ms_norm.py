@@ -157,3 +157,12 @@ def test_refusals():
         MSLayerNorm((2, 3))
     with pytest.raises(TypeError, match="MSRMSNorm: x must be floating point"):
         MSRMSNorm(3)(torch.ones(3, dtype=torch.int64))
+
+
+def test_the_run_leaves_no_trace():
+    model = nn.Sequential(nn.BatchNorm1d(D), nn.Dropout(), nn.LayerNorm(D), nn.Linear(D, H))
+    x, before = torch.randn(T, D), copy.deepcopy(model[0].state_dict())
+    random = torch.get_rng_state()
+    model[2] = merge_affine(model[2], model[3], model=model, args=(x,))
+    assert torch.equal(random, torch.get_rng_state())
+    torch.testing.assert_close(dict(model[0].state_dict()), dict(before), rtol=0, atol=0)
