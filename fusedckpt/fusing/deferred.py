@@ -161,8 +161,7 @@ class DeferredLogits(Tensor):
                 return super().__torch_function__(func, types, args, kwargs or {})
             if name == "_base":
                 return None
-            if name == "register_hook":
-                # FSDP's runs before a backward through any result
+            if name == "register_hook" and _gathers(args[1]):
                 first.deferred.hooks.append(args[1])
                 return super().__torch_function__(func, types, args, kwargs or {})
             found = first._noted(func, name, args[1:], kwargs or {})
@@ -227,6 +226,15 @@ class DeferredLogits(Tensor):
         options = {"ignore_index": ignore_index, "reduction": reduction}
         options["label_smoothing"] = label_smoothing
         return self.deferred.operands.loss(target, self.dtype, options)
+
+
+def _gathers(hook: Any) -> bool:
+    """Whether a hook is of torch.distributed, as FSDP's, which runs before any backward.
+
+    Others read the gradient of the logits: they get real ones.
+    """
+    module = getattr(getattr(hook, "func", hook), "__module__", None)
+    return isinstance(module, str) and module.startswith("torch.distributed.")
 
 
 def _called(func: Any, args: Any, x: Tensor) -> Tensor:

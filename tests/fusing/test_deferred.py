@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -152,13 +153,31 @@ def test_dtypes(dtype, autocast):
 
 
 def test_hooks_of_results():
-    """They run in a backward through the logits, which a hook does not make."""
+    """They get the gradient of the logits, and may change it."""
+    found = []
+    for model in pair():
+        z, seen = model(ids()), []
+        z.register_hook(lambda grad, seen=seen: (seen.append(grad), grad * 0.5)[1])
+        loss_of(z, ids()).backward()
+        assert len(seen) == 1
+        found.append([*seen, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_hooks_of_sharded_modules():
+    """They run before a backward through the logits, which they do not make."""
     _, model = pair()
     z, seen = model(ids()), []
-    z.register_hook(lambda grad: seen.append(grad.shape))
+
+    def gather(grad, of):
+        seen.append(of)
+
+    gather.__module__ = "torch.distributed.fsdp"
+    z.register_hook(partial(gather, of="z"))
     assert z.deferred.made is None
-    (z.sum() + Square.apply(z).sum()).backward()
-    assert seen == [z.shape, z.shape] or seen == [z.shape]
+    z.sum().backward()
+    assert set(seen) == {"z"}
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_what_needs_no_numbers():
