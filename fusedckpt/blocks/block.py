@@ -238,7 +238,12 @@ def _twin_gradients(
         values = dict(zip(firsts, tensors, strict=False))
         others = ctx.others or {}
         params = [others.get(number, t) for number, t in enumerate(tensors[len(firsts) :])]
-        return program.eager(values, params)
+        if call.num_dims > 1:
+            return program.eager(values, params)
+        # steps of experts know rows alone
+        rows = {name: t.flatten(0, -2) if t.dim() > 1 else t[None] for name, t in values.items()}
+        found = program.eager(rows, params)
+        return tuple([y.view(*like.shape[:-1], y.shape[-1]) for y in found])
 
     with torch.autocast(like.device.type, enabled=False):
         found = twin_gradients(twin, tensors, flags, dys)

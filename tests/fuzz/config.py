@@ -36,6 +36,10 @@ class Config:
     tied: bool = False
     # operands are views of the leaves instead of leaves
     views: bool = False
+    # of experts: how many there are, and for each token; how their weights lie
+    experts: int = 2
+    top_k: int = 1
+    is_transposed: bool = False
     # options
     activation: str | None = "silu"
     norm: str | None = None

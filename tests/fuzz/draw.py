@@ -19,6 +19,8 @@ ACTIVATIONS = (
     *("gelu_fast", "gelu_python_tanh", "quick_gelu", "silu", "swish", "sigmoid", "tanh"),
     *("softplus", "mish"),
 )
+# of configurations one is of experts, drawn beside the others
+EXPERTS_EVERY = 16
 OPTIONAL = (
     *("bias", "norm_weight", "norm_bias", "fc1_bias", "fc2_bias"),
     *("gate_bias", "up_bias", "down_bias", "bias0", "bias1", "bias2"),
@@ -52,6 +54,8 @@ def draw(seed: int, index: int, path: str) -> Config:
     rng = random.Random(f"{seed}:{index}")
     sizes = _sizes(rng)
     function = rng.choice(FUNCTIONS)
+    if index % EXPERTS_EVERY == EXPERTS_EVERY - 1:
+        function = "experts"
     config = Config(
         function=function,
         seed=rng.randrange(1 << 30),
@@ -82,6 +86,9 @@ def draw(seed: int, index: int, path: str) -> Config:
         ),
         douts=tuple(_dout(rng) for _ in range(3)),
         weighs=rng.random() < 0.2,
+        experts=rng.choice((1, 2, 3, 5, 8)),
+        top_k=rng.choice((1, 2, 2, 3)),
+        is_transposed=rng.random() < 0.5,
     )
     return _dress(rng, config)
 

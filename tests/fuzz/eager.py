@@ -5,6 +5,7 @@ In float64 it is the truth, in the dtype under test the measure of what error is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config
-from .operands import Operands, kind_of, normalized_shape
+from .operands import Operands, index_of, kind_of, normalized_shape
 
 Outputs = tuple[Tensor, ...]
 
@@ -99,6 +100,26 @@ def _hidden_packed(c: Config, t: Operands, n: Tensor) -> Tensor:
     return linear(t, activate(c.activation, both[..., :half]) * both[..., half:], "down_")
 
 
+def _experts(c: Config, t: Operands) -> Outputs:
+    """Sum each token's experts, one expert after the other, as transformers does."""
+    leading = math.prod(c.rows)
+    x, index = t["x"].reshape(leading, c.d), index_of(c).reshape(leading, c.top_k)
+    scores, y = t["scores"].reshape(leading, c.top_k), None
+    for e in range(c.experts):
+        tokens, slots = torch.where(index == e)
+        names = ("gate_weight", "gate_bias", "down_weight", "down_bias")
+        own = {name: t[name][e] for name in names if name in t}
+        if c.is_transposed:
+            own |= {name: own[name].t() for name in ("gate_weight", "down_weight")}
+        rows = _hidden_packed(c, own, x[tokens]) * scores[tokens, slots, None]
+        y = rows.new_zeros(len(x), c.out) if y is None else y
+        y = y.index_add(0, tokens, rows)
+    assert y is not None
+    # as its linears, whatever the dtype of the scores
+    dtype = F.linear(x[:0], x[:0]).dtype
+    return (y.to(dtype).view(*c.rows, c.out),)
+
+
 def _linear_act(c: Config, t: Operands) -> Outputs:
     return (activate(c.activation, linear(t, t["x"])),)
 
@@ -168,6 +189,7 @@ EAGER: dict[str, Callable[[Config, Operands], Outputs]] = {
     **dict.fromkeys(("mlp", "MLP"), _block(hidden_mlp)),
     **dict.fromkeys(("gated_mlp", "GatedMLP"), _block(hidden_gated)),
     "packed_mlp": _block(_hidden_packed),
+    "experts": _experts,
     "Sequential": _sequential,
     "shared": _shared,
 }

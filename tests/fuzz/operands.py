@@ -144,6 +144,22 @@ def _shared(c: Config) -> Shapes:
     return found
 
 
+def _experts(c: Config) -> Shapes:
+    found: Shapes = {"scores": (*c.rows, c.top_k)}
+    for name, n, k in (("gate_", 2 * c.f, c.d), ("down_", c.out, c.f)):
+        sizes = (k, n) if c.is_transposed else (n, k)
+        found[f"{name}weight"] = (c.experts, *sizes)
+        if c.has(f"{name}bias"):
+            found[f"{name}bias"] = (c.experts, n)
+    return found
+
+
+def index_of(c: Config) -> Tensor:
+    """Draw the experts of each token; the number after the last stands for none."""
+    generator = torch.Generator().manual_seed(c.seed)
+    return torch.randint(c.experts + 1, (*c.rows, c.top_k), generator=generator)
+
+
 def _linear(c: Config) -> Shapes:
     return _pair(c, "", c.f, c.d)
 
@@ -156,6 +172,7 @@ _SHAPES: dict[str, Callable[[Config], Shapes]] = {
     **dict.fromkeys(("mlp", "MLP"), _mlp),
     **dict.fromkeys(("gated_mlp", "GatedMLP"), _gated),
     "packed_mlp": _packed,
+    "experts": _experts,
     "Sequential": _sequential,
     "shared": _shared,
 }
@@ -178,8 +195,8 @@ def leaves_of(c: Config, number: int = 0) -> Operands:
     found: Operands = {}
     for name, shape in shapes_of(c).items():
         value = torch.randn(shape, dtype=torch.float64, generator=generator)
-        if name.endswith("weight") and len(shape) == 2:
-            value /= max(1, shape[1]) ** 0.5
+        if name.endswith("weight") and len(shape) > 1:
+            value /= max(1, shape[1 if c.is_transposed else -1]) ** 0.5
         value = special(value, values.get(name), c.dtype, generator)
         dtype = getattr(torch, dtypes.get(name, c.dtype))
         tensor = lay_out(value.to(dtype), layouts.get(name))

@@ -13,7 +13,7 @@ from fusedckpt import functional as fused
 
 from .config import Config
 from .eager import Outputs
-from .operands import Operands, kind_of, linears_of, normalized_shape, out_features
+from .operands import Operands, index_of, kind_of, linears_of, normalized_shape, out_features
 
 # nn.Module of an activation, by the name it has in a Sequential
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -100,6 +100,19 @@ def _gated_mlp(c: Config, t: Operands) -> Tensor:
     biases = {key: t.get(key) for key in ("gate_bias", "up_bias", "down_bias")}
     options = _block_options(c, "inputs", "gate", "preact")
     return fused.gated_mlp(t["x"], *weights, c.activation, norm=_spec(c, t), **biases, **options)  # type: ignore[arg-type]
+
+
+def _experts(c: Config, t: Operands) -> Tensor:
+    biases = {"gate_up_bias": t.get("gate_bias"), "down_bias": t.get("down_bias")}
+    options = {"save": _levels(c, "inputs", "gate", "preact"), "chunks": c.chunks}
+    weights = t["gate_weight"], t["down_weight"]
+    return fused.experts(
+        *(t["x"], index_of(c), t["scores"], *weights),
+        activation=c.activation or "identity",
+        is_transposed=c.is_transposed,
+        **biases,
+        **options,  # type: ignore[arg-type]
+    )
 
 
 def fill(module: nn.Module, **parameters: Tensor | None) -> Any:
@@ -224,6 +237,7 @@ FUNCTIONS: dict[str, Callable[[Config, Operands], Any]] = {
     "norm_linear": _norm_linear,
     "mlp": _mlp,
     **dict.fromkeys(("gated_mlp", "packed_mlp"), _gated_mlp),
+    "experts": _experts,
 }
 BUILDERS: dict[str, Callable[[Config, Operands], nn.Module]] = {
     "Linear": _linear_module,

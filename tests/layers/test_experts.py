@@ -265,3 +265,16 @@ def test_refusals(change, error, says):
     given = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
     with pytest.raises(error, match=f"^experts: .*{says}"):
         experts(x, **given)
+
+
+@pytest.mark.parametrize("rows", [(2, 3), (), (1,)])
+def test_second_derivatives(rows):
+    """Of tokens in any shape."""
+    x, scores, *weights = [t.detach().double().requires_grad_() for t in leaves(rows, bias=True)]
+    index = routing(*rows)
+
+    def ours(x, scores, gate_up, down, *biases):
+        named = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+        return experts(x, index, scores, gate_up, down, **named)
+
+    assert torch.autograd.gradgradcheck(ours, (x, scores, *weights))

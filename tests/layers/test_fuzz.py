@@ -18,7 +18,7 @@ SEED = 1
 NORMS = Config("shared", present=("norm_weight",), readers=("linear", "linear"))
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", [*range(8), 15])
 def test_random_configurations_hold(index, path):
     kind = "interpreter" if path == "triton" and IS_INTERPRETED else "aten"
     with loop.surroundings(kind):
