@@ -158,18 +158,20 @@ def product(
     bias: [E, N], multiplied by `scores` if given.
     """
     rows = as_rows(x, route)
-    y = rows.new_empty(len(rows), weight.shape[2]) if total is None else as_rows(total, route)
-    if route.kernel == "triton":
-        vector = None if scores is None else of_rows(scores, route).contiguous()
-        adds = total is not None
-        grouped_gemm(
-            rows, weight, route.ends, y, None if bias is None else bias.contiguous(), vector, adds
-        )
-        return per_token(y, route)
     if route.kernel == "torch":
-        found = F.grouped_mm(rows, weight, offs=route.ends)
-        y = found if total is None else y.add_(found)
+        y = F.grouped_mm(rows, weight, offs=route.ends)
+        y = y if total is None else as_rows(total, route).add_(y)
     else:
+        y = rows.new_empty(len(rows), weight.shape[2]) if total is None else as_rows(total, route)
+    if route.kernel == "triton":
+        if total is None:
+            # the rows of no expert are not written: saved, they would differ from run to run
+            y.zero_()
+        vector = None if scores is None else of_rows(scores, route).contiguous()
+        own = None if bias is None else bias.contiguous()
+        grouped_gemm(rows, weight, route.ends, y, own, vector, total is not None)
+        return per_token(y, route)
+    if route.kernel is None:
         for expert, part in route.pieces or ():
             # with beta 0 the first operand is not read
             beta = int(total is not None)

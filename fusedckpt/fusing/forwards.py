@@ -250,8 +250,9 @@ class FusedMLP(Swapped):
         return len(kinds) > 1 and all(are_all) and recipe_of(x) is not None
 
     def _level(self) -> str:
-        kind = self._fusedckpt_match.block.kind
-        return levels.resolve(kind, None, within(self.save, LEVELS[kind]), LEVELS[kind])
+        kind, known = self._fusedckpt_match.block.kind, self.save_levels
+        own = self.save if known == levels.LEVELS else within(self.save, known)
+        return levels.resolve(kind, None, own, known)
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         match, block = self._fusedckpt_match, self._fusedckpt_match.block
