@@ -103,8 +103,8 @@ is_any_autocast_on: Callable[[], bool] = _probe("_C._is_any_autocast_enabled", _
 forward_level: Callable[[], int] = lambda: 0  # noqa: E731
 if _probe("_current_level", None, forward_ad) is not None:
     forward_level = partial(getattr, forward_ad, "_current_level")
-# whether torch.export records: torch.compiler.is_exporting() is true under any torch.compile of
-# torch 2.11. Without it strict export keeps our autograd Functions
+# torch.compiler.is_exporting() is true under any torch.compile of torch 2.11. Without it strict
+# export keeps our autograd Functions
 is_exporting: Callable[[], bool] = _none
 if _probe("_is_exporting_flag", None, torch.compiler) is not None:
     is_exporting = partial(getattr, torch.compiler, "_is_exporting_flag")
@@ -192,19 +192,13 @@ if None in [_probe(f"utils.checkpoint.{name}", None) for name in _HOOKS]:
 
 
 def stock_phase(pack: Any) -> str | None:
-    """Return the phase, "forward" or "recompute", if this is its hook of torch's checkpoint.
-
-    Without the names of its hooks layers save by their level in it.
-    """
+    """Return "forward" or "recompute" for a hook of torch's checkpoint; None without its names."""
     is_stock = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
     return _PHASES.get(pack.__qualname__) if is_stock else None
 
 
 def num_wanted(pack: Any) -> int | None:
-    """Return how many tensors a recompute of torch's ends after, None where that is unknown.
-
-    Without it a layer computes its result also where the recompute ends with its inputs.
-    """
+    """Return how many tensors a recompute of torch's ends after; None, and more is computed."""
     pack = getattr(pack, "_torchdynamo_orig_callable", pack)
     try:
         names = pack.__code__.co_freevars
@@ -247,8 +241,6 @@ class SavedTensor:
 
 # a tensor saved as autograd saves one, outside of any function; not in torch 2.11
 make_saved: Callable[..., Any] = _probe("_C._autograd._make_saved_tensor", SavedTensor)
-
-
 _HAS_RAW = _probe("_C._FunctionBase._raw_saved_tensors", None) is not None
 
 
@@ -270,11 +262,7 @@ breaks_graph: Any = _probe("_compile._disable_dynamo", torch.compiler.disable)
 
 
 def constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch.compile call a function while it traces, and take its result for a constant.
-
-    That is torch.compiler.assume_constant_result, which imports Dynamo. A torch that does not look
-    for this attribute breaks the graph there.
-    """
+    """Apply torch.compiler.assume_constant_result, which imports Dynamo; else graphs break."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
