@@ -250,7 +250,9 @@ class FusedMLP(Swapped):
         return len(kinds) > 1 and all(are_all) and recipe_of(x) is not None
 
     def _level(self) -> str:
-        kind, known = self._fusedckpt_match.block.kind, self.save_levels
+        # also of modules of another class, for one of their methods
+        kind = self._fusedckpt_match.block.kind
+        known = LEVELS[kind]
         own = self.save if known == levels.LEVELS else within(self.save, known)
         return levels.resolve(kind, None, own, known)
 
@@ -291,7 +293,8 @@ class FusedMLP(Swapped):
     def _traced(self, x: Tensor) -> Tensor:
         """Return the result of the original forward, which saves the tensors of the level."""
         block = self._fusedckpt_match.block
-        count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[self._level()]
+        level = FusedMLP._level(self)
+        count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
         return compiled.run(super(Swapped, self).forward, tuple(range(count)), x)
 
     def extra_repr(self) -> str:
