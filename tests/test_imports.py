@@ -22,7 +22,7 @@ ALLOWED = {
     },
     "reporting": {"autograd", "memory", "layers", "checkpointing", "fusing"},
     "planning": {"autograd", "memory", "blocks", "layers", "checkpointing", "fusing", "reporting"},
-    "integrations": {"autograd", "checkpointing", "fusing", "reporting", "planning"},
+    "integrations": {"autograd", "blocks", "checkpointing", "fusing", "reporting", "planning"},
 }
 
 

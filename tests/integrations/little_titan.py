@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 OURS = "fusedckpt.integrations.torchtitan"
@@ -48,6 +49,30 @@ class TransformerBlock(nn.Module, Configurable):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return x + scale * self.w2(self.dropout(self.w1(self.norm(x)).relu()))
+
+
+class GroupedExperts(nn.Module, Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_experts: int = 3
+
+    def __init__(self, config: Any):
+        super().__init__()
+        first, last = (config.num_experts, F, D), (config.num_experts, D, F)
+        for name, shape in {"w1_EFD": first, "w2_EDF": last, "w3_EFD": first}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 3))
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        return routed(x_RD, num_tokens_per_expert_E.tolist(), *self.parameters())
+
+
+def routed(x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
+    """Loop over experts in bfloat16, as torchtitan multiplies; in float64 for a truth."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
+    rows = x.to(dtype).split([*counts, len(x) - sum(counts)])
+    experts = zip(rows, *(w.to(dtype) for w in weights), strict=False)
+    found = [(nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w2, w3 in experts]
+    return torch.cat([*found, torch.zeros_like(rows[-1])]).type_as(x)
 
 
 class Model(nn.Module):
@@ -117,6 +142,7 @@ def installed(full: type) -> Iterator[Any]:
         "torchtitan.distributed.activation_checkpoint": {"FullAC": full},
         "torchtitan.models": {},
         "torchtitan.models.common": {"TransformerBlock": TransformerBlock},
+        "torchtitan.models.common.moe": {"GroupedExperts": GroupedExperts},
         "torchtitan.tools": {},
         "torchtitan.tools.logging": {"logger": logging.getLogger("titan")},
     }
