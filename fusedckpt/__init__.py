@@ -69,4 +69,4 @@ __all__ = [
     "unpack_gate_up",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
