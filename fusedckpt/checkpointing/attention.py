@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import cache, partial, update_wrapper
 from types import SimpleNamespace
@@ -41,45 +41,41 @@ _Place = tuple[MutableMapping[str, Any], str, Any]
 _TORCH: Any = vars(F)
 
 
+_lock = threading.Lock()
+
+
 class _Functions:
     """Functions that are regions while a checkpoint runs that asks for them."""
 
     def __init__(self, find: Callable[[], Iterator[_Place]]):
-        self._find, self._lock, self._num_running = find, threading.Lock(), 0
-        # with the function itself
-        self._wrapped: list[tuple[_Place, Any]] = []
+        self._find, self._num_running, self._undo = find, 0, ExitStack()
 
     @contextmanager
     def regions(self) -> Iterator[None]:
         """Let their names mean the regions meanwhile."""
-        with self._lock:
-            if not self._num_running:
-                self._wrap()
+        with _lock:
+            for table, name, ours in () if self._num_running else [*self._find()]:
+                self._undo.callback(_put_back, table, name, ours, table[name])
+                table[name] = ours
             self._num_running += 1
         try:
             yield
         finally:
-            with self._lock:
+            with _lock:
                 self._num_running -= 1
                 if not self._num_running:
-                    self._unwrap()
+                    self._undo.close()
 
-    def _wrap(self) -> None:
-        for table, name, ours in [*self._find()]:
-            self._wrapped.append(((table, name, ours), table[name]))
-            table[name] = ours
 
-    def _unwrap(self) -> None:
-        while self._wrapped:
-            (table, name, ours), fn = self._wrapped.pop()
-            if table[name] is not ours:
-                # replaced meanwhile
-                continue
-            if not isinstance(table, dict):
-                # an entry of its own, beside those of its class
-                del table[name]
-            if table.get(name) is not fn:
-                table[name] = fn
+def _put_back(table: MutableMapping[str, Any], name: str, ours: Any, fn: Any) -> None:
+    if table[name] is not ours:
+        # replaced meanwhile
+        return
+    if not isinstance(table, dict):
+        # an entry of its own, beside those of its class
+        del table[name]
+    if table.get(name) is not fn:
+        table[name] = fn
 
 
 def _region(fn: Any) -> Any:

@@ -92,13 +92,12 @@ class Packed:
 class Saved(NamedTuple):
     """A tensor that autograd saved: `like` is its shape, dtype and device.
 
-    leaf: the parameter or other leaf that it is, or is a view of. behind: see `Leaves`.
+    leaves: see `Leaves`.
     """
 
     packed: weakref.ref[Packed]
     like: tuple[Any, ...]
-    leaf: TensorWeakRef | None
-    behind: Sequence[TensorWeakRef] = ()
+    leaves: Sequence[TensorWeakRef]
 
 
 class Surroundings:
@@ -121,9 +120,7 @@ class Surroundings:
                 self._generators += _generator_of(device)
         if python_rng:
             self._generators += _PYTHON_GENERATORS
-        self._states = []
-        for read, _ in self._generators:
-            self._states.append(read())
+        self._states = self.states()
         self._kinds = ["cpu"]
         for device in devices:
             if device.type not in self._kinds and torch.amp.is_autocast_available(device.type):
@@ -143,48 +140,41 @@ class Surroundings:
                 stack.enter_context(private.outside_vmap())
             # and that of is_grads_batched, which no stack tells of
             stack.enter_context(private.outside_legacy_vmap())
-            present = []
-            for read, _ in self._generators:
-                present.append(read())
+            present = self.states()
             try:
-                for (_, write), state in zip(self._generators, self._states, strict=True):
+                for write, state in self._states:
                     write(state)
                 if (now := _settings_of(self._kinds)) != self._settings:
-                    self._enter_changed(now, stack)
+                    for (enter, setting), (_, other) in zip(self._settings, now, strict=True):
+                        if setting != other:
+                            stack.enter_context(enter(*setting))
                 yield
             finally:
-                for (_, write), state in zip(self._generators, present, strict=True):
+                for write, state in present:
                     write(state)
-                for _, is_enabled, _ in self._settings[2:]:
+                for _, (_, _, is_enabled, _) in self._settings[2:]:
                     # else casts of weights live on, where autocast is still on in backward
                     if is_enabled:
                         torch.clear_autocast_cache()
 
-    def _enter_changed(self, now: list[Any], stack: ExitStack) -> None:
-        """Bring back the settings that are others now."""
-        device, kernels, *autocasts = self._settings
-        if device != now[0]:
-            stack.enter_context(device)
-        if kernels != now[1]:
-            stack.enter_context(
-                sdpa_kernel([x for (_, x), on in zip(_KERNELS, kernels, strict=True) if on])
-            )
-        for kind, autocast, other in zip(self._kinds, autocasts, now[2:], strict=True):
-            if autocast != other:
-                stack.enter_context(torch.autocast(kind, *autocast))
 
+def _settings_of(kinds: list[str]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Return settings, each with a context that sets it.
 
-def _settings_of(kinds: list[str]) -> list[Any]:
-    """Return the default device, the kernels of attention, and autocast of kinds of devices."""
+    They are the default device, the kernels of attention, and autocast of kinds of devices.
+    """
     # torch.get_default_device takes some microseconds to find that there is none
     device = torch.get_default_device() if private.num_function_modes() else _CPU
     kernels = []
-    for is_enabled, _ in _KERNELS:
-        kernels.append(is_enabled())
-    settings, cache_enabled = [device, kernels], torch.is_autocast_cache_enabled()
+    for is_enabled, kernel in _KERNELS:
+        if is_enabled():
+            kernels.append(kernel)
+    settings: list[Any] = [(torch.device, (device,)), (sdpa_kernel, (kernels,))]
     for kind in kinds:
-        autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled
-        settings.append(autocast)
+        dtype, is_enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        settings.append(
+            (torch.autocast, (kind, dtype, is_enabled, torch.is_autocast_cache_enabled()))
+        )
     return settings
 
 
@@ -304,18 +294,23 @@ def leaf_of(tensor: Tensor) -> Tensor | None:
 
 
 class Leaves:
-    """Finds leaves that a run of a segment reads but does not save, by the graph of saved tensors.
+    """Finds the leaf that a saved tensor is, or is a view of; else those it is computed from.
 
-    A weight is saved only where its input needs a gradient. The first leaves that are found, here
-    or among the saved tensors, are enough: weights after them are saved.
+    A weight is saved only where its input needs a gradient: weights before the first such one are
+    found by the graph of saved tensors. Once leaves are found, weights after them are saved.
     """
 
     def __init__(self) -> None:
-        self.is_found, self._since = False, private.num_nodes()
+        self._is_found, self._since = False, private.num_nodes()
 
-    def behind(self, tensor: Tensor) -> list[Tensor]:
-        """Return leaves that a tensor is computed from, by nodes that were made since the last."""
-        found, nodes, seen = list[Tensor](), [tensor.grad_fn], set[Any]()
+    def of(self, tensor: Tensor) -> list[Tensor]:
+        """Return the leaves of a tensor, by nodes that were made since the last."""
+        owner, found = leaf_of(tensor), list[Tensor]()
+        if owner is not None:
+            found = [owner]
+        elif self._is_found or tensor.grad_fn is None:
+            return found
+        nodes, seen = [] if found else [tensor.grad_fn], set[Any]()
         while nodes:
             node: Any = nodes.pop()
             if node in seen or private.number_of(node) < self._since:
@@ -324,7 +319,7 @@ class Leaves:
             nodes += [after for after, _ in node.next_functions if after is not None]
             if not node.next_functions and hasattr(node, "variable"):
                 found.append(node.variable)
-        self.is_found, self._since = len(found) > 0, private.num_nodes()
+        self._is_found, self._since = self._is_found or len(found) > 0, private.num_nodes()
         return found
 
 

@@ -2,82 +2,54 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn.modules.module import register_module_forward_hook
 
-from fusedckpt.autograd.private import TorchDispatchMode, disable_current_modes, pytree
-from fusedckpt.checkpointing.module_calls import (
-    PutsBackBuffers,
-    is_observer,
-    is_recomputing,
-    observed,
-)
+from fusedckpt.autograd.private import TorchDispatchMode, disable_current_modes, pytree, uncompiled
 
 
-class Run(TorchDispatchMode, PutsBackBuffers):
+class Run(TorchDispatchMode):
     """The record of a forward: its operations, and the outputs of every module and of the segment.
 
-    Given that one, a recompute: it notes the first difference instead, and puts buffers back.
+    Given that one, a recompute: it notes the first difference instead.
     """
 
     def __init__(self, fn: Any, forward: Run | None = None):
-        TorchDispatchMode.__init__(self)
-        PutsBackBuffers.__init__(self)
-        self._forward = forward
+        super().__init__()
+        self._forward, self._thread = forward, 0
         module = getattr(fn, "__self__", fn)
         modules = module.named_modules() if isinstance(module, nn.Module) else ()
         self._names = {m: f"{name} ({type(m).__name__})" for name, m in modules if name}
         self._operations: list[str] = []
         self._outputs: list[tuple[str, list[Tensor]]] = []
         self._expected = iter(forward._outputs if forward else ())
-        # last hooks of modules that have hooks, while calls of these modules run
-        self._last: list[RemovableHandle] = []
         self.difference: str | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the operations and module calls inside."""
+        self._thread, hook = threading.get_ident(), register_module_forward_hook(self._see_module)
         try:
-            with self, observed(self):
+            with self:
                 yield
         finally:
-            self.end()
+            hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operations.append(str(func))
         return func(*args, **(kwargs or {}))
 
-    def before(self, module: nn.Module, args: Any) -> None:
-        """Copy the module's buffers in a recompute, that of a checkpoint around too."""
-        if is_recomputing():
-            super().before(module, args)
-        if module._forward_hooks and is_observer(self):
-            # global hooks run before a module's own, which may replace its output
-            self._last.append(module.register_forward_hook(self._see_last))
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put them back; see the module's output."""
-        super().after(module, args, output)
-        if is_observer(self) and not module._forward_hooks:
-            self._see_module(module, output)
-
-    def end(self) -> None:
-        """Put back the buffers of calls that raised, and remove the hooks on them."""
-        super().end()
-        while self._last:
-            self._last.pop().remove()
-
-    def _see_last(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._last.pop().remove()
-        self._see_module(module, output)
-
-    def _see_module(self, module: nn.Module, output: Any) -> None:
-        self.see(self._names.get(module, type(module).__name__), output)
+    @uncompiled
+    def _see_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        # hooks are global: calls in other threads are not seen
+        if threading.get_ident() == self._thread and not torch.compiler.is_compiling():
+            self.see(self._names.get(module, type(module).__name__), output)
 
     def see(self, name: str, output: Any) -> None:
         """Note an output, or how it differs from the forward's."""

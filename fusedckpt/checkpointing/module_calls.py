@@ -1,21 +1,21 @@
-"""Modules in a recompute: torch's global hooks see their calls, and their buffers are put back.
+"""Modules in a recompute, which calls them a second time: their buffers are put back after it.
 
-A recompute calls modules a second time. Their updates of their own buffers, as in BatchNorm, are
-undone right after each call, so that only the forward's update remains. The hooks exist only while
-a recompute runs, or a forward with debug=True.
+So of the updates of a buffer, as in BatchNorm, only those of the forward remain. A global hook of
+torch sees the calls, and exists only while a recompute runs.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.phases import current
@@ -24,11 +24,8 @@ from fusedckpt.autograd.private import uncompiled
 # compiled modules warn that they call global hooks too, as they shall
 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
 
-_Copies = list[tuple[dict[str, Any], str, Any, Tensor | None]]
-
 
 class _Local(threading.local):
-    observer: PutsBackBuffers | None = None
     # recomputes that run, one inside another
     recomputes = 0
 
@@ -36,74 +33,57 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def is_observer(observer: PutsBackBuffers) -> bool:
-    """Whether a call is the observer's to see.
+class Buffers:
+    """Puts back, at its end, the buffers of the modules that this thread calls.
 
-    Hooks are global: calls in other threads, and in a recompute inside this one, are not.
+    With `attributes`, all other attributes of modules with buffers, too.
     """
-    return _local.observer is observer and not torch.compiler.is_compiling()
 
+    def __init__(self, attributes: bool = False):
+        self._thread, self._attributes = threading.get_ident(), attributes
+        self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+        self._copies: list[tuple[Any, str, Tensor | None, Tensor | None]] = []
 
-class PutsBackBuffers:
-    """Restores the buffers of modules after each of their calls."""
-
-    def __init__(self) -> None:
-        # modules that are being called, with copies of their buffers
-        self._called: list[tuple[nn.Module, _Copies]] = []
+    def __enter__(self) -> Buffers:
+        self._hook = register_module_forward_pre_hook(self.before)
+        return self
 
     @uncompiled
     def before(self, module: nn.Module, args: Any) -> None:
         """Copy a module's buffers, and those of all modules that it runs without calling them."""
-        if not is_observer(self):
+        if threading.get_ident() != self._thread or torch.compiler.is_compiling():
             return
-        if (
+        runs_as_one = (
             private.compiled_call(module) is not None
             or private.COMPILED_CHILD in module._modules
             or isinstance(module, torch.jit.ScriptModule)
-        ):
-            self._called.append((module, _copied(module.modules())))
-        elif module._buffers:
-            self._called.append((module, _copied((module,))))
+        )
+        for one in module.modules() if runs_as_one else (module,):
+            if id(one) not in self._modules and one._buffers:
+                is_lazy = isinstance(one, LazyModuleMixin)
+                self._modules[id(one)] = one, {} if is_lazy else dict(vars(one))
+                with _unseen():
+                    for name, buffer in one._buffers.items():
+                        self._copies.append((one._buffers, name, buffer, _copy(buffer)))
 
-    @uncompiled
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put them back."""
-        if not is_observer(self):
-            return
-        if self._called and any(called is module for called, _ in self._called):
-            # a call inside that raised has not come here
-            while self._put_last_back() is not module:
-                pass
-
-    def end(self) -> None:
-        """Put back the buffers of calls that raised."""
-        while self._called:
-            self._put_last_back()
-
-    def _put_last_back(self) -> nn.Module:
-        module, copies = self._called.pop()
+    def __exit__(self, *_: Any) -> None:
+        self._hook.remove()
         with _unseen():
-            for buffers, name, buffer, copy in copies:
-                if copy is not None:
+            # of a buffer that modules share, the first copy comes last
+            for buffers, name, buffer, copy in reversed(self._copies):
+                if copy is not None and buffer is not None:
                     # no version counts this, as none counts a write by BatchNorm's kernels
                     buffer.data.copy_(copy)
                 # TorchScript's have no `get`
                 if name in buffers and buffers[name] is not buffer:
                     buffers[name] = buffer
-        return module
-
-
-@contextmanager
-def observed(observer: PutsBackBuffers) -> Iterator[None]:
-    """Let `observer` see the calls of modules in this thread."""
-    before, _local.observer = _local.observer, observer
-    with ExitStack() as hooks:
-        hooks.callback(register_module_forward_pre_hook(observer.before).remove)
-        hooks.callback(register_module_forward_hook(observer.after).remove)
-        try:
-            yield
-        finally:
-            _local.observer = before
+        for module, attributes in self._modules.values() if self._attributes else ():
+            if attributes:
+                vars(module).clear()
+                vars(module).update(attributes)
+            elif hasattr(module, "reset_running_stats"):
+                # initialised as ever, but its statistics are yet to begin
+                module.reset_running_stats()  # type: ignore[operator]  # a method
 
 
 Watcher = Callable[[nn.Module | None], AbstractContextManager[None]]
@@ -121,24 +101,23 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 @contextmanager
-def recomputed(fn: Any, observer: PutsBackBuffers) -> Iterator[None]:
-    """Let `observer` see the calls of modules in a recompute, and put buffers back.
+def recomputed(fn: Any) -> Iterator[None]:
+    """Put back, at the end of a recompute of `fn`, the buffers of the modules that it calls.
 
-    If `fn` is a bound method of a module, also that module's call: its forward, without its hooks.
+    If `fn` is a bound method of a module, also that module's: its forward, without its hooks.
     """
     module = getattr(fn, "__self__", None)
     module = module if isinstance(module, nn.Module) else None
     _local.recomputes += 1
     try:
-        with observed(observer), ExitStack() as around:
+        with Buffers() as buffers, ExitStack() as around:
             if module is not None:
-                observer.before(module, ())
+                buffers.before(module, ())
             for watcher in _watchers:
                 around.enter_context(watcher(module))
             yield
     finally:
         _local.recomputes -= 1
-        observer.end()
 
 
 def is_recomputing() -> bool:
@@ -150,17 +129,6 @@ def is_recomputing() -> bool:
         return True
     phase = current()
     return phase is not None and phase.recomputes
-
-
-@uncompiled
-def _copied(modules: Iterable[nn.Module]) -> _Copies:
-    """Return the buffers of modules, each with the dict it is in, its name and a copy."""
-    with _unseen():
-        return [
-            (module._buffers, name, buffer, _copy(buffer))
-            for module in modules
-            for name, buffer in module._buffers.items()
-        ]
 
 
 def _unseen() -> AbstractContextManager[Any]:

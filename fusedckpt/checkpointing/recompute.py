@@ -21,9 +21,9 @@ from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
-from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
+from fusedckpt.checkpointing.calls import Argument, Packed, Trace, stale
 from fusedckpt.checkpointing.determinism import Run, same_bits
-from fusedckpt.checkpointing.module_calls import PutsBackBuffers, recomputed
+from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.regions import Keeper, Record
 
 
@@ -54,7 +54,7 @@ class Recompute(Keeper):
         self._problems: list[str] = []
         # the tensor that was saved last, where no gradient flows into it
         self._before: Tensor | None = None
-        self._leaves: list[tuple[Packed, TensorWeakRef]] = []
+        self._written: list[tuple[Packed, TensorWeakRef]] = []
         # by index, whether the tensor is dropped: a kept tensor is compared all the same
         self._wanted: dict[int, bool] = {}
         for saved in segment.saved:
@@ -66,13 +66,13 @@ class Recompute(Keeper):
                     is_dropped = owner is None
                     if owner is not None and owner._version != packed.version:
                         raise RuntimeError(stale("a parameter saved for backward", owner))
-                    self._leaves.append((packed, source))
+                    self._written.append((packed, source))
                 is_kept = self._stops or packed.index in segment.kept
                 self._wanted[packed.index] = is_dropped or not is_kept
         self._last = max(self._wanted, default=-1)
         # weights saved after that are not read for it; they tell of others where none is known
         self._last_leaf = max((i for i, drops in self._wanted.items() if drops), default=-1)
-        if not any(saved.leaf or saved.behind for saved in segment.saved[: self._last_leaf + 1]):
+        if not any(saved.leaves for saved in segment.saved[: self._last_leaf + 1]):
             self._last_leaf = self._last
 
     @property
@@ -89,19 +89,19 @@ class Recompute(Keeper):
                 if type(held) is Argument:
                     held.tensor()
         self.values, self.extras = ahead.values, ahead.extras
-        del self._segment, self._leaves, self.records, self._met
+        del self._segment, self._written, self.records, self._met
 
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
         segment = self._segment
         run = segment.watched and Run(segment.calls[0].fn, segment.watched)
-        self._leaves_read = calls.Leaves()
+        self._leaves = calls.Leaves()
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
         try:
             for call in segment.calls:
                 if call.inner is not None:
                     call.inner.read()
-            with hooks, torch.enable_grad(), nullcontext() if run is None else run:
+            with hooks, torch.enable_grad(), nullcontext() if run is None else run.watched():
                 self._run_calls(run)
         except Stop:
             pass
@@ -111,25 +111,24 @@ class Recompute(Keeper):
                 raise
         finally:
             self._before = None
-            for packed, leaf in self._leaves:
+            for packed, leaf in self._written:
                 # a write by the recompute itself is accepted
                 if (owner := leaf()) is not None:
                     packed.version = owner._version
             # this lives until the end of the backward; arguments, called functions and outputs of
             # regions do not
-            del self._segment, self._leaves, self.records, self._met
+            del self._segment, self._written, self.records, self._met
         self._check(segment, run)
 
     def _run_calls(self, run: Run | None) -> None:
         made = {}
-        observer = PutsBackBuffers() if run is None else run
         for call in self._segment.calls:
             # GEMM outputs, which backward reads next; it counts on none, as the forward had none
             self.levels = "inputs", call.level
             # the context may count operations: buffers are put back outside of it
             with (
                 call.surroundings.restored(),
-                recomputed(call.fn, observer),
+                recomputed(call.fn),
                 functions_called(self),
                 self._segment.contexts[1],
             ):
@@ -208,23 +207,16 @@ class Recompute(Keeper):
 
     def _compare(self, index: int, tensor: Tensor) -> None:
         """Note where a tensor is not the forward's, or is computed from other leaves."""
-        saved, leaf, behind = self._segment.saved[index], calls.leaf_of(tensor), []
-        if leaf is not None:
-            self._leaves_read.is_found = True
-        elif not self._leaves_read.is_found and tensor.grad_fn is not None:
-            behind = self._leaves_read.behind(tensor)
+        saved, leaves = self._segment.saved[index], self._leaves.of(tensor)
         if index not in self._wanted:
             return
         now = tensor.shape, tensor.dtype, tensor.device
-        was = None if saved.leaf is None else saved.leaf()
         if saved.like != now:
             self._problems.append(
                 "Recomputed values for the following tensors have different metadata than "
                 f"during the forward pass: tensor {index} was {saved.like}, is {now}"
             )
-        elif index > self._last_leaf or (was is leaf and not saved.behind and not behind):
-            return
-        elif self._is_replaced(saved, was, tensor, leaf, behind):
+        elif index <= self._last_leaf and self._is_replaced(saved.leaves, leaves, tensor):
             self._problems.append(
                 f"tensor {index} ({tensor.dtype} {list(tensor.shape)}) is, or is computed from, "
                 "another parameter in the recompute than in the forward: it was replaced between "
@@ -233,31 +225,22 @@ class Recompute(Keeper):
             )
 
     def _is_replaced(
-        self,
-        saved: Saved,
-        was: Tensor | None,
-        tensor: Tensor,
-        leaf: Tensor | None,
-        behind: list[Tensor],
+        self, before: Sequence[TensorWeakRef], now: list[Tensor], tensor: Tensor
     ) -> bool:
         """Whether a leaf that a tensor is, or is computed from, is not the forward's."""
-        if saved.leaf is None and not saved.behind:
+        if not before:
             # those behind may be so in one run alone: sharding makes views ahead of a module's call
-            return isinstance(leaf, nn.Parameter)
-        # a leaf that is loaded for each forward anew is gone
-        before = [old for ref in saved.behind if (old := ref()) is not None]
-        if len(before) == len(behind) and any(map(self._is_other, before, behind)):
-            return True
-        packed = saved.packed()
-        if was is leaf or was is None or packed is None:
+            return isinstance(calls.leaf_of(tensor), nn.Parameter)
+        if len(before) == 1 and not now:
+            now = [tensor]
+        if len(before) != len(now):
             return False
-        if packed.source is None:
-            # views that only a recompute brings back
-            return isinstance(was, nn.Parameter) and isinstance(leaf, nn.Parameter)
-        return self._is_other(was, tensor, packed)
+        # a leaf that is loaded for each forward anew is gone
+        found = [(ref(), new) for ref, new in zip(before, now, strict=True)]
+        return any(was is not None and self._is_other(was, new) for was, new in found)
 
-    def _is_other(self, was: Tensor, now: Tensor, packed: Packed | None = None) -> bool:
-        """Whether a leaf, or the view `packed` of it, has other values than the forward's.
+    def _is_other(self, was: Tensor, now: Tensor) -> bool:
+        """Whether a leaf has other values than the forward's.
 
         One that the function makes each time has the same values.
         """
@@ -271,7 +254,6 @@ class Recompute(Keeper):
         if any(isinstance(x, Argument) and x.storage == storage for x in held):
             # hooks may return another tensor for an argument
             return False
-        was = was if packed is None else packed.of(was)
         is_alike = (was.shape, was.dtype, was.device) == (now.shape, now.dtype, now.device)
         return not (is_alike and same_bits(was.detach(), now.detach()))
 

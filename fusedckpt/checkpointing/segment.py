@@ -122,14 +122,13 @@ class Segment(Trace, Keeper):
         """Return the stand-in that autograd keeps in the tensor's place."""
         packed = Packed()
         packed.index, packed.source, packed.layout = len(self.saved), None, None
-        owner, leaf, behind = calls.leaf_of(tensor), None, ()
+        leaves, owner = self._leaves.of(tensor), calls.leaf_of(tensor)
         if owner is not None:
-            leaf, self._leaves.is_found = TensorWeakRef(owner), True
             # how a view of another kind of tensor is made again is for a recompute to know
             if tensor is owner or (
                 tensor.dtype == owner.dtype and calls.storage_of(tensor) and calls.storage_of(owner)
             ):
-                packed.source, packed.version = leaf, owner._version
+                packed.source, packed.version = TensorWeakRef(owner), owner._version
                 packed.layout = None if tensor is owner else layout_of(tensor)
         elif self._arguments:
             argument = self._arguments.get(calls.storage_of(tensor))
@@ -138,10 +137,8 @@ class Segment(Trace, Keeper):
                 # the whole comes back through any hooks, a view not
                 packed.layout = None if layout == argument.layout else layout
                 packed.source = None if self._is_hooked and packed.layout else argument
-        if not self._leaves.is_found and tensor.grad_fn is not None:
-            behind = [*map(TensorWeakRef, self._leaves.behind(tensor))]
         like = tensor.shape, tensor.dtype, tensor.device
-        self.saved.append(Saved(weakref.ref(packed), like, leaf, behind))
+        self.saved.append(Saved(weakref.ref(packed), like, [*map(TensorWeakRef, leaves)]))
         if self.held is not None:
             # without its graph, which would come to hold itself
             tensor = tensor.detach() if tensor.requires_grad else tensor

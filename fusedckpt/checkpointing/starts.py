@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fusedckpt.autograd.private import disable_current_modes, pytree
 from fusedckpt.checkpointing.calls import Surroundings
+from fusedckpt.checkpointing.module_calls import Buffers
 from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.memory import saved_tensors, storages_of
 
@@ -56,7 +53,8 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
     sizes = ChainSizes([], [], [sum(_storages(input).values())])
     # bytes that the function before saved of its output; where the memory of the input comes from
     saved_before, origin = 0, 0
-    with no_trace([*_tensors(input), *parameters]), disable_current_modes():
+    random_states = Surroundings([*_tensors(input), *parameters], rng=True, python_rng=True)
+    with random_states.restored(), Buffers(attributes=True), disable_current_modes():
         for i, function in enumerate(functions):
             given = pytree.tree_map_only(Tensor, _fresh, input)
             versions = [tensor._version for tensor in _tensors(given)]
@@ -73,46 +71,6 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
             saved_before, origin = returned, origin if before.keys() & after.keys() else i + 1
     sizes.own[-1] += saved_before
     return sizes
-
-
-@contextmanager
-def no_trace(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Put back, on leaving, random states and all modules with buffers that this thread called.
-
-    Random states are those of Python, NumPy, the CPU and the devices of `tensors`. Modules with
-    buffers get back all of their attributes, and work on copies of the buffers meanwhile.
-    """
-    seen: set[nn.Module] = set()
-    thread = threading.get_ident()
-
-    def keep(called: nn.Module, _: Any) -> None:
-        for module in called.modules() if threading.get_ident() == thread else ():
-            if module in seen or not module._buffers:
-                continue
-            seen.add(module)
-            if not isinstance(module, LazyModuleMixin):
-                undo.callback(_restore, module, dict(vars(module)))
-                copies = pytree.tree_map_only(Tensor, _copied_buffer, dict(module._buffers))
-                vars(module)["_buffers"] = copies
-            elif hasattr(module, "reset_running_stats"):
-                # initialised as ever, but its statistics are yet to begin
-                undo.callback(module.reset_running_stats)  # type: ignore[arg-type]  # a method
-
-    with Surroundings([*tensors], rng=True, python_rng=True).restored(), ExitStack() as undo:
-        handle = register_module_forward_pre_hook(keep)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-def _copied_buffer(buffer: Tensor) -> Tensor:
-    return buffer.detach().clone()
-
-
-def _restore(module: nn.Module, state: dict[str, Any]) -> None:
-    vars(module).clear()
-    vars(module).update(state)
 
 
 Rule = Callable[[ChainSizes], list[int]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.private import storage_key
 from fusedckpt.checkpointing.calls import Argument
-from fusedckpt.checkpointing.module_calls import PutsBackBuffers, recomputed
+from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.memory import storages_of, strided
 from fusedckpt.planning.roles import HandingOn
 from fusedckpt.reporting.trial import is_state, tensors_of
@@ -91,7 +91,7 @@ def why_not_again(segment: Noting) -> str:
         for at, name, x in values:
             at[name] = 2 * x + 1
         hooks = torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
-        with call.surroundings.restored(), recomputed(call.fn, PutsBackBuffers()), hooks:
+        with call.surroundings.restored(), recomputed(call.fn), hooks:
             again.finish(call.again({}))
     except Exception:
         # so would a recompute

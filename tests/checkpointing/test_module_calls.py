@@ -4,7 +4,6 @@ import copy
 import pickle
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from support import DEVICE, randn
 from torch import nn
 
 from fusedckpt import checkpoint
-from fusedckpt.checkpointing.module_calls import PutsBackBuffers, is_observer, observed
 
 
 def model():
@@ -100,37 +98,6 @@ def test_the_buffers_of_scripts():
     checkpoint(layers, x).square().sum().backward()
     expected(x)
     assert all(map(torch.equal, layers.buffers(), expected.buffers()))
-
-
-class Calls(PutsBackBuffers):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def before(self, module, args):
-        super().before(module, args)
-        if is_observer(self) and isinstance(module, nn.Linear):
-            self.seen.append("before")
-
-    def after(self, module, args, output):
-        super().after(module, args, output)
-        if is_observer(self) and isinstance(module, nn.Linear):
-            self.seen.append("after")
-
-
-def test_calls_are_seen():
-    calls, layers = Calls(), model()
-    with observed(calls):
-        layers(randn(4, 6))
-        with pytest.raises(RuntimeError):
-            layers(randn(4, 5))
-        with observed(PutsBackBuffers()):
-            layers(randn(4, 6))
-        other = threading.Thread(target=layers, args=(randn(4, 6),))
-        other.start()
-        other.join()
-    layers(randn(4, 6))
-    assert calls.seen == ["before", "after", "before"]
 
 
 class Retries(nn.Module):
