@@ -21,7 +21,7 @@ from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
-from fusedckpt.checkpointing.calls import Argument, Packed, Trace, stale
+from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
 from fusedckpt.checkpointing.determinism import Run, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.regions import Keeper, Record
@@ -216,7 +216,7 @@ class Recompute(Keeper):
                 "Recomputed values for the following tensors have different metadata than "
                 f"during the forward pass: tensor {index} was {saved.like}, is {now}"
             )
-        elif index <= self._last_leaf and self._is_replaced(saved.leaves, leaves, tensor):
+        elif index <= self._last_leaf and self._is_replaced(saved, leaves, tensor):
             self._problems.append(
                 f"tensor {index} ({tensor.dtype} {list(tensor.shape)}) is, or is computed from, "
                 "another parameter in the recompute than in the forward: it was replaced between "
@@ -224,20 +224,20 @@ class Recompute(Keeper):
                 "parameters as arguments"
             )
 
-    def _is_replaced(
-        self, before: Sequence[TensorWeakRef], now: list[Tensor], tensor: Tensor
-    ) -> bool:
+    def _is_replaced(self, saved: Saved, now: list[Tensor], tensor: Tensor) -> bool:
         """Whether a leaf that a tensor is, or is computed from, is not the forward's."""
-        if not before:
+        if not saved.leaves:
             # those behind may be so in one run alone: sharding makes views ahead of a module's call
             return isinstance(calls.leaf_of(tensor), nn.Parameter)
-        if len(before) == 1 and not now:
-            now = [tensor]
+        # a leaf that is loaded for each forward anew is gone
+        before, packed = [leaf() for leaf in saved.leaves], saved.packed()
+        if not now and packed is not None and isinstance(packed.source, TensorWeakRef):
+            # a leaf then, computed now
+            before, now = [leaf if leaf is None else packed.of(leaf) for leaf in before], [tensor]
         if len(before) != len(now):
             return False
-        # a leaf that is loaded for each forward anew is gone
-        found = [(ref(), new) for ref, new in zip(before, now, strict=True)]
-        return any(was is not None and self._is_other(was, new) for was, new in found)
+        pairs = zip(before, now, strict=True)
+        return any(was is not None and self._is_other(was, x) for was, x in pairs)
 
     def _is_other(self, was: Tensor, now: Tensor) -> bool:
         """Whether a leaf has other values than the forward's.

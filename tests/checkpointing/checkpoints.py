@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
-import fusedckpt
-from fusedckpt import checkpoint_sequential
+from fusedckpt import checkpoint, checkpoint_sequential
 
 stock = partial(stock_checkpoint, use_reentrant=False)
 
@@ -30,17 +32,53 @@ def step(call: Callable[..., Any], *args: Any, parameters: Any = (), seed: int =
     return [*(t.detach() for t in outputs), *grads, *states, torch.get_rng_state()]
 
 
-def assert_as_plain(fn: Callable[..., Any], *args: Any, parameters: Any = (), **options: Any):
+def assert_as_plain(
+    fn: Callable[..., Any],
+    *args: Any,
+    parameters: Any = (),
+    wrap: Callable[..., Any] = checkpoint,
+    **options: Any,
+):
     """Assert that a checkpoint changes no bit: outputs, gradients, RNG states."""
     parameters = list(parameters)
     expected = step(fn, *args, parameters=parameters)
-    found = step(partial(fusedckpt.checkpoint, fn, **options), *args, parameters=parameters)
-    for a, b in zip(found, expected, strict=True):
-        assert same(a, b)
+    assert_same(step(partial(wrap, fn, **options), *args, parameters=parameters), expected)
 
 
 def same(a: Any, b: Any) -> bool:
     return a is b is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+def assert_same(found: Any, expected: Any):
+    for a, b in zip(found, expected, strict=True):
+        assert same(a, b)
+
+
+def counted(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    """Return a function, and a list of as many entries as it had calls."""
+    calls = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return fn(*args, **kwargs)
+
+    return call, calls
+
+
+def linears(*sizes: int) -> nn.Sequential:
+    """Linears with tanh between."""
+    parts = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*parts[:-1]).to(DEVICE)
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def chain(count=7):
@@ -62,7 +100,7 @@ def assert_as_called(model, segments, x, **options):
         for call in (run, model)
         if reset(model) is None
     )
-    assert all(map(same, found, expected))
+    assert_same(found, expected)
 
 
 def conv_net():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import assert_as_plain, same, step
+from checkpoints import assert_as_plain, assert_same, counted, linears, same, step
 from support import DEVICE, flops, randn
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_outputs import BaseModelOutput
 
 from fusedckpt import checkpoint
@@ -19,9 +20,107 @@ from fusedckpt import checkpoint
 Pair = namedtuple("Pair", "a b")
 
 
-def test_c1_dropout_and_rng():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.GELU(), nn.Linear(6, 6), nn.Dropout())
-    assert_as_plain(model.to(DEVICE), randn(4, 6), parameters=model.parameters())
+def read_several_ways(y):
+    y = (y * 2).sin() * y
+    return torch.view_as_real(y.resolve_conj()) if y.is_complex() else y.exp()
+
+
+def written_views(x):
+    y = x.sin() * 2
+    y[:, :2].mul_(3)
+    y.t()[1] += x[:, 0]
+    return y.relu_().view(-1)
+
+
+def no_grad_inside(x):
+    with torch.no_grad():
+        scale = x.sin().max()
+    with torch.enable_grad():
+        return (x * scale).sin() * scale
+
+
+def attention(need_weights):
+    mha = nn.MultiheadAttention(6, 2, dropout=0.3).to(DEVICE)
+
+    def call(q, k, v):
+        # attention takes another way where they are one tensor
+        assert q is k is v
+        return mha(q, k, v, need_weights=need_weights)[0]
+
+    x = randn(5, 2, 6)
+    return call, x, x, x
+
+
+def inference():
+    layer = nn.Linear(3, 3).to(DEVICE)
+    with torch.inference_mode():
+        index = torch.tensor([1, 0, 3], device=DEVICE)
+        layer.register_buffer("of_inference", torch.ones(3))
+    return lambda x: checkpoint(lambda x, i: layer(x[i * 1]).sin(), x, index), randn(4, 3)
+
+
+BLOCK = linears(6, 6)
+
+
+def shared(x):
+    return BLOCK(checkpoint(BLOCK, BLOCK(x)))
+
+
+def convolutions():
+    parts = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    parts += [nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*parts).to(DEVICE)
+
+
+def sparse(layout):
+    a = torch.eye(4, device=DEVICE).to_sparse(layout=layout)
+    return lambda a, x: torch.sparse.mm(a, x.sin()).sin(), a, randn(4, 3)
+
+
+def of_complex():
+    return torch.randn(4, 3, dtype=torch.complex64).requires_grad_()
+
+
+DROPOUT = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.GELU(), nn.Linear(6, 6), nn.Dropout())
+INDEX, MASK = torch.tensor([0, 4, 4]).to(DEVICE), torch.tensor([True, False, True]).to(DEVICE)
+# a function, and its arguments
+CALLS = {
+    "dropout": lambda: (DROPOUT.to(DEVICE), randn(4, 6)),
+    "rrelu": lambda: (lambda x: F.rrelu(x * 1, training=True), randn(8, 8)),
+    "rrelu and more": lambda: (lambda x: F.rrelu(x * 1, training=True).sin(), randn(8, 8)),
+    "parameters alone": lambda: (linears(3, 3, 3), randn(4, 3, requires_grad=False)),
+    "transposed": lambda: (read_several_ways, randn(4, 3).t()),
+    "expanded": lambda: (read_several_ways, randn(4, 1).expand(4, 3)),
+    "0-d": lambda: (read_several_ways, randn(1)[0]),
+    "empty": lambda: (read_several_ways, randn(0, 3)),
+    "complex": lambda: (read_several_ways, of_complex()),
+    "conjugate": lambda: (read_several_ways, of_complex().conj()),
+    "other dtype": lambda: (lambda z: torch.view_as_real(z).sin(), of_complex() * 1),
+    "strided": lambda: (read_several_ways, randn(8, 6)[::2, 1::2]),
+    "integers": lambda: (lambda t, i, m: t[i].sin()[m].sin(), randn(5, 3), INDEX, MASK),
+    "coo": lambda: sparse(torch.sparse_coo),
+    "csr": lambda: sparse(torch.sparse_csr),
+    "attention": lambda: attention(False),
+    "attention with weights": lambda: attention(True),
+    "its input": lambda: (lambda x: (x, x.sin()), randn(4)),
+    "views": lambda: (written_views, randn(4, 6)),
+    "no_grad": lambda: (no_grad_inside, randn(4)),
+    "inference": inference,
+    "convolutions": lambda: (convolutions(), randn(2, 2, 10, 10)),
+    "shared": lambda: (shared, randn(4, 6)),
+    "tuple": lambda: (lambda x: Pair(x.sin().sin(), x.cos()), randn(4, 3)),
+    "output of a model": lambda: (lambda x: BaseModelOutput(x.sin().sin(), (x.cos(),)), randn(4)),
+    "dict": lambda: (lambda x: {"a": x.sin().sin()}, randn(4, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_as_plain(name):
+    torch.manual_seed(0)
+    fn, *args = CALLS[name]()
+    parameters = fn.parameters() if isinstance(fn, nn.Module) else ()
+    assert_as_plain(fn, *args, parameters=parameters)
+    assert type(checkpoint(fn, *args)) is type(fn(*args))
 
 
 def test_c1_preserve_rng_state_off():
@@ -32,11 +131,6 @@ def test_c1_preserve_rng_state_off():
     assert not torch.equal(grad != 0, y != 0)
 
 
-@pytest.mark.parametrize("tail", [lambda x: x, torch.sin])
-def test_c1_rrelu_draws_after_it_saves(tail):
-    assert_as_plain(lambda x: tail(F.rrelu(x * 1, training=True)), randn(8, 8))
-
-
 def test_c2_generators():
     def run(wrap):
         generator = torch.Generator().manual_seed(3)
@@ -44,7 +138,7 @@ def test_c2_generators():
 
     x = torch.randn(4, 6, requires_grad=True)
     expected = step(lambda _: run(lambda fn, *args: fn(*args)), x)
-    assert all(map(same, step(lambda _: run(checkpoint), x), expected))
+    assert_same(step(lambda _: run(checkpoint), x), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -68,14 +162,13 @@ def test_c2_rng_of_devices(where):
 
 @pytest.mark.parametrize("draw", [random.random, np.random.random])
 def test_c3_python_and_numpy(draw):
-    x = randn(4)
     factors = []
 
     def fn(x):
         factors.append(draw())
         return (x * factors[-1]).sin()
 
-    y = checkpoint(fn, x, preserve_python_rng=True)
+    y = checkpoint(fn, randn(4), preserve_python_rng=True)
     after = draw()
     random_state, numpy_state = random.getstate(), np.random.get_state()
     y.sum().backward()
@@ -87,8 +180,7 @@ def test_c3_python_and_numpy(draw):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cached", [True, False])
 def test_c4_autocast(dtype, cached):
-    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).to(DEVICE)
-    kind = DEVICE.type
+    layers, kind = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).to(DEVICE), DEVICE.type
 
     def fn(x):
         x = layers[1](layers[0](x)).tanh()
@@ -96,18 +188,15 @@ def test_c4_autocast(dtype, cached):
             x = layers[2](x.float())
         return layers[1](x)
 
-    def run(call):
-        def forward(x):
-            # cached casts of an earlier use must do no harm
-            with torch.autocast(kind, dtype=dtype, cache_enabled=cached):
-                return call(layers[0](x))
+    def run(fn, x, wrap=lambda fn, x: fn(x)):
+        # cached casts of an earlier use must do no harm
+        with torch.autocast(kind, dtype=dtype, cache_enabled=cached):
+            return wrap(fn, layers[0](x))
 
-        found = step(forward, x, parameters=layers.parameters())
-        assert not torch.is_autocast_enabled(kind)
-        return found
-
-    x = randn(4, 6)
-    assert all(map(same, run(partial(checkpoint, fn)), run(fn)))
+    assert_as_plain(partial(run, fn), randn(4, 6), parameters=layers.parameters())
+    wrapped = lambda run, x: run(x, wrap=checkpoint)  # noqa: E731
+    assert_as_plain(partial(run, fn), randn(4, 6), parameters=layers.parameters(), wrap=wrapped)
+    assert not torch.is_autocast_enabled(kind)
 
 
 def test_c4_backward_inside_another_autocast():
@@ -125,6 +214,16 @@ def test_c4_backward_inside_another_autocast():
     assert torch.equal(run(partial(checkpoint, fn)), run(fn))
 
 
+def test_kernels_of_attention():
+    q = randn(1, 2, 8, 8)
+    attend = lambda q: F.scaled_dot_product_attention(q * 1, q * 1, q * 1).sin()  # noqa: E731
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.autograd.grad(attend(q).sum(), q)
+        y = checkpoint(attend, q)
+    assert_same(torch.autograd.grad(y.sum(), q), expected)
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 @dataclass
 class Record:
     a: torch.Tensor
@@ -133,32 +232,26 @@ class Record:
 
 def test_c5_nested_arguments():
     x, y, z, w = (randn(4, 3) for _ in range(4))
+    thing, seen = object(), []
 
-    def fn(a, *, pair, table, none, text, number):
+    def fn(a, *, pair, table, none, text, number, thing):
         assert none is None
         assert text == "s"
         assert type(pair) is Pair
+        seen.append(thing)
         return (a * pair.a + pair.b[0]).sin() * table["t"]["u"] * number, text
 
     def call(wrap):
         table = OrderedDict(t={"u": w})
-        return wrap(fn, x, pair=Pair(y, [z]), table=table, none=None, text="s", number=3)
+        options = {"pair": Pair(y, [z]), "table": table, "none": None, "text": "s"}
+        return wrap(fn, x, **options, number=3, thing=thing)
 
     expected = step(lambda *_: call(lambda f, *a, **k: f(*a, **k)), x, y, z, w)
-    assert all(map(same, step(lambda *_: call(checkpoint), x, y, z, w), expected))
+    assert_same(step(lambda *_: call(checkpoint), x, y, z, w), expected)
+    assert seen == [thing] * 3
 
 
-@pytest.mark.parametrize(
-    "make", [Pair, lambda a, b: BaseModelOutput(a, (b,)), lambda a, b: {"a": a}]
-)
-def test_c5_outputs_keep_their_type(make):
-    x = randn(4, 3)
-    found = checkpoint(lambda x: make(x.sin(), x.cos()), x)
-    assert type(found) is type(make(x, x))
-    assert_as_plain(lambda x: make(x.sin().sin(), x.cos()), x)
-
-
-def test_c5_dataclass_object_and_plain_outputs():
+def test_c5_dataclasses():
     x = randn(4, 3)
     found = checkpoint(lambda r: Record(r.a.sin().sin(), [None, "s", 3]), Record(x, []))
     assert found.rest == [None, "s", 3]
@@ -167,23 +260,17 @@ def test_c5_dataclass_object_and_plain_outputs():
     assert checkpoint(lambda: None) is None
 
 
-def test_c6_parameters_alone_need_grad():
-    layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(DEVICE)
-    assert_as_plain(layer, randn(4, 3, requires_grad=False), parameters=layer.parameters())
-    assert_as_plain(lambda: layer(torch.ones(2, 3, device=DEVICE)), parameters=layer.parameters())
-
-
 def test_c7_outputs_without_grad():
     x = randn(4, 3)
     found = checkpoint(lambda x: (x.sin(), x.detach().cos(), x.argmax()), x)
     assert [y.requires_grad for y in found] == [True, False, False]
+    assert checkpoint(lambda x: x, x) is x
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_recompute_ends_before_the_last_gemm(depth):
     """What backward reads of the last linear is its input; an enclosing recompute brings that."""
-    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DEVICE), randn(5, 6)
-    wrapped = layers
+    wrapped, x = linears(6, 6, 6), randn(5, 6)
     for _ in range(depth):
         wrapped = partial(checkpoint, wrapped)
     # forward 2, one again, gradients 4
@@ -191,12 +278,68 @@ def test_a_recompute_ends_before_the_last_gemm(depth):
 
 
 def test_a_recompute_for_the_arguments_of_an_inner_one_ends_with_them():
-    calls = []
-
-    def inner(h, mask):
-        calls.append(1)
-        return (h * mask).sin()
-
+    inner, calls = counted(lambda h, mask: (h * mask).sin())
     checkpoint(lambda x: checkpoint(inner, x.sin(), (x > 0).float()), randn(4)).sum().backward()
     # in forward and in its own recompute, not in that of the outer one
     assert len(calls) == 2
+
+
+PACKS = {
+    "dense": torch.clone,
+    "transposed": lambda x: x.mT.clone().mT if x.ndim > 1 else x.clone(),
+    "offset": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x),
+}
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=PACKS)
+@pytest.mark.parametrize("part", [lambda x: x.t(), lambda x: x[::2, 1::2]], ids=["t", "part"])
+def test_hooks_around_that_change_layouts(part, pack):
+    def fn(y):
+        # autograd saves the argument, a part of it, and the whole again as a view
+        return y.sin().sum() + y[1:].square().sum() + y.mT.exp().sum()
+
+    # no leaf's, which are at hand by themselves
+    x = part(randn(8, 6) * 2)
+    expected = torch.autograd.grad(fn(x), x, retain_graph=True)[0]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = torch.autograd.grad(checkpoint(fn, x), x)[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_an_argument_that_is_passed_twice_is_one_again():
+    seen, x = [], randn(3)
+
+    def square(a, b, rest=()):
+        seen.append(a is b and all(a is c for c in rest))
+        return (a * b).sin()
+
+    with torch.autograd.graph.save_on_cpu():
+        y = checkpoint(square, x.cos(), b=x.cos()), checkpoint(square, *[x.cos()] * 2)
+    sum(y).sum().backward()
+    # backward begins at the last
+    assert seen == [False, True, True, False]
+    seen.clear()
+    assert_as_plain(square, x, x, [x])
+    assert seen == [True, True, True]
+
+
+def test_subclass_argument():
+    class Mine(torch.Tensor):
+        pass
+
+    kinds = []
+
+    def fn(a, x):
+        kinds.append(type(a))
+        return (a * x.sin()).sin().as_subclass(torch.Tensor)
+
+    a, x = randn(4, requires_grad=False).as_subclass(Mine), randn(4)
+    checkpoint(fn, a, x).sum().backward()
+    assert kinds == [Mine, Mine]
+
+
+@pytest.mark.parametrize("fn", [None, 3, "relu"])
+def test_not_callable(fn):
+    with pytest.raises(TypeError, match="checkpoint: expected something to call"):
+        checkpoint(fn, randn(2))
+    assert same(checkpoint(torch.sin, x := randn(2)), x.sin())

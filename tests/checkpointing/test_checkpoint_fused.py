@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from cases import CASES
+from checkpoints import assert_same
 from support import DEVICE, as_tuple, flops, gemm_flops, randn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -82,9 +83,7 @@ def test_equals_no_checkpoint(case, name):
     wrap = (STOCK | OURS)[name]
     inputs = case.inputs((ROWS,), D, F)
     plain = gradients(case.fused, inputs)
-    found = gradients(lambda *args: wrap(case.fused, *args), inputs)
-    for a, b in zip(found, plain, strict=True):
-        assert torch.equal(a, b)
+    assert_same(gradients(lambda *args: wrap(case.fused, *args), inputs), plain)
 
 
 def counted(call, inputs, count=flops) -> tuple[float, list]:
@@ -139,18 +138,7 @@ def test_gemms_of_a_step(cls, name, save, cut, mlp, gated):
     gemms, found = counted(partial(cut, wrap, layers), [x])
     assert gemms == (gated if cls is fusedckpt.GatedMLP else mlp)
     expected += [p.grad for p in reference.parameters()]
-    found += [p.grad for p in layers.parameters()]
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-class EagerMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(D, F), nn.Linear(F, D)
-
-    def forward(self, x):
-        return self.fc2(torch.nn.functional.gelu(self.fc1(x)))
+    assert_same([*found, *(p.grad for p in layers.parameters())], expected)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +150,8 @@ class EagerMLP(nn.Module):
     ],
 )
 def test_gemms_of_eager_layers(name, cut, count):
-    layers = nn.ModuleList(EagerMLP() for _ in range(4)).to(DEVICE)
+    layers = [nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)) for _ in range(4)]
+    layers = nn.ModuleList(layers).to(DEVICE)
     gemms, _ = counted(partial(cut, (STOCK | OURS)[name], layers), [randn(ROWS, D)])
     assert gemms == count
 
@@ -186,15 +175,11 @@ def test_inside_distributed_wrapper(impl):
     model = nn.Sequential(*blocks(fusedckpt.GatedMLP, "inputs"))
     x = randn(ROWS, D)
     expected = gradients(model, [x])
-    wrap = partial(checkpoint_wrapper, checkpoint_impl=impl)
-    blocks_alone = set(model)
-    apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=wrap, check_fn=blocks_alone.__contains__
-    )
+    wrap, found = partial(checkpoint_wrapper, checkpoint_impl=impl), set(model)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=found.__contains__)
     gemms, found = counted(model, [x])
     assert gemms == (44 if impl is CheckpointImpl.NO_REENTRANT else 48)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+    assert_same(found, expected)
 
 
 # torch's own, where it has one, and what stands for it
@@ -217,15 +202,12 @@ def test_frozen_layers(wrap):
     layers[1].requires_grad_(False)
     layers[2].fc1.requires_grad_(False)
     x = randn(ROWS, D)
-    expected = gradients(nn.Sequential(*layers), [x])
-    grads = [p.grad for p in layers.parameters() if p.requires_grad]
-    for p in layers.parameters():
-        p.grad = None
-    found = gradients(partial(in_one, wrap, layers), [x])
+    found = []
+    for call in (nn.Sequential(*layers), partial(in_one, wrap, layers)):
+        layers.zero_grad()
+        found.append([*gradients(call, [x]), *(p.grad for p in layers.parameters())])
     assert all(p.grad is None for p in layers[1].parameters())
-    found += [p.grad for p in layers.parameters() if p.requires_grad]
-    for a, b in zip(found, expected + grads, strict=True):
-        assert torch.equal(a, b)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +222,7 @@ def test_without_torchs_private_hooks(monkeypatch, name):
     monkeypatch.setattr(private, "make_saved", SavedTensor)
     gemms, found = counted(partial(in_one, (STOCK | OURS)[name], layers), [x])
     assert gemms >= 35
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+    assert_same(found, expected)
 
 
 def test_a_recompute_ends_before_a_layer_whose_last_tensor_has_no_gradient():

@@ -11,26 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 
-class Region(NamedTuple):
-    """What a saved region keeps of the forward, and the inputs that the recompute gives it."""
-
-    output: Tensor
-    kept: list[Tensor]
-    inputs: list[Tensor]
-
-
 class Regions:
-    """The saved regions of one checkpoint, by name."""
+    """The saved regions of one checkpoint: by name, the output, tensors kept, and inputs."""
 
     def __init__(self) -> None:
-        self.saved: dict[str, Region] = {}
+        self.saved: dict[str, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
         self.is_recomputing = False
 
     @contextmanager
@@ -43,8 +35,9 @@ class Regions:
 
     def call(self, name: str, fn: Callable[..., Tensor], args: tuple[Tensor, ...]) -> Tensor:
         if self.is_recomputing:
-            self.saved[name].inputs[:] = [x.detach() for x in args]
-            return self.saved[name].output.detach().requires_grad_()
+            output, _, inputs = self.saved[name]
+            inputs[:] = [x.detach() for x in args]
+            return output.detach().requires_grad_()
         kept, inputs = list[Tensor](), list[Tensor]()
         storages = [x.untyped_storage().data_ptr() for x in args]
 
@@ -57,14 +50,13 @@ class Regions:
             return kept[-1]
 
         def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            number, layout = packed
-            return inputs[number].as_strided(*layout)
+            return (
+                packed if isinstance(packed, Tensor) else inputs[packed[0]].as_strided(*packed[1])
+            )
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = fn(*args)
-        self.saved[name] = Region(output.detach(), kept, inputs)
+        self.saved[name] = output.detach(), kept, inputs
         return output
 
 
