@@ -1,21 +1,31 @@
-"""A chain of functions, checkpointed in segments: `checkpoint_sequential`."""
+"""A chain of functions, checkpointed in segments: `checkpoint_sequential`.
+
+Where segments start is given, or chosen by a rule from measured sizes.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt.autograd import phases
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.autograd.private import pytree
-from fusedckpt.checkpointing import starts
-from fusedckpt.checkpointing.calls import storage_of
+from fusedckpt.autograd.private import disable_current_modes, pytree
+from fusedckpt.checkpointing.calls import Surroundings, storage_of
+from fusedckpt.checkpointing.module_calls import Buffers
 from fusedckpt.checkpointing.segment import OPTIONS, Segment, checkpoint, is_plain_call
+from fusedckpt.memory import saved_tensors, storages_of
 
 __all__ = ["checkpoint_sequential"]
 
@@ -46,9 +56,8 @@ def checkpoint_sequential(
     training modes runs each of them once more, with its hooks, to measure this; RNG states and
     buffers are restored.
 
-    No segment starts at a function that modifies its input in place, unless its index is given.
-    Of a number of segments, one that would start there starts after that function, and the tensors
-    that the function saves are kept.
+    No segment starts at a function that modifies its input in place: it starts after that function,
+    and the tensors that the function saves are kept.
 
     Raises:
         ValueError: `segments` is invalid, `checkpoint` has no such option, or `use_reentrant` is
@@ -66,11 +75,7 @@ def checkpoint_sequential(
     if unknown := {*options} - OPTIONS:
         names = ", ".join(sorted(unknown))
         raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")
-    if hasattr(segments, "__index__"):
-        first = starts.given_starts(segments, len(functions))
-        return _run_evenly(functions, first, options, input)
-    parts, spans = _spans(functions, segments, input)
-    return _run(parts, spans, options, input)
+    return _run(*_spans(functions, segments, input), options, input)
 
 
 # functions from start to stop, counted within the span around, as a segment: None, or a list of
@@ -94,32 +99,30 @@ def halves(count: int, is_inside: bool = False) -> list[Span]:
 
 def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], input: Any) -> Any:
     for start, stop, within in spans:
-        if within is None or isinstance(within, list):
-            input = _checkpointed(parts[start:stop], within, options, input)
-        else:
+        if isinstance(within, list):
+            input = _checkpointed(options, input, _run, parts[start:stop], within, options)
+            continue
+        while within is None and start < stop:
+            stretch = _Stretch(parts[start:stop])
+            input = _checkpointed(options, input, stretch)
+            start += stretch.count
+        if within is not None:
             with within:
                 input = _chain(parts[start:stop], input)
     return input
 
 
-def _checkpointed(
-    parts: Sequence[Any], spans: Sequence[Span] | None, options: dict[str, Any], input: Any
-) -> Any:
+def _checkpointed(options: dict[str, Any], input: Any, run: Callable[..., Any], *given: Any) -> Any:
     # a segment around drops tensors that are arguments, not those in containers
     is_tensor = isinstance(input, Tensor)
     leaves, spec = ([input], None) if is_tensor else pytree.tree_flatten(input)
-    return checkpoint(_run_again, parts, spans, options, spec, *leaves, **options)
+    return checkpoint(_run_again, run, given, spec, *leaves, **options)
 
 
-def _run_evenly(
-    functions: Sequence[Any], first: list[int], options: dict[str, Any], input: Any
+def _run_again(
+    run: Callable[..., Any], given: Any, spec: pytree.TreeSpec | None, *leaves: Any
 ) -> Any:
-    for start, stop in pairwise([*first, len(functions)]):
-        while start < stop:
-            stretch = _Stretch(functions[start:stop])
-            input = _checkpointed([stretch], None, options, input)
-            start += stretch.count
-    return input
+    return run(*given, leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec))
 
 
 class _Stretch:
@@ -153,17 +156,6 @@ class _Stretch:
         return input
 
 
-def _run_again(
-    parts: Sequence[Any],
-    spans: Sequence[Span] | None,
-    options: dict[str, Any],
-    spec: pytree.TreeSpec | None,
-    *leaves: Any,
-) -> Any:
-    input = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
-    return _chain(parts, input) if spans is None else _run(parts, spans, options, input)
-
-
 def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
     for function in functions:
         input = function(input)
@@ -176,13 +168,146 @@ def _spans(functions: list[Any], segments: Any, input: Any) -> tuple[list[Any], 
     if hasattr(segments, "spans"):
         # MLPs are cut into chunks
         return segments.cut(functions), segments.spans(count)
-    rule = starts.RULES.get(segments) if isinstance(segments, str) else None
-    if rule is None:
-        first = starts.given_starts(segments, count)
-    else:
-        first = starts.measured_starts(rule, functions, input)
+    rule = RULES.get(segments) if isinstance(segments, str) else None
+    first = measured_starts(rule, functions, input) if rule else given_starts(segments, count)
     stretches = list(pairwise([*first, count]))
-    if rule is starts.possible_starts:
+    if rule is possible_starts:
         parts = [partial(_chain, functions[a:b]) for a, b in stretches]
         return parts, halves(len(parts))
     return functions, [(a, b, None) for a, b in stretches]
+
+
+def given_starts(segments: Any, count: int) -> list[int]:
+    """Return the indices of the functions that start a segment."""
+    # integers of any kind, numpy's too
+    if hasattr(segments, "__index__") and 1 <= int(segments) <= count:
+        return [count * i // int(segments) for i in range(int(segments))]
+    if isinstance(segments, Sequence) and not isinstance(segments, str):
+        starts = [0, *(int(x) if hasattr(x, "__index__") else -1 for x in segments)]
+        if all(a < b for a, b in pairwise([*starts, count])):
+            return starts
+    raise ValueError(
+        f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, 'sqrt', "
+        f"'recursive' or a Plan, got {segments!r}"
+    )
+
+
+class ChainSizes(NamedTuple):
+    """Bytes by function: those saved of its input, those saved besides, and all of its input.
+
+    `handed` is infinite where no segment can start, as the input is written in place from there on.
+    """
+
+    inputs: list[int]
+    own: list[int]
+    handed: list[float]
+
+
+def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSizes:
+    """Run each function once, as if it had not run, and return the bytes autograd saves for it."""
+    parameters = [p for f in functions if isinstance(f, nn.Module) for p in f.parameters()]
+    sizes = ChainSizes([], [], [sum(_storages(input).values())])
+    # bytes that the function before saved of its output; where the memory of the input comes from
+    saved_before, origin = 0, 0
+    random_states = Surroundings([*_tensors(input), *parameters], rng=True, python_rng=True)
+    with random_states.restored(), Buffers(attributes=True), disable_current_modes():
+        for i, function in enumerate(functions):
+            given = pytree.tree_map_only(Tensor, _fresh, input)
+            versions = [tensor._version for tensor in _tensors(given)]
+            with saved_tensors() as saved:
+                input = function(given)
+            before, after = _storages(given), _storages(input)
+            kept = {s: nbytes for s, nbytes in (before | after).items() if saved.holds(s)}
+            returned = sum(kept[s] for s in kept.keys() & after.keys())
+            sizes.inputs.append(max(saved_before, sum(kept.values()) - returned))
+            sizes.own.append(saved.nbytes - sum(kept.values()))
+            sizes.handed.append(sum(after.values()))
+            if versions != [tensor._version for tensor in _tensors(given)]:
+                sizes.handed[origin : i + 1] = [math.inf] * (i + 1 - origin)
+            saved_before, origin = returned, origin if before.keys() & after.keys() else i + 1
+    sizes.own[-1] += saved_before
+    return sizes
+
+
+Rule = Callable[[ChainSizes], list[int]]
+# starts by rule, and by functions and their training modes
+_known: dict[Any, list[int]] = {}
+
+
+def measured_starts(rule: Rule, functions: Sequence[Callable[..., Any]], input: Any) -> list[int]:
+    """Return the starts that a rule finds in sizes; the first call measures the functions."""
+    count = len(functions)
+    if count < 2 or is_plain_call():
+        return [0][:count]
+    if torch.compiler.is_compiling():
+        return given_starts(math.isqrt(count) if rule is least_starts else count, count)
+    try:
+        key = rule, *((_reference(f), getattr(f, "training", None)) for f in functions)
+        starts = _known.get(key)
+    except TypeError:
+        # a function that has no hash or no weak reference is not known again
+        return rule(chain_sizes(functions, input))
+    if starts is None:
+        if len(_known) > 1000:
+            # by functions that are made anew for each call
+            _known.clear()
+        starts = _known[key] = rule(chain_sizes(functions, input))
+    return starts
+
+
+def _reference(function: Any) -> weakref.ref[Any]:
+    # a bound method is made anew each time that it is looked up
+    return (weakref.WeakMethod if inspect.ismethod(function) else weakref.ref)(function)
+
+
+def possible_starts(sizes: ChainSizes) -> list[int]:
+    """Return where segments can start."""
+    return [0, *(i for i in range(1, len(sizes.own)) if sizes.handed[i] < math.inf)]
+
+
+def least_starts(sizes: ChainSizes) -> list[int]:
+    """Return the starts with the least sum of the bytes handed on and the largest segment."""
+    # a segment holds ends[stop] - begins[start]: its own input is one that was handed on
+    ends = np.cumsum([0, *map(sum, zip(sizes.inputs, sizes.own, strict=True))])
+    begins, handed = ends[:-1] + sizes.inputs, np.array([0, *sizes.handed[1:-1]], float)
+    least, best, limit = math.inf, [0], math.inf
+    while starts := _cheapest(begins, ends, handed, limit):
+        kept = handed[starts].sum()
+        largest = max(ends[b] - begins[a] for a, b in pairwise([*starts, len(begins)]))
+        if kept + largest < least:
+            least, best = kept + largest, starts
+        # a lower limit never hands on less; steps of one per cent, for chains of 1,000 functions
+        limit = min(largest, least - kept)
+        limit -= max(1, limit // 100)
+    return best
+
+
+# by the names that `checkpoint_sequential` takes
+RULES: dict[str, Rule] = {"sqrt": least_starts, "recursive": possible_starts}
+
+
+def _cheapest(begins: Any, ends: Any, handed: Any, limit: float) -> list[int]:
+    """Return starts of segments within the limit that hand on the least; none if none can be."""
+    costs, starts = np.zeros(len(ends)), [[]]
+    for stop in range(1, len(ends)):
+        fits = ends[stop] - begins[:stop] <= limit
+        totals = np.where(fits, costs[:stop] + handed[:stop], math.inf)
+        start = int(totals.argmin())
+        costs[stop] = totals[start]
+        starts.append([*starts[start], start])
+    return starts[-1] if costs[-1] < math.inf else []
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    # no leaf, which could not be written in place
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _storages(values: Any) -> dict[StorageWeakRef, int]:
+    """Return the bytes of the storages of tensors, in any nesting."""
+    storages = storages_of(_tensors(values))
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}

@@ -2,11 +2,9 @@
 
 from functools import partial
 
-import pytest
 import torch
 from checkpoints import assert_same
 from support import DEVICE, randn
-from torch import nn
 
 from fusedckpt.planning.roles import HandingOn
 
@@ -14,48 +12,6 @@ from fusedckpt.planning.roles import HandingOn
 def part(of, fn, args):
     """Call `fn` as a part of a segment."""
     return of.go_on(fn, args, {})
-
-
-def blocks(count: int = 3):
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(count)]
-    return nn.ModuleList(layers).to(DEVICE)
-
-
-def in_calls(layers, x, between=lambda x: x):
-    torch.manual_seed(1)
-    shared, calls = HandingOn(), []
-    for layer in layers:
-        x = between(part(shared, lambda x, layer=layer: (calls.append(1), layer(x))[1], (x,)))
-    return x, calls
-
-
-def in_one(layers, x, between=lambda x: x):
-    torch.manual_seed(1)
-    for layer in layers:
-        x = between(layer(x))
-    return x
-
-
-BETWEEN = {
-    "nothing": lambda x: x,
-    "sin": torch.sin,
-    "clone": torch.Tensor.clone,
-    "view": lambda x: x[:, :6],
-    "in place": lambda x: x.mul_(2),
-}
-
-
-@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
-def test_between_calls(between):
-    """Another tensor than the one handed on is an argument like others."""
-    layers, x = blocks(), randn(4, 6)
-    wanted = [x, *layers.parameters()]
-    y, calls = in_calls(layers, x, between)
-    expected = torch.autograd.grad(in_one(layers, x, between).sin().sum(), wanted)
-    assert_same(torch.autograd.grad(y.sin().sum(), wanted), expected)
-    # each once in forward and once in the recompute
-    assert len(calls) == 6
 
 
 def test_handed_on_several_and_twice():

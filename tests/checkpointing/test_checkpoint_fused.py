@@ -230,3 +230,38 @@ def test_a_recompute_ends_before_a_layer_whose_last_tensor_has_no_gradient():
     packed, x = randn(D, D, requires_grad=False), randn(ROWS, D)
     y = fusedckpt.checkpoint(lambda x: linear_act(x.sin(), packed * 1, activation="identity"), x)
     assert gemm_flops(lambda: y.sum().backward()) == 2 * ROWS * D * D
+
+
+@pytest.mark.parametrize(
+    ("cls", "save", "again"),
+    [
+        (fusedckpt.MLP, "inputs", 1),
+        (fusedckpt.GatedMLP, "gate", 1),
+        (fusedckpt.GatedMLP, "preact", 0),
+    ],
+)
+def test_a_region_that_another_library_saves(cls, save, again):
+    """As torch_remat does: hooks of its own keep what a layer saves, and the recompute skips it."""
+    layers, x, kept, outputs = blocks(cls, save), randn(ROWS, D), [], []
+    number = sum(p.dim() == 2 for p in layers[0].parameters())
+
+    def saved(x):
+        if fusedckpt.is_recomputing():
+            return outputs[0].detach().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            outputs.append(layers[1](x))
+        return outputs[0]
+
+    def run(x):
+        return layers[2](saved(layers[0](x))).sin()
+
+    wrap = partial(stock_checkpoint, use_reentrant=False, early_stop=False)
+    expected = gradients(lambda x: nn.Sequential(*layers[:3])(x).sin(), [x])
+    gemms, found = counted(partial(wrap, run), [x])
+    assert_same(found, expected)
+    # gradients of three layers, and forwards of all in the forward, of two in the recompute
+    assert gemms == 6 * number + 5 * number + again
+    weights = {p.untyped_storage().data_ptr() for p in layers.parameters()}
+    shapes = [t.shape for t in kept if t.untyped_storage().data_ptr() not in weights]
+    # its input, and GEMM outputs of the level but for the last, which is never needed
+    assert shapes == [(ROWS, D)] + [(ROWS, F)] * (number - 1 - again)

@@ -181,8 +181,9 @@ def assert_as_in_none(name, segments, wrap=lambda fn, x: fn(x), **options):
 
 
 @pytest.mark.parametrize(("name", "segments"), WRITTEN)
-def test_a_number_of_segments_of_what_writes_its_input(name, segments):
+def test_segments_of_what_writes_its_input(name, segments):
     assert_as_in_none(name, segments)
+    assert_as_in_none(name, range(1, segments))
 
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
@@ -239,7 +240,7 @@ def test_what_passes_through_is_not_kept():
 
 
 def test_what_was_saved_and_written_since_raises():
-    """As without a checkpoint; so does what writes its input at an index that was given."""
+    """As without a checkpoint."""
     x, w = randn(4, 6), randn(4, 6)
 
     def multiply(x):
@@ -248,14 +249,9 @@ def test_what_was_saved_and_written_since_raises():
         x.add_(1)
         return y
 
-    model = [nn.Linear(6, 6).to(DEVICE), nn.ReLU(inplace=True), nn.Linear(6, 6).to(DEVICE)]
-    checkpoint_sequential(model, [2], x).sum().backward()
-    for y in (
-        checkpoint_sequential([torch.sin, multiply], 2, x),
-        checkpoint_sequential(model, [1], x),
-    ):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
+    y = checkpoint_sequential([torch.sin, multiply], 2, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("segments", [3, "sqrt", "recursive"])

@@ -15,7 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fusedckpt import checkpoint_sequential
-from fusedckpt.checkpointing.starts import ChainSizes, chain_sizes, least_starts, measured_starts
+from fusedckpt.checkpointing.sequential import (
+    ChainSizes,
+    chain_sizes,
+    least_starts,
+    measured_starts,
+)
 from fusedckpt.memory import saved_tensors
 
 sqrt_starts = partial(measured_starts, least_starts)
