@@ -37,8 +37,11 @@ def test_after(number):
 """
 
 
-def run(folder: Path, *options: str) -> tuple[int, str]:
-    (folder / "test_it.py").write_text(TESTS)
+@pytest.mark.parametrize("options", [("-n", "1"), ("-p", "no:xdist")], ids=["xdist", "alone"])
+def test_another_process_goes_on_or_the_run_stops(options, tmp_path):
+    if "-n" in options:
+        pytest.importorskip("xdist")
+    (tmp_path / "test_it.py").write_text(TESTS)
     environment = {key: os.environ[key] for key in os.environ if not key.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(Path(__file__).parent)
     command = [
@@ -51,24 +54,13 @@ def run(folder: Path, *options: str) -> tuple[int, str]:
         *options,
         "test_it.py",
     ]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_another_process_goes_on(tmp_path):
-    pytest.importorskip("xdist")
-    code, output = run(tmp_path, "-n", "1")
-    assert code == 1
-    assert re.search(r"FAILED .*test_that_breaks", output)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1
     assert "test_that_breaks broke the device: an illegal memory access" in output
-    # the test passed before its kernel was waited for, and was then reported as crashed
-    assert re.search(r"1 failed, 5 passed", output)
-
-
-def test_without_xdist_the_run_stops(tmp_path):
-    code, output = run(tmp_path, "-p", "no:xdist")
-    assert code == 1
-    assert "test_that_breaks broke the device: an illegal memory access" in output
-    assert "test_after" not in output
+    if "-n" in options:
+        # the test passed before its kernel was waited for, and was then reported as crashed
+        assert re.search(r"FAILED .*test_that_breaks", output)
+        assert "1 failed, 5 passed" in output
+    else:
+        assert "test_after" not in output

@@ -266,8 +266,8 @@ def checkpoint(
         preserve_rng_state: give the recompute the random numbers of the forward.
         preserve_python_rng: and those of `random` and `numpy.random`.
         save_regions: patterns (fnmatch) of the names of regions that the recompute does not run
-            again, see `region`. Calls of F.scaled_dot_product_attention and of transformers'
-            attention functions are regions named "attention".
+            again, see `region`. Calls of F.scaled_dot_product_attention and of flash_attn's and
+            transformers' attention functions are regions named "attention".
 
     torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. Under
     torch.compile this is torch's own checkpoint; under no_grad, torch.func and forward-mode AD a

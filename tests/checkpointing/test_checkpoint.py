@@ -114,13 +114,22 @@ CALLS = {
 }
 
 
+OPTIONS = {
+    "": {},
+    "late": {"early_stop": False},
+    "debug": {"debug": True},
+    "regions": {"save_regions": "attention"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", CALLS)
-def test_as_plain(name):
+def test_as_plain(name, options):
     torch.manual_seed(0)
     fn, *args = CALLS[name]()
     parameters = fn.parameters() if isinstance(fn, nn.Module) else ()
-    assert_as_plain(fn, *args, parameters=parameters)
-    assert type(checkpoint(fn, *args)) is type(fn(*args))
+    assert_as_plain(fn, *args, parameters=parameters, **OPTIONS[options])
+    assert type(checkpoint(fn, *args, **OPTIONS[options])) is type(fn(*args))
 
 
 def test_c1_preserve_rng_state_off():

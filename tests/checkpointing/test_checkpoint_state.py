@@ -23,11 +23,10 @@ class Net(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 6)
         self.register_buffer("scale", torch.full((6,), 2.0))
-        self.register_buffer("large", torch.zeros(70_000))
         self.to(DEVICE)
 
     def forward(self, x):
-        return self.fc2(self.fc1(x.sin()).tanh() * self.scale + self.large[:6]).sin()
+        return self.fc2(self.fc1(x.sin()).tanh() * self.scale).sin()
 
 
 def add(x, t):
@@ -56,26 +55,19 @@ def test_c8_changed_tensor_raises(way):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["fc1.weight", "fc2.weight"])
+@pytest.mark.parametrize("name", ["fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias", "scale"])
 @pytest.mark.parametrize("make", [lambda net: net, lambda net: lambda x: net(x), Checkpoint])
 def test_c8_changed_parameter_raises(make, name):
-    """Those that autograd saved, as without a checkpoint."""
+    """Those that autograd saved, as without a checkpoint; other state is left to the function."""
     net, x = Net(), randn(4, 6)
     y = checkpoint(make(net), x)
     with torch.no_grad():
         net.state_dict(keep_vars=True)[name].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    if "weight" in name:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    else:
         y.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["fc1.bias", "fc2.bias", "scale"])
-def test_c8_what_is_not_read_in_backward_may_change(name):
-    """Closures, globals, attributes and what autograd did not save are left to the function."""
-    net, x = Net(), randn(4, 6)
-    y = checkpoint(net, x)
-    with torch.no_grad():
-        net.state_dict(keep_vars=True)[name].add_(1)
-    y.sum().backward()
 
 
 def test_c8_a_parameter_that_the_function_itself_writes():
@@ -89,27 +81,17 @@ def test_c8_a_parameter_that_the_function_itself_writes():
     assert_as_plain(fn, x, parameters=[w])
 
 
-@pytest.mark.parametrize("call", [lambda fn, x: fn(x), checkpoint], ids=["plain", "checkpoint"])
-def test_c8_what_the_function_writes_after_it_was_saved_raises(call):
-    def fn(x):
-        h = x * 2
-        y = h.sin()
-        h.add_(1)
-        return y * h.exp()
-
-    y = call(fn, randn(4))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+def writes_what_was_saved(x):
+    h = x * 2
+    y = h.sin()
+    h.add_(1)
+    return y * h.exp()
 
 
+@pytest.mark.parametrize("fn", [writes_what_was_saved, lambda x: x.mul_(2).sin()])
 @pytest.mark.parametrize("make_saved", dict.fromkeys([private.make_saved, SavedTensor]))
-def test_c9_segment_that_writes_its_input(monkeypatch, make_saved):
+def test_c9_segment_that_writes_its_input_or_what_was_saved(monkeypatch, make_saved, fn):
     monkeypatch.setattr(private, "make_saved", make_saved)
-
-    def fn(x):
-        x.mul_(2)
-        return x.sin()
-
     y = checkpoint(fn, randn(4) * 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -150,7 +132,28 @@ class Average(nn.Module):
         return (x * self.in_place.clone() * self.replaced[:6]).sin()
 
 
+class Retries(nn.Module):
+    """Its BatchNorm is written, then raises; the module catches that, and goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+        self.norm.register_forward_hook(self.fail)
+
+    def fail(self, *_):
+        raise ValueError
+
+    def forward(self, x):
+        try:
+            x = self.norm(x)
+        except ValueError:
+            x = x * 2
+        return self.last(x).sin()
+
+
 STATEFUL = {
+    "retries": Retries,
+    "script": lambda: torch.jit.script(nn.BatchNorm1d(6)),
     "batchnorm": lambda: nn.BatchNorm1d(6),
     "momentum=None": lambda: nn.BatchNorm1d(6, momentum=None),
     "functional": Functional,
@@ -171,6 +174,7 @@ WRAPS = {
 READS_WHAT_IT_WRITES = ("average", "spectral")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", STATEFUL)
 def test_c18_c32_state_is_written_once(name, wrap):
