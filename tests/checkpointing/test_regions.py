@@ -13,7 +13,6 @@ from checkpoints import assert_as_plain, assert_same, no_gc, step
 from support import DEVICE, gemms, randn
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as stock
 
 import fusedckpt
@@ -181,82 +180,6 @@ def test_as_eager(case, outer):
     if outer:
         fn = partial(checkpoint, fn)
     assert_as_plain(fn, x, w, save_regions="r*")
-
-
-def test_a_region_that_raises_raises_again():
-    runs = []
-
-    def fails(x):
-        runs.append(0)
-        x.sin()
-        raise ValueError("no")
-
-    def fn(x):
-        y = x * 2
-        try:
-            y = region(fails, "r")(y.exp())
-        except ValueError:
-            y = y.cos()
-        return region(torch.sin, "r")(y)
-
-    assert_as_plain(fn, randn(4), save_regions="r")
-    assert len(runs) == 3
-    with pytest.raises(ValueError, match="no"):
-        checkpoint(region(fails, "attention"), randn(4), save_regions="attention")
-    assert F.scaled_dot_product_attention is SDPA
-
-
-def test_a_tensor_written_after_it_was_saved():
-    """The region runs again, up to the last tensor that backward reads; eager raises."""
-
-    def spoilt(x):
-        saved = x.exp()
-        y = saved * 2
-        saved.add_(1)
-        return y
-
-    x = randn(4)
-    y = checkpoint(region(spoilt, "r"), x, save_regions="r")
-    (dx,) = torch.autograd.grad(y.sum(), [x])
-    assert torch.equal(dx, 2 * x.detach().exp())
-
-
-def _grad_inside(x):
-    y = x * 2
-    (g,) = torch.autograd.grad(region(torch.exp, "r")(y).sum(), [y], create_graph=True)
-    return g.sin()
-
-
-def _other(state, x):
-    state.append(0)
-    first, second = ("r1", "r2") if len(state) == 1 else ("r2", "r1")
-    return region(torch.exp, second)(region(torch.exp, first)(x.sin())).sin()
-
-
-@pytest.mark.parametrize(
-    ("fn", "error", "words"),
-    [
-        (_grad_inside, RuntimeError, "through 'r' inside"),
-        (partial(_other, []), CheckpointError, "calls a region 'r2', where the forward called 'r1"),
-        (lambda x: region(torch.exp, "r")(x.sin()).mul_(2), RuntimeError, "inplace"),
-    ],
-    ids=["gradient", "other", "in place"],
-)
-def test_clear_errors(fn, error, words):
-    x = randn(4)
-    with pytest.raises(error, match=words):
-        checkpoint(fn, x, save_regions="r*").sum().backward()
-
-
-def test_bad_input():
-    with pytest.raises(TypeError, match="region: fn must be callable, got int"):
-        region(3, "r")
-    with pytest.raises(TypeError, match="region: name must be a string, got int"):
-        region(torch.sin, 3)
-    with pytest.raises(TypeError, match="save_regions must be strings, got int"):
-        checkpoint(torch.sin, randn(2), save_regions=[3])
-    with pytest.warns(UserWarning, match="torch's checkpoint recomputes it"):
-        stock(region(torch.sin, "r"), randn(2), use_reentrant=False)
 
 
 @pytest.mark.parametrize(("save", "count"), [("preact", 6), ("inputs", 7)])
