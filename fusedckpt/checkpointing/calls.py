@@ -211,18 +211,7 @@ def objects_in(value: Any) -> Iterator[Any]:
 class Call:
     """A call of a segment, to be made again with the same objects in the same surroundings."""
 
-    # at which fused layers compute in the recompute
-    level = "preact"
-
-    def __init__(
-        self,
-        fn: Any,
-        args: Any,
-        kwargs: Any,
-        options: Options,
-        hold: Any = Argument,
-        surroundings: Surroundings | None = None,
-    ):
+    def __init__(self, fn: Any, args: Any, kwargs: Any, options: Options, hold: Any = Argument):
         self.fn, self._names = fn, tuple(kwargs)
         self.held: list[Any] = []
         objects, inner = [], []
@@ -242,7 +231,7 @@ class Call:
                 inner += [x for x in inside if isinstance(x, Tensor)]
         # the tensors in containers, which are no Arguments
         self.inner = Versioned(*inner) if inner else None
-        self.surroundings = surroundings or Surroundings(objects, *options[:2])
+        self.surroundings = Surroundings(objects, *options[:2])
 
     def again(self, made: dict[Any, Any]) -> Any:
         """Call `fn` again; in `made` the calls of one recompute leave objects for others."""

@@ -41,6 +41,8 @@ class Recompute(Keeper):
     """
 
     recomputes = True
+    # with GEMM outputs, which backward reads next; it counts on none, as the forward had none
+    levels = "inputs", "preact"
 
     def __init__(self, segment: Trace, keeps: bool):
         self._segment, self._keeps, self._stops = segment, keeps, segment.stops
@@ -123,8 +125,6 @@ class Recompute(Keeper):
     def _run_calls(self, run: Run | None) -> None:
         made = {}
         for call in self._segment.calls:
-            # GEMM outputs, which backward reads next; it counts on none, as the forward had none
-            self.levels = "inputs", call.level
             # the context may count operations: buffers are put back outside of it
             with (
                 call.surroundings.restored(),

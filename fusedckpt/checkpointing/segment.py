@@ -53,8 +53,8 @@ class Segment(Trace, Keeper):
     # GEMM outputs for backward would be dropped
     levels = "inputs", "inputs"
 
-    def __init__(self, options: Options | None = None):
-        super().__init__(options or Options())
+    def __init__(self, options: Options):
+        super().__init__(options)
         # by storage, while a call runs
         self._arguments: dict[int, Argument] = {}
         self._leaves = Leaves()

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import threading
-import weakref
 from functools import partial
 
 import pytest
@@ -29,26 +28,6 @@ class Block(nn.Module):
     def forward(self, x, *, scale=1.0):
         """Return x, changed."""
         return x + self.fc2(self.norm(self.fc1(x)).sin()) * scale
-
-
-class Child(nn.Module):
-    """It knows its parent by a weak reference."""
-
-    def __init__(self, parent):
-        super().__init__()
-        self.parent = weakref.ref(parent)
-
-    def forward(self, x):
-        return x * self.parent().factor
-
-
-class Parent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.factor, self.child = 2.0, Child(self)
-
-    def forward(self, x):
-        return self.child(x)
 
 
 class Locked(nn.Linear):
@@ -79,21 +58,13 @@ def recompiled():
     return wrapped
 
 
-def replaced():
-    block = nn.Linear(6, 6)
-    block.forward = torch.sin
-    return block
-
-
 KINDS = {
     "block": lambda: Checkpoint(Block(), preserve_rng_state=False),
     "container": lambda: Checkpoint(Blocks([nn.Linear(6, 6), nn.Linear(6, 6)])),
-    "parent": lambda: Checkpoint(Parent()),
     "locked": lambda: Checkpoint(Locked(6, 6)),
     "weight_norm": lambda: Checkpoint(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))),
     "fx": recompiled,
     "script": lambda: Checkpoint(torch.jit.script(nn.Linear(6, 6))),
-    "forward replaced": lambda: Checkpoint(replaced()),
 }
 
 
