@@ -1,36 +1,50 @@
-"""`python -m bench <command>`: reads the command line and hands over to the command's module."""
+"""`python -m bench <command>`: reads the command line and runs the command's module."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
-from bench.settings import parsers
-
-# and these draw
-NEEDS, DRAWING = ("matplotlib",), ("demo", "paper", "classics", "ways", "plot")
+COMMANDS = {
+    "demo": "train one model eagerly, checkpointed, fused and planned, and compare",
+    "finetune": "finetune a small Llama with LoRA on all linears five ways, and compare",
+    "paper": "fine-tune a small ViT and a small Llama: exact, approximate, checkpointed",
+    "fit": "fit piecewise-constant derivatives of activations",
+    "run": "compare time and memory of functions with eager, torch.compile and checkpoint",
+    "classics": "reproduce the classic workloads of gradient checkpointing",
+    "ways": "compare ways of training a model of yours",
+    "capacity": "find how many tokens fit in a given memory, and their speed",
+    "profile": "list the kernels that fusedckpt launches, and their times",
+    "model": "count instructions and bytes of each compiled kernel, without a GPU",
+    "schedule": "print tensors that a layer's forward and backward make, read and free",
+    "gpu": "test and measure everything on a machine with a GPU, in minutes",
+    "table": "print the tables of a results file",
+    "plot": "draw a results file",
+    "compare": "show the changes between two results files",
+    "env": "show versions, devices and the path of each function",
+}
 INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
 # the exit status of a command that Ctrl-C ended
 INTERRUPTED = 130
 
 
-def _run(parser: ArgumentParser, args: Namespace) -> int:
-    before = signal.getsignal(signal.SIGINT)
-    # libraries being imported swallow KeyboardInterrupt; in a shell's background it is ignored
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _run(command: str, argv: Sequence[str]) -> int:
+    from bench.env import choose_device
+    from bench.options import Options
+
+    given = ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--device")
+    module = import_module(f"bench.{command}")
+    parser = Options(command, module.__doc__, "cpu")
     try:
-        module = import_module(f"bench.{args.command}")
-        environment = import_module("bench.env")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    try:
-        chosen = environment.settled(vars(args))
+        parser.device = str(choose_device(given.parse_known_args(argv)[0].device))
+        module.options(parser)
+        chosen = parser.parse_args(argv)
+        if "out" in chosen and chosen.out is not None:
+            chosen.out.mkdir(parents=True, exist_ok=True)
         # a command that only prints has nothing to check
         prepared = module.prepare(chosen) if hasattr(module, "prepare") else chosen
     except (ValueError, OSError) as error:
@@ -48,16 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     # read when torch is imported: four steps of the demo took 77 s on two busy cores with threads
     # that spin while they wait, 17 s with threads that sleep
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    parser, commands = parsers()
-    args = parser.parse_args(argv)
-    if args.command is None:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = ArgumentParser(prog="python -m bench", description="Measure fusedckpt.")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    command = parser.parse_args(argv[:1]).command
+    if command is None:
         parser.print_help()
         return 0
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing and args.command in DRAWING:
-        parser.exit(2, f"bench needs {' and '.join(missing)}: {INSTALL}\n")
     try:
-        return _run(commands[args.command], args)
+        return _run(command, argv[1:])
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        parser.exit(2, f"bench needs matplotlib: {INSTALL}\n")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import eager
-from bench.settings import CASE_NAMES, SEQUENCE, Size
 from fusedckpt import NormSpec, functional
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -32,6 +31,43 @@ LAYERS = 4
 VOCAB = 32000
 # Qwen/Qwen3-30B-A3B's experts a token, of fewer experts
 EXPERTS, TOP_K = 16, 8
+# tokens that attend to one another, in cases with attention
+SEQUENCE = 2048
+DEFAULT_TOKENS = {"cpu": 4096, "cuda": 8192}
+
+
+class Size(NamedTuple):
+    """A model's widths: dim D, hidden F, that of its key and value projections, and of a head."""
+
+    dim: int
+    hidden: int
+    kv: int
+    head_dim: int = 64
+    tokens: int | None = None
+
+    @property
+    def expert(self) -> int:
+        """F of an expert: 3/8 of D, in 16 byte steps of bfloat16, as grouped products need."""
+        return 8 * -(-3 * self.dim // 64)
+
+
+# The models' published configurations (config.json on the Hugging Face hub, by the name below):
+# hidden_size, intermediate_size, num_key_value_heads * head_dim, head_dim. GPT-2's and ViT-L/16's
+# hidden layer is four times as wide as the model, and every head has keys and values of its own.
+SIZES: dict[str, tuple[Size, ...]] = {
+    "tiny": (Size(32, 80, 16, 8, tokens=48),),
+    "cpu": (Size(512, 2048, 512), Size(768, 3072, 768)),
+    # openai-community/gpt2: n_embd 768, n_inner null, n_head 12
+    "gpt2": (Size(768, 3072, 768),),
+    # google/vit-large-patch16-224; Dosovitskiy et al., arXiv 2010.11929, table 1
+    "vit-l": (Size(1024, 4096, 1024),),
+    # meta-llama/Llama-3.2-1B: 8 of 32 heads have keys and values
+    "llama-3.2-1b": (Size(2048, 8192, 512),),
+    # Qwen/Qwen2.5-7B: 4 of 28 heads
+    "qwen2.5-7b": (Size(3584, 18944, 512, 128),),
+    # meta-llama/Meta-Llama-3-8B: 8 of 32 heads
+    "llama-3-8b": (Size(4096, 14336, 1024, 128),),
+}
 
 
 class Case(NamedTuple):
@@ -181,14 +217,8 @@ def _gated_shapes(size: Size) -> Shapes:
 
 
 def _expert_shapes(size: Size) -> Shapes:
-    hidden = expert_width(size)
-    up, down = (EXPERTS, 2 * hidden, size.dim), (EXPERTS, size.dim, hidden)
+    up, down = (EXPERTS, 2 * size.expert, size.dim), (EXPERTS, size.dim, size.expert)
     return (EXPERTS, size.dim), up, down
-
-
-def expert_width(size: Size) -> int:
-    """Return F of an expert: 3/8 of D, in 16 byte steps of bfloat16, as grouped products need."""
-    return 8 * -(-3 * size.dim // 64)
 
 
 def _qkv_shapes(size: Size) -> Shapes:
@@ -196,29 +226,40 @@ def _qkv_shapes(size: Size) -> Shapes:
     return (size.dim,), (size.dim, size.dim), kv, kv
 
 
+def _head_shapes(size: Size) -> Shapes:
+    return ((VOCAB if size.tokens is None else size.hidden, size.dim),)
+
+
+def _block_shapes(size: Size) -> Shapes:
+    return _vector(size) + _gated_shapes(size)
+
+
 def _layer_shapes(size: Size) -> Shapes:
-    return *_qkv_shapes(size), (size.dim, size.dim), (size.dim,), *_gated_shapes(size)
+    return *_qkv_shapes(size), (size.dim, size.dim), *_block_shapes(size)
 
 
 LEVELS, GATED_LEVELS = ("inputs", "preact"), ("inputs", "gate", "preact")
-FUSED, HYBRID = ("split", "fused"), ("split", "hybrid")
+HYBRID = ("split", "hybrid")
 
-_ROWS = (
-    Case(_rms_norm, _vector),
-    Case(_layer_norm, lambda size: _vector(size) * 2),
-    Case(_add_rms_norm, _vector, num_inputs=2),
-    Case(_named("linear_act"), lambda size: _mlp_shapes(size)[:2], LEVELS, FUSED),
-    Case(_norm_linear, _qkv_shapes),
-    Case(_named("mlp"), _mlp_shapes, LEVELS, HYBRID),
-    Case(_named("gated_mlp"), _gated_shapes, GATED_LEVELS, HYBRID),
-    Case(_cross_entropy, lambda size: ((VOCAB if size.tokens is None else size.hidden, size.dim),)),
-    Case(_experts, _expert_shapes, GATED_LEVELS),
-    Case(_block, lambda size: _vector(size) + _gated_shapes(size), GATED_LEVELS, HYBRID),
-    Case(_decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True, has_context=True),
-    Case(_decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True),
-    Case(stack, lambda size: _layer_shapes(size) * LAYERS, LEVELS, sequences=True),
-)
-CASES: dict[str, Case] = dict(zip(CASE_NAMES, _ROWS, strict=True))
+CASES: dict[str, Case] = {
+    "rms_norm": Case(_rms_norm, _vector),
+    "layer_norm": Case(_layer_norm, lambda size: _vector(size) * 2),
+    "add_rms_norm": Case(_add_rms_norm, _vector, num_inputs=2),
+    "linear_act": Case(
+        _named("linear_act"), lambda size: _mlp_shapes(size)[:2], LEVELS, ("split", "fused")
+    ),
+    "norm_linear": Case(_norm_linear, _qkv_shapes),
+    "mlp": Case(_named("mlp"), _mlp_shapes, LEVELS, HYBRID),
+    "gated_mlp": Case(_named("gated_mlp"), _gated_shapes, GATED_LEVELS, HYBRID),
+    "head": Case(_cross_entropy, _head_shapes),
+    "experts": Case(_experts, _expert_shapes, GATED_LEVELS),
+    "norm_gated_mlp_residual": Case(_block, _block_shapes, GATED_LEVELS, HYBRID),
+    "attention": Case(
+        _decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True, has_context=True
+    ),
+    "decoder_layer": Case(_decoder_layer, _layer_shapes, GATED_LEVELS, sequences=True),
+    "stack": Case(stack, lambda size: _layer_shapes(size) * LAYERS, LEVELS, sequences=True),
+}
 
 
 def draw(

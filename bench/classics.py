@@ -1,8 +1,10 @@
-"""`python -m bench classics`: many convolutions, a deep MLP, and how deep a stack can go.
+"""Reproduce the classic workloads of gradient checkpointing.
 
-The literature's claim for the last: stacks ten times as deep for 20 to 30 % more time (Chen et al.,
-arXiv 1604.06174; the gradient-checkpointing package of OpenAI's Salimans and Bulatov). Its peaks
-are measured, not computed, and a deeper stack is taken to peak higher.
+Trains many convolutions, a deep MLP and the deepest stack that fits a budget: plain, with torch's
+checkpoint_sequential, with ours, and under plans. The literature's claim for the last: stacks ten
+times as deep for 20 to 30 % more time (Chen et al., arXiv 1604.06174; the gradient-checkpointing
+package of OpenAI's Salimans and Bulatov). Peaks are measured, not computed, and a deeper stack is
+taken to peak higher.
 """
 
 from __future__ import annotations
@@ -14,35 +16,59 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fusedckpt
-from bench import models, training
+from bench import models, tasks, training
+from bench.capacity import most
 from bench.env import environment, summary
 from bench.models import HEAD_DIM
-from bench.results import Row, chosen_of, largest_difference, median
-from bench.search import most
-from bench.tables import MIB, Columns, mib, progress, show, significant
-from bench.training import NUM_PLANS, Batch, Trial, Way, Workload, in_segments, slowdown
-from bench.training_figures import publish
+from bench.options import Options
+from bench.records import part_of, publish
+from bench.results import MIB, Row, rounded
+from bench.tables import mib, progress
+from bench.training import BUDGETS, NOTES, POLICIES, Batch, Trial, Way, Workload
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import bytes_of
 
 SEGMENTS = {"conv": (1, 2, 4, 8, 16, 32), "mlp": (2, 3, 5, 10)}
-BATCHES = {"conv": "batch", "mlp": "mlp_batch"}
 # besides a number of segments
 RULES = ("sqrt", "recursive")
 # ways with memory drawn through a step
 SHOWN = ("plain", "fusedckpt sqrt", "fusedckpt recursive", "plan memory")
 # between losses of order one; fused kernels round otherwise, checkpoints do not
 AGREE = 1e-4
-Tick = Callable[..., None]
+NUM_PLANS = len(POLICIES) + len(BUDGETS)
+
+
+def options(add: Options) -> None:
+    """Add the options."""
+    text = "many convolutions, a deep MLP, or how deep a stack can go"
+    add.one("part", text, "all", choices=("conv", "mlp", "depth", "all"))
+    add.count("layers", "convolutions", 100)
+    # 320 channels on a CPU would be 92 million parameters and 1.1 TFLOP a step
+    add.count("width", "channels of the convolutions, 320 in the classic net", 32, 320)
+    add.count("batch", "images per step", 64)
+    add.count("mlp-layers", "layers of the MLP", 20)
+    add.count("mlp-width", "width of the MLP and of its input, a square number", 1024)
+    add.count("mlp-batch", "images per step of the MLP", 32)
+    add.count("depth-dim", "width of the stack, a multiple of the head size 64", 64)
+    add.count("depth-seq", "tokens per sequence of the stack", 128)
+    add.count("depth-batch", "sequences per step of the stack", 8, 512)
+    # more activations than parameters
+    text = "memory that a step of the stack may take"
+    add.one("depth-budget", text, "24MiB", "4GiB", metavar="SIZE")
+    add.count("steps", "training steps per turn", 2)
+    add.count("repeat", "turns of every way", 2, 10)
+    add.seed()
+    add.place("classics.json and classics.png")
 
 
 def prepare(chosen: Namespace) -> Namespace:
     """Check everything, before any work is done. Raises ValueError for values that do not fit."""
+    tasks.needs("classics", "sklearn")
     device = torch.device(chosen.device)
     chosen.depth_budget = bytes_of("--depth-budget", chosen.depth_budget, device)
     if math.isqrt(chosen.mlp_width) ** 2 != chosen.mlp_width:
@@ -54,67 +80,70 @@ def prepare(chosen: Namespace) -> Namespace:
     return chosen
 
 
-def _segments(chosen: Namespace, part: str) -> list[int]:
-    layers = chosen.layers if part == "conv" else chosen.mlp_layers
-    return [k for k in SEGMENTS[part] if k <= layers]
+def in_segments(model: Any, whose: str, segments: int | str) -> Way:
+    """Return torch's checkpoint_sequential, or ours."""
+    run = partial(fusedckpt.checkpoint_sequential, model, segments)
+    if whose == "torch":
+        run = partial(checkpoint_sequential, model, segments, use_reentrant=False)
+    return Way(f"{whose} {segments}", run)
 
 
-def _num_steps(chosen: Namespace, part: str) -> int:
-    if part == "depth":
-        # a search each, then turns, the last shallow
-        return len(RECIPES) + (len(RECIPES) + 1) * (chosen.repeat + 1)
-    ways = 1 + 2 * len(_segments(chosen, part)) + len(RULES) + NUM_PLANS
-    return NUM_PLANS + ways * (1 + chosen.repeat)
+def batches_of(chosen: Namespace, side: int, batch: int) -> list[Batch]:
+    """Return digits of mean 0 and deviation 1 as batches, from the start again where they end."""
+    x, labels = tasks.digits(side)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(chosen.seed))
+    x, labels = (((x - x.mean()) / x.std())[order], labels[order])
+    rows = torch.arange(chosen.steps * batch) % len(x)
+    pairs = [(x[i].to(chosen.device), labels[i].to(chosen.device)) for i in rows.split(batch)]
+    return [Batch((x,), {}, y) for x, y in pairs]
 
 
-def _conv(chosen: Namespace) -> tuple[nn.Sequential, models.Images, Any, str]:
-    side = models.final_side(chosen.layers)
-    title = (
-        f"Convolutional net: 1 -> {chosen.width}, {chosen.layers} x [conv {chosen.width}, ReLU,"
-        f" pool] down to {side} x {side}; batch {chosen.batch}"
-    )
-    model = models.conv_net(chosen.layers, chosen.width)
-    return model, models.images(28, chosen.seed), partial(torch.optim.SGD, lr=1e-3), title
+def _work(chosen: Namespace, is_conv: bool) -> tuple[Workload, str]:
+    """Return a net that learns digits, and its title."""
+    layers, width, batch = chosen.layers, chosen.width, chosen.batch
+    if is_conv:
+        side = models.final_side(layers)
+        title = (
+            f"Convolutional net: 1 -> {width}, {layers} x [conv {width}, ReLU, pool] down to "
+            f"{side} x {side}; batch {batch}"
+        )
+        batches, optimizer = batches_of(chosen, 28, batch), partial(torch.optim.SGD, lr=1e-3)
+        return Workload(models.conv_net(layers, width), batches, F.cross_entropy, optimizer), title
+    layers, width, batch = chosen.mlp_layers, chosen.mlp_width, chosen.mlp_batch
+    title = f"MLP: {layers} layers of {width}, 10 outputs, ReLU; batch {batch}, Adam"
+    batches, adam = batches_of(chosen, math.isqrt(width), batch), partial(torch.optim.Adam, lr=1e-4)
+    flat = [batch._replace(args=(batch.args[0].flatten(1),)) for batch in batches]
+    return Workload(models.mlp(layers, width), flat, F.cross_entropy, adam), title
 
 
-def _mlp(chosen: Namespace) -> tuple[nn.Sequential, models.Images, Any, str]:
-    title = (
-        f"MLP: {chosen.mlp_layers} layers of {chosen.mlp_width}, 10 outputs, ReLU; batch"
-        f" {chosen.mlp_batch}, Adam"
-    )
-    model = models.mlp(chosen.mlp_layers, chosen.mlp_width)
-    pictures = models.images(math.isqrt(chosen.mlp_width), chosen.seed)
-    flat = pictures._replace(x=pictures.x.flatten(1))
-    return model, flat, partial(torch.optim.Adam, lr=1e-4), title
-
-
-def _part(part: str, chosen: Namespace, tick: Tick) -> Row:
+def _compared(chosen: Namespace, part: str) -> Row:
     """Compare the ways of training a model on pictures."""
     torch.manual_seed(chosen.seed)
-    model, pictures, optimizer, title = {"conv": _conv, "mlp": _mlp}[part](chosen)
-    device, batch = torch.device(chosen.device), vars(chosen)[BATCHES[part]]
-    batches = pictures.batches(chosen.steps, batch, device)
-    models.scale(model.to(device), batches[0][0])
-    work = Workload(model, [Batch((x,), {}, y) for x, y in batches], F.cross_entropy, optimizer)
-    segments = _segments(chosen, part)
-    stock = [in_segments(model, "torch", k) for k in segments]
-    ours = [in_segments(model, "fusedckpt", k) for k in [*segments, *RULES]]
-    ways = [Way("plain", model), *stock, *ours, *training.plans(work, tick)]
+    work, title = _work(chosen, is_conv=part == "conv")
+    model: Any = work.model.to(chosen.device)
+    models.scale(model, work.batches[0].args[0])
+    layers = chosen.layers if part == "conv" else chosen.mlp_layers
+    segments = [k for k in SEGMENTS[part] if k <= layers]
+    counts = [("torch", k) for k in segments] + [("fusedckpt", k) for k in [*segments, *RULES]]
+    fixed = [Way("plain", model), *(in_segments(model, *one) for one in counts)]
     notes = [
-        f"{pictures.source}; {mib(nbytes_of(model.parameters()))} MiB of parameters",
+        f"scikit-learn's digits; {mib(nbytes_of(model.parameters()))} MiB of parameters",
         "torch k, fusedckpt k: checkpoint_sequential with k segments",
     ]
-    rows = training.compare(work, ways, chosen.repeat, tick, shown=SHOWN)
-    return training.show_ways(title, notes, rows)
+    total = NUM_PLANS + (len(fixed) + NUM_PLANS) * (1 + chosen.repeat)
+    with progress(part, total) as tick:
+        ways = [*fixed, *training.plans(work, tick)]
+        rows = training.compare(work, ways, chosen.repeat, tick, shown=SHOWN)
+    return part_of(title, [*notes, *NOTES], rows)
 
 
-def stack_of(chosen: Namespace, layers: int, fused: bool = False) -> Workload:
+def stack_of(chosen: Namespace, layers: int, is_fused: bool = False) -> Workload:
     """Return a stack that starts as every stack of this depth does."""
     torch.manual_seed(chosen.seed)
     shape, device = (chosen.depth_batch, chosen.depth_seq, chosen.depth_dim), chosen.device
     batches = [(torch.randn(shape), torch.randn(shape)) for _ in range(chosen.steps)]
     model = models.stack(layers, chosen.depth_dim, chosen.depth_seq).to(device)
-    if fused:
+    if is_fused:
         fusedckpt.fuse(model)
     on_device = [Batch((x.to(device),), {}, y.to(device)) for x, y in batches]
     return Workload(model, on_device, F.mse_loss, partial(torch.optim.SGD, lr=0.1))
@@ -140,68 +169,59 @@ RECIPES: dict[str, Callable[[Workload], Way]] = {
     "plan memory": _planned,
     "fused, plan memory": _planned,
 }
+# time that the budget buys back where the depth that torch reaches is enough
+SAME = "plan, same depth"
 
 
 def trial_of(chosen: Namespace, name: str, layers: int) -> Trial:
     """Return a stack of so many layers, to be trained by a recipe."""
-    if name == "plan, same depth":
-        recipe = partial(_planned, policy="budget", budget=chosen.depth_budget)
-    else:
-        recipe = RECIPES[name]
-    work = stack_of(chosen, layers, fused=name.startswith("fused,"))
-    trial = Trial(work, recipe(work))
-    trial.way = trial.way._replace(name=name)
-    return trial
+    planned = partial(_planned, policy="budget", budget=chosen.depth_budget)
+    work = stack_of(chosen, layers, is_fused=name.startswith("fused,"))
+    return Trial(work, (planned if name == SAME else RECIPES[name])(work)._replace(name=name))
 
 
-def _peak(trial: Trial, is_planned: bool = True) -> int:
+def peak_of(trial: Trial) -> int:
+    """Return the peak of a step, with parameters and gradients."""
     plan = trial.way.plan
-    if is_planned and plan is not None and plan.measured_bytes is not None:
+    if plan is not None and plan.measured_bytes is not None:
         # the same step, measured just now
         return plan.measured_bytes
     return trial.work.peak_bytes(trial.way.run)
 
 
-def _depths(chosen: Namespace, tick: Tick) -> Row:
+def _depths(chosen: Namespace) -> Row:
     """Find the depth of every way, then time them in turns.
 
     Raises ValueError where not even one plain block fits.
     """
     found: dict[str, int] = {}
-    for name in RECIPES:
-        tick(f"{name}: searching")
+    with progress("depth", len(RECIPES) + (len(RECIPES) + 1) * (chosen.repeat + 1)) as tick:
+        for name in RECIPES:
+            tick(f"{name}: searching")
 
-        def fits(layers: int, name: str = name) -> bool:
-            tick(f"{name}, {layers} layers", counts=False)
-            return _peak(trial_of(chosen, name, layers)) <= chosen.depth_budget
+            def fits(layers: int, name: str = name) -> bool:
+                return peak_of(trial_of(chosen, name, layers)) <= chosen.depth_budget
 
-        # a way fits about as much as the one before
-        found[name] = most(fits, [1, *found.values()][-1])
-        if not found[name]:
-            raise ValueError(f"--depth-budget: {chosen.depth_budget} bytes do not fit one block")
-    # time that the budget buys back where the depth that torch reaches is enough
-    found["plan, same depth"] = min(found["torch, every block"], found["plan memory"])
-    trials = {name: trial_of(chosen, name, layers) for name, layers in found.items()}
-    peaks = {name: _peak(trial, is_planned=False) for name, trial in trials.items()}
-    training.take_turns(list(trials.values()), chosen.repeat, tick)
-    shallow = {name: trial_of(chosen, name, found["plain"]) for name in found}
-    for name, trial in shallow.items():
-        tick(f"{name}, {found['plain']} layers")
-        trial.train()
-    alike = {name: trial.columns(shallow["plain"]) for name, trial in shallow.items()}
-    rows = [
-        trial.columns(trial)
-        | {name: alike[what][name] for name in ("losses", "loss_difference")}
-        | {"layers": found[what], "peak_bytes": peaks[what]}
-        for what, trial in trials.items()
-    ]
+            # a way fits about as much as the one before
+            found[name] = most(fits, [1, *found.values()][-1])
+            if not found[name]:
+                budget = f"--depth-budget: {chosen.depth_budget} bytes"
+                raise ValueError(f"{budget} do not fit one block")
+        found[SAME] = min(found["torch, every block"], found["plan memory"])
+        trials = {name: trial_of(chosen, name, layers) for name, layers in found.items()}
+        peaks = {name: one.work.peak_bytes(one.way.run) for name, one in trials.items()}
+        training.take_turns(list(trials.values()), chosen.repeat, tick)
+        shallow = {name: trial_of(chosen, name, found["plain"]) for name in found}
+        training.take_turns(list(shallow.values()), 1, tick)
+    for name, one in trials.items():
+        depth = {"layers": found[name], "peak_mib": peaks[name] / MIB}
+        one.facts = one.row(one) | shallow[name].row(shallow["plain"])
+        one.facts |= {"ms": rounded(one.ms)} | depth
     title = (
         f"The deepest stack within {chosen.depth_budget / MIB:,.0f} MiB: transformer blocks of"
         f" {chosen.depth_dim}, {chosen.depth_batch} x {chosen.depth_seq} tokens"
     )
-    _show_depths(title, rows)
-    part = {"title": title, "notes": DEPTH_NOTES, "budget_bytes": chosen.depth_budget}
-    return part | {"rows": rows}
+    return part_of(title, DEPTH_NOTES, [one.facts for one in trials.values()])
 
 
 DEPTH_NOTES = (
@@ -212,46 +232,15 @@ DEPTH_NOTES = (
 )
 
 
-def _show_depths(title: str, rows: list[Row]) -> None:
-    """Print a line per way: its depth, and the cost of a layer."""
-    plain = rows[0]
-    columns: Columns = {
-        "way": lambda row: row["name"],
-        "layers": lambda row: str(row["layers"]),
-        "layers\nof plain": lambda row: f"{row['layers'] / plain['layers']:.1f}x",
-        "peak\nMiB": lambda row: mib(row["peak_bytes"]),
-        "ms": lambda row: significant(median(row["ms"])),
-        "ms per\nlayer": lambda row: f"{median(row['ms']) / row['layers']:.2f}",
-        "of\nplain": lambda row: f"{slowdown(row, plain) * plain['layers'] / row['layers']:.2f}x",
-        **training.LOSSES,
-    }
-    show(title, columns, rows, DEPTH_NOTES)
-
-
-PARTS: dict[str, Callable[[Namespace, Tick], Row]] = {
-    "conv": partial(_part, "conv"),
-    "mlp": partial(_part, "mlp"),
-    "depth": _depths,
-}
-
-
 def run(chosen: Namespace) -> int:
     """Measure the parts, print, write classics.json and classics.png; 1 where losses disagree."""
     facts = environment(torch.device(chosen.device), torch.float32)
     subtitle = f"{summary(facts)}; float32, medians of {chosen.repeat} x {chosen.steps} steps"
-    print(subtitle, flush=True)
-    result: Row = {"subtitle": subtitle, "settings": chosen_of(chosen), "environment": facts}
-    differences = []
-    for name, measured in PARTS.items():
-        result[name] = None
-        if chosen.part in (name, "all"):
-            with progress(name, _num_steps(chosen, name)) as tick:
-                result[name] = part = measured(chosen, tick)
-            differences += [row["loss_difference"] for row in part["rows"]]
-    publish(result, chosen.out, "classics")
-    worst = largest_difference(differences, 0.0)
-    # so written, a NaN fails
-    if worst <= AGREE:
-        return 0
-    print(f"losses differ by {worst:.1e}, more than {AGREE:.0e}")
-    return 1
+    print(f"{subtitle}\nwrites classics.json and classics.png to {chosen.out}", flush=True)
+    names = ("conv", "mlp", "depth") if chosen.part == "all" else (chosen.part,)
+    parts = [_depths(chosen) if name == "depth" else _compared(chosen, name) for name in names]
+    status = publish(chosen, "classics", "Classic workloads", subtitle, facts, parts)
+    worst = max(row["loss_difference"] for part in parts for row in part["rows"])
+    if worst > AGREE:
+        print(f"losses differ by {worst:.1e}, more than {AGREE:.0e}")
+    return int(worst > AGREE or status)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -42,8 +41,7 @@ class Stopwatch:
         if device.type == "cuda":
             size = torch.cuda.get_device_properties(device).L2_cache_size
             # some devices report none
-            size = max(2 * size, 64 << 20)
-            self.cache = torch.empty(size, dtype=torch.uint8, device=device)
+            self.cache = torch.empty(max(2 * size, 64 << 20), dtype=torch.uint8, device=device)
 
     def _mark(self) -> Any:
         if self.cache is None:
@@ -53,18 +51,17 @@ class Stopwatch:
         return event
 
     def _between(self, start: Any, end: Any) -> float:
-        """Milliseconds from one mark to another."""
+        """Return the milliseconds from one mark to another."""
         if self.cache is None:
             return 1e3 * (end - start)
         end.synchronize()
         return start.elapsed_time(end)
 
     def times(self, *steps: Step) -> list[float]:
-        """Run steps one after the other, and return how long each took and all together, in ms."""
+        """Run steps one after the other; return the ms of each, and of all together."""
         if self.cache is not None:
             self.cache.zero_()
-        marks = [self._mark()]
-        results = []
+        marks, results = [self._mark()], []
         for step in steps:
             results.append(step())
             marks.append(self._mark())
@@ -76,7 +73,7 @@ class Stopwatch:
 def ceilings(device: torch.device, dtype: torch.dtype, shrink: int = 1) -> tuple[float, float]:
     """Time torch's own large matmul and copy, and return their TFLOP/s and GB/s.
 
-    The copy counts each byte read and each byte written. shrink: divides the sizes, for tests.
+    The copy counts each byte read and each byte written. shrink: divides the sizes, for toys.
     """
     watch = Stopwatch(device)
 
@@ -101,26 +98,21 @@ def ceilings(device: torch.device, dtype: torch.dtype, shrink: int = 1) -> tuple
 def capture(first: Step, second: Callable[[Any], Any], pool: Any) -> tuple[Step, Step]:
     """Record first() and second(its result) as two CUDA graphs, and return their replays.
 
-    The graphs share `pool` with others: the next replay overwrites results of one. Raises
-    the error of a capture that fails, as at a synchronisation; torch is then as it was before.
+    The graphs share `pool` with others: the next replay overwrites results of one. After a capture
+    that fails, as at a synchronisation, torch may allocate and draw no more in this process.
     """
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
-    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    # torch.cuda.graph leaves its stream behind as the current one when a capture fails
     with torch.cuda.stream(stream):
         # the setup in a first call cannot be captured
         second(first())
         # nodes for the inputs' gradients belong to the stream that they were made on
         gc.collect()
-        try:
-            with torch.cuda.graph(graphs[0], pool=pool, stream=stream):
-                made = first()
-            with torch.cuda.graph(graphs[1], pool=pool, stream=stream):
-                second(made)
-        except BaseException:
-            _recover(pool, stream)
-            raise
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[0], pool=pool, stream=stream):
+            made = first()
+        with torch.cuda.graph(graphs[1], pool=pool, stream=stream):
+            second(made)
     torch.cuda.current_stream().wait_stream(stream)
     return graphs[0].replay, graphs[1].replay
 
@@ -129,18 +121,3 @@ def capture(first: Step, second: Callable[[Any], Any], pool: Any) -> tuple[Step,
 def _side_stream(device: int) -> torch.cuda.Stream:
     # one for all: cuBLAS keeps a workspace for every stream
     return torch.cuda.Stream(device)
-
-
-def _recover(pool: Any, stream: torch.cuda.Stream) -> None:
-    """Clean up behind a capture that failed.
-
-    Where CUDA itself refused, the allocator goes on to take `pool` for being recorded into, and the
-    random number generator to take itself for captured: no later capture and no draw would work.
-    """
-    torch.cuda.synchronize()
-    # raises where the capture ended in order
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-        torch.zeros(1, device="cuda")

@@ -39,7 +39,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench import sass
-from bench.processes import ROOT
+from bench.env import ROOT
 from bench.sass import body
 
 

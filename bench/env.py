@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from argparse import Namespace
 from contextlib import suppress
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 
 import fusedckpt
-from bench.settings import filled
-from bench.tables import table
+from bench.options import Options
 from fusedckpt.kernels.runtime import IS_INTERPRETED
+from fusedckpt.reporting.tables import table
 
+ROOT = Path(__file__).resolve().parents[1]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # libraries that `run` measures, by the names they are installed under
 LIBRARIES = ("liger-kernel", "quack-kernels", "transformer-engine", "flash-attn")
@@ -45,15 +47,11 @@ def versions() -> dict[str, str]:
 
 
 def _said(*command: str) -> str | None:
-    """Return the first line that a program prints; None where it is not there or fails."""
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=True, timeout=30
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split("\n")[0].strip() or None
+    """Return the first line that a program prints; None where it is absent or fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        text = subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
+        return text.partition("\n")[0].strip() or None
+    return None
 
 
 def commit() -> str | None:
@@ -61,10 +59,8 @@ def commit() -> str | None:
 
     FUSEDCKPT_COMMIT names that of a copy without git; without either there is None.
     """
-    named = os.environ.get("FUSEDCKPT_COMMIT")
-    return named or _said(
-        "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-    )  # fmt: skip
+    described = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return os.environ.get("FUSEDCKPT_COMMIT") or _said(*described)
 
 
 def device_name(device: torch.device) -> str:
@@ -88,27 +84,11 @@ def choose_device(name: str | None) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if name is None:
         return torch.device("cuda:0" if num_gpus else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"--device expects cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and int(name.partition(":")[2] or 0) >= num_gpus:
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= num_gpus:
         raise ValueError(f"--device {name}: this torch sees {num_gpus} CUDA devices")
-    return device
-
-
-def settled(given: dict[str, Any]) -> Namespace:
-    """Return a command's options with the device's defaults, and make its output folder.
-
-    Raises ValueError for a device that is not there, OSError where `out` cannot be a folder.
-    """
-    place = choose_device(getattr(filled(given, "cpu"), "device", None))
-    chosen = filled(given | {"device": str(place)}, place.type)
-    if out := getattr(chosen, "out", None):
-        out.mkdir(parents=True, exist_ok=True)
-    return chosen
+    return torch.device(name)
 
 
 def has_tf32() -> bool:
@@ -148,6 +128,10 @@ def announced(chosen: Namespace, how: str) -> dict[str, Any]:
     facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
     print(f"{summary(facts)}; {chosen.dtype}{how}", flush=True)
     return facts
+
+
+def options(add: Options) -> None:
+    """It has none."""
 
 
 def run(chosen: Namespace) -> int:

@@ -1,22 +1,30 @@
-"""Parts that figures share: a colour per kind of implementation, bars, names, title and footer."""
+"""The figures of all results: a colour per kind of implementation, bars, dots with their names."""
 
 from __future__ import annotations
 
+import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.lines import Line2D
 
+from bench.results import MIB, Row, heading, least_ms, quantiles, title
+from bench.table import sources
 from bench.tables import significant
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 
 # inches: as wide as READMEs show pictures, so that letters are as large as those of the text
 WIDTH = 10.0
+GRID = "#ececec"
 Points = Sequence[tuple[float, float]]
+Rows = Sequence[Row]
 
 
 class Family(NamedTuple):
@@ -27,16 +35,17 @@ class Family(NamedTuple):
 
 
 # told apart with every kind of colour vision (Okabe and Ito), and in print
-OURS, _PLAN = Family("fusedckpt.checkpoint", "#56b4e9"), Family("fusedckpt.plan", "#cc79a7")
-_CHECKPOINT = Family("torch.utils.checkpoint", "#e69f00")
-# by how a name starts, the first that fits; the rest are other libraries
+OURS = Family("fusedckpt.checkpoint", "#56b4e9")
+# by how a name starts, the first that fits; all else are other libraries
 _FAMILIES = (
     (("eager", "plain"), Family("eager", GREY)),
     (("torch.compile",), Family("torch.compile", RED)),
-    (("checkpoint", "torch"), _CHECKPOINT),
+    (("checkpoint", "torch"), Family("torch.utils.checkpoint", "#e69f00")),
     (("ours(", "fuse+ckpt"), OURS),
-    (("fuse+plan", "fused, plan", "plan"), _PLAN),
+    (("fuse+plan", "fused, plan", "plan"), Family("fusedckpt.plan", "#cc79a7")),
     (("fuse preact",), Family("fusedckpt, keeping GEMM outputs", OURS.colour)),
+    (("fuse approximate",), Family("fusedckpt, approximate", "#009e73")),
+    (("approximate",), Family("approximate", "#cc79a7")),
     (("fuse",), Family("fusedckpt", BLUE)),
     (("",), Family("other libraries", "#009e73")),
 )
@@ -109,46 +118,186 @@ def _lying(axes: Axes, names: Sequence[str], panel: Panel, colour: Callable[[str
     axes.spines["bottom"].set_visible(False)
 
 
-def clusters(
-    axes: Axes,
-    colours: Sequence[str],
-    groups: Mapping[str, Sequence[float]],
-    write: Callable[[float, float, int], str],
-    size: int,
-) -> None:
-    """Draw a cluster of bars per name, a bar per colour; write: (value, first value, index)."""
-    step = 0.84 / len(colours)
-    for index, colour in enumerate(colours):
-        heights = [values[index] for values in groups.values()]
-        centres = [at + (index - (len(colours) - 1) / 2) * step for at in range(len(groups))]
-        bars = axes.bar(centres, heights, width=0.93 * step, color=colour)
-        labels = [write(values[index], values[0], index) for values in groups.values()]
-        axes.bar_label(bars, labels, padding=2, fontsize=size, color=INK, linespacing=1.25)
-    axes.set_xticks(range(len(groups)), list(groups))
-    axes.tick_params(axis="x", length=0)
-    axes.yaxis.set_visible(False)
-    axes.spines["left"].set_visible(False)
-    axes.margins(y=0.18)
+def _bars(rows: Rows, panels: Sequence[Panel], path: Path) -> None:
+    """Write panels of a case, a line an implementation that was timed."""
+    names = [row["name"] for row in rows]
+    height, head = 1.4 + 0.27 * len(names), title(rows[0])
+    save(path, height, head, sources([rows]), lambda figure: lying(figure, names, panels))
 
 
-def _apart(values: Sequence[float], gap: float) -> list[float]:
-    """Return ascending values moved no further than it takes to lie `gap` apart."""
-    right, left = list(values), list(values)
-    for index in range(1, len(values)):
-        right[index] = max(right[index], right[index - 1] + gap)
-        left[-1 - index] = min(left[-1 - index], left[-index] - gap)
-    return [sum(pair) / 2 for pair in zip(right, left, strict=True)]
+def draw_bars(rows: Rows, path: Path) -> None:
+    """Write a case's times, forward and backward, beside the saved memory and the peak."""
+    times = [[median(row[what]) for row in rows] for what in ("forward_ms", "both_ms")]
+    sizes = [[(row[what] or 0) / MIB for row in rows] for what in ("saved_bytes", "peak_bytes")]
+    spread = [quantiles(row["both_ms"])[::2] for row in rows]
+    time = Panel("Time (ms): forward, then backward", times, spread=spread)
+    _bars(rows, (time, Panel("Memory (MiB): saved for backward, then peak", sizes)), path)
 
 
-def name_points(axes: Axes, points: Points, names: Sequence[str], gap: float = 0.058) -> None:
-    """Write names right of the axes, each with a line to its point; gap: of the axes' height."""
-    (low, high), order = axes.get_ylim(), sorted(range(len(points)), key=lambda i: points[i][::-1])
-    heights = [(points[index][1] - low) / (high - low) for index in order]
+def draw_capacity(rows: Rows, path: Path) -> None:
+    """Write how many tokens fit, beside how fast they are."""
+    rates = [row["tokens"] / median(row["both_ms"]) * 1e3 for row in rows]
+    values = {"Tokens that fit": [row["tokens"] for row in rows], "Tokens per second, there": rates}
+    panels = [Panel(head, [v], [f"{x:,.0f}" for x in v]) for head, v in values.items()]
+    _bars(rows, panels, path)
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Write names in few words: those that begin alike share their first word."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        first, _, rest = name.partition(" ")
+        found.setdefault(first if rest else name + " alone", []).append(rest)
+    parts = [f"{first} {', '.join(rest)}".replace(" alone ", "") for first, rest in found.items()]
+    return "\n".join(textwrap.wrap("; ".join(parts), 34))
+
+
+def _bundled(places: Points, gap: float) -> list[list[int]]:
+    """Return the points, upwards, in bundles that lie within `gap` of their first."""
+    bundles: list[list[int]] = []
+    for index in sorted(range(len(places)), key=lambda index: places[index][::-1]):
+        x, y = places[index]
+        for bundle in bundles:
+            if abs(places[bundle[0]][0] - x) < gap / 2 and y - places[bundle[0]][1] < gap:
+                bundle.append(index)
+                break
+        else:
+            bundles.append([index])
+    return bundles
+
+
+def _crosses(a: tuple[float, float], end_a: float, b: tuple[float, float], end_b: float) -> bool:
+    """Whether straight lines from two points to heights at 1 cross."""
+    if a[0] > b[0]:
+        a, end_a, b, end_b = b, end_b, a, end_a
+    # the height of the first line above the second point
+    above = a[1] + (end_a - a[1]) * (b[0] - a[0]) / (1.03 - a[0]) - b[1]
+    return above * (end_a - end_b) < 0
+
+
+def name_points(axes: Axes, points: Points, names: Sequence[str], line: float = 0.058) -> None:
+    """Write names right of the axes, each with a line to its point, so that no lines cross.
+
+    Points that lie on one another share a label; line: of the axes' height.
+    """
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    places = [((x - left) / (right - left), (y - low) / (high - low)) for x, y in points]
+    labels = [
+        (places[bundle[0]], points[bundle[0]], _joined([names[index] for index in bundle]))
+        for bundle in _bundled(places, line)
+    ]
+    ends = _ends(labels, line)
+    # labels of lines that cross change places, which makes the lines shorter in all
+    for _ in range(len(labels) ** 2):
+        for i, j in combinations(range(len(labels)), 2):
+            if _crosses(labels[i][0], ends[i], labels[j][0], ends[j]):
+                labels[i], labels[j] = labels[j], labels[i]
+                ends = _ends(labels, line)
+                break
+        else:
+            break
     arrow = {"arrowstyle": "-", "color": "#b5b5b5", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 2}
-    for place, (index, height) in enumerate(zip(order, _apart(heights, gap), strict=True)):
-        # no lower than the axes, and no higher
-        inside = max(gap * place, min(height, 1 - gap * (len(names) - 1 - place)))
+    for (_, point, text), end in zip(labels, ends, strict=True):
         axes.annotate(
-            names[index], points[index], (1.03, inside), textcoords=axes.transAxes,
-            arrowprops=arrow | {"relpos": (0, 0.5)}, fontsize=8, va="center", color=INK, zorder=1,
+            text, point, (1.03, end), textcoords=axes.transAxes, va="center",
+            arrowprops=arrow | {"relpos": (0, 0.5)}, fontsize=8, color=INK, zorder=1,
         )  # fmt: skip
+
+
+def _ends(labels: Sequence[tuple[Any, Any, str]], line: float) -> list[float]:
+    """Return the heights of labels in this order: near their points, apart by their lines."""
+    sizes = [line * (text.count("\n") + 1) for *_, text in labels]
+    steps = [(a + b) / 2 for a, b in pairwise(sizes)]
+    # in a frame where labels that touch are level, the heights must only ascend
+    least = [*accumulate(steps, initial=0.0)]
+    level = [place[1] - low for (place, *_), low in zip(labels, least, strict=True)]
+    up, down = [*accumulate(level, max)], [*accumulate(reversed(level), min)][::-1]
+    middle = [(a + b) / 2 for a, b in zip(up, down, strict=True)]
+    # no lower than the axes, and no higher
+    most = max(0.0, 1 - least[-1])
+    return [max(0.0, min(m, most)) + low for m, low in zip(middle, least, strict=True)]
+
+
+def trade(
+    axes: Axes,
+    points: Points,
+    names: Sequence[str],
+    head: str,
+    ylabel: str,
+    kinds: Sequence[str] = (),
+) -> None:
+    """Draw time against peak memory; outlined: nothing beats it in both. kinds: name colours."""
+    front = [points[index] for index in pareto_front(points)]
+    axes.step(*zip(*front, strict=True), where="post", color="#c9c9c9", zorder=0)
+    for point, name in zip(points, kinds or names, strict=True):
+        edge = INK if point in front else "none"
+        look: dict[str, Any] = {"edgecolors": edge, "linewidths": 0.9, "zorder": 2}
+        axes.scatter(*point, s=34, color=colour_of(name), **look)
+    axes.margins(0.12)
+    axes.set(xlabel="peak (MiB)", ylabel=ylabel)
+    axes.set_title(head)
+    axes.grid(color=GRID)
+    axes.set_axisbelow(True)
+    name_points(axes, points, names)
+
+
+def pareto_front(points: Points) -> list[int]:
+    """Return the indices of the points that no other beats in one and equals in the other."""
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda index: points[index]):
+        if not front or points[index][1] < points[front[-1]][1]:
+            front.append(index)
+    return front
+
+
+def draw_pareto(found: Sequence[Rows], path: Path) -> None:
+    """Write time against peak memory, a panel a case."""
+    lines = math.ceil(len(found) / 2)
+
+    def fill(figure: Figure) -> None:
+        panels = list(figure.subplots(lines, min(2, len(found)), squeeze=False).flat)
+        for axes, rows in zip(panels, found, strict=False):
+            points = [(row["peak_bytes"] / MIB, median(row["both_ms"])) for row in rows]
+            names = [row["name"] for row in rows]
+            trade(axes, points, names, heading(rows[0]), "forward + backward (ms)")
+        for axes in panels[len(found) :]:
+            axes.set_visible(False)
+
+    head = f"Time against memory: {found[0][0]['size']}, {found[0][0]['tokens']} tokens"
+    save(path, 3.2 * lines + 0.7, head, sources(found), fill)
+
+
+def draw_roofline(found: Sequence[Rows], path: Path) -> None:
+    """Write how near each implementation comes to the ceiling of the run that measured it."""
+    found = sorted(found, key=lambda rows: rows[0]["flops"] / rows[0]["bytes"])
+
+    def fill(figure: Figure) -> None:
+        axes, names = figure.subplots(), []
+        kinds = dict.fromkeys(family(row["name"]) for rows in found for row in rows)
+        for place, rows in enumerate(found):
+            least = least_ms(rows[0]) or (0.0, 0.0)
+            families = list(dict.fromkeys(family(row["name"]) for row in rows))
+            for row in rows:
+                # families lie below one another, so that none hides another
+                lower = 0.13 * (families.index(family(row["name"])) - (len(families) - 1) / 2)
+                share = 100 * max(least) / median(row["both_ms"])
+                axes.scatter(share, place + lower, s=26, color=colour_of(row["name"]), zorder=2)
+            intensity = f"{rows[0]['flops'] / rows[0]['bytes']:,.0f} GEMM FLOPs per byte"
+            limit = "matmul" if least[0] > least[1] else "copy"
+            names.append(f"{rows[0]['case']}\n{intensity}: {limit}")
+        axes.set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        # the ceilings are in sight; data in a cache is read faster than by the copy
+        axes.set_xlim(0, max(104, axes.get_xlim()[1]))
+        axes.axvline(100, color=INK, linewidth=1.2)
+        axes.set_xlabel(
+            "least time at the ceiling, over the time taken (%); recomputed FLOPs are not counted"
+        )
+        axes.grid(color=GRID)
+        axes.set_axisbelow(True)
+        axes.tick_params(axis="y", length=0)
+        dots = [Line2D([], [], marker="o", ls="", color=c, label=label) for label, c in kinds]
+        figure.legend(handles=dots, loc="outside right upper", frameon=False)
+
+    head = f"Share of the ceilings: {found[0][0]['size']}, {found[0][0]['tokens']} tokens"
+    save(path, 1.4 + 0.55 * len(found), head, sources(found), fill)

@@ -1,7 +1,7 @@
-"""`python -m bench fit`: piecewise-constant derivatives of activations, fitted two ways.
+"""Fit piecewise-constant derivatives of activations, in two ways.
 
 relu: the sum of a relu(x - c) that is nearest to the activation h, weights adding up to 1 and
-a c to 0, so that it meets h at both ends: the constants of arXiv 2406.16282, by Gauss-Newton.
+a c to 0, so that it meets h at both ends: the constants of arXiv 2406.16282, by least squares.
 
 steps: slopes and boundaries nearest to the derivative h', by dynamic programming over a grid: the
 best of all piecewise-constant derivatives, as in Novikov et al., "Few-bit Backward: Quantized
@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import least_squares
 
+from bench.options import Options
 from bench.tables import Columns, show
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import APPROXIMATE
@@ -57,22 +59,9 @@ def fit_relus(name: str, points: int = 160_001) -> tuple[Array, Array]:
     """Return weights and boundaries of the nearest sum of three relus, in the square norm."""
     x, h, _ = sampled(name, points)
     low, _, high = STARTS.get(name, (-3.0, 0.0, 3.0))
-    free, damping = np.array([-0.04, -0.04, low, high]), 1e-3
-    error = np.square(relus(x, free)[2] - h).sum()
-    for _ in range(60):
-        rest = relus(x, free)[2] - h
-        steps = 1e-6 * np.eye(4)
-        jacobian = np.stack(
-            [(relus(x, free + one)[2] - relus(x, free - one)[2]) / 2e-6 for one in steps], 1
-        )
-        normal, gradient = jacobian.T @ jacobian, jacobian.T @ rest
-        moved = free - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
-        found = np.square(relus(x, moved)[2] - h).sum()
-        # Levenberg and Marquardt's
-        damping *= 0.2 if found < error else 10
-        if found < error:
-            free, error = moved, found
-    return relus(x, free)[:2]
+    start = (-0.04, -0.04, low, high)
+    found = least_squares(lambda free: relus(x, free)[2] - h, start, method="lm", xtol=1e-15)
+    return relus(x, found.x)[:2]
 
 
 def fit_steps(name: str, count: int, points: int = 1600, reach: float = 8.0) -> tuple[Array, Array]:
@@ -109,7 +98,7 @@ def errors(name: str, boundaries: Array, slopes: Array) -> tuple[float, float]:
 
 def rows_of(name: str, count: int) -> list[dict[str, Any]]:
     """Return the fits of an activation; relus only to one that is 0 or x at the ends."""
-    x, h, _ = sampled(name, 2)
+    x, h, _ = (ends[[0, -1]] for ends in sampled(name, 100))
     fits: dict[str, tuple[Any, Any]] = {}
     if np.allclose(h, np.maximum(x, 0)):
         weights, boundaries = fit_relus(name)
@@ -126,6 +115,12 @@ def rows_of(name: str, count: int) -> list[dict[str, Any]]:
             row["apart"] = f"{np.abs(mine - theirs).max():.1e}"
         found.append(row | {"value_error": value, "slope_error": slope})
     return found
+
+
+def options(add: Options) -> None:
+    """Add the options."""
+    add.many("activations", "activations to fit, by names of linear_act", ("gelu", "silu"))
+    add.count("steps", "slopes of the best derivative", 4)
 
 
 def prepare(chosen: Namespace) -> Namespace:

@@ -10,10 +10,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from bench.cases import CASES, Case, Function, stack
+from bench.cases import CASES, Case, Function, Size, stack
 from bench.measure import Implementation
 from bench.peers import peers_of
-from bench.settings import Size
 from fusedckpt import checkpoint
 
 

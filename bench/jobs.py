@@ -1,4 +1,4 @@
-"""Which cases are measured at which sizes, each in a process of its own: `run` and `capacity`.
+"""Cases at sizes, each measured in a process of its own: `run`, `capacity` and `profile`.
 
 A crash of that process, or a hang in it, costs one row: the process says which implementation is at
 work, and the case is measured again without it.
@@ -6,6 +6,8 @@ work, and the case is measured again without it.
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,33 +18,62 @@ from typing import Any, NamedTuple
 import torch
 
 import fusedckpt
-from bench import table
-from bench.cases import CASES, Case, draw
+from bench.cases import CASES, DEFAULT_TOKENS, SIZES, Case, Size, draw
 from bench.implementations import implementations_of
 from bench.measure import DeviceLost, Implementation, Work
-from bench.processes import Stops, isolated
+from bench.options import POSITIVE, Options
 from bench.results import Row, append
-from bench.settings import DEFAULT_TOKENS, SIZES, Size
+from bench.table import show_rows
 from bench.tables import progress
 
 # implementations that the command stands for: it fails if one of these raises
 OWN = ("eager", "fusedckpt", "ours(")
-BENIGN = ("not installed", "interrupted", "not even")
-Say = Callable[[str, Any], None]
+BENIGN = ("not installed", "not even")
 Begin = Callable[[Implementation], None]
+Say = Callable[[str, Any], None]
+
+
+def options(add: Options, sizes: tuple[str, ...], **default: Any) -> None:
+    """Add the options that the commands over cases have in common."""
+    add.many("case", "what to measure", default.get("cases", tuple(CASES)), choices=CASES)
+    add.many("size", f"widths: {', '.join(SIZES)}", sizes, ("llama-3-8b",), choices=SIZES)
+    add.dtype()
+    text = "only implementations with this in their name, and eager"
+    add.many("only", text, default.get("only", ()))
+    add.many("skip", "no implementations with this in their name")
+
+
+def add_tokens(add: Options) -> None:
+    """Add the rows of x."""
+    text = "rows of x; default: 4096 on a CPU, 8192 on a GPU, 48 at tiny"
+    add.many("tokens", text, type=POSITIVE, metavar="N")
+
+
+def add_rounds(add: Options, cpu: int, gpu: int) -> None:
+    """Add the options of commands that time implementations in processes of their own."""
+    add.count("repeat", "timed rounds", cpu, gpu)
+    add.count("timeout", "seconds that one step of an implementation may take", 600)
+    add.flag("in-process", "measure in this process, for a debugger: a crash ends the command")
 
 
 class Job(NamedTuple):
-    """One case at one size."""
+    """One case at one size, with the command's options."""
 
     name: str
     size_name: str
     size: Size
     tokens: int
-    device: torch.device
-    dtype: torch.dtype
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
+    chosen: Namespace
+
+    @property
+    def device(self) -> torch.device:
+        """The device to measure."""
+        return torch.device(self.chosen.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all tensors."""
+        return getattr(torch, self.chosen.dtype)
 
     @property
     def case(self) -> Case:
@@ -61,8 +92,9 @@ class Job(NamedTuple):
         return [one for one in found if one.name == "eager" or self._is_chosen(one.name)]
 
     def _is_chosen(self, name: str) -> bool:
-        wanted = not self.only or any(part in name for part in self.only)
-        return wanted and not any(part in name for part in self.skip)
+        only, skip = self.chosen.only, self.chosen.skip
+        wanted = not only or any(part in name for part in only)
+        return wanted and not any(part in name for part in skip)
 
     def work(self, tokens: int) -> Work:
         """Draw inputs and gradients for a number of tokens."""
@@ -74,73 +106,51 @@ class Job(NamedTuple):
 
     def columns(self) -> Row:
         """Return the columns that its rows have in common."""
-        return {
-            "case": self.name,
-            "size": self.size_name,
-            "dim": self.size.dim,
-            "hidden": self.size.hidden,
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
+        widths = {"dim": self.size.dim, "hidden": self.size.hidden}
+        return {"case": self.name, "size": self.size_name, **widths, "dtype": self.chosen.dtype}
 
 
-def check_choice(chosen: Namespace) -> Namespace:
+def prepare(chosen: Namespace) -> Namespace:
     """Raise ValueError for tokens that do not divide into sequences, and for unknown names."""
     for name, size_name, tokens in product(chosen.case, chosen.size, getattr(chosen, "tokens", ())):
         for size in SIZES[size_name]:
             CASES[name].seq(size, tokens)
     (toy,) = SIZES["tiny"]
-    for option, parts in (("--only", chosen.only), ("--skip", chosen.skip)):
-        for part in parts:
-            # of every case and device, so that the same options serve them all
-            found = (one for case in CASES for one in implementations_of(case, toy, True))
-            known = dict.fromkeys(one.name for one in found)
-            if not any(part in name for name in known):
-                raise ValueError(f"{option} {part} is part of no name: {', '.join(known)}")
+    # of every case and device, so that the same options serve them all
+    found = [one.name for case in CASES for one in implementations_of(case, toy, True)]
+    for option, part in [("only", p) for p in chosen.only] + [("skip", p) for p in chosen.skip]:
+        if not any(part in name for name in found):
+            known = ", ".join(dict.fromkeys(found))
+            raise ValueError(f"--{option} {part} is part of no name: {known}")
     return chosen
 
 
 def jobs_of(chosen: Namespace) -> Iterator[Job]:
     """Yield a job for each case, size and number of tokens."""
-    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     for name, size_name in product(chosen.case, chosen.size):
         for size in SIZES[size_name]:
-            default = size.tokens or DEFAULT_TOKENS[device.type]
+            default = size.tokens or DEFAULT_TOKENS[torch.device(chosen.device).type]
             for tokens in getattr(chosen, "tokens", ()) or (default,):
-                place = size_name, size, tokens, device, dtype
-                yield Job(name, *place, chosen.only, chosen.skip)
+                yield Job(name, size_name, size, tokens, chosen)
 
 
-class Measurement:
-    """The work of `run` or `capacity` on a job: it goes to the process that measures.
+class Measurement(NamedTuple):
+    """The functions of a command.
 
-    file: its name in the folder for results; num_steps: of each implementation; keeps: whether rows
-    are added to those that the file holds.
+    file: its name in the folder for results; num_steps: of each implementation; measure: (job,
+    implementations, begin) -> facts, calling begin(one) before each step of one; row: (job, one,
+    facts) -> the row of an implementation, without facts where its process died.
     """
 
     file: str
     num_steps: int
-    keeps = False
-
-    def measure(
-        self, job: Job, implementations: list[Implementation], begin: Begin, found: Row
-    ) -> None:
-        """Measure, with begin(one) before each step of one; found: more facts for `row`."""
-        raise NotImplementedError
-
-    def row(self, job: Job, one: Implementation, found: Row) -> Row:
-        """Return the results of an implementation; nothing is found where its process died."""
-        raise NotImplementedError
-
-    def is_kept(self, job: Job, rows: list[Row]) -> bool:
-        """Whether the rows of a job that was interrupted go into the file."""
-        raise NotImplementedError
-
-    def note(self, rows: list[Row]) -> None:
-        """Keep facts that later jobs need from the rows of a job."""
+    measure: Callable[[Job, list[Implementation], Begin], Row]
+    row: Callable[[Job, Implementation, Row], Row]
 
 
 def _attempt(say: Say, measurement: Measurement, job: Job, lost: Mapping[str, str]) -> None:
-    implementations, found, is_interrupted = job.implementations(), Row(), False
+    """Measure a job, and say its rows, or why nothing more can be measured in this process."""
+    implementations, facts = job.implementations(), Row()
     for one in implementations:
         one.failure = lost.get(one.name, one.failure)
 
@@ -150,60 +160,71 @@ def _attempt(say: Say, measurement: Measurement, job: Job, lost: Mapping[str, st
 
     try:
         with torch.cuda.device(job.device) if job.device.type == "cuda" else nullcontext():
-            measurement.measure(job, implementations, begin, found)
-    except DeviceLost:
-        raise
-    except KeyboardInterrupt:
-        is_interrupted = True
+            facts = measurement.measure(job, implementations, begin)
+    except DeviceLost as error:
+        return say("lost", str(error))
     except Exception as error:
         # of inputs, or of eager in float64
         for one in implementations:
             one.fail(error)
-    if not is_interrupted:
-        say("at", None)
-    for one in implementations:
-        one.drop()
-    say("rows", ([measurement.row(job, one, found) for one in implementations], is_interrupted))
+    say("rows", [measurement.row(job, one, facts) for one in implementations])
 
 
-def _measure(say: Say, *args: Any) -> None:
-    """Measure a job, and say its rows, or why nothing more can be measured in this process."""
+def _child(there: Any, *args: Any) -> None:
+    # a terminal's Ctrl-C reaches the waiting process, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _attempt(lambda *said: there.send(said), *args)
+
+
+def _isolated(hear: Say, seconds: float, args: tuple[Any, ...]) -> str:
+    """Attempt a job in a process of its own; return how it ended, in words.
+
+    seconds: that it may be silent.
+    """
+    # forked from a process that has imported torch and done nothing with it: no driver is open yet
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "bench.run", "bench.capacity"])
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(there, *args), daemon=True)
+    process.start()
+    there.close()
     try:
-        _attempt(say, *args)
-    except DeviceLost as error:
-        say("lost", str(error))
+        while here.poll(seconds):
+            hear(*here.recv())
+        return f"out of time after {seconds:g} s"
+    except EOFError:
+        process.join(seconds)
+        status = process.exitcode or 0
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    finally:
+        process.kill()
+        process.join()
 
 
-def _rows(
-    job: Job, chosen: Namespace, measurement: Measurement, stops: Stops, tick: Callable[..., None]
-) -> tuple[list[Row], bool]:
-    """Measure a job, again without implementations that crash it; returns rows, is_interrupted."""
+def rows_of(job: Job, measurement: Measurement, tick: Callable[[str], None]) -> list[Row]:
+    """Measure a job, again without implementations that crash it."""
     lost: dict[str, str] = {}
     while True:
         heard: dict[str, Any] = {}
 
         def hear(kind: str, said: Any, heard: dict[str, Any] = heard) -> None:
             heard[kind] = said
-            if kind == "at" and said is not None:
-                tick(said, says=False)
+            if kind == "at":
+                tick(f"{job.title}: {said}")
 
-        if chosen.in_process:
-            _measure(hear, measurement, job, lost)
+        if job.chosen.in_process:
+            _attempt(hear, measurement, job, lost)
             ended = "in this process"
         else:
-            args = (measurement, job, lost)
-            ended = isolated(_measure, args, hear, chosen.timeout, stops=stops)
-        rows, is_interrupted = heard.get("rows", (None, False))
-        # one whose time is up is interrupted too
-        if rows and (chosen.in_process or stops.count or not is_interrupted):
-            return rows, is_interrupted
-        why = "interrupted" if stops.count else f"crashed: {heard.get('lost', ended)}"
-        name = heard.get("at")
-        if stops.count or name is None:
+            ended = _isolated(hear, job.chosen.timeout, (measurement, job, lost))
+        if "rows" in heard:
+            return heard["rows"]
+        name, why = heard.get("at"), f"crashed: {heard.get('lost', ended)}"
+        if name is None or name in lost:
             failed = job.implementations()
             for one in failed:
                 one.failure = one.failure or why
-            return [measurement.row(job, one, {}) for one in failed], stops.count > 0
+            return [measurement.row(job, one, {}) for one in failed]
         lost[name] = why
         print(f"{job.title}: {name} {why}; once more without it", file=sys.stderr)
 
@@ -215,37 +236,23 @@ def _fails(row: Row) -> bool:
 
 
 def measure_all(
-    chosen: Namespace, jobs: Sequence[Job], measurement: Measurement, facts: Row
+    chosen: Namespace, jobs: Sequence[Job], measurement: Measurement, facts: Row, keeps: bool
 ) -> int:
-    """Measure job after job, print and append the rows of each; returns the exit status.
+    """Measure job after job, print and append the rows of each; return the exit status.
 
-    It is 1 where an implementation was wrong or eager or ours raised, 130 where interrupted, else
-    0. Earlier rows in the file go, unless they are kept, once there are rows in their place.
+    It is 1 where an implementation was wrong or eager or ours raised, else 0. Unless `keeps`,
+    earlier rows in the file go, once the first case is measured.
     """
-    has_failed = is_interrupted = False
-    path, keeps = chosen.out / measurement.file, measurement.keeps
+    has_failed, path = False, chosen.out / measurement.file
+    print(f"results go to {path}", flush=True)
     total = measurement.num_steps * sum(len(job.implementations()) for job in jobs)
-    with (
-        nullcontext(Stops()) if chosen.in_process else Stops() as stops,
-        progress(path.stem, total) as tick,
-    ):
+    with progress(path.stem, total) as tick:
         for job in jobs:
-            tick(job.title, counts=False)
-            rows, is_interrupted = _rows(job, chosen, measurement, stops, tick=tick)
-            rows = [row | facts for row in rows]
-            if not is_interrupted or measurement.is_kept(job, rows):
-                if not keeps:
-                    path.unlink(missing_ok=True)
-                append(rows, path)
-                measurement.note(rows)
-                table.show_rows(rows)
-                keeps = True
-            if is_interrupted:
-                break
+            rows = [row | facts for row in rows_of(job, measurement, tick)]
+            if not keeps:
+                path.unlink(missing_ok=True)
+            keeps = True
+            append(rows, path)
+            show_rows(rows)
             has_failed |= any(map(_fails, rows))
-    if path.exists():
-        print(f"results are in {path}")
-    if is_interrupted:
-        print("interrupted")
-        return 130
     return int(has_failed)

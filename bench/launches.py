@@ -1,10 +1,10 @@
-"""The launches that `bench model` compiles, on meta tensors, at every size of settings.py."""
+"""The launches that `bench model` compiles, on meta tensors, at every size of cases.py."""
 
 from __future__ import annotations
 
 import torch
 
-from bench.settings import DEFAULT_TOKENS, SIZES
+from bench.cases import DEFAULT_TOKENS, SIZES
 from fusedckpt.kernels import linear, norm
 from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.grouped_gemm import grouped_gemm, grouped_grad

@@ -7,170 +7,112 @@ A slowdown of the machine slows all of them.
 from __future__ import annotations
 
 import copy
-import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.benchmark.utils.timer import timer
+from torch import nn
 
 import fusedckpt
 from bench import tasks
 from bench.clock import turns
 from bench.env import summary
 from bench.models import HEAD_DIM
-from bench.results import Row, chosen_of, largest_difference
-from bench.tables import MIB, Columns, difference, progress, show
-from bench.tasks import Batch
-from bench.training import wrap_units
-from bench.training_figures import publish
+from bench.options import DTYPES, Options
+from bench.records import part_of, publish
+from bench.results import MIB, Row
+from bench.tables import progress
+from bench.training import RECIPES, Batch, Trial, Way, Workload
 from fusedckpt.memory import peak_bytes, saved_tensors
 
-# first steps, which compile kernels and fill caches, are left out of the timing
+# steps that are left out of the timing
 WARMUP = 5
-ACTIVATIONS = {
-    "GELU": fusedckpt.ReGELU2,
-    "GELUActivation": fusedckpt.ReGELU2,
-    "SiLU": fusedckpt.ReSiLU2,
-    "SiLUActivation": fusedckpt.ReSiLU2,
-}
 
 
-def checked(chosen: Namespace, *packages: str) -> Namespace:
+Pair = tuple[int, int]
+
+
+def options(
+    add: Options, files: str, layers: Pair = (4, 12), dim: Pair = (256, 1024), seq: int = 128
+) -> None:
+    """Add the options of a model that is trained in lockstep."""
+    add.count("layers", "transformer blocks", *layers)
+    add.count("dim", "width of the residual stream, a multiple of the head size 64", *dim)
+    add.count("seq", "bytes per sequence", seq, 1024)
+    add.dtype(DTYPES[:2])
+    add.seed()
+    add.place(files)
+
+
+def checked(command: str, chosen: Namespace, *packages: str) -> Namespace:
     """Raise ValueError for values that do not fit, and for packages that are not installed."""
     if chosen.dim % HEAD_DIM:
         raise ValueError(f"--dim expects a multiple of the head size {HEAD_DIM}, got {chosen.dim}")
-    for package in packages:
-        if find_spec(package) is None:
-            raise ValueError(f"{chosen.command} needs {package}: pip install {package}")
+    tasks.needs(command, *packages)
     tasks.batches_of(chosen, 1)
     return chosen
 
 
-class Trainer:
-    """One model with its optimizer, its losses and the time of its steps."""
-
-    def __init__(self, name: str, model: nn.Module, dim: int, steps: int):
-        self.name, self.model = name, model
-        self.losses: list[float] = []
-        self.step_ms: list[float] = []
-        lr = min(3e-3, 0.75 / dim)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
-        )
-        ramp = max(1, steps // 10)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min((step + 1) / ramp, 1.1 - step / steps)
-        )
-
-    def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy in nats per byte."""
-        inputs, targets = batch
-        return tasks.loss(self.model(inputs), targets)
-
-    def step(self, batch: Batch) -> None:
-        """Forward, backward and update, timed together."""
-        # synchronises a GPU
-        start = timer()
-        loss = self.loss(batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step_ms.append(1e3 * (timer() - start))
-        self.schedule.step()
-        self.losses.append(loss.item())
-
-    def row(self, eager: Trainer, batch: Batch, tokens: int) -> Row:
-        """Return the losses and costs of training; memory is that of one more batch.
-
-        Saved: by forward and loss for backward, without inputs, parameters and buffers;
-        peak: how high forward and backward climb above a step's start, new gradients included.
-        """
-        with saved_tensors(exclude=[*batch, *self.model.parameters(), *self.model.buffers()]) as s:
-            self.loss(batch)
-        peak = peak_bytes(lambda: self.loss(batch).backward(), batch[0].device)
-        self.optimizer.zero_grad(set_to_none=True)
-        timed = self.step_ms[min(WARMUP, len(self.step_ms) - 1) :]
-        return {
-            "name": self.name,
-            "loss_first": self.losses[0],
-            "loss_last": self.losses[-1],
-            "loss_difference": largest_difference(self.losses, eager.losses),
-            "saved_mib": s.nbytes / MIB,
-            "peak_mib": peak / MIB,
-            "ms_per_step": median(timed),
-            "tokens_per_second": tokens / median(timed) * 1e3,
-            "losses": self.losses,
-            "step_ms": timed,
-        }
+def workload(model: nn.Module, batches: Sequence[tasks.Batch]) -> Workload:
+    """Return a model with AdamW, whose rate `train` sets."""
+    optimizer = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1)
+    return Workload(model, [Batch((x,), {}, y) for x, y in batches], tasks.loss, optimizer)
 
 
 def train(
-    part: str, models: Mapping[str, nn.Module], dim: int, batches: Sequence[Batch]
-) -> list[Trainer]:
+    part: str, models: Mapping[str, nn.Module], dim: int, batches: Sequence[tasks.Batch]
+) -> list[Trial]:
     """Train all models on the same batches, in turns."""
-    trainers = [Trainer(name, model, dim, len(batches)) for name, model in models.items()]
-    with progress(part, len(trainers) * len(batches)) as tick:
-        for step, one in turns(trainers, len(batches)):
-            tick(f"{one.name} {one.losses[-1]:.3f}" if step else one.name, says=False)
-            one.step(batches[step])
-    return trainers
+    works = {name: workload(model, batches) for name, model in models.items()}
+    trials = [Trial(work, Way(name, work.model)) for name, work in works.items()]
+    rate, count, ramp = min(3e-3, 0.75 / dim), len(batches), max(1, len(batches) // 10)
+    with progress(part, len(trials) * count) as tick:
+        for step, one in turns(trials, count):
+            tick(f"{one.way.name} {one.losses[-1]:.3f}" if step else one.way.name)
+            for group in one.optimizer.param_groups:
+                group["lr"] = rate * min((step + 1) / ramp, 1.1 - step / count)
+            one.step(one.work.batches[step])
+    return trials
 
 
-def fused(model: nn.Module, **options: Any) -> nn.Module:
-    """Fuse layers in place, and return the model."""
-    fusedckpt.fuse(model, **options)
-    return model
+def costs(one: Trial, batch: tasks.Batch) -> Row:
+    """Return the memory of one more batch.
 
-
-def approximated(model: nn.Module) -> nn.Module:
-    """Put approximate activations in the place of exact ones, and fuse the norms alone."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child).__name__ in ACTIVATIONS:
-                setattr(parent, name, ACTIVATIONS[type(child).__name__]())
-    return fused(model, mlp=False, attention=False)
-
-
-# recipes: each takes a copy of the eager model
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "eager": lambda model: model,
-    "checkpoint": tasks.checkpoint,
-    "fuse": fused,
-    "fuse+ckpt": lambda model: wrap_units(fused(model), fusedckpt.Checkpoint),
-    "fuse preact": partial(fused, save="preact"),
-    "fuse approximate": partial(fused, approximate=True),
-    "approximate": approximated,
-}
+    Saved: by forward and loss for backward, without inputs, parameters and buffers; peak: how high
+    forward and backward climb above a step's start, new gradients included.
+    """
+    (x, y), model = batch, one.work.model
+    with saved_tensors(exclude=[x, y, *model.parameters(), *model.buffers()]) as saved:
+        one.work.loss(model(x), y)
+    peak = peak_bytes(lambda: one.work.backward(model, Batch((x,), {}, y)), x.device)
+    model.zero_grad(set_to_none=True)
+    # the first steps compile kernels and fill caches
+    one.ms = one.ms[min(WARMUP, len(one.ms) - 1) :]
+    return {"saved_mib": saved.nbytes / MIB, "peak_mib": peak / MIB}
 
 
 def models_of(eager: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     """Return a model with the same weights for each way."""
-    return {name: WAYS[name](copy.deepcopy(eager)) for name in names}
+    return {name: RECIPES[name](copy.deepcopy(eager)) for name in names}
 
 
-def _planned(eager: nn.Module, checkpointed: nn.Module, batch: Batch) -> tuple[nn.Module, str]:
+def _planned(eager: nn.Module, checkpointed: nn.Module, batch: tasks.Batch) -> tuple[Any, str]:
     """Return a fused model under a plan that peaks no higher than torch's checkpoint, and reports.
 
     Where toys are too small for such a plan, the plan is that of least peak.
     """
-    inputs, targets = batch
-    loss = partial(tasks.loss, targets=targets)
-    budget = fusedckpt.report(checkpointed, inputs, loss=loss).peak_bytes
+    loss = partial(tasks.loss, targets=batch[1])
+    budget = fusedckpt.report(checkpointed, batch[0], loss=loss).peak_bytes
     model = copy.deepcopy(eager)
-    report = fusedckpt.fuse(model)
-    plan = partial(fusedckpt.plan, model, inputs, loss=loss, progress=False)
+    report, work = fusedckpt.fuse(model), workload(model, [batch])
     try:
-        found = plan(budget=budget)
+        way = work.planned("plan", model, budget=budget)
     except ValueError:
-        found = plan(policy="memory")
-    found.apply(model)
-    return model, f"{report}\n{found}"
+        way = work.planned("plan", model, policy="memory")
+    return way.run, f"{report}\n{way.plan}"
 
 
 def compare(
@@ -181,43 +123,24 @@ def compare(
     title: str,
     subtitle: str,
     facts: Row,
-    **settings: Any,
 ) -> int:
     """Train ways by name, the first of which is eager, and one under a plan; print and write.
 
-    The first batch is for the plan, and memory is that of a step with the last. Returns 1 where a
-    loss was not finite, else 0.
+    The first batch is for the plan, and memory is that of a step with the last. Times are of
+    forward and backward. Returns 1 where a loss was not finite, else 0.
     """
+    print(f"writes {file}.json and {file}.png to {chosen.out}", flush=True)
     first, *batches = tasks.batches_of(chosen, chosen.steps + 2)
     models = models_of(eager, names)
     models["fuse+plan"], reports = _planned(eager, models["checkpoint"], first)
-    trainers = train(chosen.command, models, chosen.dim, batches[:-1])
-    tokens = chosen.batch * chosen.seq
-    runs = [one.row(trainers[0], batches[-1], tokens) for one in trainers]
+    trials = train(file, models, chosen.dim, batches[:-1])
+    for one in trials:
+        one.facts = costs(one, batches[-1])
+        one.facts["tokens_per_second"] = 1e3 * chosen.batch * chosen.seq / median(one.ms)
     subtitle = (
         f"{summary(facts)} ({facts['paths']['linear_act']})\n{subtitle}, {chosen.dtype};"
         f" batch {chosen.batch} x {chosen.seq} bytes"
     )
-    record = {"title": title, "subtitle": subtitle, "settings": chosen_of(chosen) | settings}
-    record |= {"environment": facts, "fused": reports, "runs": runs}
-    show(title, _columns(runs[0]), runs, [subtitle, reports])
-    publish(record, chosen.out, file)
-    broken = [run["name"] for run in runs if not all(map(math.isfinite, run["losses"]))]
-    if broken:
-        print(f"loss not finite: {', '.join(broken)}")
-    return int(bool(broken))
-
-
-def _columns(eager: Row) -> Columns:
-    return {
-        "run": lambda run: run["name"],
-        "first\nloss": lambda run: f"{run['loss_first']:.3f}",
-        "last\nloss": lambda run: f"{run['loss_last']:.3f}",
-        f"max diff.\nto {eager['name']}": lambda run: (
-            "-" if run is eager else difference(run["loss_difference"])
-        ),
-        "saved\nMiB": lambda run: f"{run['saved_mib']:,.1f}",
-        "peak\nMiB": lambda run: f"{run['peak_mib']:,.1f}",
-        "ms per\nstep": lambda run: f"{run['ms_per_step']:,.1f}",
-        "tokens\nper s": lambda run: f"{run['tokens_per_second']:,.0f}",
-    }
+    rows = [one.row(trials[0]) for one in trials]
+    part = part_of(title, [subtitle, reports], rows) | {"title": subtitle.splitlines()[1]}
+    return publish(chosen, file, title, subtitle, facts, [part])

@@ -7,8 +7,7 @@ slows all of them; then numbers again. An error of one ends that one alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,25 +22,12 @@ from bench.results import Row, rounded
 from fusedckpt.fusing.accuracy import allowed
 from fusedckpt.memory import peak_bytes, saved_tensors
 
-MEMORY = ("saved_bytes", "peak_bytes", "backward_peak_bytes")
 # rounds that fill caches and tune kernels
 WARMUP = 2
-# of one implementation, beside the timed ones: numbers, memory, warm-up, numbers again
-OTHER_STEPS = 2 + WARMUP + 1
 
 
 class DeviceLost(RuntimeError):
     """An error after which a GPU does nothing more for this process."""
-
-
-def _is_device_lost() -> bool:
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
 
 
 class Work(NamedTuple):
@@ -68,75 +54,47 @@ class Work(NamedTuple):
         return [*(y.detach() for y in outputs), *grads]
 
     def in_float64(self) -> Work:
-        """The same numbers in float64."""
+        """Return the same numbers in float64."""
         inputs = [x.detach().double().requires_grad_() for x in self.inputs]
         return self._replace(inputs=inputs, douts=[dy.double() for dy in self.douts])
-
-    def halved(self) -> Work | None:
-        """The first half of the rows; None of one."""
-        x = self.inputs[0]
-        # one sequence is causal: its first half stands for itself
-        axis = int(x.dim() == 3 and len(x) == 1)
-        half = x.shape[axis] // 2
-        if not half:
-            return None
-        rows = [x.detach().narrow(axis, 0, half) for x in self.inputs[: self.num_inputs]]
-        inputs = [*(x.requires_grad_() for x in rows), *self.inputs[self.num_inputs :]]
-        return self._replace(inputs=inputs, douts=[dy.narrow(axis, 0, half) for dy in self.douts])
-
-    @property
-    def tokens(self) -> int:
-        """How many rows x has."""
-        return self.inputs[0].numel() // max(1, self.inputs[0].shape[-1])
-
-    def given(self) -> dict[str, Tensor]:
-        """Name the tensors that all implementations are given."""
-        given = {f"input {index}": x for index, x in enumerate(self.inputs)}
-        return given | {f"gradient {index}": dy for index, dy in enumerate(self.douts)}
 
 
 @dataclass(eq=False)
 class Implementation:
     """A function of a case's inputs, and its failure and measurements so far.
 
-    failure: why it is not measured, or not any more. prepare: inputs -> those that the function
-    takes, where it wants weights laid out in its own way; restore: its gradients -> the case's.
-    memory: saved bytes, peak, peak of the backward; attentions: forwards of attention in a step;
-    samples: ms of forward, backward and both.
+    failure: why it is not measured, or not any more. pack: inputs -> those that the function takes,
+    where it wants weights laid out in its own way; unpack: its gradients -> the case's.
+    facts: columns of its row; samples: ms of forward, backward and both.
     """
 
     name: str
     fn: Function
     failure: str | None = None
-    prepare: Callable[[Tensors], Tensors] | None = None
-    restore: Callable[[Tensors], Tensors] | None = None
+    pack: Callable[[Tensors], Tensors] | None = None
+    unpack: Callable[[Tensors], Tensors] | None = None
     is_wrong: bool = False
-    is_graph: bool = False
     errors: list[float] = field(default_factory=list)
-    memory: tuple[int | None, int | None, int | None] = (None, None, None)
-    attentions: int | None = None
+    facts: Row = field(default_factory=dict)
     samples: list[list[float]] = field(default_factory=list)
     _own: tuple[Work, Work] | None = None
     _steps: tuple[Step, ...] = ()
 
     def own(self, work: Work) -> Work:
-        """The same work, with the inputs laid out as this implementation has them."""
-        if self.prepare is None:
+        """Return the same work, with the inputs laid out as this implementation has them."""
+        if self.pack is None:
             return work
         if self._own is None or self._own[0] is not work:
-            self._own = work, work._replace(inputs=self.prepare(work.inputs))
+            self._own = work, work._replace(inputs=self.pack(work.inputs))
         return self._own[1]
 
     def results(self, work: Work) -> list[Tensor]:
-        """Outputs, then the gradients of the case's own inputs."""
-        found = self.own(work).results(self.fn)
-        if self.restore is None:
-            return found
-        count = len(work.douts)
-        return [*found[:count], *self.restore(found[count:])]
+        """Return outputs, then the gradients of the case's own inputs."""
+        found, count = self.own(work).results(self.fn), len(work.douts)
+        return found if self.unpack is None else [*found[:count], *self.unpack(found[count:])]
 
     def steps(self, work: Work, pool: Any = None) -> tuple[Step, ...]:
-        """Forward and backward, replayed from graphs that share a pool, if one is given."""
+        """Return forward and backward, replayed from graphs that share a pool, if one is given."""
         if not self._steps:
             own, made = self.own(work), []
 
@@ -150,12 +108,11 @@ class Implementation:
 
             self._steps = (forward, backward)
             if pool is not None:
-                first = partial(own.forward, self.fn)
                 try:
-                    self._steps, self.is_graph = capture(first, own.backward, pool), True
-                except Exception:
-                    # it is launched from Python, as without graphs
-                    torch.cuda.synchronize(work.device)
+                    self._steps = capture(partial(own.forward, self.fn), own.backward, pool)
+                except Exception as error:
+                    text = f"no CUDA graph ({error}): --no-graphs launches it from Python"
+                    raise DeviceLost(text) from error
         return self._steps
 
     def time(self, work: Work, watch: Stopwatch, pool: Any = None) -> None:
@@ -163,70 +120,48 @@ class Implementation:
         self.samples.append(watch.times(*self.steps(work, pool)))
 
     def drop(self) -> None:
-        """Let go of inputs of its own and of graphs."""
+        """Free inputs of its own and graphs."""
         self._own, self._steps = None, ()
 
     def attempt(self, step: Callable[[Implementation], Any]) -> None:
         """Take a step unless an earlier one failed; note its error, SystemExit too."""
-        if self.failure is not None:
-            return
-        try:
-            step(self)
-        except (Exception, SystemExit) as error:
-            self.fail(error)
+        if self.failure is None:
+            try:
+                step(self)
+            except (Exception, SystemExit) as error:
+                self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Note an error, by its first line. Raises DeviceLost where nothing can run after it."""
+        if isinstance(error, DeviceLost):
+            raise error
         lines = str(error).strip().splitlines() or [""]
         text = f"{type(error).__name__}: {lines[0]}"
-        if _is_device_lost():
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        except RuntimeError:
             raise DeviceLost(text) from error
         self.failure = self.failure or text
         self.drop()
 
     def row(self) -> Row:
-        """The measurements, as columns of a result: no time where anything failed."""
-        failure = self.failure or (None if self.samples else "interrupted")
+        """Return the measurements, as columns of a result: no time where anything failed."""
+        failure = self.failure or (None if self.samples else "not measured")
         times = (None,) * 3 if failure else map(rounded, zip(*self.samples, strict=True))
         return {
             "name": self.name,
             "failure": failure,
             "is_wrong": self.is_wrong,
             **dict(zip(("forward_ms", "backward_ms", "both_ms"), times, strict=True)),
-            **dict(zip(MEMORY, self.memory, strict=True)),
+            **dict.fromkeys(("saved_bytes", "peak_bytes", "backward_peak_bytes", "attentions")),
             "errors": self.errors,
-            "is_graph": self.is_graph,
-            "attentions": self.attentions,
+            **self.facts,
         }
-
-
-@contextmanager
-def _put_back(given: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Restore tensors that are written to meanwhile, and name them in the list that is yielded."""
-    before = {name: x.detach().clone() for name, x in given.items()}
-    written: list[str] = []
-    try:
-        yield written
-    finally:
-        for name, x in given.items():
-            if not torch.equal(x, before[name]):
-                written.append(name)
-                x.detach().copy_(before[name])
 
 
 class Truth:
     """Eager's results in float64, and how far eager in the work's own dtype is from them."""
-
-    @classmethod
-    def that_fits(cls, work: Work, eager: Function) -> Truth:
-        """Take as many rows as fit in memory, halving them while they do not."""
-        try:
-            return cls(work, eager)
-        except torch.OutOfMemoryError:
-            half = work.halved()
-            if half is None:
-                raise
-        return cls.that_fits(half, eager)
 
     def __init__(self, work: Work, eager: Function):
         self.work = work
@@ -236,7 +171,7 @@ class Truth:
         self.eager_errors = self.errors(found)
 
     def errors(self, found: Sequence[Tensor]) -> list[float]:
-        """Root mean square error of each result."""
+        """Return the root mean square error of each result."""
         pairs = zip(found, self.results, strict=True)
         return [(a.double() - truth).square().mean().sqrt().item() for a, truth in pairs]
 
@@ -245,8 +180,17 @@ class Truth:
 
         An implementation that writes to its inputs is wrong too: all others are given the same.
         """
-        with _put_back(one.own(self.work).given()) as written:
+        work, written = one.own(self.work), []
+        given = [(f"input {index}", x) for index, x in enumerate(work.inputs)]
+        given += [(f"gradient {index}", dy) for index, dy in enumerate(work.douts)]
+        before = [x.detach().clone() for _, x in given]
+        try:
             found = one.results(self.work)
+        finally:
+            for (name, x), old in zip(given, before, strict=True):
+                if not torch.equal(x, old):
+                    written.append(name)
+                    x.detach().copy_(old)
         if problem := self._problem(one, found, written):
             one.is_wrong, one.failure = True, f"wrong: {problem}"
 
@@ -276,19 +220,20 @@ def _measure_memory(given: Work, one: Implementation) -> None:
     with saved_tensors(exclude=work.inputs) as saved:
         outputs = inner.forward(one.fn)
     del outputs, inner
-    peak = peak_bytes(lambda: work.results(one.fn), work.device)
+    one.facts["saved_bytes"] = saved.nbytes
+    one.facts["peak_bytes"] = peak_bytes(lambda: work.results(one.fn), work.device)
     outputs = work.forward(one.fn)
-    backward_peak = peak_bytes(lambda: work.backward(outputs), work.device)
-    one.memory = saved.nbytes, peak, backward_peak
+    backward = partial(work.backward, outputs)
+    one.facts["backward_peak_bytes"] = peak_bytes(backward, work.device)
     if work.inputs[0].dim() == 3:
-        _count_attention(work, one)
+        one.facts["attentions"] = _num_attentions(work, one)
 
 
-def _count_attention(work: Work, one: Implementation) -> None:
+def _num_attentions(work: Work, one: Implementation) -> int:
     """Count the forwards of attention in forward and backward, those of a recompute too."""
     with profile() as profiler:
         one.results(work)
-    one.attentions = sum(
+    return sum(
         "_scaled_dot_product_" in event.name
         and not event.name.endswith(("_backward", "_math"))
         # a dispatch mode calls the kernel in an event inside, or returns a saved output
@@ -314,35 +259,24 @@ def measure(
     repeat: int,
     begin: Callable[[Implementation], None],
     graphs: bool = False,
-) -> int:
+) -> None:
     """Check, measure and check again the implementations, which note their results.
 
-    begin: called before each step of one; graphs: replay CUDA graphs where it can be captured.
-    Returns at how many tokens the numbers were checked: all, or as many as fit in float64.
+    begin: called before each step of one; graphs: replay CUDA graphs.
     """
 
-    def step(fn: Callable[[Implementation], Any], one: Implementation) -> None:
+    def each(fn: Callable[[Implementation], Any], one: Implementation) -> None:
         begin(one)
         one.attempt(fn)
 
-    def check() -> int:
-        truth = Truth.that_fits(work, eager)
+    truth = Truth(work, eager)
+    for step in (truth.check, partial(_measure_memory, work)):
         for one in implementations:
-            step(truth.check, one)
-        return truth.work.tokens
-
-    checked = check()
-    with _put_back(work.given()) as written:
-        for one in implementations:
-            step(partial(_measure_memory, work), one)
-        pool = torch.cuda.graph_pool_handle() if graphs and work.device.type == "cuda" else None
-        watch = Stopwatch(work.device)
-        in_turns(implementations, repeat, partial(step, lambda one: one.time(work, watch, pool)))
-        for one in implementations:
-            one.drop()
-    timed = [one for one in implementations if one.failure is None]
+            each(step, one)
+    pool = torch.cuda.graph_pool_handle() if graphs else None
+    watch = Stopwatch(work.device)
+    in_turns(implementations, repeat, partial(each, lambda one: one.time(work, watch, pool)))
     # an implementation that computes something else from a later call on has no time either
-    check()
-    if written and all(one.failure is None for one in timed):
-        raise ValueError(f"{written[0]} was overwritten in the meantime, source unknown")
-    return checked
+    for one in implementations:
+        one.drop()
+        each(truth.check, one)

@@ -1,8 +1,8 @@
-"""`python -m bench model`: a multiprocessor's work on each kernel, from its compiled form.
+"""Count instructions and bytes of each compiled kernel, without a GPU.
 
-Nothing runs and no GPU is needed: kernels are compiled for a chip by name, at every size of
-settings.py, and their instructions counted. Times are paper: bytes and instructions over the
-chip's best rates of moving and issuing them.
+Kernels are compiled for a chip by name, at every size of cases.py, and their instructions counted
+for a multiprocessor. Times are paper: bytes and instructions over the chip's best rates of moving
+and issuing them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
+from bench.options import Options
 from bench.sass import Body
 from bench.tables import show, significant
 
@@ -127,6 +128,11 @@ def _name(label: str) -> str:
     absent = [key.rpartition(".")[2] for key, value in pairs if value == "None"]
     words += [f"no {', '.join(absent)}"] if absent else []
     return re.sub("_kernel|store_", "", " ".join([kernel, *words]))
+
+
+def options(add: Options) -> None:
+    """Add the options."""
+    add.one("arch", "the chip", "sm_90", choices=tuple(CHIPS))
 
 
 def prepare(chosen: Namespace) -> Namespace:

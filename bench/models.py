@@ -1,15 +1,12 @@
-"""Models written with torch.nn alone, as a user has them before `fusedckpt.fuse`, and digits."""
+"""Models written with torch.nn alone, as a user has them before `fusedckpt.fuse`."""
 
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 VOCAB = 256
 HEAD_DIM = 64
@@ -97,14 +94,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, next-byte logits out; with `checkpointing` every block is a torch checkpoint.
-
-    mlp: "gelu" or "swiglu".
-    """
+    """Bytes in, next-byte logits out; mlp: "gelu" or "swiglu"."""
 
     def __init__(self, layers: int, dim: int, seq: int, mlp: str = "gelu"):
         super().__init__()
-        self.checkpointing = False
         rotary = Rotary(seq)
         self.embedding = nn.Embedding(VOCAB, dim)
         self.blocks = nn.ModuleList(Block(dim, rotary, mlp) for _ in range(layers))
@@ -129,7 +122,7 @@ class Transformer(nn.Module):
         """Map tokens `[batch, seq]` to logits `[batch, seq, VOCAB]`."""
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+            x = block(x)
         return self.head(self.norm(x))
 
 
@@ -181,34 +174,3 @@ def scale(model: nn.Sequential, x: Tensor) -> None:
             nn.init.zeros_(linear.get_parameter("bias"))
         linears[-1].weight.div_(layer(x).square().mean().sqrt())
         x = layer(x)
-
-
-class Images(NamedTuple):
-    """x `[n, 1, side, side]` of mean 0 and deviation 1, labels `[n]`, and where they come from."""
-
-    x: Tensor
-    labels: Tensor
-    source: str
-
-    def batches(self, count: int, size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Return `count` batches, from the start again where the images end."""
-        rows = torch.arange(count * size) % len(self.x)
-        return [(self.x[i].to(device), self.labels[i].to(device)) for i in rows.split(size)]
-
-
-def images(side: int, seed: int) -> Images:
-    """Return scikit-learn's bundled digits, shuffled, where it is installed; else noise."""
-    generator = torch.Generator().manual_seed(seed)
-    if find_spec("sklearn") is None:
-        labels = torch.randint(CLASSES, (2048,), generator=generator)
-        x = torch.randn(2048, 1, side, side, generator=generator)
-        return Images(x, labels, "generated noise (scikit-learn is not installed)")
-    from sklearn.datasets import load_digits
-
-    digits: Any = load_digits()
-    small = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1)
-    order = torch.randperm(len(small), generator=generator)
-    x = F.interpolate(small, size=(side, side), mode="bilinear")
-    x = ((x - x.mean()) / x.std())[order]
-    labels = torch.as_tensor(digits.target, dtype=torch.int64)[order]
-    return Images(x, labels, f"scikit-learn's handwritten digits, 8 x 8 scaled to {side} x {side}")

@@ -1,23 +1,14 @@
-"""Options of commands: numbers that are checked, and defaults that depend on the device."""
+"""Options of commands: checked numbers, options that repeat, defaults that differ on a GPU."""
 
 from __future__ import annotations
 
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Default(NamedTuple):
-    """The value of an option that is not given, on a CPU and on a GPU."""
-
-    cpu: Any
-    cuda: Any
-
-    def __str__(self) -> str:
-        cpu, cuda = (", ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in self)
-        return cpu if cpu == cuda else f"{cpu} on a CPU, {cuda} on a GPU"
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], what: str) -> Any:
@@ -32,60 +23,58 @@ def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], what: st
 
 POSITIVE = _number(int, lambda x: x > 0, "a positive integer")
 NATURAL = _number(int, lambda x: 0 <= x < 2**63, "an integer in [0, 2^63)")
-MINUTES = _number(float, lambda x: 0 < x < 1e6, "a positive number")
 FRACTION = _number(float, lambda x: 0 <= x < 1, "a number in [0, 1)")
 
 
 class _Append(Action):
-    """Collects an option that may be repeated; a value given twice is meant once."""
+    """Collects an option that may be repeated; a value given twice counts once."""
 
     def __call__(self, parser: Any, namespace: Namespace, values: Any, option: Any = None) -> None:
         found = getattr(namespace, self.dest)
-        found = () if isinstance(found, Default) else found
+        found = () if found is self.default else found
         setattr(namespace, self.dest, tuple(dict.fromkeys([*found, values])))
 
 
-class Options:
-    """Adds options to a parser."""
+class Options(ArgumentParser):
+    """The parser of a command; `gpu` values are the defaults where it runs on a GPU."""
 
-    def __init__(self, parser: ArgumentParser):
-        self.parser = parser
+    def __init__(self, command: str, text: str | None, device: str):
+        usage = f"python -m bench {command} [options]"
+        super().__init__(f"python -m bench {command}", usage=usage, description=text)
+        self.device = device
 
-    def one(self, name: str, text: str, cpu: Any = None, cuda: Any = None, **how: Any) -> None:
-        """An option with a default, maybe another one on a GPU."""
-        default = Default(cpu, cpu if cuda is None else cuda)
-        if cpu not in (None, ()):
-            text += f"; default: {default}"
-        self.parser.add_argument(f"--{name}", help=text, default=default, **how)
+    def one(self, name: str, text: str, cpu: Any = None, gpu: Any = None, **how: Any) -> None:
+        """Add an option with a default."""
+        default = gpu if gpu is not None and self.device != "cpu" else cpu
+        if default not in (None, ()):
+            many = isinstance(default, tuple)
+            text += f"; default: {', '.join(map(str, default)) if many else default}"
+        self.add_argument(f"--{name}", help=text, default=default, **how)
 
-    def count(self, name: str, text: str, cpu: int, cuda: int | None = None) -> None:
-        """A positive number."""
-        self.one(name, text, cpu, cuda, type=POSITIVE, metavar="N")
+    def count(self, name: str, text: str, cpu: int, gpu: int | None = None) -> None:
+        """Add a positive number."""
+        self.one(name, text, cpu, gpu, type=POSITIVE, metavar="N")
 
-    def many(self, name: str, text: str, cpu: Any = (), cuda: Any = None, **how: Any) -> None:
-        """An option that may be repeated."""
+    def many(self, name: str, text: str, cpu: Any = (), gpu: Any = None, **how: Any) -> None:
+        """Add an option that may be repeated."""
         text = f"may be repeated: {text}"
-        self.one(name, text, cpu, cuda, **{"action": _Append, "metavar": "NAME", **how})
+        self.one(name, text, cpu, gpu, **{"action": _Append, "metavar": "NAME", **how})
 
     def flag(self, name: str, text: str) -> None:
-        """A switch."""
-        self.parser.add_argument(f"--{name}", help=text, action="store_true")
+        """Add a switch."""
+        self.add_argument(f"--{name}", help=text, action="store_true")
 
-    def file(self, name: str, text: str, metavar: str = "FILE") -> None:
-        """A file by position."""
-        self.parser.add_argument(name, help=text, type=Path, metavar=metavar)
+    def dtype(self, choices: Sequence[str] = DTYPES) -> None:
+        """Add the dtype of all tensors."""
+        self.one("dtype", "dtype of every tensor", "float32", "bfloat16", choices=choices)
 
-    def place(self, files: str, device: bool = True) -> None:
-        """The device, and the folder for files."""
-        if device:
-            self.one("device", "cpu, cuda or cuda:N; default: cuda where there is one")
-        text = f"folder for {files}"
-        self.one("out", text, Path("bench/out"), type=Path, metavar="DIR")
+    def seed(self) -> None:
+        """Add the random seed."""
+        self.one("seed", "random seed", 0, type=NATURAL, metavar="N")
 
-    def names(self) -> None:
-        """The options that `run` and `capacity` have in common."""
-        self.many("only", "only implementations with this in their name, and eager")
-        self.many("skip", "no implementations with this in their name")
-        text = "seconds that one step of an implementation may take"
-        self.count("timeout", text, 600)
-        self.flag("in-process", "measure in this process, for a debugger: a crash ends the command")
+    def place(self, files: str, has_device: bool = True) -> None:
+        """Add the device and the folder for files."""
+        if has_device:
+            text = "cpu, cuda or cuda:N; default: cuda where a GPU is visible"
+            self.add_argument("--device", help=text, default=self.device)
+        self.one("out", f"folder for {files}", Path("bench/out"), type=Path, metavar="DIR")

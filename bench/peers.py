@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.cases import CASES, EPS, EXPERTS, TOP_K, Tensors, expert_width, routed
+from bench.cases import CASES, EPS, EXPERTS, TOP_K, Size, Tensors, routed
 from bench.measure import Implementation
-from bench.settings import Size
 from fusedckpt import functional
 
 
@@ -63,7 +62,7 @@ def _experts_of(size: Size, implementation: str) -> nn.Module:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    widths: Any = {"hidden_size": size.dim, "moe_intermediate_size": expert_width(size)}
+    widths: Any = {"hidden_size": size.dim, "moe_intermediate_size": size.expert}
     config: Any = Qwen3MoeConfig(**widths, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
     config._experts_implementation = implementation
     with torch.device("meta"):
@@ -219,4 +218,4 @@ def peers_of(case: str, size: Size) -> Iterator[Implementation]:
         if peer.case == case:
             missing = None if find_spec(peer.package) is not None else "not installed"
             fn = partial(peer.fn, size)
-            yield Implementation(peer.name, fn, missing, peer.pack, restore=peer.unpack)
+            yield Implementation(peer.name, fn, missing, peer.pack, unpack=peer.unpack)

@@ -1,18 +1,22 @@
-"""`python -m bench profile`: each kernel of ours by name, how often it runs and for how long."""
+"""List the kernels that fusedckpt launches, how often each runs and for how long.
+
+Runs forward and backward of every level and variant of the cases under torch's profiler.
+"""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import nullcontext
 
-import torch
 from torch.profiler import profile
 
+from bench import jobs
+from bench.cases import CASES
 from bench.env import announced
-from bench.jobs import Job, check_choice, jobs_of
+from bench.jobs import jobs_of
 from bench.measure import Implementation, Work
+from bench.options import Options
 from bench.results import Row
 from bench.tables import Columns, show, significant
 
@@ -22,9 +26,14 @@ COLUMNS: Columns = {
     "launches": lambda row: str(row["launches"]),
     "us": lambda row: significant(row["us"]),
 }
+prepare = jobs.prepare
 
 
-prepare = check_choice
+def options(add: Options) -> None:
+    """Add the options."""
+    jobs.options(add, ("cpu",), cases=tuple(CASES)[:-2], only=("fusedckpt",))
+    jobs.add_tokens(add)
+    add.place(FILE)
 
 
 def _kernels(one: Implementation, work: Work) -> Iterator[Row]:
@@ -38,30 +47,18 @@ def _kernels(one: Implementation, work: Work) -> Iterator[Row]:
             yield {"kernel": event.key, "launches": event.count, "us": round(took, 3)}
 
 
-def _look(job: Job, is_bare: bool) -> list[Row]:
-    work, rows = job.work(job.tokens), []
-    for one in job.implementations():
-        if one.name == "eager":
-            continue
-        for _ in range(2):
-            one.results(work)
-        if is_bare:
-            with torch.cuda.profiler.profile() if work.device.type == "cuda" else nullcontext():
-                one.results(work)
-            continue
-        found = sorted(_kernels(one, work), key=lambda row: -row["us"])
-        rows += [job.columns() | {"tokens": job.tokens, "name": one.name, **row} for row in found]
-        show(f"{job.title}: {one.name}", COLUMNS, found)
-    return rows
-
-
 def run(chosen: Namespace) -> int:
     """Print a table for each implementation of each case; write rows, each case's at once."""
-    facts = announced(chosen, "")
-    if not chosen.bare:
-        (chosen.out / FILE).unlink(missing_ok=True)
+    facts, path = announced(chosen, ""), chosen.out / FILE
+    path.write_text("")
     for job in jobs_of(chosen):
-        rows = _look(job, chosen.bare)
-        with (chosen.out / FILE).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row | facts) + "\n" for row in rows)
+        work = job.work(job.tokens)
+        for one in job.implementations()[1:]:
+            for _ in range(2):
+                one.results(work)
+            found = sorted(_kernels(one, work), key=lambda row: -row["us"])
+            show(f"{job.title}: {one.name}", COLUMNS, found)
+            shared = job.columns() | {"tokens": job.tokens, "name": one.name} | facts
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(shared | row) + "\n" for row in found)
     return 0

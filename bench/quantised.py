@@ -16,9 +16,6 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.
 class Int8(Tensor):
     """A frozen matrix [N, K] in int8, times a scale [N, 1]; every op sees it dense."""
 
-    numbers: Tensor
-    scale: Tensor
-
     @staticmethod
     def __new__(cls, numbers: Tensor, scale: Tensor) -> Int8:
         """Make a tensor of their shape without memory of its own."""

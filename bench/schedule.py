@@ -1,4 +1,4 @@
-"""`python -m bench schedule LAYER`: tensors a layer's forward and backward make, read and free.
+"""Print the tensors that a layer's forward and backward make, read, write over and free.
 
 A line is a call of a kernel: its results, its inputs, results that are written over a tensor
 (`h=d_h`), and tensors that are freed after it. On the left are the features of its results, per
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.options import POSITIVE, Options
 from fusedckpt import NormSpec, functional
 from fusedckpt.autograd import dispatch
 
@@ -32,22 +33,26 @@ LAYERS: dict[str, tuple[str | None, dict[str, str]]] = {
 }
 
 
+def options(add: Options) -> None:
+    """Add the options."""
+    add.add_argument("layer", help="the function", choices=LAYERS)
+    add.one("save", "save level", "inputs", choices=("inputs", "gate", "preact"))
+    add.one("norm", "a norm before; default: none, but for norm_linear", choices=("rms", "layer"))
+    add.flag("residual", "add x to the result")
+    add.one("chunks", "chunks of rows", type=POSITIVE, metavar="N")
+    add.many("wanted", "gradients: x, norm, or a linear; default: all", metavar="NAME")
+
+
 def prepare(args: Namespace) -> Namespace:
     """Refuse options that the layer does not have."""
-    _, shapes = LAYERS[args.layer]
-    leaves = {"x": (), "norm": (), **shapes}
+    leaves = ["x", "norm", *LAYERS[args.layer][1]]
     for name in args.wanted:
         if name not in leaves:
             raise ValueError(f"--wanted {name} is none of {', '.join(leaves)}")
-    has = {"linear_act": {"save"}, "norm_linear": {"norm"}}
-    given = {"save": args.save != "inputs", "norm": args.norm is not None}
-    given |= {"residual": args.residual, "chunks": args.chunks is not None}
-    known = set(given) if args.layer.endswith("mlp") else has.get(args.layer, set())
-    for name, is_given in given.items():
-        if is_given and name not in known:
-            raise ValueError(f"{args.layer} has no --{name}")
-    if args.save == "gate" and args.layer != "gated_mlp":
-        raise ValueError(f"{args.layer} has no --save gate")
+    try:
+        args.result = _result(args)
+    except TypeError as error:
+        raise ValueError(f"{args.layer}: {error}") from error
     return args
 
 
@@ -60,7 +65,7 @@ def run(args: Namespace) -> int:
 
 def lines(args: Namespace) -> Iterator[str]:
     """Yield the lines of a layer's forward and backward."""
-    y = _result(args)
+    y = args.result
     node: Any = (y[0] if isinstance(y, tuple) else y).grad_fn
     call, saved = node.call, node.saved
     products = call.flags_of(args.save)
@@ -86,21 +91,23 @@ def _result(args: Namespace) -> Any:
     d = SIZES["D"]
     x, (activation, shapes) = leaf("x", (ROWS, d)), LAYERS[args.layer]
     weights = [leaf(name, [SIZES[key] for key in shape]) for name, shape in shapes.items()]
-    if args.layer in ("rms_norm", "layer_norm"):
-        return getattr(functional, args.layer)(x, (d,), leaf("norm", (d,)))
-    if args.layer == "linear_act":
-        return functional.linear_act(x, *weights, activation=activation, save=args.save)
-    if args.layer == "norm_linear":
-        norm = NormSpec(args.norm or "rms", leaf("norm", (d,)), None)
-        return functional.norm_linear(x, norm, weights)
-    norm = None if args.norm is None else NormSpec(args.norm, leaf("norm", (d,)), None)
-    options: Any = {"norm": norm, "residual": args.residual, "chunks": args.chunks}
-    options |= {"activation": activation, "save": args.save}
-    if args.layer == "mlp":
-        fc1, fc2 = weights
-        return functional.mlp(x, fc1, None, fc2, None, **options)
-    gate, up, down = weights
-    return functional.gated_mlp(x, gate, up, down, **options)
+    options: Any = {"residual": args.residual, "chunks": args.chunks, "activation": activation}
+    options = {name: value for name, value in options.items() if value}
+    if args.save != "inputs" or activation:
+        options["save"] = args.save
+    kind = args.norm or ("rms" if args.layer == "norm_linear" else None)
+    norm = kind and NormSpec(kind, leaf("norm", (d,)), None)
+    function = getattr(functional, args.layer)
+    with dispatch.forced_path("aten"):
+        if args.layer == "norm_linear":
+            return function(x, norm, weights, **options)
+        if norm is not None:
+            options["norm"] = norm
+        if args.layer in ("rms_norm", "layer_norm"):
+            return function(x, (d,), leaf("norm", (d,)), **options)
+        if args.layer == "mlp":
+            weights = [weights[0], None, weights[1], None]
+        return function(x, *weights, **options)
 
 
 def _widths(call: Any) -> dict[str, str]:

@@ -1,30 +1,39 @@
-"""`python -m bench table FILE`: the tables of a results file, for a terminal or in Markdown."""
+"""Print the tables of a results file, for a terminal or in Markdown."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 
 from bench.env import origin
-from bench.results import Row, groups, is_capacity, least_ms, median, ratios, read, title
+from bench.options import Options
+from bench.results import Row, groups, is_capacity, least_ms, ratios, read, title
 from bench.tables import Columns, mib, show, significant
 
 # of float32: the divisor of an error where eager's own is nothing
 EPS = 2**-23
 
 
-def prepare(chosen: Namespace) -> tuple[list[list[Row]], bool]:
+def options(add: Options) -> None:
+    """Add the options."""
+    add.add_argument("file", help="results of bench run or capacity", type=Path, metavar="FILE")
+    add.flag("markdown", "print Markdown")
+
+
+def prepare(chosen: Namespace) -> Namespace:
     """Read the file. Raises ValueError where there is nothing of ours, OSError as reading does."""
     rows = read(chosen.file)
     if not rows:
         raise ValueError(f"{chosen.file}: nothing was measured")
     # those of `capacity` last
-    found = sorted(groups(rows), key=lambda group: is_capacity(group[0]))
-    return found, chosen.markdown
+    chosen.found = sorted(groups(rows), key=lambda group: is_capacity(group[0]))
+    return chosen
 
 
-def _median(samples: Sequence[float] | None) -> float | None:
-    return None if samples is None else median(samples)
+def _ms(row: Row, what: str = "both_ms") -> float | None:
+    return None if row[what] is None else median(row[what])
 
 
 def _of_eager(row: Row, eager: Row) -> str:
@@ -34,7 +43,7 @@ def _of_eager(row: Row, eager: Row) -> str:
 
 
 def _error(row: Row, eager: Row) -> str:
-    """The error of the result that is worst beside eager's of the same result."""
+    """Write the error of the result that is worst beside eager's of the same result."""
     pairs = zip(row["errors"], eager["errors"], strict=False)
     worst = max((mine / (eagers or EPS) for mine, eagers in pairs), default=None)
     return "-" if worst is None else f"{worst:.{0 if worst >= 10 else 2}f}x"
@@ -45,13 +54,13 @@ def _saved(row: Row) -> str:
 
 
 def _rate(row: Row, what: str, unit: float) -> str:
-    """The case's least FLOPs or bytes, or its tokens, over its time: no recomputed FLOPs."""
-    ms = _median(row["both_ms"])
+    """Write the least FLOPs or bytes, or the tokens, over the time: no recomputed FLOPs."""
+    ms = _ms(row)
     return "-" if ms is None or not row[what] else significant(row[what] / ms / unit)
 
 
 def _of_limit(row: Row) -> str:
-    ms, least = _median(row["both_ms"]), least_ms(row)
+    ms, least = _ms(row), least_ms(row)
     return "-" if ms is None or least is None else f"{max(least) / ms:.0%}"
 
 
@@ -59,9 +68,9 @@ def columns(eager: Row) -> Columns:
     """Return the columns of a table of `run`; times and errors are beside those of eager."""
     found: Columns = {
         "implementation": lambda row: row["name"],
-        "forward\nms": lambda row: significant(_median(row["forward_ms"])),
-        "backward\nms": lambda row: significant(_median(row["backward_ms"])),
-        "both\nms": lambda row: significant(_median(row["both_ms"])),
+        "forward\nms": lambda row: significant(_ms(row, "forward_ms")),
+        "backward\nms": lambda row: significant(_ms(row, "backward_ms")),
+        "both\nms": lambda row: significant(_ms(row)),
         "of\neager": lambda row: _of_eager(row, eager),
         "error": lambda row: _error(row, eager),
         "saved\nB/token": _saved,
@@ -80,41 +89,31 @@ CAPACITY: Columns = {
     "implementation": lambda row: row["name"],
     "tokens": lambda row: f"{row['tokens']:,}",
     "peak MiB": lambda row: mib(row["peak_bytes"]),
-    "both ms": lambda row: significant(_median(row["both_ms"])),
+    "both ms": lambda row: significant(_ms(row)),
     "tokens/s": lambda row: _rate(row, "tokens", 1e-3),
 }
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Why rows are missing, and other facts that a reader of the numbers must know."""
+    """Say why rows are missing, and other facts that a reader of the numbers must know."""
     absent = [row["name"] for row in rows if row["failure"] == "not installed"]
     found = [
         f"{r['name']}: {r['failure']}" for r in rows if r["failure"] and r["name"] not in absent
     ]
     if absent:
         found.append(f"not installed: {', '.join(absent)}")
-    timed = [row for row in rows if row["both_ms"] is not None]
-    launched = [row["name"] for row in timed if not row.get("is_graph")]
-    if launched and len(launched) < len(timed):
-        found.append(f"launched, not replayed from a graph: {', '.join(launched)}")
-    if 0 < rows[0].get("checked_tokens", 0) < rows[0]["tokens"]:
-        found.append(f"numbers checked at {rows[0]['checked_tokens']} tokens")
     return found
 
 
 def show_rows(rows: Sequence[Row], markdown: bool = False) -> None:
     """Print the rows of a case: a line for each that was measured, below why others were not."""
-    if is_capacity(rows[0]):
-        # timed, or interrupted before that
-        fits = [r for r in rows if r["both_ms"] or (r["tokens"] and r["failure"] == "interrupted")]
-        show(title(rows[0]), CAPACITY, fits, _notes(rows), markdown=markdown)
-    else:
-        measured = [row for row in rows if row["failure"] is None]
-        show(title(rows[0]), columns(rows[0]), measured, _notes(rows), markdown=markdown)
+    measured = [row for row in rows if row["failure"] is None]
+    heads = CAPACITY if is_capacity(rows[0]) else columns(rows[0])
+    show(title(rows[0]), heads, measured, _notes(rows), markdown=markdown)
 
 
 def source(rows: Sequence[Row]) -> str:
-    """Where the numbers of a case come from, in a line."""
+    """Say where the numbers of a case come from, in a line."""
     found = origin(rows[0])
     if any(row.get("is_graph") for row in rows):
         found += "; CUDA graphs"
@@ -125,7 +124,7 @@ def source(rows: Sequence[Row]) -> str:
 
 
 def sources(found: Sequence[Sequence[Row]]) -> list[str]:
-    """Where cases come from, a line each, with the cases it is said of where they differ."""
+    """Say where cases come from, a line each, with their names where the lines differ."""
     cases: dict[str, list[str]] = {}
     for rows in found:
         cases.setdefault(source(rows), []).append(rows[0]["case"])
@@ -134,13 +133,12 @@ def sources(found: Sequence[Sequence[Row]]) -> list[str]:
     return [f"{', '.join(names)}: {where}" for where, names in cases.items()]
 
 
-def run(prepared: tuple[list[list[Row]], bool]) -> int:
+def run(chosen: Namespace) -> int:
     """Print every table, and where it comes from when that changes."""
-    found, markdown = prepared
     before = None
-    for rows in found:
+    for rows in chosen.found:
         if (here := source(rows)) != before:
             print(f"{here}\n")
             before = here
-        show_rows(rows, markdown)
+        show_rows(rows, chosen.markdown)
     return 0

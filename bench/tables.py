@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
+from contextlib import contextmanager
 from typing import Any
 
+from bench.results import MIB
 from fusedckpt.reporting.tables import table
 
-MIB = 2**20
 # functions from a row to a cell, by the heads, which may be of several lines
 Columns = Mapping[str, Callable[[Any], str]]
 
@@ -54,38 +53,21 @@ def show(
 
 
 @contextmanager
-def progress(part: str, total: int) -> Iterator[Callable[..., None]]:
+def progress(part: str, total: int) -> Iterator[Callable[[str], None]]:
     """Yield a function to be called with the name of each step that begins, of `total`.
 
-    counts=False: it is part of the step that is under way; says=False: it moves the bar alone. The
-    bar is there in a terminal, where rich is installed; else each step is a line on stderr.
+    In a terminal one line on stderr changes, elsewhere each step is a line.
     """
-    done = 0
-    is_shown = sys.stdout.isatty() and find_spec("rich") is not None
-    with _bar(part, total) if is_shown else nullcontext() as move:
+    done, is_shown = 0, sys.stderr.isatty()
 
-        def begin(what: str, counts: bool = True, says: bool = True) -> None:
-            nonlocal done
-            done += counts
-            if move is not None:
-                move(done, what)
-            elif says:
-                print(f"{part} {done}/{total}: {what}", file=sys.stderr, flush=True)
+    def begin(what: str) -> None:
+        nonlocal done
+        done += 1
+        start, end = ("\r\033[K", "") if is_shown else ("", "\n")
+        print(f"{start}{part} {done}/{total}: {what}", end=end, file=sys.stderr, flush=True)
 
+    try:
         yield begin
-
-
-@contextmanager
-def _bar(part: str, total: int) -> Iterator[Callable[[int, str], Any]]:
-    from rich import progress as bars
-
-    columns = (
-        bars.TextColumn("{task.description:>6}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeRemainingColumn(elapsed_when_finished=True),
-        bars.TextColumn("{task.fields[what]}", markup=False),
-    )
-    with bars.Progress(*columns, transient=True) as shown:
-        task = shown.add_task(part, total=total, what="")
-        yield lambda done, what: shown.update(task, completed=done, what=what)
+    finally:
+        if is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,8 +1,7 @@
-"""The demo's models: its own transformer, or one of transformers' classes, on real bytes.
+"""Models to train, and their data: the standard library's bytes, and scikit-learn's digits.
 
-Small random configurations, nothing is downloaded: every model learns from the standard library's
-sources. Llama and GPT-2 predict the next byte, BERT masked bytes, and ViT the byte that follows a
-window which it sees as a picture.
+Small random configurations, nothing is downloaded. Llama and GPT-2 predict the next byte, BERT
+masked bytes, and ViT the byte that follows a window which it sees as a picture.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 import sysconfig
 from argparse import Namespace
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +57,27 @@ def batches_of(chosen: Namespace, count: int, text: Tensor | None = None) -> lis
     return found
 
 
+def digits(side: int) -> Batch:
+    """Return scikit-learn's handwritten digits `[n, 1, side, side]`, and their labels `[n]`."""
+    from sklearn.datasets import load_digits
+
+    pictures, labels = load_digits(return_X_y=True)
+    x = torch.from_numpy(pictures).float().view(-1, 1, 8, 8)
+    return F.interpolate(x, size=(side, side), mode="bilinear"), torch.from_numpy(labels).long()
+
+
+def needs(command: str, *packages: str) -> None:
+    """Raise ValueError for a package that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            name = package.replace("sklearn", "scikit-learn")
+            raise ValueError(f"{command} needs {name}: pip install {name}")
+
+
 def loss(output: Any, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats, taken in float32."""
     logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED)
-
-
-def checkpoint(model: nn.Module) -> nn.Module:
-    """Put torch's non-reentrant checkpoint around every block, and return the model."""
-    if isinstance(model, Transformer):
-        model.checkpointing = True
-    else:
-        # the older name is deprecated since transformers 5.23
-        old, options = "gradient_checkpointing_enable", {"use_reentrant": False}
-        getattr(model, "activation_checkpointing_enable", getattr(model, old))(options)
-    return model
 
 
 def _options(kind: str, seq: int) -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""`python -m bench ways --model module:factory`: the ways of training a model of the caller's.
+"""Compare ways of training a model of yours.
 
-Eager; torch's non-reentrant checkpoint around every unit that `fusedckpt.plan` finds; `fuse`, alone
-and with `fusedckpt.Checkpoint` around every unit; plans. All share the model's parameters.
+Trains it eager, with torch's non-reentrant checkpoint around every unit that `fusedckpt.plan`
+finds, fused, fused with `fusedckpt.Checkpoint` around every unit, and under plans; compares memory,
+recomputed FLOPs, time and losses. All share the model's parameters. The factory returns (model,
+args), (model, kwargs) or (model, args, kwargs), on the device to measure. The loss is the output's
+.loss, or else the mean square of its tensors; for another loss, wrap the model.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,28 +19,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fusedckpt
 from bench.env import environment, summary
+from bench.options import Options
+from bench.records import part_of, publish
 from bench.tables import progress
-from bench.training import (
-    BUDGETS,
-    Batch,
-    Way,
-    Workload,
-    compare,
-    plans,
-    show_ways,
-    wrap_units,
-)
-from bench.training_figures import publish
+from bench.training import BUDGETS, NOTES, RECIPES, Batch, Tick, Way, Workload, compare, plans
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.reporting.step import default_loss
 
-SETTINGS = ("model", "budget", "steps", "repeat", "seed")
 # ways with a figure of memory through a step
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
+
+
+def options(add: Options) -> None:
+    """Add the options."""
+    text = "the function that makes the model and its inputs: package.module:name or file.py:name"
+    add.one("model", text, required=True, metavar="MODULE:FACTORY")
+    text = "activation budget of a plan, such as 2GiB; default: three between the extremes"
+    add.many("budget", text, metavar="SIZE")
+    add.count("steps", "training steps per turn, on the same inputs", 2)
+    add.count("repeat", "turns of every way", 3)
+    add.seed()
+    add.place("ways.json and ways.png", has_device=False)
 
 
 def prepare(chosen: Namespace) -> Namespace:
@@ -48,9 +53,9 @@ def prepare(chosen: Namespace) -> Namespace:
     """
     factory = _factory(chosen.model)
     torch.manual_seed(chosen.seed)
-    chosen.made, chosen.batch = _given(chosen.model, factory())
-    device = next(chosen.made.parameters()).device
-    chosen.budgets = [bytes_of("--budget", size, device) for size in chosen.budget]
+    model, batch = _given(chosen.model, factory())
+    device = next(model.parameters()).device
+    chosen.made = model, batch, [bytes_of("--budget", size, device) for size in chosen.budget]
     return chosen
 
 
@@ -75,36 +80,29 @@ def _factory(spec: str) -> Callable[[], Any]:
 
 def _given(spec: str, made: Any) -> tuple[nn.Module, Batch]:
     """Read the result of a factory: (model, args), (model, kwargs) or (model, args, kwargs)."""
-    args, kwargs = (), {}
-    match made:
-        case (nn.Module() as model, dict() as kwargs):
-            pass
-        case (nn.Module() as model, (Tensor() | tuple() | list()) as args):
-            pass
-        case (nn.Module() as model, (Tensor() | tuple() | list()) as args, dict() as kwargs):
-            pass
-        case _:
-            parts = made if isinstance(made, (tuple, list)) else (made,)
-            came = ", ".join(type(part).__name__ for part in parts)
-            raise ValueError(
-                f"--model {spec} is to return (model, args), (model, kwargs) or (model, args, "
-                f"kwargs): an nn.Module, a tuple or one tensor, a dict; it returned ({came})"
-            )
+    parts = made if isinstance(made, (tuple, list)) else (made,)
+    model, *given = parts
+    kwargs = given.pop() if given and isinstance(given[-1], dict) else {}
+    args = given.pop() if given and isinstance(given[-1], (Tensor, tuple, list)) else ()
+    if given or not isinstance(model, nn.Module) or len(parts) == 1:
+        came = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(
+            f"--model {spec} is to return (model, args), (model, kwargs) or (model, args, "
+            f"kwargs): an nn.Module, a tuple or one tensor, a dict; it returned ({came})"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"--model {spec}: no parameter of the {type(model).__name__} is trained")
     return model, Batch((args,) if isinstance(args, Tensor) else tuple(args), kwargs)
 
 
-def _ways(
-    chosen: Namespace, work: Workload, notes: list[str], tick: Callable[[str], None]
-) -> Iterator[Way]:
+def _ways(work: Workload, given: Sequence[int], notes: list[str], tick: Tick) -> Iterator[Way]:
     yield Way("eager", work.model)
-    yield Way("checkpoint", wrap_units(work.copied(), checkpoint_wrapper))
+    yield Way("checkpoint", RECIPES["checkpoint"](work.copied()))
     fused = work._replace(model=work.copied())
     notes.append(f"fuse: {str(fusedckpt.fuse(fused.model)).splitlines()[0]}")
     yield Way("fuse", fused.model)
-    yield Way("fuse+ckpt", wrap_units(fused.copied(), fusedckpt.Checkpoint))
-    asked = [("fuse+plan", fused, (), [budget]) for budget in chosen.budgets]
+    yield Way("fuse+ckpt", RECIPES["fuse+ckpt"](work.copied()))
+    asked = [("fuse+plan", fused, (), [budget]) for budget in given]
     rules = [
         ("plan", work, ["memory"], []),
         ("fuse+plan", fused, ["memory"], [] if asked else None),
@@ -118,28 +116,25 @@ def _ways(
 
 def run(chosen: Namespace) -> int:
     """Measure, print, write ways.json and ways.png; 1 where a way failed, else 0."""
-    model, notes, failures = chosen.made, list[str](), list[str]()
+    (model, batch, budgets), notes, failures = chosen.made, list[str](), list[str]()
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         # a second run of a layer would add to it once more
         config.use_cache = False
         notes.append("model.config.use_cache was set to False, as checkpoints need")
-    sgd, batches = partial(torch.optim.SGD, lr=1e-3), [chosen.batch] * chosen.steps
+    sgd, batches = partial(torch.optim.SGD, lr=1e-3), [batch] * chosen.steps
     work = Workload(model, batches, lambda output, target: default_loss(output), sgd)
     first = next(model.parameters())
-    facts = environment(first.device, first.dtype)
-    dtype = str(first.dtype).removeprefix("torch.")
+    facts, dtype = environment(first.device, first.dtype), str(first.dtype).removeprefix("torch.")
     subtitle = f"{summary(facts)}; {dtype}, medians of {chosen.repeat} x {chosen.steps} steps"
-    print(subtitle, flush=True)
-    num_budgets = len(chosen.budgets or BUDGETS)
+    print(f"{subtitle}\nwrites ways.json and ways.png to {chosen.out}", flush=True)
+    num_budgets = len(budgets or BUDGETS)
     total = 2 + num_budgets + (6 + num_budgets) * (1 + chosen.repeat)
     with progress("ways", total) as tick:
-        ways = list(_ways(chosen, work, notes, tick))
+        ways = list(_ways(work, budgets, notes, tick))
         rows = compare(work, ways, chosen.repeat, tick, shown=SHOWN, failures=failures)
     size = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__} of {chosen.model}: {size:,} parameters"
-    settings = {name: getattr(chosen, name) for name in SETTINGS}
-    record = {"subtitle": subtitle, "settings": settings, "environment": facts}
-    record["own"] = show_ways(title, [*notes, *failures], rows)
-    publish(record, chosen.out, "ways")
-    return int(bool(failures))
+    part = part_of(title, [*notes, *failures, *NOTES], rows)
+    status = publish(chosen, "ways", "Ways of training a model of yours", subtitle, facts, [part])
+    return int(bool(failures) or status)

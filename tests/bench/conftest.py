@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
+import json
+from pathlib import Path
 
 import pytest
-from support import HANGS
 
 from fusedckpt.autograd.dispatch import forced_path
 
@@ -30,33 +30,36 @@ def uncompiled():
 
 @pytest.fixture
 def add_way(monkeypatch):
+    """Add an implementation of every case: name, and eager function -> function."""
     from bench.implementations import BASELINES
 
-    def add(name: str, wrap) -> None:
-        monkeypatch.setitem(BASELINES, name, wrap)
-
-    return add
+    return lambda name, wrap: monkeypatch.setitem(BASELINES, name, wrap)
 
 
 @pytest.fixture
-def outer():
-    """The handlers of a program that runs the command, wherever this test runs."""
+def refused(capsys):
+    """Run a command that is to end in one line before any work, and return the line."""
+    from bench.__main__ import main
 
-    def handler(number, frame) -> None:
-        raise RuntimeError(f"died of {number}")
+    def run(*argv: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert ended.value.code == 2
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage == f"usage: python -m bench {argv[0]} [options]"
+        return error
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, handler) for number in numbers]
-    yield handler
-    for number, was in zip(numbers, before, strict=True):
-        signal.signal(number, was)
+    return run
 
 
-@pytest.fixture
-def hang_guard():
-    """Fail a test whose process does not end, instead of waiting for it."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(HANGS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+@pytest.fixture(scope="session")
+def bench_run():
+    """Run `bench run` or `capacity` at toy sizes in this process; returns status and rows."""
+    from bench.__main__ import main
+
+    def run(out: Path, *options: str, command: str = "run") -> tuple[int, list[dict]]:
+        sizes = ("--in-process", "--device=cpu", "--size=tiny", "--repeat=3")
+        status = main([command, *sizes, *options, f"--out={out}"])
+        return status, [json.loads(line) for line in (out / f"{command}.jsonl").open()]
+
+    return run

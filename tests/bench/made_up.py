@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.results import append
+from bench.results import Row, append
 
 FACTS = {
-    "device": "a device",
-    "date": "2026-01-02T03:04:05+00:00",
-    "commit": "0123456789abcdef",
-    "torch": "2.13",
-    "triton": "3.7",
-    "fusedckpt": "0.1",
+    **{"device": "a device", "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef"},
+    **{"torch": "2.13", "triton": "3.7", "fusedckpt": "0.1"},
 }
-Row = dict[str, Any]
 
 
 def row(name: str, ms: float = 3.0, peak: int = 1000, **changes: Any) -> Row:
@@ -35,9 +30,8 @@ def row(name: str, ms: float = 3.0, peak: int = 1000, **changes: Any) -> Row:
 def group(*rows: Row, case: str = "mlp", **changes: Any) -> list[Row]:
     shared = {
         **{"case": case, "size": "tiny", "tokens": 48, "dim": 32, "hidden": 80, "kv": 16},
-        **{"dtype": "float32", "checked_tokens": 48, "seq": None, "flops": 3 * 10**9},
-        **{"bytes": 3 * 10**6, "matmul_tflops": 1.5, "copy_gbytes": 10.0, **FACTS},
-        **changes,
+        **{"dtype": "float32", "seq": None, "flops": 3 * 10**9, "bytes": 3 * 10**6},
+        **{"matmul_tflops": 1.5, "copy_gbytes": 10.0, **FACTS, **changes},
     }
     return [shared | one for one in rows]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -13,9 +14,8 @@ from torch.nn import functional as F
 
 from bench import cases, peers
 from bench.measure import Implementation, Truth, Work
-from bench.settings import SIZES
 
-(SIZE,) = SIZES["tiny"]
+(SIZE,) = cases.SIZES["tiny"]
 CPU = torch.device("cpu")
 
 
@@ -43,13 +43,11 @@ def test_what_is_packed_is_unpacked(peer):
     assert all(x.is_leaf and x.requires_grad for x in packed)
     # x aside these are weights: what a module takes, and what is not counted as saved
     assert all(isinstance(x, nn.Parameter) for x in packed[1:])
-    unpacked = peer.unpack(packed)
-    assert [x.shape for x in unpacked] == [x.shape for x in inputs]
-    assert all(torch.equal(a, b) for a, b in zip(unpacked, inputs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(peer.unpack(packed), inputs, strict=True))
 
 
 class Late(torch.autograd.Function):
-    """A module's sum of parts; backward reads the parameters that the module has by then."""
+    """A module's result; backward reads the parameters that the module has by then."""
 
     @staticmethod
     def forward(ctx, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -66,78 +64,64 @@ class Late(torch.autograd.Function):
         return None, *torch.autograd.grad(y, inputs, dy)
 
 
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def mlp(x: Tensor, norm: Tensor, fc1: Tensor, fc2: Tensor, eps: float) -> Tensor:
+    gate, up = F.linear(rms(x, norm, eps), fc1).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, fc2)
+
+
+# Transformer Engine's modules: parameters by name, and the result of x and them
+ENGINE = {
+    "RMSNorm": (lambda d: {"weight": (d,)}, rms),
+    "LayerNorm": (
+        lambda d: {"weight": (d,), "bias": (d,)},
+        lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps),
+    ),
+    "LayerNormLinear": (
+        lambda d, n: {"layer_norm_weight": (d,), "weight": (n, d)},
+        lambda x, norm, w, eps: F.linear(rms(x, norm, eps), w),
+    ),
+    "LayerNormMLP": (
+        lambda d, f: {"layer_norm_weight": (d,), "fc1_weight": (2 * f, d), "fc2_weight": (d, f)},
+        mlp,
+    ),
+}
+
+
 class StandIn(nn.Module):
     """Takes the arguments of Transformer Engine's modules, and names parameters as they do."""
 
-    def __init__(self, params_dtype: torch.dtype, eps: float, **shapes: tuple[int, ...]):
+    def __init__(self, kind: str, *widths: int, eps: float, params_dtype: torch.dtype, **options):
         super().__init__()
-        self.eps = eps
-        for name, shape in shapes.items():
+        shapes, compute = ENGINE[kind]
+        self.compute = partial(compute, eps=eps)
+        for name, shape in shapes(*widths).items():
             self.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=params_dtype)))
+        expected = {"bias": False, "normalization": "RMSNorm", "activation": "swiglu"}
+        assert options.items() <= (expected | {"checkpoint": True}).items()
 
     def forward(self, x: Tensor) -> Tensor:
         return Late.apply(self, x, *self.parameters())
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.eps)
-
-
-class RMSNorm(StandIn):
-    def __init__(self, dim, eps=1e-5, *, params_dtype):
-        super().__init__(params_dtype, eps, weight=(dim,))
-
-    def compute(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.norm(x, weight)
-
-
-class LayerNorm(StandIn):
-    def __init__(self, dim, eps=1e-5, *, params_dtype):
-        super().__init__(params_dtype, eps, weight=(dim,), bias=(dim,))
-
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
-
-
-class LayerNormLinear(StandIn):
-    def __init__(self, fan_in, fan_out, eps, *, bias, normalization, params_dtype):
-        assert (bias, normalization) == (False, "RMSNorm")
-        shapes = {"layer_norm_weight": (fan_in,), "weight": (fan_out, fan_in)}
-        super().__init__(params_dtype, eps, **shapes)
-
-    def compute(self, x: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(self.norm(x, norm_weight), weight)
-
-
-class LayerNormMLP(StandIn):
-    def __init__(
-        self, dim, hidden, eps, *, bias, normalization, activation, params_dtype, checkpoint=False
-    ):
-        assert (bias, normalization, activation) == (False, "RMSNorm", "swiglu")
-        shapes = {"layer_norm_weight": (dim,), "fc1_weight": (2 * hidden, dim)}
-        super().__init__(params_dtype, eps, **shapes, fc2_weight=(dim, hidden))
-
-    def compute(self, x: Tensor, norm_weight: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-        gate, up = F.linear(self.norm(x, norm_weight), fc1).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, fc2)
 
 
 @pytest.fixture
 def engine(monkeypatch):
     """Put stand-ins for Transformer Engine's modules where it would be imported from."""
     package, pytorch = ModuleType(peers.TE), ModuleType(f"{peers.TE}.pytorch")
-    for kind in (RMSNorm, LayerNorm, LayerNormLinear, LayerNormMLP):
-        setattr(pytorch, kind.__name__, kind)
+    for kind in ENGINE:
+        setattr(pytorch, kind, partial(StandIn, kind))
     for module in (package, pytorch):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-ENGINE = [(peer.name, peer.case) for peer in peers.PEERS if peer.package == peers.TE]
-
-
-@pytest.mark.parametrize(("name", "case"), ENGINE)
-def test_backward_of_a_module_sees_our_weights(engine, name, case):
-    found = {one.name: one for one in peers.peers_of(case, SIZE)}[name]
+@pytest.mark.parametrize("peer", [peer for peer in peers.PEERS if peer.package == peers.TE])
+def test_backward_of_a_module_sees_our_weights(engine, peer):
+    case = peer.case
+    found = {one.name: one for one in peers.peers_of(case, SIZE)}[peer.name]
     work = work_of(case)
     assert failure_of(found, work, case) is None
     # other weights than those that the module was first called with, then another dtype
@@ -147,7 +131,7 @@ def test_backward_of_a_module_sees_our_weights(engine, name, case):
 
 
 class Doubled(torch.autograd.Function):
-    """Returns what it is given; backward doubles the gradient where it lies."""
+    """Returns its input; backward doubles the gradient in place."""
 
     @staticmethod
     def forward(ctx, y: Tensor) -> Tensor:
@@ -158,7 +142,7 @@ class Doubled(torch.autograd.Function):
         return dy.mul_(2) / 2
 
 
-def test_whoever_writes_to_what_all_are_given_is_wrong():
+def test_an_implementation_that_writes_to_shared_tensors_is_wrong():
     work, eager = work_of("rms_norm"), cases.CASES["rms_norm"].eager(SIZE)
 
     def shifted(x: Tensor, weight: Tensor) -> Tensor:
@@ -183,6 +167,5 @@ def test_whoever_writes_to_what_all_are_given_is_wrong():
         found.attempt(truth.check)
         assert found.failure == failure
         assert found.is_wrong == str(failure).startswith("wrong")
-        assert all(
-            torch.equal(x, old) for x, old in zip((*work.inputs, *work.douts), given, strict=True)
-        )
+        pairs = zip((*work.inputs, *work.douts), given, strict=True)
+        assert all(torch.equal(x, old) for x, old in pairs)

@@ -1,8 +1,10 @@
-"""`python -m bench run` at toy sizes: every case, honest numbers, failures that stay alone."""
+"""`python -m bench run` and `capacity` at toy sizes: honest numbers, failures that stay alone."""
 
 from __future__ import annotations
 
-import json
+import math
+import os
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -10,28 +12,27 @@ import torch
 from torch import Tensor, nn
 
 import fusedckpt
-
-pytest.importorskip("matplotlib", reason="needs the bench extra")
-
-
-from running import bench, rows_of
-
-from bench import __main__ as command
-from bench import cases, clock, implementations, measure, peers
-from bench.cases import LAYERS
+from bench import cases, implementations, jobs, measure, peers
+from bench.__main__ import main
+from bench.cases import LAYERS, SIZES
 from bench.measure import Implementation, Work
-from bench.results import append, groups, ratios, read
-from bench.settings import SIZES
 
 pytestmark = pytest.mark.usefixtures("aten", "uncompiled")
 SEQ = 24
 (SIZE,) = SIZES["tiny"]
 F32 = 4
+MLP = ("--case=mlp", "--repeat=1")
+NORM = ("--case=rms_norm", "--repeat=1")
+
+
+def rows_of(result: list[dict], case: str = "mlp") -> dict[str, dict]:
+    rows = [line for line in result if line["case"] == case]
+    return {row["name"]: row for row in rows if row["failure"] != "not installed"}
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    status, result = bench(tmp_path_factory.mktemp("run"))
+def result(tmp_path_factory, bench_run):
+    status, result = bench_run(tmp_path_factory.mktemp("run"))
     assert status == 0
     return result
 
@@ -43,8 +44,7 @@ def test_every_line_names_what_a_number_needs(result):
         assert line["paths"] == fusedckpt.paths("cpu", torch.float32)
         assert {"device", "driver", "date", "commit", "python", "triton"} <= line.keys()
         assert (line["dtype"], line["size"]) == ("float32", "tiny")
-        assert (line["dim"], line["hidden"]) == (SIZE.dim, SIZE.hidden)
-        assert line["tokens"] == line["checked_tokens"] == SIZE.tokens
+        assert (line["dim"], line["hidden"], line["tokens"]) == (SIZE.dim, SIZE.hidden, SIZE.tokens)
         case = cases.CASES[line["case"]]
         assert line["seq"] == ((48 if case.has_context else SEQ) if case.sequences else None)
         assert min(line["matmul_tflops"], line["copy_gbytes"]) > 0
@@ -64,12 +64,11 @@ def test_every_case_is_checked_weighed_and_timed(result, name):
         assert row["failure"] is None
         assert len(row["errors"]) >= 3
         assert 0 < row["backward_peak_bytes"] <= row["peak_bytes"]
-        assert not row["is_graph"]
-        for time in (row["forward_ms"], row["backward_ms"], row["both_ms"]):
-            assert len(time) == 3
-            assert min(time) > 0
+        for times in (row["forward_ms"], row["backward_ms"], row["both_ms"]):
+            assert len(times) == 3
+            assert min(times) > 0
     saved = [rows[way]["saved_bytes"] for way in (*ours, "eager")]
-    # linear_act keeps x and z at its last level, as eager does
+    # linear_act saves x and z at its last level, as eager does
     assert saved == sorted(saved)
     assert saved[0] < saved[-1]
 
@@ -106,49 +105,38 @@ def test_saved_bytes_are_those_of_the_tables(result, case, way, elements):
 def test_attention_runs_again_where_nothing_saves_it(result):
     rows = rows_of(result, "attention")
     again = {"checkpoint", "ours(eager)", "ours(fused)"}
-    assert {name: row["attentions"] for name, row in rows.items()} == {
-        name: 2 if name in again else 1 for name in rows
-    }
+    found = {name: row["attentions"] for name, row in rows.items()}
+    assert found == {name: 2 if name in again else 1 for name in rows}
 
 
-def test_torch_compile_takes_part(tmp_path, add_way, capsys):
+def test_torch_compile_takes_part(tmp_path, bench_run, add_way, capsys):
     # the plain backend: no compiler of C++ is asked for
     add_way("torch.compile", lambda eager: torch.compile(eager, backend="aot_eager"))
-    status, result = bench(tmp_path, "--case=mlp", "--repeat=1")
+    status, result = bench_run(tmp_path, *MLP, "--only=torch.compile")
     assert status == 0
     assert rows_of(result)["torch.compile"]["failure"] is None
-    out = capsys.readouterr().out
-    assert f"{SIZE.tokens} tokens, D = {SIZE.dim}, F = {SIZE.hidden}" in out
-    assert "torch.compile" in out
+    assert f"{SIZE.tokens} tokens, D = {SIZE.dim}, F = {SIZE.hidden}" in capsys.readouterr().out
 
 
 def test_turns_rotate(monkeypatch):
-    order = []
-
+    order, begun = [], []
     monkeypatch.setattr(Implementation, "time", lambda one, *args: order.append(one.name))
-    case = cases.CASES["layer_norm"]
-    inputs = cases.draw(case, SIZE, 8, torch.device("cpu"), torch.float32)
-    work = Work(inputs, [torch.ones(8, SIZE.dim)], torch.device("cpu"))
-    eager = case.eager(SIZE)
+    case, device = cases.CASES["layer_norm"], torch.device("cpu")
+    inputs = cases.draw(case, SIZE, 8, device, torch.float32)
+    work, eager = Work(inputs, [torch.ones(8, SIZE.dim)], device), case.eager(SIZE)
     rivals = [Implementation(name, eager) for name in "abc"]
-    begun = []
     measure.measure(work, rivals, eager, 1, lambda one: begun.append(one.name))
     assert "".join(order) == "abcbcacab"
+    # numbers before and after memory and time
     assert "".join(begun) == "abcabc" + "abcbcacab" + "abc"
-    assert len(begun) == 3 * (measure.OTHER_STEPS + 1)
 
 
 def test_variants_are_listed_where_kernels_are_compiled():
     def names(case: str) -> set[str]:
         return {one.name for one in implementations.implementations_of(case, SIZE, True)}
 
-    variants = {f"fusedckpt gate{variant}" for variant in ("", " split", " hybrid")}
-    assert variants <= names("gated_mlp")
+    assert {f"fusedckpt gate{kind}" for kind in ("", " split", " hybrid")} <= names("gated_mlp")
     assert "fusedckpt inputs fused" in names("linear_act")
-
-
-def test_ratios_are_taken_within_rounds():
-    assert ratios([2, 9, 6], [1, 9, 2]) == [2, 1, 3]
 
 
 def test_the_load_is_that_of_the_formulas():
@@ -157,10 +145,6 @@ def test_the_load_is_that_of_the_formulas():
     weights = 3 * d * f * f32
     assert load["flops"] == 6 * t * d * f + 12 * t * d * f
     assert load["bytes"] == 2 * t * d * f32 + weights + 3 * t * d * f32 + 2 * weights
-    norm = cases.load_of(cases.CASES["add_rms_norm"], SIZE, t, torch.float32)
-    assert norm["flops"] == 0
-    # x, residual and weight, y and the sum; in backward the gradients of the former besides
-    assert norm["bytes"] == (4 * t * d + d) * f32 + (6 * t * d + 2 * d) * f32
     layer = cases.load_of(cases.CASES["decoder_layer"], SIZE, t, torch.float32)
     gemms = 2 * t * (2 * d * d + 2 * d * SIZE.kv + 3 * d * f)
     # attention's two products, and the four of its gradients
@@ -168,11 +152,15 @@ def test_the_load_is_that_of_the_formulas():
 
 
 def test_sizes_fit_their_cases():
-    for name, sizes in SIZES.items():
-        for size in sizes:
-            assert size.dim % size.head_dim == size.kv % size.head_dim == 0, name
-            assert size.dim // size.head_dim % (size.kv // size.head_dim) == 0, name
-    assert cases.CASES["stack"].inputs(SIZES["llama-3-8b"][0], 65536)[0] == (32, 2048, 4096)
+    for size in (size for sizes in SIZES.values() for size in sizes):
+        assert size.dim % size.head_dim == size.kv % size.head_dim == 0, size
+        assert size.dim // size.head_dim % (size.kv // size.head_dim) == 0, size
+    stack, (llama,) = cases.CASES["stack"], SIZES["llama-3-8b"]
+    assert [stack.inputs(SIZE, 48 * n)[0] for n in (1, 3)] == [(2, 24, 32), (6, 24, 32)]
+    assert [stack.inputs(llama, n)[0] for n in (10240, 3)] == [(5, 2048, 4096), (1, 3, 4096)]
+    # what is no multiple would be cut into other sequences
+    with pytest.raises(ValueError, match="3000 tokens are no multiple of 2048"):
+        stack.inputs(llama, 3000)
 
 
 def test_budgets_reach_the_compiler(monkeypatch):
@@ -184,108 +172,182 @@ def test_budgets_reach_the_compiler(monkeypatch):
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
     for budget in (0.5, 0.0):
-        assert (
-            implementations._compiled(budget)(torch.relu)(torch.ones(2, requires_grad=True)).sum()
-            == 2
-        )
+        compiled = implementations._compiled(budget)(torch.relu)
+        assert compiled(torch.ones(2, requires_grad=True)).sum() == 2
     assert seen == [0.5, 0.0]
-    assert torch._functorch.config.activation_memory_budget == 1.0
 
 
-def test_a_library_that_is_absent_is_a_line(tmp_path, monkeypatch, capsys):
-    peer = peers.Peer("Absent", "no_such_package", "rms_norm", torch.relu)
-    monkeypatch.setattr(peers, "PEERS", (peer, peer._replace(name="Gone")))
-    status, result = bench(tmp_path, "--case=rms_norm", "--repeat=1")
-    assert status == 0
-    assert [line["failure"] for line in result][-2:] == ["not installed"] * 2
-    assert "not installed: Absent, Gone" in capsys.readouterr().out
+def test_names_choose_who_takes_part(tmp_path, bench_run):
+    rows = rows_of(bench_run(tmp_path, *MLP, "--only=fusedckpt", "--skip=preact")[1])
+    assert list(rows) == ["eager", "fusedckpt inputs"]
 
 
-def test_a_peer_computes_with_weights_of_its_own_layout(tmp_path, monkeypatch):
-    def packed(size, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, dim=-1)
-        return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
+class Off(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
 
-    def broken(size, *inputs):
-        raise ImportError("no such symbol")
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy * 1.001
 
-    right = peers.Peer("packed", "torch", "gated_mlp", packed, **peers.GATED)
-    swapped = right._replace(name="swapped", unpack=lambda grads: peers._split(grads, 1, (79, 81)))
-    monkeypatch.setattr(
-        peers, "PEERS", (right, swapped, peers.Peer("broken", "torch", "gated_mlp", broken))
-    )
-    status, result = bench(tmp_path, "--case=gated_mlp", "--repeat=1")
-    rows = rows_of(result, "gated_mlp")
-    assert status == 0
-    assert rows["packed"]["both_ms"]
-    assert (
-        rows["packed"]["saved_bytes"]
-        == 5 * SIZE.hidden * F32 * SIZE.tokens
-        + (SIZE.dim * F32 * SIZE.tokens)
-        - SIZE.hidden * F32 * SIZE.tokens
-    )
-    assert rows["swapped"]["failure"].startswith("RuntimeError")
-    assert rows["broken"]["failure"] == "ImportError: no such symbol"
+
+def after(calls: int, eager):
+    """Return a function that raises once it has been called so often."""
+    left = iter(range(calls))
+
+    def fn(*inputs: Tensor) -> Tensor:
+        if next(left, None) is None:
+            raise RuntimeError("out of [memory]\nat a place")
+        return eager(*inputs)
+
+    return fn
+
+
+def test_wrong_numbers_and_failures_cost_one_row(tmp_path, bench_run, add_way, capsys):
+    add_way("off", lambda eager: lambda x, *weights: eager(Off.apply(x), *weights))
+    add_way("nan", lambda eager: lambda *inputs: eager(*inputs) * math.nan)
+    add_way("wide", lambda eager: lambda *inputs: eager(*inputs).double())
+    for calls in (0, 3, 6):
+        add_way(f"crash {calls}", lambda eager, calls=calls: after(calls, eager))
+    # right at first, and wrong once it has been timed
+    add_way("later", lambda eager: Later(eager))
+    add_way("exit", lambda eager: lambda *inputs: (_ for _ in ()).throw(SystemExit(3)))
+    status, result = bench_run(tmp_path, *MLP)
+    rows = rows_of(result)
+    assert status == 1
+    # y, then dx
+    assert rows["off"]["failure"].startswith("wrong: result 1 is off by ")
+    assert rows["wide"]["failure"] == "wrong: result 0 is torch.float64, eager's torch.float32"
+    wrong = {"off", "nan", "wide", "later"}
+    assert {name for name, row in rows.items() if row["is_wrong"]} == wrong
+    assert rows["crash 3"]["failure"] == "RuntimeError: out of [memory]"
+    assert rows["exit"]["failure"] == "SystemExit: 3"
+    for name in (*wrong, "crash 0", "crash 3", "crash 6", "exit"):
+        assert rows[name]["both_ms"] is rows[name]["forward_ms"] is None
     assert rows["eager"]["both_ms"]
+    assert rows["fusedckpt inputs"]["both_ms"]
+    assert "off: wrong: result 1" in capsys.readouterr().out
 
 
-def test_numbers_are_checked_on_what_fits(monkeypatch):
-    case, eager = cases.CASES["add_rms_norm"], cases.CASES["add_rms_norm"].eager(SIZE)
-    inputs = cases.draw(case, SIZE, 8, torch.device("cpu"), torch.float32)
-    work = Work(inputs, [torch.ones(8, SIZE.dim)] * 2, torch.device("cpu"), 2)
-    results = Work.results
+class Later:
+    def __init__(self, eager):
+        self.eager, self.calls = eager, 0
 
-    def limited(self, fn):
-        if self.inputs[0].dtype == torch.float64 and len(self.inputs[0]) > 3:
-            raise torch.OutOfMemoryError("too large")
-        return results(self, fn)
-
-    monkeypatch.setattr(Work, "results", limited)
-    rival = Implementation("rival", eager)
-    assert measure.measure(work, [rival], eager, 1, lambda _: None) == 2
-    assert rival.failure is None
-    assert len(rival.samples) == 1
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return self.eager(*inputs) * (1.0 if self.calls < 6 else 1.01)
 
 
-def test_names_choose_who_takes_part(tmp_path):
-    options = ("--case=mlp", "--repeat=1", "--only=fusedckpt", "--skip=preact")
-    assert list(rows_of(bench(tmp_path, *options)[1])) == ["eager", "fusedckpt inputs"]
+def test_only_own_failures_and_wrong_numbers_fail_the_command(tmp_path, bench_run, add_way):
+    def crash(eager):
+        return after(0, eager)
+
+    add_way("peer", crash)
+    assert bench_run(tmp_path, *NORM, "--only=peer")[0] == 0
+    add_way("ours(crash)", crash)
+    assert bench_run(tmp_path, *NORM, "--only=crash")[0] == 1
 
 
-def test_ceilings_are_those_of_the_size(tmp_path, monkeypatch):
-    shrinks = []
-
-    def ceilings(device, dtype, shrink=1) -> tuple[float, float]:
-        shrinks.append(shrink)
-        return float(shrink), 1.0
-
-    monkeypatch.setattr(clock, "ceilings", ceilings)
-    sizes = ("--size=gpt2", "--tokens=2", "--tokens=4")
-    _, result = bench(tmp_path, "--case=rms_norm", "--repeat=1", "--only=eager", *sizes)
-    assert shrinks == [8, 1]
-    assert {line["size"]: line["matmul_tflops"] for line in result} == {"tiny": 8, "gpt2": 1}
+def abort(*inputs: Tensor) -> None:
+    os.abort()
 
 
-def test_results_survive_reading(result, tmp_path):
-    path = tmp_path / "run.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in result))
-    found = groups(read(path))
-    assert [rows[0]["case"] for rows in found] == list(cases.CASES)
-    again = tmp_path / "again.jsonl"
-    for rows in found:
-        append(rows, again)
-    assert [json.loads(line) for line in again.read_text().splitlines()] == result
-    path.write_text('{"case": {}}\n')
-    with pytest.raises(ValueError, match=r"run\.jsonl:1: not a result of bench run"):
-        read(path)
+def hang(*inputs: Tensor) -> None:
+    time.sleep(3600)
 
 
-@pytest.mark.parametrize("style", [(), ("--markdown",)])
-def test_tables_come_from_files(result, tmp_path, capsys, style):
-    path = tmp_path / "run.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in result))
-    assert command.main(["table", str(path), *style]) == 0
-    out = capsys.readouterr().out
-    assert "stack, tiny: 48 tokens, D = 32, F = 80, float32" in out
-    assert "ours(fused) one segment" in out
-    assert out.count("a large matmul") == 1
+def crashing(job) -> list[Implementation]:
+    fns = {"abort": abort, "leave": lambda *inputs: os._exit(3), "hang": hang}
+    return [Implementation(name, fns.get(name, torch.relu)) for name in job.chosen.only]
+
+
+class Crashing(jobs.Job):
+    def implementations(self):
+        return crashing(self)
+
+
+def call(job, found, begin):
+    for one in found:
+        if one.failure is None:
+            begin(one)
+            one.fn(torch.ones(2))
+    return {}
+
+
+def described(job, one, facts):
+    return {"name": one.name, "failure": one.failure}
+
+
+def test_what_kills_its_process_costs_one_row(capsys):
+    names = ("eager", "abort", "leave", "hang", "last")
+    options = {"only": names, "device": "cpu", "dtype": "float32", "in_process": False}
+    chosen = jobs.Namespace(**options, timeout=3)
+    job = Crashing("rms_norm", "tiny", SIZE, 8, chosen)
+    told: list[str] = []
+    rows = jobs.rows_of(job, jobs.Measurement("x.jsonl", 1, call, described), told.append)
+    assert {row["name"]: row["failure"] for row in rows} == {
+        **{"eager": None, "last": None, "abort": "crashed: SIGABRT"},
+        **{"leave": "crashed: exit status 3", "hang": "crashed: out of time after 3 s"},
+    }
+    assert "abort crashed: SIGABRT; once more without it" in capsys.readouterr().err
+
+
+def test_a_process_of_its_own_measures_the_same(tmp_path):
+    argv = ["run", "--device=cpu", "--size=tiny", *NORM, "--only=eager", f"--out={tmp_path}"]
+    assert main(argv) == 0
+    assert (tmp_path / "run.jsonl").read_text().count("\n") == 1
+
+
+@pytest.fixture
+def at_commit(monkeypatch):
+    return lambda name: monkeypatch.setattr("bench.env.commit", lambda: name)
+
+
+def test_resuming_measures_who_was_not(
+    tmp_path, bench_run, at_commit, add_way, monkeypatch, capsys
+):
+    at_commit("one")
+    peer = peers.Peer("Late", "no_such_package", "rms_norm", torch.relu)
+    monkeypatch.setattr(peers, "PEERS", (peer,))
+
+    def count(*options: str) -> int:
+        return len(bench_run(tmp_path, *NORM, *options, "--resume")[1])
+
+    assert count("--only=checkpoint") == 2
+    assert count() == 2 + 4
+    # of some of those who were measured nothing is left
+    assert count("--only=checkpoint") == 6
+    assert "nothing left to measure" in capsys.readouterr().out
+    # nor of an implementation that failed for good
+    add_way("crash", lambda eager: after(0, eager))
+    assert count() == count() == 6 + 5
+    # what is installed now can be measured; more rounds, another commit
+    monkeypatch.setattr(peers, "PEERS", (peer._replace(package="torch"),))
+    assert count() == 11 + 5
+    assert count("--only=eager", "--repeat=2") == 17
+    at_commit("two")
+    assert count("--only=eager") == 18
+    # a dirty checkout names nothing
+    at_commit("two-dirty")
+    assert count("--only=eager") == 19
+    assert "nothing counts as measured before" in capsys.readouterr().out
+    # without --resume earlier rows go
+    assert len(bench_run(tmp_path, *NORM, "--only=eager")[1]) == 1
+
+
+def test_an_interrupt_takes_nothing_away(tmp_path, bench_run, monkeypatch):
+    _, first = bench_run(tmp_path, *NORM, "--only=eager")
+
+    def interrupt(*args) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Implementation, "time", interrupt)
+    assert bench_run(tmp_path, *NORM, "--only=eager") == (130, first)
+
+
+def test_profile_lists_what_runs(tmp_path, capsys):
+    argv = ["profile", "--device=cpu", "--size=tiny", "--case=rms_norm", f"--out={tmp_path}"]
+    assert main(argv) == 0
+    assert "aten::" in capsys.readouterr().out
+    assert '"kernel": "aten::' in (tmp_path / "profile.jsonl").read_text()
