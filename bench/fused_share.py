@@ -30,17 +30,13 @@ IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Shape(NamedTuple):
-    """A model: its class, hidden width by D, heads, heads of keys and values, and more options.
-
-    of: the checkpoint whose config.json gives its widths, divided by hidden_size / 256.
-    """
+    """A model: its class, hidden width by D, heads, heads of keys and values, and more options."""
 
     model: str
     hidden: float = 4
     heads: int = 8
     kv: int = 8
     options: Mapping[str, Any] = MappingProxyType({})
-    of: str = ""
 
 
 def _experts(top_k: int, num: int = 16) -> dict[str, Any]:
@@ -49,40 +45,62 @@ def _experts(top_k: int, num: int = 16) -> dict[str, Any]:
     return {**dict.fromkeys(names, num), "num_experts_per_tok": top_k}
 
 
+# config.json of the checkpoint named in the comment, widths divided by hidden_size / 256
 DENSE: dict[str, Shape] = {
-    "llama": Shape("LlamaModel", 3.5, kv=2, of="meta-llama/Meta-Llama-3-8B"),
-    "mistral": Shape("MistralModel", 3.5, kv=2, of="mistralai/Mistral-7B-v0.3"),
+    # meta-llama/Meta-Llama-3-8B
+    "llama": Shape("LlamaModel", 3.5, kv=2),
+    # mistralai/Mistral-7B-v0.3
+    "mistral": Shape("MistralModel", 3.5, kv=2),
     # Qwen/Qwen2.5-7B: 4 of 28 heads
     "qwen2": Shape("Qwen2Model", 5.286, kv=1),
-    "qwen3": Shape("Qwen3Model", 3, kv=2, options={"head_dim": 32}, of="Qwen/Qwen3-8B"),
+    # Qwen/Qwen3-8B
+    "qwen3": Shape("Qwen3Model", 3, kv=2, options={"head_dim": 32}),
     # google/gemma-7b: heads 1.33 D wide
     "gemma": Shape("GemmaModel", 8, options={"head_dim": 42}),
     # google/gemma-2-9b: 8 of 16 heads, 1.14 D wide
     "gemma2": Shape("Gemma2Model", 4, kv=4, options={"head_dim": 36}),
     # google/gemma-3-4b: 4 of 8 heads, 0.8 D wide
     "gemma3": Shape("Gemma3TextModel", 4, kv=4, options={"head_dim": 26}),
-    "phi": Shape("PhiModel", 4, options={"resid_pdrop": 0.1}, of="microsoft/phi-2"),
-    "phi3": Shape("Phi3Model", 2.6667, of="microsoft/Phi-3-mini-4k-instruct"),
-    "olmo": Shape("OlmoModel", 2.6875, of="allenai/OLMo-7B-hf"),
-    "olmo2": Shape("Olmo2Model", 2.6875, of="allenai/OLMo-2-1124-7B"),
+    # microsoft/phi-2
+    "phi": Shape("PhiModel", 4, options={"resid_pdrop": 0.1}),
+    # microsoft/Phi-3-mini-4k-instruct
+    "phi3": Shape("Phi3Model", 2.6667),
+    # allenai/OLMo-7B-hf
+    "olmo": Shape("OlmoModel", 2.6875),
+    # allenai/OLMo-2-1124-7B
+    "olmo2": Shape("Olmo2Model", 2.6875),
     # ibm-granite/granite-3.1-8b-base
     "granite": Shape("GraniteModel", 3.125, kv=2, options={"residual_multiplier": 0.22}),
-    "glm": Shape("GlmModel", 3.344, kv=1, options={"head_dim": 32}, of="THUDM/glm-4-9b-hf"),
-    "glm4": Shape("Glm4Model", 3.344, kv=1, options={"head_dim": 32}, of="zai-org/GLM-4-9B-0414"),
-    "starcoder2": Shape("Starcoder2Model", 4, kv=1, of="bigcode/starcoder2-7b"),
-    "stablelm": Shape("StableLmModel", 2.75, of="stabilityai/stablelm-2-1_6b"),
-    "gpt2": Shape("GPT2Model", 4, of="openai-community/gpt2"),
-    "gpt_neox": Shape("GPTNeoXModel", 4, of="EleutherAI/pythia-6.9b"),
-    "smollm3": Shape("SmolLM3Model", 5.375, kv=2, of="HuggingFaceTB/SmolLM3-3B"),
-    "exaone4": Shape("Exaone4Model", 5.35, kv=2, of="LGAI-EXAONE/EXAONE-4.0-32B"),
+    # THUDM/glm-4-9b-hf
+    "glm": Shape("GlmModel", 3.344, kv=1, options={"head_dim": 32}),
+    # zai-org/GLM-4-9B-0414
+    "glm4": Shape("Glm4Model", 3.344, kv=1, options={"head_dim": 32}),
+    # bigcode/starcoder2-7b
+    "starcoder2": Shape("Starcoder2Model", 4, kv=1),
+    # stabilityai/stablelm-2-1_6b
+    "stablelm": Shape("StableLmModel", 2.75),
+    # openai-community/gpt2
+    "gpt2": Shape("GPT2Model", 4),
+    # EleutherAI/pythia-6.9b
+    "gpt_neox": Shape("GPTNeoXModel", 4),
+    # HuggingFaceTB/SmolLM3-3B
+    "smollm3": Shape("SmolLM3Model", 5.375, kv=2),
+    # LGAI-EXAONE/EXAONE-4.0-32B
+    "exaone4": Shape("Exaone4Model", 5.35, kv=2),
 }
 HARDER: dict[str, Shape] = {
-    "opt": Shape("OPTModel", 4, of="facebook/opt-6.7b"),
-    "whisper": Shape("WhisperModel", 4, of="openai/whisper-large-v3"),
-    "bert": Shape("BertModel", 4, of="google-bert/bert-large-uncased"),
-    "nn.TransformerEncoder": Shape("", 4, of="torch's default sizes"),
-    "apertus": Shape("ApertusModel", 5.25, kv=2, of="swiss-ai/Apertus-8B-2509"),
-    "bitnet": Shape("BitNetModel", 2.7, kv=2, of="microsoft/bitnet-b1.58-2B-4T"),
+    # facebook/opt-6.7b
+    "opt": Shape("OPTModel", 4),
+    # openai/whisper-large-v3
+    "whisper": Shape("WhisperModel", 4),
+    # google-bert/bert-large-uncased
+    "bert": Shape("BertModel", 4),
+    # torch's default sizes
+    "nn.TransformerEncoder": Shape("", 4),
+    # swiss-ai/Apertus-8B-2509
+    "apertus": Shape("ApertusModel", 5.25, kv=2),
+    # microsoft/bitnet-b1.58-2B-4T
+    "bitnet": Shape("BitNetModel", 2.7, kv=2),
     # ByteDance-Seed/Seed-OSS-36B-Base
     "seed_oss": Shape("SeedOssModel", 5.4, kv=1, options={"head_dim": 32, "residual_dropout": 0.1}),
     # nvidia/Minitron-4B-Base
@@ -103,7 +121,8 @@ EXPERTS: dict[str, Shape] = {
     "qwen3_moe": Shape("Qwen3MoeModel", 0.375, kv=1, options={"head_dim": 64} | _experts(8)),
     # mistralai/Mixtral-8x7B-v0.1
     "mixtral": Shape("MixtralModel", 3.5, kv=2, options=_experts(2, 8)),
-    "olmoe": Shape("OlmoeModel", 0.5, options=_experts(8, of="allenai/OLMoE-1B-7B-0924"),
+    # allenai/OLMoE-1B-7B-0924
+    "olmoe": Shape("OlmoeModel", 0.5, options=_experts(8)),
     # openai/gpt-oss-20b: heads 1.42 D wide, attention that saves its probabilities
     "gpt_oss": Shape("GptOssModel", 1, kv=1, options={"head_dim": 46} | _experts(4)),
     # zai-org/GLM-4.5-Air

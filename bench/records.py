@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import MaxNLocator
 
 from bench import figures
 from bench.figures import FAINT, GRID, INK, Panel, colour_of, lying
@@ -125,14 +126,15 @@ def _lockstep(figure: SubFigure, rows: Rows) -> None:
         texts = [significant(v) + change for v, change in zip(values, changes, strict=True)]
         return Panel(head, [values], texts)
 
-    left, right = figure.subfigures(1, 2, width_ratios=(3, 7))
+    places: Any = figure.subfigures(1, 2, width_ratios=(3, 7))
+    left, right = places
     axes: Axes = left.subplots()
     # the curves lie on one another: each is drawn thinner than the one below it
     for row, width in zip(rows, (9.0, 6.6, 4.6, 2.8, 1.2), strict=False):
         steps = range(1, len(row["losses"]) + 1)
         axes.plot(steps, row["losses"], color=colour_of(row["name"]), linewidth=width)
     axes.set(title="Training loss (nats)", xlabel="step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(axis="y", color=GRID)
     panels = (
         panel("Saved (MiB)", [row["saved_mib"] for row in rows]),
