@@ -50,6 +50,7 @@ def _kernels(one: Implementation, work: Work) -> Iterator[Row]:
 def run(chosen: Namespace) -> int:
     """Print a table for each implementation of each case; write rows, each case's at once."""
     facts, path = announced(chosen, ""), chosen.out / FILE
+    print(f"results go to {path}", flush=True)
     path.write_text("")
     for job in jobs_of(chosen):
         work = job.work(job.tokens)

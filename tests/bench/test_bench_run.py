@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from support import HANGS
 from torch import Tensor, nn
 
 import fusedckpt
@@ -257,14 +258,10 @@ def hang(*inputs: Tensor) -> None:
     time.sleep(3600)
 
 
-def crashing(job) -> list[Implementation]:
-    fns = {"abort": abort, "leave": lambda *inputs: os._exit(3), "hang": hang}
-    return [Implementation(name, fns.get(name, torch.relu)) for name in job.chosen.only]
-
-
 class Crashing(jobs.Job):
     def implementations(self):
-        return crashing(self)
+        fns = {"abort": abort, "leave": lambda *inputs: os._exit(3), "hang": hang}
+        return [Implementation(name, fns.get(name, torch.relu)) for name in self.chosen.only]
 
 
 def call(job, found, begin):
@@ -279,18 +276,25 @@ def described(job, one, facts):
     return {"name": one.name, "failure": one.failure}
 
 
-def test_what_kills_its_process_costs_one_row(capsys):
-    names = ("eager", "abort", "leave", "hang", "last")
+def crashing(*names: str) -> tuple[jobs.Job, jobs.Measurement]:
     options = {"only": names, "device": "cpu", "dtype": "float32", "in_process": False}
-    chosen = jobs.Namespace(**options, timeout=3)
-    job = Crashing("rms_norm", "tiny", SIZE, 8, chosen)
-    told: list[str] = []
-    rows = jobs.rows_of(job, jobs.Measurement("x.jsonl", 1, call, described), told.append)
+    job = Crashing("rms_norm", "tiny", SIZE, 8, jobs.Namespace(**options, timeout=HANGS))
+    return job, jobs.Measurement("x.jsonl", 1, call, described)
+
+
+def test_what_kills_its_process_costs_one_row(capsys):
+    rows = jobs.rows_of(*crashing("eager", "abort", "leave", "last"), [].append)
     assert {row["name"]: row["failure"] for row in rows} == {
-        **{"eager": None, "last": None, "abort": "crashed: SIGABRT"},
-        **{"leave": "crashed: exit status 3", "hang": "crashed: out of time after 3 s"},
+        **{"eager": None, "last": None},
+        **{"abort": "crashed: SIGABRT", "leave": "crashed: exit status 3"},
     }
     assert "abort crashed: SIGABRT; once more without it" in capsys.readouterr().err
+
+
+def test_what_hangs_is_ended():
+    job, measurement = crashing("hang")
+    ended = jobs._isolated(lambda *said: None, 0.5, (measurement, job, {}))
+    assert ended == "out of time after 0.5 s"
 
 
 def test_a_process_of_its_own_measures_the_same(tmp_path):

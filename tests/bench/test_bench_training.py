@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -22,7 +23,6 @@ pytest.importorskip("sklearn", reason="needs the bench extra")
 
 from bench import classics, models, tasks
 from bench.__main__ import main
-from bench.quantised import Int8
 from bench.training import Batch, Way, Workload, compare
 
 pytestmark = pytest.mark.usefixtures("aten")
@@ -102,14 +102,10 @@ def test_a_loss_that_is_not_finite_is_told(tmp_path, monkeypatch, capsys):
 def test_batches_repeat_and_shift(tmp_path):
     text = torch.arange(200, dtype=torch.uint8)
     chosen = Namespace(batch=5, seq=7, seed=3, device="cpu", model="own")
-    first, second = (tasks.batches_of(chosen, 2, text) for _ in range(2))
-    tokens, targets = first[1]
-    assert tokens.shape == (5, 7)
+    (tokens, targets), other = tasks.batches_of(chosen, 2, text)
     assert torch.equal(targets, tokens + 1)
-    assert torch.equal(second[1][0], tokens)
-    assert not torch.equal(first[0][0], tokens)
-    with pytest.raises(ValueError, match="holds no Python sources"):
-        tasks.stdlib_text(tmp_path)
+    assert torch.equal(tasks.batches_of(chosen, 1, text)[0][0], tokens)
+    assert not torch.equal(other[0], tokens)
 
 
 @pytest.mark.parametrize("base", ["dense", "quantised"])
@@ -121,14 +117,6 @@ def test_finetuning_saves_less(tmp_path, base):
     assert all(row["loss_difference"] < 1e-4 for row in rows.values())
     eager, fused, kept = (rows[n]["saved_mib"] for n in ("eager", "fuse", "fuse preact"))
     assert fused < kept < eager
-
-
-def test_int8_is_near_what_it_was_made_of():
-    dense = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
-    weight = Int8.of(dense)
-    largest = dense.abs().amax(1, keepdim=True)
-    assert ((weight.dequantize() - dense).abs() <= largest / 254 * 1.001).all()
-    torch.testing.assert_close(F.linear(dense, weight), dense @ weight.dequantize().T)
 
 
 def test_paper_ways_save_less(tmp_path):
@@ -144,8 +132,8 @@ def test_paper_ways_save_less(tmp_path):
 
 
 CLASSIC = {
-    **{"layers": 6, "width": 4, "batch": 4, "mlp-layers": 4, "mlp-width": 256, "mlp-batch": 64},
-    **{"depth-dim": 64, "depth-seq": 16, "depth-batch": 2, "depth-budget": "1MiB", "steps": 2},
+    **{"layers": 6, "width": 4, "batch": 4, "mlp-layers": 3, "mlp-width": 256, "mlp-batch": 64},
+    **{"depth-dim": 64, "depth-seq": 16, "depth-batch": 2, "depth-budget": "768KiB", "steps": 2},
 }
 
 
@@ -216,13 +204,15 @@ def test_depths_fit_and_one_more_layer_does_not(parts):
     rows = parts["depth"]
     assert [*rows] == [*classics.RECIPES, classics.SAME]
     for row in rows.values():
-        assert row["peak_mib"] <= 1
+        assert row["peak_mib"] <= 0.75
         assert row["layers"] >= rows["plain"]["layers"]
     options = {name.replace("-", "_"): size for name, size in CLASSIC.items()}
-    chosen = Namespace(**options | {"depth_budget": MIB, "seed": 0, "device": "cpu", "steps": 1})
+    chosen = Namespace(
+        **options | {"depth_budget": 3 * MIB // 4, "seed": 0, "device": "cpu", "steps": 1}
+    )
     for name in ("plain", "torch, every block"):
         trial = classics.trial_of(chosen, name, rows[name]["layers"] + 1)
-        assert classics.peak_of(trial) > MIB
+        assert classics.peak_of(trial) > 3 * MIB // 4
 
 
 def test_scaled_layers_return_order_one_and_gradients_reach_the_first():
@@ -248,31 +238,21 @@ def tiny_work() -> Workload:
     return Workload(model, batches, F.cross_entropy, partial(torch.optim.SGD, lr=0.1))
 
 
-def test_a_wrong_gradient_shows_in_the_losses():
+def test_a_wrong_gradient_shows_in_the_losses_and_nothing_is_left_behind():
     work = tiny_work()
     model = work.model
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = [*copy.deepcopy(model).parameters()], torch.get_rng_state()
     wrong = Way("wrong", lambda x: model[1:](model[0](x).detach()))
-    rows = compare(work, [Way("plain", model), wrong], 1, lambda what: None)
+    planned = work.planned("plan", policy="all")
+    rows = compare(work, [Way("plain", model), wrong, planned], 1, lambda what: None)
+    assert all(map(torch.equal, model.parameters(), state[0]))
+    assert all(torch.equal(x.grad, torch.ones_like(x)) for x in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state[1])
     assert rows[0]["loss_difference"] == 0
     assert rows[1]["losses"][0] == rows[0]["losses"][0]
     assert rows[1]["loss_difference"] > 1e-4
-
-
-def test_weights_gradients_and_random_numbers_are_as_before():
-    work = tiny_work()
-    for parameter in work.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    before = [parameter.detach().clone() for parameter in work.model.parameters()]
-    drawn = torch.get_rng_state()
-    way = work.planned("plan", policy="all")
-    compare(work, [Way("plain", work.model), way], 2, lambda what: None)
-    for parameter, start in zip(work.model.parameters(), before, strict=True):
-        assert torch.equal(parameter, start)
-        assert torch.equal(parameter.grad, torch.ones_like(parameter))
-    assert torch.equal(torch.get_rng_state(), drawn)
-    # a copy was planned, which shares the parameters
-    assert way.plan.apply(work.model) is work.model
-    assert set(way.run.parameters()) == set(work.model.parameters())
 
 
 def test_losses_that_disagree_end_in_an_error(tmp_path, monkeypatch, capsys):
@@ -296,7 +276,7 @@ def block():
 class Net(nn.Module):
     def __init__(self, wrong=False):
         super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.norm = nn.BatchNorm1d(16)
         self.wrong = wrong
         self.config = type("Config", (), {"use_cache": True})()
