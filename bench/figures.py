@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.lines import Line2D
 
-from bench.results import MIB, Row, heading, least_ms, quantiles, title
+from bench.results import MIB, Row, heading, quantiles, title
 from bench.table import sources
 from bench.tables import significant
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
@@ -265,39 +264,3 @@ def draw_pareto(found: Sequence[Rows], path: Path) -> None:
 
     head = f"Time against memory: {found[0][0]['size']}, {found[0][0]['tokens']} tokens"
     save(path, 3.2 * lines + 0.7, head, sources(found), fill)
-
-
-def draw_roofline(found: Sequence[Rows], path: Path) -> None:
-    """Write how near each implementation comes to the ceiling of the run that measured it."""
-    found = sorted(found, key=lambda rows: rows[0]["flops"] / rows[0]["bytes"])
-
-    def fill(figure: Figure) -> None:
-        axes, names = figure.subplots(), []
-        kinds = dict.fromkeys(family(row["name"]) for rows in found for row in rows)
-        for place, rows in enumerate(found):
-            least = least_ms(rows[0]) or (0.0, 0.0)
-            families = list(dict.fromkeys(family(row["name"]) for row in rows))
-            for row in rows:
-                # families lie below one another, so that none hides another
-                lower = 0.13 * (families.index(family(row["name"])) - (len(families) - 1) / 2)
-                share = 100 * max(least) / median(row["both_ms"])
-                axes.scatter(share, place + lower, s=26, color=colour_of(row["name"]), zorder=2)
-            intensity = f"{rows[0]['flops'] / rows[0]['bytes']:,.0f} GEMM FLOPs per byte"
-            limit = "matmul" if least[0] > least[1] else "copy"
-            names.append(f"{rows[0]['case']}\n{intensity}: {limit}")
-        axes.set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        # the ceilings are in sight; data in a cache is read faster than by the copy
-        axes.set_xlim(0, max(104, axes.get_xlim()[1]))
-        axes.axvline(100, color=INK, linewidth=1.2)
-        axes.set_xlabel(
-            "least time at the ceiling, over the time taken (%); recomputed FLOPs are not counted"
-        )
-        axes.grid(color=GRID)
-        axes.set_axisbelow(True)
-        axes.tick_params(axis="y", length=0)
-        dots = [Line2D([], [], marker="o", ls="", color=c, label=label) for label, c in kinds]
-        figure.legend(handles=dots, loc="outside right upper", frameon=False)
-
-    head = f"Share of the ceilings: {found[0][0]['size']}, {found[0][0]['tokens']} tokens"
-    save(path, 1.4 + 0.55 * len(found), head, sources(found), fill)

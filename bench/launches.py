@@ -50,20 +50,13 @@ def hybrids(
     dy, down = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype)
     z, up, h = (meta(m, n, dtype=dtype) for _ in range(3))
     if gated:
-        grads = HiddenGrad(z, up, h, z, dup=up)
-        hidden_grad(h, grads, activation, (True, True), kernel="split")
-        hybrid_grad(dy, down, grads, activation, needs_db=(True, True))
-        hybrid_grad(dy, down, grads, activation, needs_db=(False, False))
+        split, plain, needs_db = HiddenGrad(z, up, h, z, dup=up), None, (True, True)
     else:
-        hidden_grad(
-            h, HiddenGrad(z, None, z, h, dup=None), activation, (True, False), kernel="split"
-        )
-        hybrid_grad(
-            dy, down, HiddenGrad(z, None, z, h, dup=None), activation, needs_db=(True, False)
-        )
-        hybrid_grad(
-            dy, down, HiddenGrad(z, None, None, h, dup=None), activation, needs_db=(False, False)
-        )
+        split, plain = (HiddenGrad(z, None, made, h, dup=None) for made in (z, None))
+        needs_db = (True, False)
+    hidden_grad(h, split, activation, needs_db, kernel="split")
+    hybrid_grad(dy, down, split, activation, needs_db=needs_db)
+    hybrid_grad(dy, down, plain or split, activation, needs_db=(False, False))
 
 
 def grouped(

@@ -1,4 +1,4 @@
-"""Draw a results file: bars, time against memory, roofline; or the figure of a training command.
+"""Draw a results file: bars, and time against memory; or the figure of a training command.
 
 Nothing is measured.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import figures, records
 from bench.options import Options
-from bench.results import Row, groups, is_capacity, least_ms, read
+from bench.results import Row, groups, is_capacity, read
 
 Rows = Sequence[Row]
 Drawing = tuple[str, Callable[[Path], None]]
@@ -46,7 +46,7 @@ def prepare(chosen: Namespace) -> Namespace:
 
 
 def _of_cases(found: Sequence[Rows]) -> Iterator[Drawing]:
-    """Yield bars for each case, and for each size the front of time and memory and a roofline."""
+    """Yield bars for each case, and for each size the front of time and memory."""
     sets: dict[Any, list[Rows]] = {}
     names = ("device", "size", "dim", "tokens", "dtype")
     for rows in found:
@@ -64,9 +64,6 @@ def _of_cases(found: Sequence[Rows]) -> Iterator[Drawing]:
         # norms have nothing to trade
         traded = [rows for rows in members if rows[0]["flops"]] or members
         yield f"pareto-{name}.png", partial(figures.draw_pareto, traded)
-        limited = [rows for rows in members if least_ms(rows[0])]
-        if limited:
-            yield f"roofline-{name}.png", partial(figures.draw_roofline, limited)
 
 
 def run(chosen: Namespace) -> int:
