@@ -145,9 +145,9 @@ def _joined(names: Sequence[str]) -> str:
     """Write names in few words: those that begin alike share their first word."""
     found: dict[str, list[str]] = {}
     for name in names:
-        first, _, rest = name.partition(" ")
-        found.setdefault(first if rest else name + " alone", []).append(rest)
-    parts = [f"{first} {', '.join(rest)}".replace(" alone ", "") for first, rest in found.items()]
+        first, space, rest = name.partition(" ")
+        found.setdefault(first + space, []).append(rest)
+    parts = [first + ", ".join(rest) for first, rest in found.items()]
     return "\n".join(textwrap.wrap("; ".join(parts), 34))
 
 
