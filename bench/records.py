@@ -109,7 +109,9 @@ def draw(record: Row, path: Path) -> None:
             place.suptitle(part["title"], x=0.01, ha="left", fontsize=11, fontweight="bold")
             draw_part(place, part["rows"])
 
-    figures.save(path, sum(heights) + 0.3, record["title"], record["subtitle"].splitlines(), fill)
+    titles = {part["title"] for part in parts}
+    lines = [line for line in record["subtitle"].splitlines() if line not in titles]
+    figures.save(path, sum(heights) + 0.3, record["title"], lines, fill)
 
 
 def _fill_of(rows: Rows) -> Callable[[Any, Rows], None]:
@@ -175,7 +177,7 @@ def _curves(figure: SubFigure, shown: Rows) -> None:
     panels[0].set_ylabel("live MiB")
     panels[0].set_ylim(bottom=0)
     panels[0].set_xlim(left=0)
-    text = "ms into a step, under the profiler; dotted: forward ends, backward begins"
+    text = "memory through a step and its peak; ms, under the profiler; dotted: backward begins"
     figure.supxlabel(text, fontsize=9, color=FAINT)
 
 

@@ -132,7 +132,7 @@ def test_paper_ways_save_less(tmp_path):
 
 
 CLASSIC = {
-    **{"layers": 6, "width": 4, "batch": 4, "mlp-layers": 3, "mlp-width": 256, "mlp-batch": 64},
+    **{"layers": 6, "width": 4, "batch": 4, "mlp-layers": 4, "mlp-width": 256, "mlp-batch": 64},
     **{"depth-dim": 64, "depth-seq": 16, "depth-batch": 2, "depth-budget": "768KiB", "steps": 2},
 }
 
@@ -276,7 +276,7 @@ def block():
 class Net(nn.Module):
     def __init__(self, wrong=False):
         super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self.norm = nn.BatchNorm1d(16)
         self.wrong = wrong
         self.config = type("Config", (), {"use_cache": True})()
