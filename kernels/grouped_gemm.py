@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .gemm import finish, multiply
+from .gemm import family, finish, multiply, tile_for
 from .runtime import arch, load, store, tl, triton
-from .tiles import family, tile_for
 
 
 class StoreRows(NamedTuple):

@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm over rows, forward and backward from x alone: no statistic is ever stored.
 
-A row of up to MAX_BLOCK columns stays in registers (norm_rows), in backward one of up to
+A row of up to MAX_BLOCK columns stays in registers, in backward one of up to
 MAX_GRAD_BLOCK, as a program's share of dw takes as many again, or half that in float32; longer rows
-go through in column chunks (norm_wide).
+go through in column chunks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norm_rows import Norm, NormGrad, norm_grad_kernel, norm_kernel
-from .norm_wide import wide_dw_kernel, wide_dx_kernel, wide_norm_kernel
+from .norm_kernels import (
+    Norm,
+    NormGrad,
+    norm_grad_kernel,
+    norm_kernel,
+    wide_dw_kernel,
+    wide_dx_kernel,
+    wide_norm_kernel,
+)
 from .partials import sum_partials
 from .runtime import arch, triton
 

@@ -47,13 +47,3 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     total = a.new_zeros(a.shape[0], b.shape[1], dtype=wide)
     add_product(total, a, b)
     return total
-
-
-def sum_of_products(*pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the sum of a @ b over pairs; of several pairs in half precision as float32."""
-    if len(pairs) == 1:
-        return torch.mm(*pairs[0])
-    total = wide_product(*pairs[0])
-    for pair in pairs[1:]:
-        add_product(total, *pair)
-    return total

@@ -50,11 +50,6 @@ def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def as_dense(x: Tensor) -> Tensor:
-    """Return x as a contiguous matrix, for elementwise kernels."""
-    return as_matrix(x).contiguous()
-
-
 def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
     """Return w [N, K] in a dtype, with adjacent columns or adjacent rows."""
     w = w if w.dtype == dtype else w.to(dtype)

@@ -16,10 +16,10 @@ from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.private import SEES_BATCHES
-from fusedckpt.blocks import backward_schedule, compiled, eager, norm_sharing, ops, run
+from fusedckpt.blocks import compiled, derive, eager, norm_sharing, ops, run
 from fusedckpt.blocks.builder import GATED, PACKED, Linears
 from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.dropout import draw_seeds
+from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.operands import (
     Parts,
     adapters_of,
@@ -219,7 +219,7 @@ def _twin_gradients(
         numbers = [index - count for index in ctx.saved.unread]
         given = given | dict(zip(numbers, ctx.unread.read(), strict=True))
     there = tuple([dy is not None for dy in dys])
-    whole = backward_schedule.backward(program, wanted, call.flags_of("inputs"), there)
+    whole = derive.backward(program, wanted, call.flags_of("inputs"), there)
     _check_twice(call, given, whole)
     # a saved sum is differentiated in place of its summands
     firsts = program.keeps or program.inputs

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fusedckpt.blocks import backward_schedule, forward_schedule
+from fusedckpt.blocks import derive
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.schedule import Flags, Schedule
 from fusedckpt.blocks.steps import Norm
@@ -156,14 +156,14 @@ class Call:
 
     def forward(self, products: Flags) -> Schedule:
         """Return the schedule of a forward that gives the products that are flagged."""
-        return forward_schedule.forward(self.program, products, self.chunks > 1)
+        return derive.forward(self.program, products, self.chunks > 1)
 
     def backward(self, wanted: Flags, products: Flags, dys: Flags, donates: bool) -> Schedule:
         """Return the schedule of a backward."""
         key = wanted, products, dys, donates
         if key not in self._backward:
             flags = (wanted, products, dys, donates, self.chunks > 1)
-            self._backward[key] = backward_schedule.backward(self.program, *flags)
+            self._backward[key] = derive.backward(self.program, *flags)
         return self._backward[key]
 
     def described(self, shapes: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Any]:

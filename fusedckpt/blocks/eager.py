@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedckpt.blocks.dropout import dropout as drop
+from fusedckpt.autograd import dispatch, private
 from fusedckpt.blocks.operands import parts_of
+from fusedckpt.kernels import dropout as dropout_kernel
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.routed import Gating
+from fusedckpt.kernels.runtime import as_matrix
 
 
 # a thread-local, because Dynamo traces through it where a ContextVar would break the graph
@@ -40,6 +42,35 @@ def forcing(seeds: Tensor | None) -> Iterator[None]:
         forced.is_on, forced.seeds = before
 
 
+def draw_seeds(x: Tensor, count: int) -> Tensor | None:
+    """Draw seeds from the generator of x's device; None where torch's own dropout is to draw.
+
+    They stay on the device, unread by the host on a GPU. Torch's draws where a program is recorded
+    or compiled, and under torch.func, which could not see through ours.
+    """
+    if not count or torch.compiler.is_compiling() or dispatch.is_recorded(x):
+        return None
+    if private.are_transforms_active() or not dispatch.are_plain(x):
+        return None
+    return torch.randint(2**63 - 1, (count,), device=x.device)
+
+
+def replayed(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Tensor:
+    """Return F.dropout(x, p), drawn by a seed; x [..., N] begins with `first_row` of all rows.
+
+    With p 0 it is x itself. The gradient is dropout(dy).
+    """
+    if not p:
+        return x
+    if seed is None or x.is_meta or type(x) is not Tensor:
+        # a tensor without data: only its shape is asked for
+        return torch.nn.functional.dropout(x, p)
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    rows, kernel = as_matrix(x), dispatch.path_of(x.device, x.dtype)
+    return dropout_kernel.dropout(rows, p, seed, first_row, kernel=kernel).view(x.shape)
+
+
 def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     """Return F.dropout(x, p) for an int64 seed of one element; without a seed torch draws.
 
@@ -49,7 +80,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     if not p or seed is None:
         return F.dropout(x, p) if p else x
     wide = torch.promote_types(x.dtype, torch.float32)
-    noise = drop(torch.ones(x.shape, dtype=wide, device=x.device), p, seed)
+    noise = replayed(torch.ones(x.shape, dtype=wide, device=x.device), p, seed)
     return (x * noise).to(x.dtype)
 
 

@@ -18,9 +18,8 @@ from fusedckpt.autograd.dispatch import Around, Meta, Path
 from fusedckpt.blocks import eager, run, validate
 from fusedckpt.blocks.builder import PACKED, Builder, Linears, all_of, shape_of
 from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.dropout import draw_seeds
-from fusedckpt.blocks.norm_spec import NormSpec, rule_of, sums_dtype
-from fusedckpt.blocks.operands import Parts, count_dropouts
+from fusedckpt.blocks.eager import draw_seeds
+from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, rule_of, sums_dtype
 from fusedckpt.blocks.steps import Add, Hidden, Norm
 
 # of each function: its save levels, and its kernel variant beside "split"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.blocks import eager, passes
-from fusedckpt.blocks.grouped import grouped_product
+from fusedckpt.blocks.compiled import grouped_product
 from fusedckpt.blocks.program import Gradient, Op, Pass
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels import routed

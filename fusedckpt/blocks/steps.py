@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.blocks import eager, passes
-from fusedckpt.blocks.dropout import dropout
 from fusedckpt.blocks.program import Gradient, Op, Pass
 from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.blocks.schedule import Writer
@@ -278,7 +277,7 @@ class Dropout(Op):
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write dropout(x)."""
         seed = code.call(operator.getitem, params[0], self.seed)
-        return [code.call(dropout, reads[0], self.p, seed, code.row)]
+        return [code.call(eager.replayed, reads[0], self.p, seed, code.row)]
 
     def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
         """Write the gradient of x, added to one that exists."""

@@ -18,8 +18,7 @@ from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks.builder import bias_of
-from fusedckpt.blocks.norm_spec import NormSpec, output_dtype, widens_norm
-from fusedckpt.blocks.operands import Parts
+from fusedckpt.blocks.operands import NormSpec, Parts, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.kernels.codes import APPROXIMATE
 

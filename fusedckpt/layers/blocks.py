@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks import eager
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, PLAIN, Linears
-from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import LEVELS, Options, split
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
-from fusedckpt.layers import constructors, parallel
-from fusedckpt.layers.linear import Linear
+from fusedckpt.layers import parallel
+from fusedckpt.layers.linear import Linear, run_projections
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.norm_linear import run_projections
 from fusedckpt.layers.styles import layout_of
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]
@@ -105,8 +104,8 @@ class _Block(nn.Module):
     ):
         name, out = type(self).__name__, in_features if out_features is None else out_features
         sizes = {"in_features": in_features, "hidden_features": hidden_features}
-        constructors.linear(name, sizes | {"out_features": out}, bias, device, dtype)
-        constructors.block(name, in_features, out, norm, residual)
+        arguments.linear_sizes(name, sizes | {"out_features": out}, bias, device, dtype)
+        arguments.block_sizes(name, in_features, out, norm, residual)
         drops = {"dropout": dropout, "output_dropout": output_dropout}
         given = {"default": save, "chunks": chunks, **drops, "approximate": approximate}
         activation, _ = Options(name, name, self.linears, activation, **given).chosen(None)
@@ -255,8 +254,8 @@ class NormLinear(nn.Module):
     save_levels = ()
 
     def __init__(self, norm: nn.Module, *linears: nn.Module):
-        constructors.module("NormLinear", "norm", norm)
-        constructors.modules("NormLinear", "linears", linears)
+        arguments.module("NormLinear", "norm", norm)
+        arguments.modules("NormLinear", "linears", linears)
         super().__init__()
         self.norm = norm
         self.linears = nn.ModuleList(linears)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.autograd import arguments
 from fusedckpt.blocks.experts import LEVELS, ExpertOptions, run_experts
 from fusedckpt.kernels.routed import ClampedSwiGLU
-from fusedckpt.layers import constructors
 
 __all__ = ["ClampedSwiGLU", "Experts", "experts"]
 
@@ -109,7 +109,7 @@ class Experts(nn.Module):
     ):
         name, sizes = type(self).__name__, {"num_experts": num_experts}
         sizes |= {"in_features": in_features, "hidden_features": hidden_features}
-        constructors.linear(name, sizes, bias, device, dtype)
+        arguments.linear_sizes(name, sizes, bias, device, dtype)
         self._options(activation, save, chunks).chosen(None)
         super().__init__()
         self.activation, self.save, self.chunks = activation, save, chunks

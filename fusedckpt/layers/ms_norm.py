@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private
 from fusedckpt.blocks import validate
-from fusedckpt.layers import constructors
 
 __all__ = ["MSLayerNorm", "MSRMSNorm", "merge_affine", "unmerge_affine"]
 
@@ -170,7 +169,7 @@ def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
     width = _width(name, norm.normalized_shape)
     if norm.weight is None:
         raise ValueError(f"{name}: norm has no weight to merge")
-    constructors.modules(name, "linears", linears)
+    arguments.modules(name, "linears", linears)
     for i, one in enumerate(linears):
         if type(one).forward is not nn.Linear.forward:
             arguments.wrong_type(name, f"linears[{i}]", "an nn.Linear", one)
@@ -222,7 +221,7 @@ def _by_storage(values: Any) -> dict[int, Tensor]:
 
 def _check_readers(norm: nn.Module, linears: Any, model: Any, args: Any) -> None:
     """Run the model; refuse other readers of the norm, and linears that read something else."""
-    constructors.module("merge_affine", "model", model)
+    arguments.module("merge_affine", "model", model)
     owners = {
         storage: name
         for name, module in model.named_modules()

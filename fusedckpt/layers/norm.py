@@ -16,9 +16,9 @@ from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.dispatch import Path
 from fusedckpt.blocks import compiled, eager, norm_sharing, validate
 from fusedckpt.blocks.block import apply
-from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
-from fusedckpt.layers import constructors, fallbacks, parallel
+from fusedckpt.layers import fallbacks, parallel
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -183,7 +183,7 @@ class RMSNorm(nn.RMSNorm):
         affine = arguments.flag("RMSNorm", "elementwise_affine", elementwise_affine)
         spec = NormSpec("rms", affine or None, None, eps, offset, cast)  # type: ignore[arg-type]  # no weight yet
         validate.norm_rule("RMSNorm", spec)
-        constructors.factory("RMSNorm", device, dtype)
+        arguments.factory("RMSNorm", device, dtype)
         shape = validate.normalized_shape("RMSNorm", normalized_shape)
         self.offset = offset
         super().__init__(shape, eps, affine, device, dtype=dtype)  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ class LayerNorm(nn.LayerNorm):
         arguments.number("LayerNorm", "eps", eps, 0)
         affine = arguments.flag("LayerNorm", "elementwise_affine", elementwise_affine)
         bias = arguments.flag("LayerNorm", "bias", bias)
-        constructors.factory("LayerNorm", device, dtype)
+        arguments.factory("LayerNorm", device, dtype)
         super().__init__(shape, eps, affine, bias, device=device, dtype=dtype)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.norm_spec import NormSpec, rule_of
-from fusedckpt.blocks.operands import Parts
+from fusedckpt.blocks.operands import NormSpec, Parts, rule_of
 from fusedckpt.blocks.steps import Hidden, Norm
 
 T, D, FF, OUT = 37, 5, 7, 11
