@@ -92,6 +92,10 @@ class Around(NamedTuple):
         """Return the dtype that nn.Linear multiplies an input of `dtype` in."""
         return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
 
+    def chunks_of(self, options: Any) -> int | None:
+        """Return into how many chunks a call cuts its rows, None where shapes decide."""
+        return self.chunks if options.is_module and self.chunks is not None else options.chunks
+
 
 def variant_for(
     op: str,

@@ -132,14 +132,17 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
 def run_linears(
     options: Any, x: Tensor, norm: Sequence[Any], linears: Sequence[tuple[Any, Any]]
 ) -> Any:
-    """Run a call of linears, pairs of weight and bias; None where a module calls its children."""
+    """Run a call of linears, pairs of weight and bias; None where a module calls its children.
+
+    norm: the tensors between x and the linears: a norm's, a head's target, the routing of experts.
+    """
     if eager.forced.is_on:
         return options.eager(x, norm, linears)
     tensors, whole = list(chain.from_iterable(linears)), options
     given = tensors
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
         return _compiled(options, x, norm, linears)
-    if not _DENSE.issuperset(map(type, given)) and are_adapted(linears):
+    if not _DENSE.issuperset(map(type, given)) and options.linears and are_adapted(linears):
         keys = options.linears.keys
         options.chosen(levels.override.level)
         parts = taken_apart(options.name, keys, linears, options.num_seeds)
@@ -154,15 +157,11 @@ def run_linears(
     _, call, phase = dispatch.settled(options, x, *norm, *given)
     if call is None:
         return None if whole.is_module else whole.eager(x, norm, linears)
+    # a checkpoint's forward and recompute save alike, at every level
     is_free = phase is None or phase.levels is None
-    saves_half = is_free and call.level == "gate"
-    if options.linears.keys == PACKED and (saves_half or options.num_seeds):
-        # halves, so that one is saved alone, or h written over one before its dropout. A
-        # checkpoint's forward and recompute save alike, at every level
-        (weight, bias), last = linears
-        pairs = zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True)
-        options = options._replace(linears=Linears(GATED))
-        return run_linears(options, x, norm, [*pairs, last])
+    halves = options.halved(linears, is_free and call.level == "gate")
+    if halves is not None:
+        return run_linears(halves[0], x, norm, halves[1])
     return apply(call, phase, x, *norm, *tensors)
 
 
@@ -181,10 +180,12 @@ def _compiled(
 ) -> Any:
     """Trace a call as its eager reference; None where a module's children are to be called."""
     tensors = [t for pair in linears for t in pair]
-    dense = [t for pair in linears for t in (pair[1:] if are_adapted([pair]) else pair)]
+    is_adapted = bool(options.linears) and are_adapted(linears)
+    adapted = [is_adapted and are_adapted([pair]) for pair in linears]
+    dense = [t for pair, skips in zip(linears, adapted, strict=True) for t in pair[skips:]]
     if options.is_module and not dispatch.are_plain(x, *norm, *dense):
         return None
-    if not are_adapted(linears):
+    if not is_adapted:
         dispatch.settled(options, x, *norm, *tensors)
     saved = options.saved_gemms([len(adapters_of(weight)) for weight, _ in linears])
     return compiled.run(lambda x: options.eager(x, norm, linears), saved, x)

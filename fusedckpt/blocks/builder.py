@@ -152,12 +152,21 @@ class Builder:
         return self.add(Dropout(p, seed, dtype), out, (read,), ("seeds",))
 
     def call(
-        self, name: str, inputs: dict[str, Any], results: Sequence[str], given: Any, **options: Any
+        self,
+        name: str,
+        inputs: dict[str, Any],
+        results: Sequence[str],
+        given: Any,
+        casts: bool = False,
+        **options: Any,
     ) -> Call:
         """Return a call of the program; inputs: metas by name; given: fields of the program.
 
-        The seeds are its last parameter.
+        casts: whether x is cast to the dtype of the linears first. Seeds are the last parameter.
         """
+        if casts and inputs["x"].dtype != self.dtype:
+            options["read"] = self.dtype
+            inputs["x"] = inputs["x"]._replace(dtype=self.dtype)
         if self.num_seeds:
             self.param("seeds", Layout(0), None)
         last = len(self.params) - 1

@@ -112,6 +112,9 @@ class HeadOptions(NamedTuple):
         """Return the statistics by torch's own ops; norm: the target alone."""
         return eager_statistics(eager.linear(x, *linears[0]), norm[0], self.rule)
 
+    def halved(self, linears: Any, saves_half: bool) -> None:
+        """Return None: no weight is packed."""
+
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
         """Return none: logits are recomputed."""
         return ()
@@ -133,23 +136,17 @@ class HeadOptions(NamedTuple):
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
         b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
-        read = None if x.dtype == dtype else dtype
-        inputs = {"x": x if read is None else x._replace(dtype=read), "target": target}
+        inputs = {"x": x, "target": target}
         chunks = self.chunks or chunks_for(math.prod(x.shape[:-1]), classes, x.shape[-1], dtype)
-        return b.call(name, inputs, ["y"], {"dtype": dtype}, chunks=chunks, read=read)
+        return b.call(name, inputs, ["y"], {"dtype": dtype}, casts=True, chunks=chunks)
 
     def _check(self, x: Meta, target: Meta) -> None:
-        if target.dtype != torch.int64:
-            raise TypeError(f"{self.name}: target must be int64, got {target.dtype}")
+        validate.integers(self.name, "target", target, x, (torch.int64,))
         # with a last dimension where it is run
         if tuple(target.shape) not in (tuple(x.shape[:-1]), (*x.shape[:-1], 1)):
             raise ValueError(
                 f"{self.name}: target must be {list(x.shape[:-1])}, as x is {list(x.shape)}, got "
                 f"{list(target.shape)}"
-            )
-        if target.device != x.device:
-            raise ValueError(
-                f"{self.name}: target must be on the device of x, {x.device}, got {target.device}"
             )
 
 

@@ -16,7 +16,7 @@ import torch
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around, Meta, Path
 from fusedckpt.blocks import eager, run, validate
-from fusedckpt.blocks.builder import PACKED, Builder, Linears, all_of, shape_of
+from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, all_of, shape_of
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, rule_of, sums_dtype
@@ -95,6 +95,17 @@ class Options(NamedTuple):
                 arguments.choice(caller, "kernel", self.kernel, ("split",))
         return activation, level
 
+    def halved(self, linears: Sequence[tuple[Any, Any]], saves_half: bool) -> Any:
+        """Return the options and linears of a packed weight's halves, None to run it whole.
+
+        Halves, so that one is saved alone, or h written over one before its dropout.
+        """
+        if self.linears.keys != PACKED or not (saves_half or self.num_seeds):
+            return None
+        (weight, bias), last = linears
+        pairs = zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True)
+        return self._replace(linears=Linears(GATED)), [*pairs, last]
+
     def eager(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Any:
         """Return the results by torch's own ops; norm: its tensors; linears: weights and biases."""
         weights, (before, after) = [w for w, _ in linears], (self.dropout, self.output_dropout)
@@ -159,9 +170,7 @@ class Options(NamedTuple):
         codes = "codes" if self.approximate and level == "preact" else None
         found = self._steps(b, x, spec, linears, hidden, codes)
         found |= {"level": level if around.grad else "inputs", "chunks": self._chunks(b, x, shape)}
-        read = None if spec is not None or x.dtype == dtype else dtype
-        x = x if read is None else x._replace(dtype=read)
-        return b.call(self.linears.function, {"x": x}, **found, read=read)
+        return b.call(self.linears.function, {"x": x}, **found, casts=spec is None)
 
     def _variant(self, x: Meta, dtype: torch.dtype, activation: str, last: Sequence[int]) -> str:
         """Return which kernels run: "aten", "split", or the function's other one."""
@@ -225,10 +234,8 @@ class Options(NamedTuple):
         """Return into how many chunks a block cuts its rows."""
         if self.linears.last is None:
             return 1
-        own = self.chunks
-        if self.is_module and b.around.chunks is not None:
-            own = b.around.chunks
         num, rows = 2 if self.linears.function == "mlp" else 3, math.prod(x.shape[:-1])
+        own = b.around.chunks_of(self)
         return own or run.chunks_for(rows, x.shape[-1], last[1], num, b.dtype.itemsize)
 
 
@@ -301,11 +308,7 @@ class NormOptions(NamedTuple):
         validate.tensors(name, self.names, (x, residual, weight, bias))
         b, inputs, reads, keeps = Builder(around, x.dtype), {"x": x}, "x", ()
         if residual is not None:
-            if residual.shape != x.shape:
-                raise ValueError(
-                    f"{name}: residual must have the shape of x {list(x.shape)}, got "
-                    f"{list(residual.shape)}"
-                )
+            validate.fits(name, "residual", residual, *x.shape)
             inputs["residual"] = residual
             if x.dtype != residual.dtype:
                 x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))

@@ -29,8 +29,14 @@ def chunks_for(rows: int, d: int, f: int, num_tensors: int, itemsize: int) -> in
     One, unless `num_tensors` F-wide temporaries pass CHUNK_BYTES and cutting them saves more than
     the float32 accumulators of the weight gradients take: rows (1 - 1 / chunks) > 2 d.
     """
-    chunks = max(1, math.ceil(num_tensors * rows * f * itemsize / CHUNK_BYTES))
-    return chunks if rows * (1 - 1 / chunks) > 2 * d else 1
+    width = num_tensors * f * itemsize
+    return cut_for(rows * width, 2 * d * width)
+
+
+def cut_for(nbytes: int, sums: int) -> int:
+    """Return into how many chunks temporaries are cut, where that saves more than the sums take."""
+    chunks = max(1, math.ceil(nbytes / CHUNK_BYTES))
+    return chunks if nbytes * (1 - 1 / chunks) > sums else 1
 
 
 def row_chunks(rows: int, chunks: int) -> list[slice]:

@@ -17,7 +17,7 @@ from torch.fx import Proxy
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Around, Meta
-from fusedckpt.blocks.builder import bias_of
+from fusedckpt.blocks.builder import bias_of, shape_of
 from fusedckpt.blocks.operands import NormSpec, Parts, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.kernels.codes import APPROXIMATE
@@ -65,6 +65,25 @@ def dense(name: str, given: Mapping[str, Any]) -> bool:
     return len(found) == len(given) and not any(t.is_inference() for t in kept)
 
 
+def fits(name: str, key: str, given: Meta | None, *shape: int) -> None:
+    """Refuse a tensor of another shape; None is absent."""
+    if given is not None and tuple(given.shape) != shape:
+        raise ValueError(f"{name}: {key} must be {list(shape)}, got {list(given.shape)}")
+
+
+def integers(name: str, key: str, given: Any, x: Meta, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse all but a tensor of integers on the device of x."""
+    if given is None:
+        arguments.wrong_type(name, key, "a tensor", None)
+    if given.dtype not in dtypes:
+        known = " or ".join([str(dtype).removeprefix("torch.") for dtype in dtypes])
+        raise TypeError(f"{name}: {key} must be {known}, got {given.dtype}")
+    if given.device != x.device:
+        raise ValueError(
+            f"{name}: {key} must be on the device of x, {x.device}, got {given.device}"
+        )
+
+
 def tensor(name: str, key: str, given: Any) -> None:
     """Refuse a value that is no tensor, such as None."""
     if not isinstance(given, (Tensor, Proxy)):
@@ -82,7 +101,7 @@ def linears(
     shape, read, weight = x.shape, "x", x.shape
     rows: dict[str, int] = {}
     for key, parts in given.items():
-        weight, bias = (parts.weight or parts.base).shape, parts.bias
+        weight = shape_of(parts)
         if key == last:
             features = _features(name, rows, halves)
             shape, read = (*shape[:-1], features // halves), "h"
@@ -90,9 +109,8 @@ def linears(
             problem = f"{read} must have at least one dimension and {key} two"
         elif shape[-1] != weight[1]:
             problem = f"{key} expects {weight[1]} input features, {read} has {shape[-1]}"
-        elif bias is not None and bias.shape != weight[:1]:
-            problem = f"{bias_of(key)} must be [{weight[0]}], got {list(bias.shape)}"
         else:
+            fits(name, bias_of(key), parts.bias, *weight[:1])
             rows[key.removesuffix("_weight")] = weight[0]
             continue
         raise ValueError(f"{name}: {problem} ({read} {list(shape)}, weight {list(weight)})")
@@ -114,19 +132,23 @@ def _features(name: str, rows: Mapping[str, int], halves: int) -> int:
     return features
 
 
+def dtypes(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Any]) -> None:
+    """Refuse tensors that GEMMs in a dtype do not take; autocast casts all but float64."""
+    for key, value in given.items():
+        if value is None or value.dtype == dtype:
+            continue
+        if around.autocast is None or torch.float64 in (value.dtype, dtype):
+            raise TypeError(
+                f"{name}: x and {key} must share a dtype, got {dtype} and {value.dtype}"
+            )
+
+
 def multiplied(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Parts]) -> None:
     """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
     for key, parts in given.items():
-        for own, value in ((key, parts.weight), (bias_of(key), parts.bias)):
-            if value is None or value.dtype == dtype:
-                continue
-            # autocast casts every floating dtype but float64
-            if around.autocast is None or torch.float64 in (value.dtype, dtype):
-                raise TypeError(
-                    f"{name}: x and {own} must share a dtype, got {dtype} and {value.dtype}"
-                )
+        dtypes(name, around, dtype, {key: parts.weight, bias_of(key): parts.bias})
     for key, parts in given.items():
-        n, k = (parts.weight or parts.base).shape
+        n, k = shape_of(parts)
         for a, b in parts.adapters:
             fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
             if not fits or (b.shape[0], a.shape[1]) != (n, k):
@@ -194,16 +216,11 @@ def norm(
             f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
         )
     given = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
-    found = {key: value for key, value in given.items() if value is not None}
-    for key, value in found.items():
-        if tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name}: {key} must be normalized_shape {list(shape)}, got {list(value.shape)}"
-            )
-    dtypes = {key: value.dtype for key, value in found.items()}
-    if not (spec.kind == "rms" or _fit(x, set(dtypes.values()), around)):
-        key = next(key for key, dtype in dtypes.items() if dtype != x.dtype)
-        raise TypeError(f"{name}: x and {key} must share a dtype, got {x.dtype} and {dtypes[key]}")
+    for key, value in given.items():
+        fits(name, key, value, *shape)
+    found = {value.dtype for value in given.values() if value is not None}
+    if not (spec.kind == "rms" or _fit(x, found, around)):
+        dtypes(name, around._replace(autocast=None), x.dtype, given)
     return output_dtype(spec, x, spec.weight, around.autocast)
 
 

@@ -17,7 +17,7 @@ from fusedckpt.blocks.programs import Options, split
 
 __all__ = ["Linear", "linear_act", "norm_linear"]
 
-LEVELS = programs.LEVELS["linear_act", "norm_linear"]
+LEVELS = programs.LEVELS["linear_act"]
 _LINEARS = Linears(LINEAR)
 
 
