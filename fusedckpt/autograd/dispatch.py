@@ -1,9 +1,5 @@
 """The path of a call: eager reference, Triton (compiled or interpreted) or ATen.
 
-A call is decided by its options, the shapes, dtypes and devices of its tensors, and the state
-around it (grad mode, autocast, ...). `settled` caches decisions by exactly these, so that equal
-calls are checked only once.
-
 Triton runs float32, bfloat16 and float16 tensors on a GPU, and on a CPU when Triton's interpreter
 is on; everything else runs on ATen, with the same saved tensors. FUSEDCKPT_DISABLE=1, read once at
 import, runs every eager reference instead. So do programs that are recorded, as by `torch.export`:
@@ -148,10 +144,9 @@ def is_plain(kind: type[Tensor]) -> bool:
 def are_plain(*given: Any) -> bool:
     """Whether ours can take these tensors: dense ones, of no class with ops of its own.
 
-    A module that meets another, such as a DTensor or a quantised weight, runs its children's own
-    forward. A value that is no tensor passes: it is refused by name later.
+    A value that is no tensor passes: it is refused by name later.
     """
-    for value in given:
+    for value in given:  # a generator costs more
         if isinstance(value, Tensor) and (
             not is_plain(type(value)) or value.layout != torch.strided or value.is_nested
         ):
@@ -162,13 +157,8 @@ def are_plain(*given: Any) -> bool:
 def has_hooks(*layers: nn.Module) -> bool:
     """Whether someone counts on layers' own calls: a hook, or a forward put in its place."""
     for layer in layers:
-        if (
-            layer._forward_hooks
-            or layer._forward_pre_hooks
-            or layer._backward_hooks
-            or layer._backward_pre_hooks
-            or "forward" in layer.__dict__
-        ):
+        hooks = layer._forward_hooks or layer._forward_pre_hooks
+        if hooks or layer._backward_hooks or layer._backward_pre_hooks or "forward" in vars(layer):
             return True
     return False
 
@@ -208,8 +198,7 @@ class Path(Enum):
     """Which code computes a call.
 
     FUSED: ours; REFERENCE: the function's eager reference, as under torch.func; OWN: the forward of
-    a module's own class, and its children's, for tensors of other classes and where a program is
-    recorded.
+    a module's class, for tensors of other classes and where a program is recorded.
     """
 
     FUSED = "fused"
@@ -226,11 +215,11 @@ class Settled(NamedTuple):
 
 
 def settled(options: Any, *tensors: Any) -> Settled:
-    """Return the decision for a call.
+    """Return the decision for a call, which is remembered for equal options, tensors and state.
 
-    `options` is a record with `name`; `names` of the tensors, ending in "?" where one may be None;
-    `is_module`, as modules run in eager on tensors that functions refuse; `chosen(level)`, which
-    checks the options; and `settle(around, *metas)`, which returns the call or another path.
+    options: a record with `name`; `names` of the tensors, ending in "?" where one may be None;
+    `is_module`; `chosen(level)`, which checks the options; and `settle(around, *metas)`, which
+    returns the call or another path.
     """
     if is_recorded(tensors[0]):
         return Settled(Path.OWN if options.is_module else Path.REFERENCE)
@@ -285,14 +274,11 @@ def _checked(options: Any, around: Around, metas: Any) -> Settled:
 
 def _settled_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Settled:
     level, chunks = levels.override.level, levels.override.chunks
-    other = None
-    if options.is_module and not are_plain(*tensors):
-        other = Path.OWN
-    elif not _takes(options, tensors):
-        other = Path.REFERENCE
-    if other is not None:
+    is_own = options.is_module and not are_plain(*tensors)
+    named = zip([key.rstrip("?") for key in options.names], tensors, strict=True)
+    if is_own or not takes_all(options.name, {key: t for key, t in named if t is not None}):
         options.chosen(level)
-        return Settled(other)
+        return Settled(Path.OWN if is_own else Path.REFERENCE)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
     grad = torch.is_grad_enabled()
     around = Around(grad, autocast, level, chunks, twin=twin, direct=False, forced=())
@@ -300,16 +286,13 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Settled
     return _checked(options, around, metas)
 
 
-def _takes(options: Any, tensors: tuple[Any, ...]) -> bool:
+def takes_all(name: str, given: dict[str, Any]) -> bool:
     """Whether the kernels take a call's tensors; raise for those that eager refuses too."""
-    pairs = [(key, t) for key, t in zip(options.names, tensors, strict=True) if t is not None]
-    plain = True
-    for key, t in pairs:
-        # each may raise
-        plain &= takes(options.name, key.rstrip("?"), t)
+    # each may raise
+    plain = False not in [takes(name, key, t) for key, t in given.items()]
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return plain
-    return not any(t.is_inference() for _, t in pairs)
+    return not any(t.is_inference() for t in given.values())
 
 
 # classes of torch's with parts that a function could be called with

@@ -89,7 +89,7 @@ class Block(torch.autograd.Function):
             return (None, None, *_twin_gradients(ctx, given, dys, wanted))
         compute = run.backward if direct or ctx.others else ops.backward
         if not torch.compiler.is_compiling() and is_batch(dys):
-            grads = one_by_one(partial(_of_one, call, wanted, given), dys)
+            grads = one_by_one(lambda one: run.backward(call, wanted, one, _first(one), given), dys)
         elif any(map(_IS_GIVEN, products)):
             args = (call, wanted, dys, like, given)
             grads = autograd.donating(ctx, products, like, partial(compute, *args))
@@ -100,13 +100,6 @@ class Block(torch.autograd.Function):
             grad = grads[i]
             grads[i] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
         return (None, None, *grads)
-
-
-def _of_one(
-    call: Call, wanted: Flags, given: dict[Any, Any], dys: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Return the gradients of one of a batch."""
-    return run.backward(call, wanted, dys, _first(dys), given)
 
 
 # without a call of Python's

@@ -97,18 +97,14 @@ def _contexts(saved: tuple[int, ...]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _norm_contexts() -> Any:
     """Return a checkpoint's contexts, in which nothing is saved."""
-    contexts = create_selective_checkpoint_contexts(_recompute)
+    contexts = create_selective_checkpoint_contexts([])
     contexts[0].__class__ = _LastRegion
     return contexts
 
 
-class _LastRegion(type(create_selective_checkpoint_contexts(_recompute)[0])):
+class _LastRegion(type(create_selective_checkpoint_contexts([])[0])):
     """The context of a region that is numbered after all others; torch 2.11 does not ask it."""
 
     @property

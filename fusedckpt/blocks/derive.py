@@ -81,19 +81,14 @@ class Walk(Writer):
                     due, waiting = waiting, []
                     if due:
                         one = one._replace(gives=(*one.gives, "y"))
-                if one.gives == ("r0",) and self.reads_extra(step):
-                    one = one._replace(reads=step.op.extra_reads)
+                reads_codes = step.extra in self.saved or step.reads[0] not in self.saved
+                if one.gives == ("r0",) and step.extra is not None and reads_codes:
+                    one = one._replace(reads=("e",))
                 self.emit(step, one, dy)
             for entry in due:
                 self.emit(*entry)
         for entry in waiting:
             self.emit(*entry)
-
-    def reads_extra(self, step: Step) -> bool:
-        """Whether the gradient of x is that from the extra result, unless x itself is saved."""
-        if step.extra is None:
-            return False
-        return step.extra in self.saved or step.reads[0] not in self.saved
 
     def comes(self, value: Any) -> bool:
         """Whether a pass yet to run makes a value, or the values that it is recomputed from."""
@@ -184,7 +179,8 @@ class Walk(Writer):
         total = self.grads.get(value)  # type: ignore[arg-type]  # None is no value
         if op.adds and value in self.totals:
             total = self.gradient(value)
-        sums = [f"b{i}" for i, name in enumerate(step.reads) if op.recomputes and self.is_due(name)]
+        biases = map(self.bias_of, step.reads) if op.recomputes else ()
+        sums = [f"b{i}" for i, bias in enumerate(biases) if self.wants_param(bias)]
         return Gradient(one.gives, dy, reads, total, frozenset(sums), weight)
 
     def bias_of(self, value: str) -> int | None:
@@ -194,10 +190,6 @@ class Walk(Writer):
             # an adapter's output, which was added to that of its linear
             maker = self.makers.get(maker.reads[1])
         return maker.params[1] if maker is not None and maker.op.has_gemm else None
-
-    def is_due(self, value: str) -> bool:
-        """Whether a pass that gives the gradient of a value sums it for a bias."""
-        return self.wants_param(self.bias_of(value))
 
     def add(self, number: Any, node: Node) -> None:
         """Note a parameter's gradient; of chunks, add it to that so far."""
@@ -218,9 +210,8 @@ def backward(
 ) -> Schedule:
     """Derive a backward, which returns gradients of inputs, then of parameters.
 
-    wanted: of inputs, then parameters; products: which GEMM outputs it is given; dys: for which
-    results it gets a gradient; donates: whether it may write over the products; chunked: for chunks
-    of rows, over which the parameters' gradients are summed.
+    wanted: of these; products: which GEMM outputs it is given; dys: for which results it gets a
+    gradient; donates: whether it may write over the products; chunked: for chunks of rows.
     """
     kept = [name for name, keep in zip(program.products, products, strict=True) if keep]
     walk = Walk(program, wanted, frozenset((*kept, *program.keeps)), dys, chunked)
@@ -248,8 +239,19 @@ def forward(program: Program, products: Flags, chunked: bool = False) -> Schedul
         writer.keep(name, writer.given("value", name))
     while steps:
         step = steps.pop(0)
-        if steps and _joins(step, steps[0]):
-            _make_joined(writer, step, steps.pop(0), step.out in names)
+        after = steps[0] if steps and steps[0].reads == (step.out,) else None
+        is_sum = isinstance(step.op, Add)
+        # one kernel computes x + residual with its norm, or a GEMM with its activation
+        if after and (isinstance(after.op, Norm) if is_sum else _is_fused(after.op)):
+            steps.pop(0)
+            reads, params = writer.reads(step), writer.params(step)
+            writer.count_gemm(step)
+            if is_sum:
+                nodes = after.op.forward(writer, reads, writer.params(after))
+            else:
+                nodes = after.op.with_gemm(writer, reads[0], params, step.out in names)
+            for name, node in zip((after.out, step.out), nodes, strict=True):
+                writer.keep(name, node)
         elif step.extra in names:
             found = step.op.with_extra(writer, writer.reads(step), writer.params(step))
             for name, node in zip((step.out, step.extra), found, strict=True):
@@ -260,21 +262,5 @@ def forward(program: Program, products: Flags, chunked: bool = False) -> Schedul
     return writer.compiled(outputs, names, homes=names if chunked else ())
 
 
-def _joins(step: Step, after: Step) -> bool:
-    """Whether one kernel computes two steps: x + residual with its norm, or a GEMM with act."""
-    if after.reads != (step.out,):
-        return False
-    if isinstance(step.op, Add):
-        return isinstance(after.op, Norm)
-    return isinstance(after.op, Hidden) and after.op.kernel == "fused"
-
-
-def _make_joined(writer: Writer, step: Step, after: Step, keeps: bool) -> None:
-    reads, params = writer.reads(step), writer.params(step)
-    writer.count_gemm(step)
-    if isinstance(step.op, Add):
-        nodes = after.op.forward(writer, reads, writer.params(after))
-    else:
-        nodes = after.op.with_gemm(writer, reads[0], params, keeps)
-    for name, node in zip((after.out, step.out), nodes, strict=True):
-        writer.keep(name, node)
+def _is_fused(op: Any) -> bool:
+    return isinstance(op, Hidden) and op.kernel == "fused"

@@ -21,20 +21,14 @@ class Op:
     dtype: of its output, None for that of the first value; read_dtype: in which it reads the first
     value, None for any; has_gemm: whether it multiplies by its first parameter; recomputes: whether
     its backward recomputes its output on the way; adds: whether its backward takes a gradient of
-    any dtype, and adds dx to a gradient of x that exists; extra_reads: the slots that the gradient
-    of x reads where the extra result is saved.
+    any dtype, and adds dx to a gradient of x that exists.
     """
 
     dtype: Any = None
+    read_dtype: Any = None
     has_gemm = False
     recomputes = False
     adds = False
-    extra_reads: tuple[str, ...] = ("e",)
-
-    @property
-    def read_dtype(self) -> torch.dtype | None:
-        """Return the dtype in which the first value is read."""
-        return None
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of y, from those of the first value and the weight's shape."""
@@ -70,10 +64,8 @@ class Step(NamedTuple):
 
     def at(self, slot: str) -> Any:
         """Return the name of a slot's value or the number of its parameter, None if absent."""
-        if slot == "y":
-            return self.out
-        if slot == "e":
-            return self.extra
+        if slot in "ye":
+            return self.out if slot == "y" else self.extra
         places = self.params if slot[0] == "p" else self.reads
         return places[int(slot[1])] if int(slot[1]) < len(places) else None
 

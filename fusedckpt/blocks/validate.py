@@ -55,14 +55,13 @@ def tensors(name: str, keys: Sequence[str], metas: Sequence[Meta | None]) -> Non
             )
 
 
-def dense(name: str, given: Mapping[str, Any]) -> bool:
+def dense(name: str, given: dict[str, Any]) -> bool:
     """Refuse tensors that no call could take; return whether ours can take all."""
-    found = {key: t for key, t in given.items() if dispatch.takes(name, key, t)}
+    is_taken = dispatch.takes_all(name, given)
+    found = {key: t for key, t in given.items() if dispatch.is_plain(type(t))}
     metas = [Meta(t.shape, t.dtype, t.device) for t in found.values()]
     tensors(name, list(found), metas)
-    wanted = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    kept = list(found.values()) if wanted else []
-    return len(found) == len(given) and not any(t.is_inference() for t in kept)
+    return is_taken
 
 
 def fits(name: str, key: str, given: Meta | None, *shape: int) -> None:
