@@ -48,7 +48,7 @@ def bounded(u, scale, softcap):
     """Return softcap(scale u) and its slope."""
     z, slope = u * scale, u * 0.0 + scale
     if softcap is not None:
-        t = tanh(z / softcap, EXACT=True)
+        t = tanh(z / softcap, z, EXACT=True)[0]
         z, slope = softcap * t, (1.0 - t * t) * scale
     return z, slope
 

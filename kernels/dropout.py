@@ -47,7 +47,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> T
     """Return x [M, N] with elements zeroed at probability p, the others divided by 1 - p.
 
     seed: int64, one element, on x's device; first_row: the row of the whole matrix at which x
-    begins; kernel: "aten", or any other name for Triton. The gradient is dx = dropout(dy).
+    begins. The gradient is dx = dropout(dy).
     """
     x, scale = x.contiguous(), 1 / (1 - p) if p < 1 else 0.0
     y = torch.empty_like(x)

@@ -27,7 +27,8 @@ def act_kernel(z, up, h, stride_zm, n, ACTIVATION: tl.constexpr, BLOCK: tl.const
         tile, row_z, row_h = tile % tl.cdiv(n, BLOCK), row * stride_zm, row * n
     offsets = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    value = ACTIVATION(load(z + row_z + offsets, mask), is_exact(h))
+    value = load(z + row_z + offsets, mask)
+    value = ACTIVATION(value, value, is_exact(h))[0]
     if up is not None:
         value *= load(up + row_z + offsets, mask)
     store(h + row_h + offsets, value, mask)

@@ -104,7 +104,7 @@ def store_act(acc, bias, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.constexpr)
     acc += bias
     if out.z is not None:
         store(out.z + offsets, acc, mask)
-    store(out.y + offsets, ACTIVATION(acc, is_exact(out.y)), mask)
+    store(out.y + offsets, ACTIVATION(acc, acc, is_exact(out.y))[0], mask)
 
 
 class StoreActGrad(NamedTuple):

@@ -30,7 +30,7 @@ def linear_act(
     """
     h = x.new_empty(x.shape[0], w.shape[0])
     z = torch.empty_like(h) if keep_z else None
-    gemm(x, w, StoreAct(h, b, z), ACT, ACTIVATIONS[activation].value)
+    gemm(x, w, StoreAct(h, b, z), ACT, ACTIVATIONS[activation].value_and_grad)
     return h, z
 
 
@@ -53,7 +53,7 @@ def hidden(
     act = ACTIVATIONS[activation]
     h = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
     if kernel != "aten":
-        elementwise.act(z, up, h, act.value)
+        elementwise.act(z, up, h, act.value_and_grad)
     elif up is None:
         act.write(z, out=h)
     else:

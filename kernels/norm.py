@@ -1,8 +1,7 @@
 """RMSNorm and LayerNorm over rows, forward and backward from x alone: no statistic is ever stored.
 
-A row of up to MAX_BLOCK columns stays in registers, in backward one of up to
-MAX_GRAD_BLOCK, as a program's share of dw takes as many again, or half that in float32; longer rows
-go through in column chunks.
+A row of up to MAX_BLOCK columns stays in registers; in backward one of up to MAX_GRAD_BLOCK, or
+half that in float32, beside a program's share of dw. Longer rows go through in column chunks.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def rows_for(n: int, share: int = 16) -> dict[str, int]:
 def stages_for(*tensors: Tensor | None) -> int:
     """Return how many tiles of rows of these are under way in norm_grad at once, and one more.
 
-    Six bytes per column, such as those of bf16 x, dy and dtotal, or eight: then 32 KiB or more are
-    on their way to a multiprocessor, and at most 192 KiB of its shared memory are taken.
+    Then 32 KiB or more are loading, and at most 192 KiB of shared memory are taken.
     """
     if not arch().startswith("sm_"):
         return 1
@@ -74,7 +72,7 @@ def stages_for(*tensors: Tensor | None) -> int:
 
 
 def register_limit() -> dict[str, int]:
-    """Return the option that gives norm_grad 128 registers a thread, as many as it is to have.
+    """Return the option that gives norm_grad 128 registers a thread.
 
     Left to itself the compiler for sm_100 takes 64 of float32 rows of 4096, and spills eight bytes.
     """

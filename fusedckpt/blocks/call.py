@@ -41,12 +41,10 @@ _numbers = itertools.count()
 class Saved(NamedTuple):
     """The tensors that a call saves for the gradients that may be wanted.
 
-    inputs, params, results: places among the call's tensors and the forward's results; names: of
-    inputs, results, numbers of parameters, then of products; unread: places of parameters that only
-    second derivatives read; likes: shape and dtype of the products that a checkpoint counts on,
-    None for the others; forward: computes the results and the products that are due; extras: the
-    places of these products among its results, -1 for none; constant: of results that have no
-    gradient.
+    inputs, params, results, extras: places among the call's tensors and the forward's results, -1
+    for a product that is not saved; names: of these; unread: places of parameters that only second
+    derivatives read; likes: shape and dtype of the products that a checkpoint counts on, or None;
+    forward: computes the results and the products; constant: results without a gradient.
     """
 
     inputs: tuple[int, ...]

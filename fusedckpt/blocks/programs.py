@@ -40,10 +40,9 @@ class Options(NamedTuple):
         linear_act, norm_linear: x -> norm -> linears -> activation
         mlp, gated_mlp: x -> norm -> linears -> hidden layer -> last linear -> plus x
 
-    name: the name in errors about tensors, caller: about options; norm: a NormSpec without its
-    tensors, of `kinds`; over: the shape of a module's norm; save: the level that a call names,
-    default: its module's; is_module: whether it is a module's call; approximate: whether level
-    "preact" saves codes in place of a pre-activation.
+    name: in errors about tensors, caller: about options; norm: a NormSpec without its tensors, of
+    `kinds`; over: the shape of a module's norm; save: the level of a call, default: its module's;
+    approximate: whether level "preact" saves codes in place of a pre-activation.
     """
 
     name: str
@@ -308,7 +307,7 @@ class NormOptions(NamedTuple):
         validate.tensors(name, self.names, (x, residual, weight, bias))
         b, inputs, reads, keeps = Builder(around, x.dtype), {"x": x}, "x", ()
         if residual is not None:
-            validate.fits(name, "residual", residual, *x.shape)
+            validate.fits(name, "residual", residual, *x.shape, must="must have the shape of x,")
             inputs["residual"] = residual
             if x.dtype != residual.dtype:
                 x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))

@@ -64,10 +64,10 @@ def dense(name: str, given: dict[str, Any]) -> bool:
     return is_taken
 
 
-def fits(name: str, key: str, given: Meta | None, *shape: int) -> None:
+def fits(name: str, key: str, given: Meta | None, *shape: int, must: str = "must be") -> None:
     """Refuse a tensor of another shape; None is absent."""
     if given is not None and tuple(given.shape) != shape:
-        raise ValueError(f"{name}: {key} must be {list(shape)}, got {list(given.shape)}")
+        raise ValueError(f"{name}: {key} {must} {list(shape)}, got {list(given.shape)}")
 
 
 def integers(name: str, key: str, given: Any, x: Meta, dtypes: Sequence[torch.dtype]) -> None:
