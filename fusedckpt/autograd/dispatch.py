@@ -48,6 +48,11 @@ def path_of(device: torch.device, dtype: torch.dtype) -> str:
     return "triton" if device.type == "cuda" or _forced == "triton" else "aten"
 
 
+def is_aten(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether tensors of these sizes run on ATen, as all without elements do."""
+    return 0 in sizes or path_of(device, dtype) == "aten"
+
+
 @contextmanager
 def forced_path(path: str | None) -> Iterator[None]:
     """Override the path inside, for tests: "aten" anywhere, "triton" to compile on meta tensors."""
@@ -57,6 +62,10 @@ def forced_path(path: str | None) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+# classes of weights that are no tensors, with shape, dtype and device
+RECORDS: set[type] = set()
 
 
 class Meta(NamedTuple):
@@ -107,7 +116,7 @@ def variant_for(
     environment's preference, then "split", or `fused` in the interpreter, so that tests run those
     kernels. The choice is logged at level DEBUG, once for equal calls.
     """
-    if 0 in sizes or path_of(x.device, dtype) == "aten":
+    if is_aten(x.device, dtype, *sizes):
         return "aten"
     if kernel is None and _PREFERRED in ("split", fused):
         kernel = _PREFERRED
@@ -236,7 +245,7 @@ def settled(options: Any, *tensors: Any) -> Settled:
             (type(t) is Tensor or type(t) is nn.Parameter)
             and t.layout is torch.strided
             and not (t.is_nested or (grad and t.is_inference()))
-        ):
+        ) or type(t) in RECORDS:
             metas.append((t.shape, t.dtype, t.device))
         else:
             return _settled_anew(options, tensors, is_twin)._replace(phase=phase)
@@ -292,7 +301,7 @@ def takes_all(name: str, given: dict[str, Any]) -> bool:
     plain = False not in [takes(name, key, t) for key, t in given.items()]
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return plain
-    return not any(t.is_inference() for t in given.values())
+    return not any(isinstance(t, Tensor) and t.is_inference() for t in given.values())
 
 
 # classes of torch's with parts that a function could be called with
@@ -304,6 +313,8 @@ def takes(name: str, key: str, value: Any) -> bool:
 
     The attributes of other tensor subclasses are not read.
     """
+    if type(value) in RECORDS:
+        return True
     if not isinstance(value, Tensor):
         arguments.wrong_type(name, key, "a tensor", value)
     if not is_plain(type(value)):

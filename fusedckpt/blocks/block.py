@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from fusedckpt.blocks.operands import (
     adapters_of,
     are_adapted,
     flat,
-    structure_of,
+    refilled,
     taken_apart,
 )
 from fusedckpt.blocks.schedule import Flags, Schedule
@@ -132,22 +133,21 @@ def run_linears(
     if eager.forced.is_on:
         return options.eager(x, norm, linears)
     tensors, whole = list(chain.from_iterable(linears)), options
-    given = tensors
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
         return _compiled(options, x, norm, linears)
-    if not _DENSE.issuperset(map(type, given)) and options.linears and are_adapted(linears):
+    if not _DENSE.issuperset(map(type, tensors)) and options.linears and are_adapted(linears):
         keys = options.linears.keys
         options.chosen(levels.override.level)
         parts = taken_apart(options.name, keys, linears, options.num_seeds)
-        options, tensors, given = _adapted(options, keys, parts)
+        options, tensors = _adapted(options, keys, parts)
         if keys == PACKED:
             # a weight that does not fit is refused whole
-            if dispatch.settled(options, x, *norm, *given).call is None:
+            if dispatch.settled(options, x, *norm, *tensors).call is None:
                 return None if whole.is_module else whole.eager(x, norm, linears)
             # views: autograd puts their gradients together again
             parts = [parts[0].half(0), parts[0].half(1), parts[1]]
-            options, tensors, given = _adapted(options, GATED, parts)
-    _, call, phase = dispatch.settled(options, x, *norm, *given)
+            options, tensors = _adapted(options, GATED, parts)
+    _, call, phase = dispatch.settled(options, x, *norm, *tensors)
     if call is None:
         return None if whole.is_module else whole.eager(x, norm, linears)
     # a checkpoint's forward and recompute save alike, at every level
@@ -158,14 +158,11 @@ def run_linears(
     return apply(call, phase, x, *norm, *tensors)
 
 
-def _adapted(
-    options: Any, keys: tuple[str, ...], parts: Sequence[Parts]
-) -> tuple[Any, list[Any], list[Any]]:
-    """Return the options of linears taken apart, their tensors, and None for quantised ones."""
-    options = options._replace(linears=Linears(keys, structure_of(parts)))
-    tensors = [t for linear in parts for t in flat(linear)]
-    dense = [linear._replace(base=None) for linear in parts]
-    return options, tensors, [t for linear in dense for t in flat(linear)]
+def _adapted(options: Any, keys: tuple[str, ...], parts: Sequence[Parts]) -> tuple[Any, list[Any]]:
+    """Return the options of linears taken apart, and their tensors."""
+    bare = tuple([refilled(linear, itertools.repeat(None)) for linear in parts])
+    options = options._replace(linears=Linears(keys, bare))
+    return options, [t for linear in parts for t in flat(linear)]
 
 
 def _compiled(

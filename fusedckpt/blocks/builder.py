@@ -9,7 +9,7 @@ import torch
 
 from fusedckpt.autograd.dispatch import Around
 from fusedckpt.blocks.call import Call, Layout
-from fusedckpt.blocks.operands import Parts, flat, refilled
+from fusedckpt.blocks.operands import Parts, refilled
 from fusedckpt.blocks.program import Program, Step
 from fusedckpt.blocks.steps import Dropout, Linear, Norm
 
@@ -25,8 +25,7 @@ _FUNCTIONS = {"weight": "linear_act", "fc1_weight": "mlp", "gate_weight": "gated
 class Linears(NamedTuple):
     """The linear layers of a call, without their tensors.
 
-    keys: the names of weights; parts: where one of them is a record or dequantises, each taken
-    apart, with the Meta of a quantised weight.
+    keys: the names of weights; parts: each taken apart, where one is a record or dequantises.
     """
 
     keys: tuple[str, ...]
@@ -54,11 +53,9 @@ class Linears(NamedTuple):
 
     def of(self, metas: Sequence[Any]) -> list[Parts]:
         """Return the linears with the metas of their tensors."""
-        if self.parts:
-            values = iter(metas)
-            return [refilled(parts, values) for parts in self.parts]
-        pairs = zip(metas[::2], metas[1::2], strict=True)
-        return [Parts(weight, None, bias, (), ()) for weight, bias in pairs]
+        values = iter(metas)
+        bare = self.parts or [Parts(None, None)] * len(self.keys)
+        return [refilled(parts, values) for parts in bare]
 
 
 def bias_of(key: str) -> str:
@@ -107,9 +104,9 @@ class Builder:
 
     def linear(self, key: str, parts: Parts) -> tuple[Any, ...]:
         """Add the parameters of a linear layer: its weight, bias, and pairs of adapters."""
-        kind = Layout(2, self.dtype) if parts.base is None else Layout(0)
-        weight = self.param(key, kind, parts.weight or parts.base)
-        if parts.base is not None:
+        kind = Layout(0) if parts.is_quantised else Layout(2, self.dtype)
+        weight = self.param(key, kind, parts.weight)
+        if parts.is_quantised:
             self.others.append(len(self.params) - 1)
         bias = self.param(bias_of(key), Layout(1, self.dtype), parts.bias)
         adapters = []
@@ -179,13 +176,3 @@ class Builder:
         options["direct"] = self.around.direct
         metas = (*inputs.values(), *self.metas)
         return Call(name, program, tuple(self.layouts), metas, **options)
-
-
-def all_of(linears: Sequence[Parts]) -> list[Any]:
-    """Return the metas of the linears' tensors, with quantised weights in their places."""
-    return [meta for parts in linears for meta in flat(parts)]
-
-
-def shape_of(parts: Parts) -> torch.Size:
-    """Return the shape of a linear's weight, [N, K]."""
-    return (parts.weight or parts.base).shape

@@ -99,7 +99,7 @@ def linear(
     if type(weight) in (Tensor, torch.nn.Parameter):
         return F.linear(x, weight, bias)
     parts = parts_of("reference", "weight", weight, bias, seeds=numbers or itertools.count())
-    dense = parts.weight if parts.base is None else parts.base.dense(None).to(x.dtype)
+    dense = parts.weight.dense(None).to(x.dtype) if parts.is_quantised else parts.weight
     y = total = F.linear(x, dense, bias)
     for (a, b), (scale, rate, number) in zip(parts.adapters, parts.constants, strict=True):
         seed = None if seeds is None or number is None else seeds[number]
@@ -123,53 +123,27 @@ def gated(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
     return (up + offset) * (gate * torch.sigmoid(gate * alpha))
 
 
-def _sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
-    return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-
-
-def rms_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    offset: float = 0.0,
-    cast: str = "torch",
+def norm(
+    rule: NormRule | Any, x: Tensor, shape: int | Sequence[int], weight: Any, bias: Any = None
 ) -> Tensor:
-    """Return F.rms_norm with the rounding of torch, Llama or Gemma.
+    """Return x through the norm that a rule, or a record with its fields, describes.
 
-    They differ in where half precision is rounded: torch and Gemma round once, at the end; Llama
-    rounds the normalised x before the weight, and its result has the promoted dtype.
+    Half precision is rounded once, at the end, by "torch" and "gemma"; "llama" rounds the
+    normalised x before the weight, and its result has the promoted dtype.
     """
-    shape = _sizes(normalized_shape)
-    if cast == "torch":
-        if weight is not None and offset:
-            weight = weight + offset
-        return F.rms_norm(x, shape, weight, eps)
+    shape, eps = (shape,) if isinstance(shape, int) else shape, rule.eps
+    if rule.kind == "layer":
+        return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
+    if rule.cast == "torch":
+        scale = weight + rule.offset if weight is not None and rule.offset else weight
+        return F.rms_norm(x, shape, scale, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     mean_square = wide.square().mean(dim=tuple(range(-len(shape), 0)), keepdim=True)
     xhat = wide * torch.rsqrt(mean_square + eps)
-    if cast == "llama":
+    if rule.cast == "llama":
         xhat = xhat.to(x.dtype)
-        return xhat if weight is None else (weight + offset if offset else weight) * xhat
-    return (xhat if weight is None else xhat * (offset + weight.to(wide.dtype))).to(x.dtype)
-
-
-def layer_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Return F.layer_norm."""
-    return F.layer_norm(x, _sizes(normalized_shape), weight, bias, eps=eps)
-
-
-def norm(rule: NormRule | Any, x: Tensor, shape: Any, weight: Any, bias: Any = None) -> Tensor:
-    """Return x through the norm that a rule, or a record with its fields, describes."""
-    if rule.kind == "layer":
-        eps = 1e-5 if rule.eps is None else rule.eps
-        return layer_norm(x, shape, weight, bias, eps)
-    return rms_norm(x, shape, weight, rule.eps, offset=rule.offset, cast=rule.cast)
+        if weight is None:
+            return xhat
+        return (weight + rule.offset if rule.offset else weight) * xhat
+    return (xhat if weight is None else xhat * (rule.offset + weight.to(wide.dtype))).to(x.dtype)

@@ -18,7 +18,7 @@ from torch.fx import Node
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.dispatch import Around, Meta, Path
 from fusedckpt.blocks import eager, validate
-from fusedckpt.blocks.builder import LINEAR, Builder, Linears, all_of
+from fusedckpt.blocks.builder import LINEAR, Builder, Linears
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.program import Gradient, Op, Pass
 from fusedckpt.blocks.schedule import Writer
@@ -123,7 +123,7 @@ class HeadOptions(NamedTuple):
         """Refuse a call with parts that do not fit; return the path where only eager may run."""
         self.chosen(around.level)
         name, linears = self.name, self.linears.of(metas)
-        validate.tensors(name, ("x", *self.linears.names), (x, *all_of(linears)))
+        validate.tensors(name, ("x", *self.linears.names), (x, *metas))
         named = {"weight": linears[0]}
         validate.linears(name, x, named, None, 1, adds=False)
         self._check(x, target)
@@ -131,8 +131,8 @@ class HeadOptions(NamedTuple):
         validate.multiplied(name, around, dtype, named)
         if around.twin:
             return Path.REFERENCE
-        b, classes = Builder(around, dtype), (linears[0].weight or linears[0].base).shape[0]
-        on_aten = not classes or dispatch.path_of(x.device, dtype) == "aten"
+        b, classes = Builder(around, dtype), linears[0].weight.shape[0]
+        on_aten = dispatch.is_aten(x.device, dtype, classes)
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
         b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.dispatch import Meta
-from fusedckpt.blocks.quantised import quantised
+from fusedckpt.blocks.quantised import QuantisedWeight, quantised
 from fusedckpt.kernels.norm import NormRule
 
 __all__ = ["LoRA", "NormSpec", "flat", "refilled", "taken_apart"]
@@ -102,25 +102,26 @@ class Constants(NamedTuple):
 class Parts(NamedTuple):
     """A linear layer taken apart: its tensors, or a value about each in its place.
 
-    base: the record that dequantises to the weight, which is None then; adapters: pairs of A
-    and B, innermost first.
+    adapters: pairs of A and B, innermost first; is_quantised: whether the weight is a record that
+    dequantises.
     """
 
     weight: Any
-    base: Any
     bias: Any
-    adapters: tuple[tuple[Any, Any], ...]
-    constants: tuple[Constants, ...]
+    adapters: tuple[tuple[Any, Any], ...] = ()
+    constants: tuple[Constants, ...] = ()
+    is_quantised: bool = False
 
     def half(self, index: int) -> Parts:
         """Return the linear of the first or second half of the outputs; as views."""
 
         def rows(t: Any) -> Any:
+            if isinstance(t, QuantisedWeight):
+                return t.half(index)
             return None if t is None else t.chunk(2)[index]
 
-        base = None if self.base is None else self.base.half(index)
         adapters = tuple([(a, rows(b)) for a, b in self.adapters])
-        return Parts(rows(self.weight), base, rows(self.bias), adapters, self.constants)
+        return self._replace(weight=rows(self.weight), bias=rows(self.bias), adapters=adapters)
 
 
 def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) -> Parts:
@@ -134,11 +135,10 @@ def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) 
         seed = next(seeds) if lora.dropout else None
         constants.insert(0, Constants(float(lora.scale), float(lora.dropout), seed))
     base = quantised(weight)
-    dense = weight if base is None else None
     if base is not None:
         source = f"{key}.dense" if base is weight else f"dequantise({key})"
-        base = base.checked(name, key, source)
-    return Parts(dense, base, bias, tuple(adapters), tuple(constants))
+        weight = base.checked(name, key, source)
+    return Parts(weight, bias, tuple(adapters), tuple(constants), base is not None)
 
 
 def adapters_of(weight: Any) -> list[LoRA]:
@@ -158,15 +158,13 @@ def count_dropouts(weights: Sequence[Any], *dropouts: float) -> int:
 
 def flat(parts: Parts) -> list[Any]:
     """Return weight, bias, and A and B of every adapter."""
-    weight = parts.weight if parts.base is None else parts.base
-    return [weight, parts.bias, *(t for pair in parts.adapters for t in pair)]
+    return [parts.weight, parts.bias, *(t for pair in parts.adapters for t in pair)]
 
 
-def refilled(parts: Parts, values: Any) -> Parts:
+def refilled(parts: Parts, values: Iterator[Any]) -> Parts:
     """Return the parts with the next of an iterator's values in the order of `flat`."""
     weight, bias = next(values), next(values)
     adapters = tuple([(next(values), next(values)) for _ in parts.adapters])
-    weight = weight if parts.base is None else None
     return parts._replace(weight=weight, bias=bias, adapters=adapters)
 
 
@@ -177,15 +175,6 @@ def taken_apart(
     seed = itertools.count(num_seeds)
     pairs = zip(keys, linears, strict=True)
     return [parts_of(name, key, w, b, seeds=seed) for key, (w, b) in pairs]
-
-
-def structure_of(parts: Sequence[Parts]) -> tuple[Parts, ...]:
-    """Return linears without their tensors, and with the Meta of a quantised weight."""
-    found = []
-    for linear in parts:
-        bare = refilled(linear, itertools.repeat(None))
-        found.append(bare if bare.base is None else bare._replace(base=Meta(*bare.base[:3])))
-    return tuple(found)
 
 
 def are_adapted(linears: Sequence[tuple[Any, Any]]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around, Meta, Path
 from fusedckpt.blocks import eager, run, validate
-from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, all_of, shape_of
+from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, rule_of, sums_dtype
@@ -150,7 +150,7 @@ class Options(NamedTuple):
                 arguments.wrong_type(name, "norm", "a NormSpec", spec)
             spec = spec._replace(weight=norm[0], bias=norm[1])
             validate.norm_rule(name, spec, "norm.")
-        validate.tensors(name, self.names, (x, *norm, *all_of(linears)))
+        validate.tensors(name, self.names, (x, *metas))
         last, halves = self.linears.last, 2 if keys == PACKED else 1
         named = dict(zip(keys, linears, strict=True))
         validate.linears(name, x, named, last, halves, adds=bool(self.residual))
@@ -164,7 +164,7 @@ class Options(NamedTuple):
         validate.runs(name, self.kernel, x, dtype)
         if around.twin:
             return Path.REFERENCE
-        b, shape = Builder(around, dtype), shape_of(linears[-1])
+        b, shape = Builder(around, dtype), linears[-1].weight.shape
         hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
         codes = "codes" if self.approximate and level == "preact" else None
         found = self._steps(b, x, spec, linears, hidden, codes)
@@ -251,8 +251,7 @@ def split(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
 
 def norm_kernel(x: Meta, dtype: torch.dtype) -> str:
     """Return which kernels normalise tensors like x."""
-    on_aten = 0 in x.shape or dispatch.path_of(x.device, dtype) == "aten"
-    return "aten" if on_aten else "triton"
+    return "aten" if dispatch.is_aten(x.device, dtype, *x.shape) else "triton"
 
 
 class ActOptions(NamedTuple):

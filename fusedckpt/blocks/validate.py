@@ -17,7 +17,7 @@ from torch.fx import Proxy
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Around, Meta
-from fusedckpt.blocks.builder import bias_of, shape_of
+from fusedckpt.blocks.builder import bias_of
 from fusedckpt.blocks.operands import NormSpec, Parts, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.kernels.codes import APPROXIMATE
@@ -100,7 +100,7 @@ def linears(
     shape, read, weight = x.shape, "x", x.shape
     rows: dict[str, int] = {}
     for key, parts in given.items():
-        weight = shape_of(parts)
+        weight = parts.weight.shape
         if key == last:
             features = _features(name, rows, halves)
             shape, read = (*shape[:-1], features // halves), "h"
@@ -145,9 +145,10 @@ def dtypes(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, An
 def multiplied(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Parts]) -> None:
     """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
     for key, parts in given.items():
-        dtypes(name, around, dtype, {key: parts.weight, bias_of(key): parts.bias})
+        weight = None if parts.is_quantised else parts.weight
+        dtypes(name, around, dtype, {key: weight, bias_of(key): parts.bias})
     for key, parts in given.items():
-        n, k = shape_of(parts)
+        n, k = parts.weight.shape
         for a, b in parts.adapters:
             fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
             if not fits or (b.shape[0], a.shape[1]) != (n, k):
@@ -163,7 +164,7 @@ def multiplied(name: str, around: Around, dtype: torch.dtype, given: Mapping[str
 
 def runs(name: str, kernel: str | None, x: Meta, dtype: torch.dtype) -> None:
     """Refuse a kernel that cannot run where x is."""
-    if kernel not in (None, "split") and dispatch.path_of(x.device, dtype) == "aten":
+    if kernel not in (None, "split") and dispatch.is_aten(x.device, dtype):
         raise ValueError(
             f"{name}: kernel={kernel!r} needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and"
             f" float32, bfloat16 or float16 tensors, got {dtype} on {x.device}"

@@ -58,31 +58,30 @@ def _run(options: ActOptions, x: Tensor) -> Tensor:
     return eager.hidden((x,), options.activation)
 
 
-class ReGELU2(nn.GELU):
+class _Approximate:
+    """A module without arguments, of an activation with an approximate derivative."""
+
+    options: ActOptions
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return act(input)."""
+        return _run(self.options, input)
+
+    def extra_repr(self) -> str:
+        """Show no arguments."""
+        return ""
+
+
+class ReGELU2(_Approximate, nn.GELU):
     """nn.GELU with the derivative of `functional.regelu2`, which saves two bits an element."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return gelu(input)."""
-        return _run(ActOptions("regelu2", "gelu", is_module=True), input)
-
-    def extra_repr(self) -> str:
-        """Show no arguments."""
-        return ""
+    options = ActOptions("regelu2", "gelu", is_module=True)
 
 
-class ReSiLU2(nn.SiLU):
+class ReSiLU2(_Approximate, nn.SiLU):
     """nn.SiLU with the derivative of `functional.resilu2`, which saves two bits an element."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return silu(input)."""
-        return _run(ActOptions("resilu2", "silu", is_module=True), input)
-
-    def extra_repr(self) -> str:
-        """Show no arguments."""
-        return ""
+    options = ActOptions("resilu2", "silu", is_module=True)

@@ -56,19 +56,15 @@ def _letter(layer: Any) -> str:
 
 def _are(letter: str, *layers: Any) -> bool:
     """Whether a block can compute these modules, of one letter, without calling them."""
-    for layer in layers:
-        if _letter(layer) != letter:
-            return False
-    return not has_hooks(*layers)
+    return {letter}.issuperset(map(_letter, layers)) and not has_hooks(*layers)
 
 
 def spec_of(norm: Any) -> NormSpec:
     """Describe a norm module of torch's or ours."""
     if isinstance(norm, nn.LayerNorm):
         return NormSpec("layer", norm.weight, norm.bias, norm.eps)
-    if isinstance(norm, RMSNorm):
-        return NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
-    return NormSpec("rms", norm.weight, None, norm.eps)
+    more = (norm.offset, norm.cast) if isinstance(norm, RMSNorm) else ()
+    return NormSpec("rms", norm.weight, None, norm.eps, *more)
 
 
 class _Block(nn.Module):

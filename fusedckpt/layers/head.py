@@ -147,11 +147,9 @@ def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: An
     arguments.choice(name, "reduction", reduction, REDUCTIONS)
     arguments.probability(name, "label_smoothing", smoothing)
     arguments.number(name, "z_loss", z_loss)
-    if num_items is None:
-        return
-    if reduction != "mean":
+    if num_items is not None and reduction != "mean":
         raise ValueError(f"{name}: num_items needs reduction='mean', got {reduction!r}")
-    if not isinstance(num_items, Tensor):
+    if num_items is not None and not isinstance(num_items, Tensor):
         arguments.number(name, "num_items", num_items)
 
 

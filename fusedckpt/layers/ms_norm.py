@@ -56,8 +56,10 @@ class _MSNorm(torch.autograd.Function):
         return None if dx is None else dx.to(y.dtype), None, None
 
 
-def _width(name: str, given: Any) -> int:
-    """Return the one size of normalized_shape; refuse more."""
+def _width(name: str, given: Any, eps: Any = None) -> int:
+    """Return the one size of normalized_shape; refuse more, and an invalid eps."""
+    if eps is not None:
+        arguments.number(name, "eps", eps, 0)
     shape = validate.normalized_shape(name, given)
     if len(shape) != 1:
         raise ValueError(f"{name}: normalized_shape must be one size, got {list(shape)}")
@@ -97,9 +99,8 @@ class MSRMSNorm(nn.RMSNorm):
     """nn.RMSNorm without a weight; all else is as in `MSLayerNorm`."""
 
     def __init__(self, normalized_shape: int | tuple[int], eps: float | None = None) -> None:
-        if eps is not None:
-            arguments.number("MSRMSNorm", "eps", eps, 0)
-        super().__init__(_width("MSRMSNorm", normalized_shape), eps, elementwise_affine=False)
+        width = _width("MSRMSNorm", normalized_shape, eps)
+        super().__init__(width, eps, elementwise_affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., normalized_shape]; return the dtype of x."""

@@ -28,6 +28,8 @@ Shape = int | Sequence[int]
 def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, bias: Any) -> Any:
     """Run the Function for a call, or its eager reference."""
     shape, call, phase = options.normalized_shape, None, None
+    if options.name.startswith("add"):
+        validate.tensor(options.name, "residual", residual)
     if isinstance(shape, tuple) and bool in map(type, shape):
         # True equals 1, which would be remembered: a value that is no tuple is looked at anew
         options = options._replace(normalized_shape=list(shape))
@@ -136,7 +138,6 @@ def add_rms_norm(
     Saves only x + residual, the second output. x and residual must have the same shape; dtypes
     promote as in x + residual. For other arguments and errors see `rms_norm`.
     """
-    validate.tensor("add_rms_norm", "residual", residual)
     options = NormOptions("add_rms_norm", "rms", normalized_shape, eps, offset=offset, cast=cast)
     return _run(options, x, residual, weight, bias=None)
 
@@ -154,7 +155,6 @@ def add_layer_norm(
     Saves only x + residual, the second output. x and residual must have the same shape; dtypes
     promote as in x + residual. For other arguments and errors see `layer_norm`.
     """
-    validate.tensor("add_layer_norm", "residual", residual)
     options = NormOptions("add_layer_norm", "layer", normalized_shape, eps)
     return _run(options, x, residual, weight, bias=bias)
 
@@ -207,10 +207,9 @@ class RMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.RMSNorm does, with the options that differ from it."""
-        extra = f", offset={self.offset}" if self.offset else ""
-        return (
-            super().extra_repr() + extra + (f", cast={self.cast}" if self.cast != "torch" else "")
-        )
+        offset = f", offset={self.offset}" if self.offset else ""
+        cast = f", cast={self.cast}" if self.cast != "torch" else ""
+        return super().extra_repr() + offset + cast
 
 
 class LayerNorm(nn.LayerNorm):
