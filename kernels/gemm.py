@@ -273,30 +273,35 @@ def gemm(
     x [M, K] and w [N, K] have one dtype and no empty side; columns of x are adjacent, and columns
     or rows of w. `hybrid`: the epilogue reads as much as it writes.
     """
-    (m, k), n, target, stored = x.shape, w.shape[0], arch(), as_stored(w)
+    (m, k), n, stored = x.shape, w.shape[0], as_stored(w)
     assert x.stride(1) == 1 or k == 1
     assert 1 in w.stride() or w.numel() == 1
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     aligned = fits_descriptors(x, w)
-    tile = tile_for(target, x.element_size(), k, hybrid, aligned, precision)
-    options = {"TRANSPOSED": stored is not w, "PRECISION": precision} | tile._asdict()
+    options = options_for(x, k, hybrid, aligned) | {"TRANSPOSED": stored is not w}
     # from Hopper on, tiles are loaded by tensor descriptors that the host makes
-    options["DESCRIPTORS"] = aligned and family(target) in ("sm_90", "sm_100", "interpreter")
+    options["DESCRIPTORS"] = aligned and family(arch()) in ("sm_90", "sm_100", "interpreter")
+    block_m, block_n, block_k = (options[f"BLOCK_{side}"] for side in "MNK")
     operands: Any = x, w
     if options["DESCRIPTORS"]:
-        block = [tile.BLOCK_N, tile.BLOCK_K]
-        blocks = [tile.BLOCK_M, tile.BLOCK_K], block if stored is w else block[::-1]
+        block = [block_n, block_k] if stored is w else [block_k, block_n]
         operands = [
             TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block)
-            for t, block in zip((x, stored), blocks, strict=True)
+            for t, block in ((x, [block_m, block_k]), (stored, block))
         ]
-    row_tiles = triton.cdiv(m, tile.BLOCK_M)
+    row_tiles = triton.cdiv(m, block_m)
     sums = partial_sums(x, needs_db, row_tiles, n)
     sizes = m, n, k, x.stride(0), *w.stride()
-    grid = (row_tiles * triton.cdiv(n, tile.BLOCK_N),)
+    grid = (row_tiles * triton.cdiv(n, block_n),)
     with torch.cuda.device_of(x):
         gemm_kernel[grid](*operands, out._replace(**sums), *sizes, *epilogue, activation, **options)
     return sum_partials(sums.get("db"), sums.get("db_up"))
+
+
+def options_for(x: Tensor, k: int, hybrid: bool, aligned: bool) -> dict[str, Any]:
+    """Return the tile and precision of a launch with contraction length k: see `tile_for`."""
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    tile = tile_for(arch(), x.element_size(), k, hybrid, aligned, precision)
+    return {"PRECISION": precision} | tile._asdict()
 
 
 def as_stored(w: Tensor) -> Tensor:

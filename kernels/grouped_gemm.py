@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .gemm import family, finish, multiply, tile_for
+from .gemm import family, finish, multiply, options_for
 from .runtime import arch, load, store, tl, triton
 
 
@@ -187,11 +187,7 @@ def grouped_grad(x: Tensor, dy: Tensor, ends: Tensor, dw: Tensor, adds: bool = F
 
 
 def _options(x: Tensor, leads: tuple[int, ...], k: int) -> dict[str, Any]:
-    """Return the tile of a launch, whose operands have rows `leads` apart, and the precision."""
-    target = arch()
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    """Return the options of a launch, whose operands have rows `leads` apart."""
     # the large tiles from Hopper on are those of tensor descriptors, which cut no rows of experts
     aligned = all(lead * x.element_size() % 16 == 0 for lead in leads)
-    aligned &= family(target) not in ("sm_90", "sm_100")
-    tile = tile_for(target, x.element_size(), k, False, aligned, precision)
-    return {"PRECISION": precision} | tile._asdict()
+    return options_for(x, k, False, aligned and family(arch()) not in ("sm_90", "sm_100"))

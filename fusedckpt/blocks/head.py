@@ -25,7 +25,7 @@ from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels.cross_entropy import (
     WIDTH,
     LogitRule,
-    logits,
+    eager_statistics,
     statistics,
     statistics_grad,
 )
@@ -63,18 +63,6 @@ class Statistics(Op):
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return the statistics in torch's ops."""
         return eager_statistics(*reads, self.rule)  # type: ignore[arg-type]  # logits and target
-
-
-def eager_statistics(u: Tensor, target: Tensor, rule: LogitRule) -> Tensor:
-    """Return the statistics [..., 4] of u [..., N] and target [..., 1] in torch's ops."""
-    z = logits(u, rule)[0]
-    logp, counted = torch.log_softmax(z, -1), target != rule.ignore_index
-    own = logp.gather(-1, torch.where(counted, target, 0))
-    entropy = torch.zeros_like(own)
-    if rule.entropy:
-        entropy = -(logp.exp() * logp).sum(-1, keepdim=True)
-    found = (own, torch.logsumexp(z, -1, keepdim=True), logp.mean(-1, keepdim=True), entropy)
-    return torch.cat(found, -1).masked_fill(~counted, 0.0)
 
 
 class HeadOptions(NamedTuple):

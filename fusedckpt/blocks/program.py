@@ -18,17 +18,22 @@ from torch.fx import Node
 class Op:
     """An op of steps; an elementwise one, unless it overrides.
 
-    dtype: of its output, None for that of the first value; read_dtype: in which it reads the first
-    value, None for any; has_gemm: whether it multiplies by its first parameter; recomputes: whether
+    dtype: of its output, None for that of the first value; casts: whether it reads the first value
+    in its dtype; has_gemm: whether it multiplies by its first parameter; recomputes: whether
     its backward recomputes its output on the way; adds: whether its backward takes a gradient of
     any dtype, and adds dx to a gradient of x that exists.
     """
 
     dtype: Any = None
-    read_dtype: Any = None
+    casts = False
     has_gemm = False
     recomputes = False
     adds = False
+
+    @property
+    def read_dtype(self) -> torch.dtype | None:
+        """Return the dtype in which the first value is read, None for any."""
+        return self.dtype if self.casts else None
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of y, from those of the first value and the weight's shape."""

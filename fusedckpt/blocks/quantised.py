@@ -60,9 +60,7 @@ class QuantisedWeight(NamedTuple):
 
         name, key: the function and its argument, for errors; source: the name of `dense` there.
         """
-        if not isinstance(self.shape, (tuple, list)):
-            arguments.wrong_type(name, f"{key}.shape", "two sizes, [N, K]", self.shape)
-        if len(self.shape) != 2:
+        if not isinstance(self.shape, (tuple, list)) or len(self.shape) != 2:
             arguments.wrong_value(name, f"{key}.shape", "two sizes, [N, K]", self.shape)
         shape = torch.Size([arguments.integer(name, f"{key}.shape", n) for n in self.shape])
         arguments.dtype(name, self.dtype, f"{key}.dtype")

@@ -89,12 +89,7 @@ class Grouped(Op):
     top_k: int
     is_transposed: bool
     dtype: torch.dtype | None = None
-    has_gemm = True
-
-    @property
-    def read_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the GEMMs."""
-        return self.dtype
+    has_gemm = casts = True
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of K rows."""

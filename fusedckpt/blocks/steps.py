@@ -90,12 +90,7 @@ class Linear(Op):
     sums: torch.dtype | None = None
     is_quantised: bool = False
     out: torch.dtype | None = None
-    has_gemm = True
-
-    @property
-    def read_dtype(self) -> torch.dtype:
-        """Return the dtype of the GEMM."""
-        return self.dtype
+    has_gemm = casts = True
 
     def width(self, read: int, weight: Any) -> int:
         """Return the weight's rows."""
@@ -264,11 +259,7 @@ class Dropout(Op):
     p: float
     seed: int
     dtype: torch.dtype | None = None
-
-    @property
-    def read_dtype(self) -> torch.dtype | None:
-        """Return the dtype of y."""
-        return self.dtype
+    casts = True
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
         """Give the gradient of x."""
