@@ -33,15 +33,13 @@ def wrong_value(name: str, key: str, expected: str, given: Any) -> NoReturn:
 
 def number(name: str, key: str, given: Any, least: float = -math.inf) -> None:
     """Refuse a value that is no finite real number, or a smaller one than `least`."""
-    if type(given) is float:
-        value = given
-    elif isinstance(given, (float, int, np.floating, np.integer)) and not isinstance(given, bool):
-        try:
-            value = float(given)
-        except OverflowError:
-            value = math.inf
-    else:
+    is_number = isinstance(given, (float, int, np.floating, np.integer))
+    if isinstance(given, bool) or not is_number:
         wrong_type(name, key, "a number", given)
+    try:
+        value = float(given)
+    except OverflowError:
+        value = math.inf
     if not (least <= value and -math.inf < value < math.inf):
         bound = "" if least == -math.inf else f" of at least {least:g}"
         wrong_value(name, key, f"a finite number{bound}", given)

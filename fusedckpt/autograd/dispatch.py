@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -203,24 +202,20 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     return found
 
 
-class Path(Enum):
-    """Which code computes a call.
-
-    FUSED: ours; REFERENCE: the function's eager reference, as under torch.func; OWN: the forward of
-    a module's class, for tensors of other classes and where a program is recorded.
-    """
-
-    FUSED = "fused"
-    REFERENCE = "reference"
-    OWN = "own"
+# what `settle` returns where a module calls the forward of its own class, and its children's
+OWN = "own"
 
 
 class Settled(NamedTuple):
-    """The decision for a call: its path; where it is fused, the checked call and its phase."""
+    """The decision for a call: the checked call and its phase; None to run the eager reference.
 
-    path: Path
+    is_own: whether a module runs the forward of its own class instead, as for tensors of other
+    classes and where a program is recorded.
+    """
+
     call: Any = None
     phase: Phase | None = None
+    is_own: bool = False
 
 
 def settled(options: Any, *tensors: Any) -> Settled:
@@ -228,10 +223,10 @@ def settled(options: Any, *tensors: Any) -> Settled:
 
     options: a record with `name`; `names` of the tensors, ending in "?" where one may be None;
     `is_module`; `chosen(level)`, which checks the options; and `settle(around, *metas)`, which
-    returns the call or another path.
+    returns the call, None or OWN.
     """
     if is_recorded(tensors[0]):
-        return Settled(Path.OWN if options.is_module else Path.REFERENCE)
+        return Settled(is_own=options.is_module)
     if torch.compiler.is_compiling():
         return _settled_anew(options, tensors, twin=True)
     grad, metas = torch.is_grad_enabled(), []
@@ -278,7 +273,7 @@ def _remembered(found: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *opti
 
 def _checked(options: Any, around: Around, metas: Any) -> Settled:
     found = options.settle(around, *metas)
-    return Settled(found) if isinstance(found, Path) else Settled(Path.FUSED, found)
+    return Settled(is_own=True) if found is OWN else Settled(found)
 
 
 def _settled_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Settled:
@@ -287,7 +282,7 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Settled
     named = zip([key.rstrip("?") for key in options.names], tensors, strict=True)
     if is_own or not takes_all(options.name, {key: t for key, t in named if t is not None}):
         options.chosen(level)
-        return Settled(Path.OWN if is_own else Path.REFERENCE)
+        return Settled(is_own=is_own)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
     grad = torch.is_grad_enabled()
     around = Around(grad, autocast, level, chunks, twin=twin, direct=False, forced=())

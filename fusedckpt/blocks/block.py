@@ -147,7 +147,7 @@ def run_linears(
             # views: autograd puts their gradients together again
             parts = [parts[0].half(0), parts[0].half(1), parts[1]]
             options, tensors = _adapted(options, GATED, parts)
-    _, call, phase = dispatch.settled(options, x, *norm, *tensors)
+    call, phase, _ = dispatch.settled(options, x, *norm, *tensors)
     if call is None:
         return None if whole.is_module else whole.eager(x, norm, linears)
     # a checkpoint's forward and recompute save alike, at every level

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around, Meta, Path
+from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import run, validate
 from fusedckpt.blocks.builder import Builder
-from fusedckpt.blocks.call import Call, Layout
+from fusedckpt.blocks.call import Layout
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.routed_steps import Gated, Grouped, Move, Route
 from fusedckpt.kernels import routed
@@ -72,13 +72,13 @@ class ExpertOptions(NamedTuple):
             arguments.number(self.caller, f"activation.{key}", getattr(self.gating, key))
         return self.gating, level
 
-    def settle(self, around: Around, x: Any, index: Any, scores: Any, *metas: Any) -> Call | Path:
-        """Refuse a call with parts that do not fit; return the path where only eager may run."""
+    def settle(self, around: Around, x: Any, index: Any, scores: Any, *metas: Any) -> Any:
+        """Refuse a call with parts that do not fit; return None where only eager may run."""
         gating, level = self.chosen(around.level)
         weights = list(zip(metas[::2], metas[1::2], strict=True))
         self._check(around, x, index, scores, weights)
         if around.twin:
-            return Path.REFERENCE
+            return None
         dtype = around.compute_dtype(x.dtype)
         chunks = around.chunks_of(self) or _chunks_for(x, index, weights[-1][0], dtype)
         b, inputs = Builder(around, dtype), dict(zip(_INPUTS, (x, index, scores), strict=True))

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.autograd import arguments, dispatch
-from fusedckpt.autograd.dispatch import Around, Meta, Path
+from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, validate
 from fusedckpt.blocks.builder import LINEAR, Builder, Linears
-from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.program import Gradient, Op, Pass
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels.cross_entropy import (
@@ -107,8 +106,8 @@ class HeadOptions(NamedTuple):
         """Return none: logits are recomputed."""
         return ()
 
-    def settle(self, around: Around, x: Any, target: Any, *metas: Any) -> Call | Path:
-        """Refuse a call with parts that do not fit; return the path where only eager may run."""
+    def settle(self, around: Around, x: Any, target: Any, *metas: Any) -> Any:
+        """Refuse a call with parts that do not fit; return None where only eager may run."""
         self.chosen(around.level)
         name, linears = self.name, self.linears.of(metas)
         validate.tensors(name, ("x", *self.linears.names), (x, *metas))
@@ -118,7 +117,7 @@ class HeadOptions(NamedTuple):
         dtype = around.compute_dtype(x.dtype)
         validate.multiplied(name, around, dtype, named)
         if around.twin:
-            return Path.REFERENCE
+            return None
         b, classes = Builder(around, dtype), linears[0].weight.shape[0]
         on_aten = dispatch.is_aten(x.device, dtype, classes)
         wide = torch.promote_types(dtype, torch.float32)

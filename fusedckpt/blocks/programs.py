@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around, Meta, Path
+from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, run, validate
 from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears
-from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, rule_of, sums_dtype
 from fusedckpt.blocks.steps import Add, Hidden, Norm
@@ -139,8 +138,8 @@ class Options(NamedTuple):
             return ()
         return (0, 1 + 2 * adapters[0]) if level == "preact" and len(adapters) > 2 else (0,)
 
-    def settle(self, around: Around, x: Any, *metas: Any) -> Call | Path:
-        """Refuse a call with parts that do not fit; return the path where only eager may run."""
+    def settle(self, around: Around, x: Any, *metas: Any) -> Any:
+        """Refuse a call with parts that do not fit; return None where only eager may run."""
         activation, level = self.chosen(around.level)
         name, keys, spec = self.name, self.linears.keys, self.norm
         count = 0 if spec is None else 2
@@ -163,7 +162,7 @@ class Options(NamedTuple):
         validate.multiplied(name, around, dtype, named)
         validate.runs(name, self.kernel, x, dtype)
         if around.twin:
-            return Path.REFERENCE
+            return None
         b, shape = Builder(around, dtype), linears[-1].weight.shape
         hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
         codes = "codes" if self.approximate and level == "preact" else None
@@ -265,11 +264,11 @@ class ActOptions(NamedTuple):
     def chosen(self, override: str | None) -> None:
         """Has no levels."""
 
-    def settle(self, around: Around, x: Any) -> Call | Path:
+    def settle(self, around: Around, x: Any) -> Any:
         """Refuse a tensor that kernels do not take."""
         validate.tensors(self.name, self.names, (x,))
         if around.twin:
-            return Path.REFERENCE
+            return None
         b = Builder(around, x.dtype)
         b.add(Hidden(self.activation, norm_kernel(x, x.dtype)), "y", ("x",), extra="codes")
         return b.call(self.name, {"x": x}, ["y"], {"products": ("codes",)}, level="preact")
@@ -296,13 +295,13 @@ class NormOptions(NamedTuple):
     def _spec(self, weight: Any, bias: Any) -> NormSpec:
         return NormSpec(self.kind, weight, bias, self.eps, self.offset, self.cast)
 
-    def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Call | Path:
+    def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Any:
         """Refuse arguments that the eager norm would refuse."""
         name, spec = self.name, self._spec(weight, bias)
         self.chosen(around.level, weight)
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
-            return Path.OWN
+            return dispatch.OWN
         validate.tensors(name, self.names, (x, residual, weight, bias))
         b, inputs, reads, keeps = Builder(around, x.dtype), {"x": x}, "x", ()
         if residual is not None:
@@ -314,7 +313,7 @@ class NormOptions(NamedTuple):
             keeps = (reads,)
         dtype = validate.norm(name, x, spec, shape, around)
         if around.twin:
-            return Path.REFERENCE
+            return None
         kernel, sums = norm_kernel(x, x.dtype), sums_dtype(x, weight, bias)
         op = Norm(rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
         b.norm(op, weight, bias, reads, out="y")

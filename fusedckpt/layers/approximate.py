@@ -52,7 +52,7 @@ def resilu2(x: Tensor) -> Tensor:
 def _run(options: ActOptions, x: Tensor) -> Tensor:
     if isinstance(x, Tensor) and not x.dim():
         return _run(options, x.view(1)).view(())
-    _, call, phase = dispatch.settled(options, x)
+    call, phase, _ = dispatch.settled(options, x)
     if call is not None:
         return apply(call, phase, x)
     return eager.hidden((x,), options.activation)

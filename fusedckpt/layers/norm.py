@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch
-from fusedckpt.autograd.dispatch import Path
 from fusedckpt.blocks import compiled, eager, norm_sharing, validate
 from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.operands import NormSpec
@@ -34,7 +33,7 @@ def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, 
         # True equals 1, which would be remembered: a value that is no tuple is looked at anew
         options = options._replace(normalized_shape=list(shape))
     if not eager.forced.is_on:
-        _, call, phase = dispatch.settled(options, x, residual, weight, bias)
+        call, phase, _ = dispatch.settled(options, x, residual, weight, bias)
     if call is not None:
         inputs = (x,) if residual is None else (x, residual)
         return apply(call, phase, *inputs, weight, bias)
@@ -57,7 +56,7 @@ def _eager(options: NormOptions, x: Tensor, shape: Any, weight: Any, bias: Any) 
 
 def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias: Any) -> Tensor:
     """Run a module's call; note the inputs for readers of its result, or why eager ran."""
-    path, call, phase = dispatch.settled(options, x, None, weight, bias)
+    call, phase, is_own = dispatch.settled(options, x, None, weight, bias)
     if call is not None:
         y = apply(call, phase, x, weight, bias)
         return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
@@ -66,7 +65,7 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
         y = parallel.on_rows(partial(_called, norm, options), len(shape), x, weight, bias)
         if y is not None:
             return y
-    if path is Path.OWN:
+    if is_own:
         fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
     return _eager(options, x, shape, weight, bias)
 
