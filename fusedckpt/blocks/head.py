@@ -19,7 +19,7 @@ from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, validate
 from fusedckpt.blocks.builder import LINEAR, Builder, Linears
-from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels.cross_entropy import (
     WIDTH,
@@ -41,13 +41,11 @@ class Statistics(Op):
     kernel: str
     dtype: torch.dtype = torch.float32
 
+    gradients = (("r0", ("r0", "r1")),)
+
     def width(self, read: int, weight: Any) -> int:
         """Return how many statistics there are."""
         return WIDTH
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give the gradient of the logits, from them."""
-        return [Pass(wants, ("r0", "r1"))]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write the statistics."""

@@ -19,13 +19,16 @@ class Op:
     """An op of steps; an elementwise one, unless it overrides.
 
     dtype: of its output, None for that of the first value; casts: whether it reads the first value
-    in its dtype; has_gemm: whether it multiplies by its first parameter; recomputes: whether
-    its backward recomputes its output on the way; adds: whether its backward takes a gradient of
-    any dtype, and adds dx to a gradient of x that exists.
+    in its dtype; gradients: for each slot with one of its own, the slots that its pass reads;
+    is_joint: whether one pass gives all of them; has_gemm: whether it multiplies by its first
+    parameter; recomputes: whether its backward recomputes its output on the way; adds: whether its
+    backward takes a gradient of any dtype, and adds dx to a gradient of x that exists.
     """
 
     dtype: Any = None
     casts = False
+    gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    is_joint = False
     has_gemm = False
     recomputes = False
     adds = False
@@ -34,6 +37,14 @@ class Op:
     def read_dtype(self) -> torch.dtype | None:
         """Return the dtype in which the first value is read, None for any."""
         return self.dtype if self.casts else None
+
+    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
+        """Return the passes that give wanted gradients; a slot that none gives has that of y."""
+        found = [Pass((slot,), reads) for slot, reads in self.gradients if slot in wants]
+        if not self.is_joint or not found:
+            return found
+        gives, reads = ([slot for one in found for slot in one[part]] for part in range(2))
+        return [Pass(tuple(gives), tuple(dict.fromkeys(reads)))]
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of y, from those of the first value and the weight's shape."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.blocks import eager, passes
-from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels import aten, codes
@@ -43,13 +43,8 @@ class Norm(Op):
     sums: torch.dtype | None = None
     kernel: str = "aten"
     num_dims: int = 1
-    adds = True
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give all by one pass; the bias's gradient alone reads neither x nor the weight."""
-        if wants == ("p1",):
-            return [Pass(wants)]
-        return [Pass(wants, ("r0", "p0") if "r0" in wants else ("r0",))]
+    adds = is_joint = True
+    gradients = (("r0", ("r0", "p0")), ("p0", ("r0",)), ("p1", ()))
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y, and the sum where a residual is read."""
@@ -91,6 +86,7 @@ class Linear(Op):
     is_quantised: bool = False
     out: torch.dtype | None = None
     has_gemm = casts = True
+    gradients = (("p1", ()), ("r0", ("p0",)), ("p0", ("r0",)))
 
     def width(self, read: int, weight: Any) -> int:
         """Return the weight's rows."""
@@ -101,11 +97,6 @@ class Linear(Op):
         if len(reads) == 1:
             return self.dtype
         return self.out or torch.promote_types(reads[1], self.dtype)
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give each by a pass of its own; the gradient of a total is that of y itself."""
-        reads = {"p1": (), "r0": ("p0",), "p0": ("r0",)}
-        return [Pass((slot,), reads[slot]) for slot in reads if slot in wants]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y."""
@@ -175,7 +166,8 @@ class Hidden(Op):
     activation: str
     kernel: str = "split"
     is_packed: bool = False
-    recomputes = True
+    recomputes = is_joint = True
+    gradients = (("r0", ("r0", "r1")), ("r1", ("r0", "r1")))
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of h."""
@@ -184,10 +176,6 @@ class Hidden(Op):
     def extra(self, read: int, dtype: Any) -> tuple[int, Any]:
         """Return the bytes of a row's codes."""
         return codes.width_of(read), torch.uint8
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give all by one pass, which recomputes h on the way."""
-        return [Pass(wants, ("r0", "r1"))]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write h, over the tensors that it reads; not over half a row.
@@ -260,10 +248,7 @@ class Dropout(Op):
     seed: int
     dtype: torch.dtype | None = None
     casts = True
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give the gradient of x."""
-        return [Pass(wants, ("p0",))]
+    gradients = (("r0", ("p0",)),)
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write dropout(x)."""
@@ -294,10 +279,6 @@ class Add(Op):
     def out_dtype(self, reads: Sequence[Any]) -> Any:
         """Return the dtype that torch promotes to."""
         return None if None in reads else torch.promote_types(*reads)
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give nothing: both gradients are that of y itself."""
-        return []
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write a + b."""
