@@ -22,8 +22,8 @@ BLOCK = 4096
 class LogitRule(NamedTuple):
     """How logits come from the outputs u of a linear: softcap(scale u) sharpness.
 
-    softcap(z) = softcap tanh(z / softcap), or z where it is None; ignore_index: the target of rows
-    with statistics and gradients of zero; entropy: whether it is computed, else zero.
+    softcap(z) = softcap tanh(z / softcap), or z where it is None; rows with the target ignore_index
+    have statistics and gradients of zero; entropy: whether it is computed, else zero.
     """
 
     scale: float = 1.0

@@ -1,9 +1,8 @@
 """Dropout by a counter-based generator: the seed and an element's index alone decide its mask.
 
-So only the seed is saved, and neither chunks nor layouts change a result. Element i of the whole
-matrix reads 32 bits: half i % 8, low halves first, of the four words that Philox4x64-10 makes of
-the seed and the counter i // 8 + 1. On a CPU numpy's generator makes the same bits, in 1.5 ns per
-element, where ATen's integers took 19 and F.dropout 9.
+So only the seed is saved, and neither chunks nor layouts change a result. Element i reads half
+i % 8 of the four words that Philox4x64-10 makes of the seed and the counter i // 8 + 1. numpy's
+generator makes the same bits in 1.5 ns per element, where ATen's integers took 19 and F.dropout 9.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 """

@@ -1,7 +1,6 @@
 """The split variant's kernels: activations, or their gradients, over GEMM outputs in memory.
 
-h is act(gate) * up in a gated layer, else act(z). The gradient kernel may write over its operands,
-so that the split variant needs no more memory than a fused GEMM.
+h is act(gate) * up in a gated layer, else act(z). Gradients may be written over operands.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ def act_kernel(z, up, h, stride_zm, n, ACTIVATION: tl.constexpr, BLOCK: tl.const
 
 
 def act(z: Tensor, up: Tensor | None, h: Tensor, activation: Any) -> None:
-    """Write act(z), times `up` if given, into h.
+    """Write act(z), times `up` if given, into h, which is contiguous.
 
-    All are contiguous, and h may be z or up; or z and up are halves of the columns of a contiguous
-    matrix, and h is neither.
+    h may be z or up; not where these are halves of the columns of a contiguous matrix.
     """
     assert h.is_contiguous()
     assert up is None or up.stride() == z.stride()
@@ -55,9 +53,8 @@ class HiddenGrad(NamedTuple):
     """Operands of the gradient of a hidden layer, [M, N] or None.
 
     Reads z (the gate, where gated) and up; writes h where wanted, dz and dup, each over any operand
-    that is read, or over dh. up and dup are None where the layer is not gated. h is contiguous; the
-    others are contiguous or halves of the columns of a contiguous matrix. A launch fills in db and
-    db_up [row tiles, N] where wanted, and the row stride of z, up, dz and dup.
+    or over dh. h is contiguous; the others may be halves of the columns of a contiguous matrix. A
+    launch fills in db and db_up [row tiles, N] where wanted, and the row stride.
     """
 
     z: Tensor

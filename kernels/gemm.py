@@ -75,7 +75,7 @@ def family(arch: str) -> str:
 def tile_for(arch: str, itemsize: int, k: int, hybrid: bool, aligned: bool, precision: str) -> Tile:
     """Return the tile of a GEMM with contraction length k on operands of `itemsize` bytes.
 
-    `aligned`: tensor descriptors can address the operands; `precision`: "tf32" or "ieee".
+    aligned: whether tensor descriptors address the operands; precision: "tf32" or "ieee".
     """
     if itemsize == 4 and precision == "ieee" and arch != "interpreter":
         return SCALAR
@@ -270,8 +270,8 @@ def gemm(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run an epilogue over all tiles of x @ w.T; return db and db_up [N] where needed.
 
-    x [M, K] and w [N, K] have one dtype and no empty side; columns of x are adjacent, and columns
-    or rows of w. `hybrid`: the epilogue reads as much as it writes.
+    x [M, K] has adjacent columns, w [N, K] adjacent columns or rows; no side is empty. hybrid: the
+    epilogue reads as much as it writes.
     """
     (m, k), n, stored = x.shape, w.shape[0], as_stored(w)
     assert x.stride(1) == 1 or k == 1

@@ -1,9 +1,8 @@
 """Grouped GEMMs over rows sorted by expert: each expert's rows times its weight, or its gradient.
 
-Where an expert's rows end is read on the device, so that no launch waits for it: the grid is as
-large as any routing needs, and each program finds its own expert. The main loop and the epilogue's
-form are `gemm.py`'s. Weights are addressed by strides, so that [E, N, K] and [E, K, N] are read in
-place. Rows of no expert come last, and are neither read nor written.
+The ends of experts' rows are read on the device, so that no launch waits for it: the grid is as
+large as any routing needs. Weights are addressed by strides, so that [E, N, K] and [E, K, N] are
+read in place. Rows of no expert come last, and are neither read nor written.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from .runtime import arch, load, store, tl, triton
 
 
 class StoreRows(NamedTuple):
-    """Operands of `store_rows`: y [rows, N], contiguous, the rest None where absent.
+    """Operands of `store_rows`: y [rows, N]; total: y, where the product is added to it.
 
-    total: y itself, where the product is added to it; bias [E, N]; scores [rows], which multiply
-    the bias; num_rows: of scores.
+    bias [E, N] is multiplied by scores [rows] where there are any.
     """
 
     y: Tensor
@@ -154,8 +152,7 @@ def grouped_gemm(
 ) -> None:
     """Write x [R, K] times the weight w [E, K, N] of each row's expert into y [R, N], or add it.
 
-    ends [E]: where each expert's rows end; bias [E, N], times scores [R] if given. Columns of x are
-    adjacent; y, bias and scores are contiguous.
+    ends [E]: where each expert's rows end. y, bias [E, N] and scores [R] are contiguous.
     """
     (num_rows, k), (num_experts, _, n) = x.shape, w.shape
     assert x.stride(1) == 1 or k == 1

@@ -1,7 +1,7 @@
 """A linear layer with its activation, and the gradients of both, in one of two variants.
 
-Fused: one GEMM kernel with an elementwise epilogue. Split: the vendor's GEMM, then an elementwise
-kernel over its output, in place; on ATen the same in blocks of rows, in the same buffers.
+Fused: a GEMM kernel with an elementwise epilogue. Split: the vendor's GEMM, then an elementwise
+kernel over its output, in place; on ATen the same in blocks of rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def hidden(
 ) -> Tensor:
     """Return act(z), times `up` if given, in `out` [M, N] if given, which may be z or up.
 
-    All contiguous, or z and up halves of the columns of something contiguous, and `out` neither.
+    z and up are contiguous, or halves of the columns of a contiguous matrix that `out` is not in.
     """
     act = ACTIVATIONS[activation]
     h = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
@@ -68,8 +68,7 @@ def hidden_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write the h, dz and dup of `grads` from dh [M, N], columns adjacent; return db, db_up [N].
 
-    On ATen dz may share memory with z; where not gated with dh; where h is not wanted with up.
-    h and dup may share memory with any tensor that is read.
+    On ATen dz may be z, or dh where not gated, or up where h is not wanted; h and dup any operand.
     """
     act = ACTIVATIONS[activation]
     if kernel != "aten":

@@ -50,10 +50,7 @@ class NormRule(NamedTuple):
 
 
 def rows_for(n: int, share: int = 16) -> dict[str, int]:
-    """Return the tile for rows of n <= MAX_BLOCK columns: at least eight elements per thread.
-
-    From `share` elements per thread on, warps are added, up to sixteen.
-    """
+    """Return the tile for rows of n <= MAX_BLOCK columns, of 8 elements per thread or more."""
     block_n = triton.next_power_of_2(n)
     # sixteen where rows are long: short ones' share of dw would take more than 128 registers
     block_m = max(1, (2048 if block_n >= 1024 else 1024) // block_n)
@@ -103,7 +100,7 @@ def norm(
 ) -> tuple[Tensor, Tensor | None]:
     """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y.
 
-    Matrices have adjacent columns, weight and bias [N] are contiguous; so it is in `norm_grad`.
+    Matrices have adjacent columns, vectors [N] are contiguous; so it is in `norm_grad`.
     """
     m, n = x.shape
     check_operands((x, residual), (weight, bias))
@@ -170,7 +167,7 @@ def norm_grad(
 def share_for(dy: Tensor, x: Tensor, rule: NormRule) -> int:
     """Return how many elements per thread fit 128 registers in norm_grad.
 
-    Those of float32 are not packed by two while they wait, and LayerNorm sums more.
+    float32 is not packed by two, and LayerNorm sums more.
     """
     wide = x.element_size() > 2 or (rule.kind == "layer" and dy.element_size() > 2)
     return 8 if wide else 16

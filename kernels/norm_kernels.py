@@ -1,7 +1,6 @@
-"""Norm kernels: of rows that fit in registers, and wide ones, of which a row goes in chunks.
+"""Norm kernels: of rows that fit in registers, and of wide rows, which go through in chunks.
 
-dw and db of wide rows get a kernel of their own, over column tiles, with the statistics that the
-row kernel found: 8 bytes per row that live as long as the backward call.
+dw and db of wide rows get a kernel of their own, with statistics of 8 bytes per row.
 """
 
 from __future__ import annotations
@@ -146,8 +145,8 @@ def norm_kernel(
 def grad_tile(row, grad, inside, mask, n, eps, LAYER: tl.constexpr):
     """Return xhat, and the gradient of the normalised rows from that of xhat.
 
-    RMSNorm takes one reduction: its sums are of x itself. LayerNorm takes two, of which the second
-    also sums the rest of the mean that rounding left, see `normalise`.
+    RMSNorm takes one reduction; LayerNorm takes two, of which the second also sums the rest of the
+    mean that rounding left, see `normalise`.
     """
     per_row = 1.0 / n
     if LAYER:

@@ -26,8 +26,7 @@ def product_for(device: torch.device, dtype: torch.dtype, wanted: torch.dtype) -
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to total, which has their dtype, or is float32 where they are half precision.
 
-    No product is rounded to half precision: without a GEMM that writes float32, operands are
-    widened, in blocks that together take no more memory than total.
+    Without a GEMM that writes float32, operands are widened, in blocks no larger than total.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)

@@ -1,8 +1,7 @@
 """Triton where it exists, and the differences between compiled and interpreted kernels.
 
-`TRITON_INTERPRET=1` at import runs every kernel in Triton's interpreter, on CPU tensors. There bf16
-arithmetic is wrong and casts to bf16 truncate, so kernels load through `load`, compute in float32
-and store through `store`.
+In Triton's interpreter (`TRITON_INTERPRET=1` at import) bf16 arithmetic is wrong and casts to bf16
+truncate, so kernels load through `load`, compute in float32 and store through `store`.
 """
 
 from __future__ import annotations

@@ -195,9 +195,8 @@ def define(
 ) -> Callable[..., list[Tensor]]:
     """Define `fusedckpt::<schema>` for every backend, and return its overload.
 
-    `implementation` computes inside of `below(BELOW)`; `fake` takes the same arguments and returns
-    empty tensors of the results' shapes and dtypes; `flops` takes the arguments with shapes in
-    place of tensors and returns the GEMM FLOPs.
+    fake: takes the same arguments and returns empty tensors of the results' shapes and dtypes;
+    flops: takes them with shapes in place of tensors and returns the GEMM FLOPs.
     """
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

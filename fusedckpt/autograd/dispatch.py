@@ -78,10 +78,9 @@ class Meta(NamedTuple):
 class Around(NamedTuple):
     """The state that decides a call besides its options and tensors.
 
-    grad: whether grad mode is on; autocast: autocast's dtype for the first tensor's device, None
-    where it is off; level: that of `saving`; chunks: that of `chunking`, for modules; twin: whether
-    only the eager reference may run; direct: whether nothing traces or watches ops, so that kernels
-    may be called without them; forced: the path and the variant that are forced, or None.
+    autocast: its dtype for the first tensor's device, None where it is off; level, chunks: of
+    `saving` and `chunking`; twin: whether only the eager reference may run; direct: whether nothing
+    traces or watches ops; forced: the path and the variant that are forced, or None.
     """
 
     grad: bool
@@ -111,9 +110,8 @@ def variant_for(
 ) -> str:
     """Return the variant of a layer on tensors like x: "aten", "split", or `fused`.
 
-    `sizes` are the GEMM's m, n and k; `kernel` is the call's own choice. Next comes the
-    environment's preference, then "split", or `fused` in the interpreter, so that tests run those
-    kernels. The choice is logged at level DEBUG, once for equal calls.
+    kernel: the call's choice. Next comes the environment's, then "split", or `fused` in the
+    interpreter, so that tests run those kernels. The choice is logged at level DEBUG.
     """
     if is_aten(x.device, dtype, *sizes):
         return "aten"
@@ -127,8 +125,7 @@ def variant_for(
 def is_recorded(x: Any) -> bool:
     """Whether the ops on x are written down, by torch.export, jit.trace, fx or make_fx.
 
-    Not by torch.compile, which keeps our autograd Functions as they are; before torch 2.13, strict
-    export cannot be told from it.
+    Not by torch.compile; before torch 2.13, strict export cannot be told from it.
     """
     if isinstance(x, Proxy) or private.is_exporting():
         return True
@@ -304,10 +301,7 @@ _PARTED = ("DTensor", "NestedTensor")
 
 
 def takes(name: str, key: str, value: Any) -> bool:
-    """Whether the kernels take a tensor; raise for one that eager refuses too.
-
-    The attributes of other tensor subclasses are not read.
-    """
+    """Whether the kernels take a tensor; raise for one that eager refuses too."""
     if type(value) in RECORDS:
         return True
     if not isinstance(value, Tensor):

@@ -1,12 +1,10 @@
 """Where a fused layer's forward runs: free, or in a checkpoint's forward or recompute.
 
-In a checkpoint's forward a layer's saved tensors are dropped, so it computes nothing for it; in the
-recompute it keeps all that spares its backward a GEMM, since the recompute is the one that backward
-is about to read. Without that, its forward would run a third time, inside its backward.
+In a checkpoint's forward a layer's saved tensors are dropped, so it computes nothing for it; the
+recompute saves all that spares its backward a GEMM. Without that, forward would run a third time.
 
 The phase is read from autograd's own stack of saved-tensor hooks, which is thread-local and nests.
-That is private to torch: where it is missing, layers keep the tensors of their level, which
-recomputes more but is never wrong.
+Where that is missing, layers save the tensors of their level, which recomputes more.
 """
 
 from __future__ import annotations
@@ -135,10 +133,7 @@ def only_count(hooks: Hooks | None) -> bool:
 
 
 def fitting(extras: Tensors, likes: Likes) -> list[Tensor | None]:
-    """Return the extras, None for a tensor unlike its `likes`.
-
-    Selective checkpointing may return a forward's result, without extras, in the recompute.
-    """
+    """Return the extras, None for one that selective checkpointing did not recompute."""
     return [
         None if like is None or extra is None or extra.shape != torch.Size(like[0]) else extra
         for extra, like in zip(extras, likes, strict=True)

@@ -64,10 +64,7 @@ def bias_of(key: str) -> str:
 
 
 class Builder:
-    """Collects a program's steps and the layouts of its parameters.
-
-    dtype: that linears multiply in.
-    """
+    """Collects a program's steps and parameters; dtype: that linears multiply in."""
 
     def __init__(self, around: Around, dtype: torch.dtype) -> None:
         self.around, self.dtype = around, dtype
@@ -120,7 +117,7 @@ class Builder:
     def apply(self, numbers: Any, wide: torch.dtype | None, read: str, out: str) -> str:
         """Add the steps of a linear layer: adapters' narrow outputs first, then y, then the sum.
 
-        wide: the dtype in which gradients of the value read add up.
+        wide: the dtype of the gradient of the value read.
         """
         weight, bias, adapters = numbers
         narrow, dtypes = [], [None if meta is None else meta.dtype for meta in self.metas]

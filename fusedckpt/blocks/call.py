@@ -44,7 +44,7 @@ class Saved(NamedTuple):
     inputs, params, results, extras: places among the call's tensors and the forward's results, -1
     for a product that is not saved; names: of these; unread: places of parameters that only second
     derivatives read; likes: shape and dtype of the products that a checkpoint counts on, or None;
-    forward: computes the results and the products; constant: results without a gradient.
+    forward: computes results and products; constant: places of results without a gradient.
     """
 
     inputs: tuple[int, ...]
@@ -61,11 +61,10 @@ class Saved(NamedTuple):
 class Call:
     """A checked call, settled once for calls that are alike.
 
-    name: the function's, for errors; layouts: of the parameters; metas: shapes, dtypes and devices
-    of inputs and parameters; others: numbers of the parameters that are no tensors; level: the save
-    level; chunks: of rows; direct: whether nothing traces or watches ops; read: the dtype that x is
+    metas: shapes, dtypes and devices of inputs and parameters; others: numbers of the parameters
+    that are no tensors; direct: whether nothing traces or watches ops; read: the dtype that x is
     cast to first, None for none; adds_after: whether x is added to the result outside, in another
-    dtype; num_seeds: how many seeds its dropouts draw.
+    dtype.
     """
 
     def __init__(
@@ -172,10 +171,7 @@ class Call:
         return {name: (width, dtypes[name]) for name, width in widths.items()}
 
     def stand_in(self, name: str | int, like: Tensor) -> Tensor | None:
-        """Return zeros for an input or parameter, given a dy `like`; None for an absent one.
-
-        They are one element in memory.
-        """
+        """Return zeros for an input beside `like` or a parameter, one element in memory."""
         is_input = isinstance(name, str)
         index = 0 if is_input else self.num_inputs + int(name)
         meta = self.metas[index]

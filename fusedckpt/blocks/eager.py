@@ -45,8 +45,7 @@ def forcing(seeds: Tensor | None) -> Iterator[None]:
 def draw_seeds(x: Tensor, count: int) -> Tensor | None:
     """Draw seeds from the generator of x's device; None where torch's own dropout is to draw.
 
-    They stay on the device, unread by the host on a GPU. Torch's draws where a program is recorded
-    or compiled, and under torch.func, which could not see through ours.
+    Torch's draws where a program is recorded or compiled, and under torch.func.
     """
     if not count or torch.compiler.is_compiling() or dispatch.is_recorded(x):
         return None
@@ -56,10 +55,7 @@ def draw_seeds(x: Tensor, count: int) -> Tensor | None:
 
 
 def replayed(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Tensor:
-    """Return F.dropout(x, p), drawn by a seed; x [..., N] begins with `first_row` of all rows.
-
-    With p 0 it is x itself. The gradient is dropout(dy).
-    """
+    """Return F.dropout(x, p), drawn by a seed; x [..., N] begins with `first_row` of all rows."""
     if not p:
         return x
     if seed is None or x.is_meta or type(x) is not Tensor:
@@ -74,8 +70,7 @@ def replayed(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Te
 def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     """Return F.dropout(x, p) for an int64 seed of one element; without a seed torch draws.
 
-    An element is kept if the bits of Philox4x64-10 at its index are at least p: see
-    `kernels/dropout.py`.
+    See `kernels/dropout.py` for the elements that a seed keeps.
     """
     if not p or seed is None:
         return F.dropout(x, p) if p else x
@@ -93,7 +88,7 @@ def linear(
 ) -> Tensor:
     """Return F.linear(x, weight, bias), of a LoRA record or quantised weight cast as by peft.
 
-    seeds: of the call's dropouts; numbers: those of the adapters' among them.
+    seeds: of the call's dropouts; numbers: those of the adapters among them.
     """
     # torch dispatches on plain weights, also of other classes
     if type(weight) in (Tensor, torch.nn.Parameter):

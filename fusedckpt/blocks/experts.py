@@ -31,11 +31,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class ExpertOptions(NamedTuple):
-    """The options of a call of experts.
-
-    caller: the name in errors about options; gating: an activation's name or a ClampedSwiGLU;
-    is_split: whether gate and up are weights of their own, of which gate's product is saved.
-    """
+    """The options of a call of experts; is_split: whether gate and up are weights of their own."""
 
     caller: str
     gating: Any
@@ -169,10 +165,7 @@ def _halves(weight: Any, gating: Any, dim: int) -> Any:
 
 
 def _chunks_for(x: Meta, index: Meta, down: Meta, dtype: torch.dtype) -> int:
-    """Return into how many chunks tokens are cut, from shapes alone.
-
-    A row's temporaries are z, h, and three of x's width. See `run.chunks_for`.
-    """
+    """Return into how many chunks tokens are cut, by temporaries of z, h and three times x."""
     rows, (num_experts, *sizes) = index.shape.numel(), down.shape
     width = 3 * sum(sizes)
     nbytes = rows * width * dtype.itemsize

@@ -1,7 +1,7 @@
 """A linear to classes and the statistics of its rows, from which layers/head.py makes losses.
 
-A program as any other: x -> linear -> statistics. Nothing is saved but x and target: in chunks of
-rows, backward makes the logits again and writes their gradient over them.
+Saves x and target: in chunks of rows, backward recomputes the logits and writes their gradient over
+them.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ class Statistics(Op):
 
 
 class HeadOptions(NamedTuple):
-    """The options of a head, as of any call of linears (programs.py), with one more tensor.
+    """The options of a head, as of any call of linears (programs.py), with a target.
 
-    name: the function's; rule: how logits come from the linear; chunks: of rows, None for as many
-    as CHUNK_BYTES says.
+    rule: how logits come from the linear; chunks: of rows, None for as many as CHUNK_BYTES says.
     """
 
     name: str

@@ -25,9 +25,9 @@ from fusedckpt.blocks import ops, run
 
 
 class Source(NamedTuple):
-    """How to recompute a norm's result; versions: of the result and the parameters.
+    """How to recompute a norm's result from its node's first saved tensor and the parameters.
 
-    The input is the first tensor that the node saves.
+    versions: of the result and the parameters.
     """
 
     again: Callable[..., Tensor]
@@ -99,8 +99,8 @@ def _uncompiled(saved: Any) -> Tensor:
 def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Note on n's node that a norm module computed it, and return n.
 
-    Not for a module with hooks, which may gather its weights only during the call, nor over several
-    dimensions, nor inside a checkpoint, where reading its input would recompute it.
+    Not for a module with hooks, which may gather its weights only during the call, nor inside a
+    checkpoint, where reading its input would recompute it.
     """
     if torch.compiler.is_compiling():
         return n
@@ -118,10 +118,9 @@ def _normalised(call: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None
 
 
 def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> Any:
-    """Run a block on `read`, which is n in its compute dtype.
+    """Run a block on `read`, which is n in its compute dtype, and which it saves first, if at all.
 
-    Only if there are no saved-tensor hooks, or only counting ones. The block has one result; if it
-    saves `read`, it saves it first.
+    Only if there are no saved-tensor hooks, or only counting ones.
     """
     found = made_from(n)
     if found is None:

@@ -125,7 +125,7 @@ def hidden_grads(
     dz: Tensor | None = None,
     du: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return h, dz, du and the column sums of dz and du; each of the first three where given.
+    """Return h, dz, du, written over those given, and the column sums of dz and du.
 
     dy: the gradient of h; or, with the weight of the next linear, that of its output.
     """

@@ -96,7 +96,7 @@ class Options(NamedTuple):
     def halved(self, linears: Sequence[tuple[Any, Any]], saves_half: bool) -> Any:
         """Return the options and linears of a packed weight's halves, None to run it whole.
 
-        Halves, so that one is saved alone, or h written over one before its dropout.
+        So one is saved alone, or h written over one before its dropout.
         """
         if self.linears.keys != PACKED or not (saves_half or self.num_seeds):
             return None
@@ -130,7 +130,7 @@ class Options(NamedTuple):
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of the eager GEMMs with outputs that the level saves.
 
-        adapters: how many each linear has, of two GEMMs each, which are cheap to recompute.
+        adapters: how many each linear has; their GEMMs are cheap to recompute.
         """
         activation, level = self.chosen(levels.override.level)
         has_hidden = self.linears.last is not None or activation != "identity"
@@ -193,10 +193,7 @@ class Options(NamedTuple):
         hidden: Hidden,
         codes: str | None,
     ) -> dict[str, Any]:
-        """Add the steps; return the arguments of the call.
-
-        spec: of the norm, with the metas of its tensors; codes: their name, None for none.
-        """
+        """Add the steps; return the arguments of the call; codes: their name, None for none."""
         read, adds = "x", bool(self.residual) and x.dtype == b.dtype
         has_last, function = self.linears.last is not None, self.linears.function
         if spec is not None:

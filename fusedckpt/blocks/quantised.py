@@ -43,10 +43,7 @@ class QuantisedWeight(NamedTuple):
     is_sliceable: bool = False
 
     def pieces(self, dtype: torch.dtype) -> Iterator[slice | None]:
-        """Cut the rows into slices of about PIECE_BYTES when dense, if they can be cut.
-
-        None means all rows.
-        """
+        """Cut the rows into slices of about PIECE_BYTES when dense; None, all rows, if uncut."""
         n, k = self.shape
         step = max(1, PIECE_BYTES // max(1, k * dtype.itemsize), -(-n // MOST_PIECES))
         if step >= n or not self.is_sliceable:
@@ -58,7 +55,7 @@ class QuantisedWeight(NamedTuple):
     def checked(self, name: str, key: str, source: str) -> QuantisedWeight:
         """Return the record with a check of each tensor of `dense`; refuse meaningless fields.
 
-        name, key: the function and its argument, for errors; source: the name of `dense` there.
+        source: the name of `dense` in errors.
         """
         if not isinstance(self.shape, (tuple, list)) or len(self.shape) != 2:
             arguments.wrong_value(name, f"{key}.shape", "two sizes, [N, K]", self.shape)

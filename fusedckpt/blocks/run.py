@@ -158,10 +158,7 @@ def _backward_in_chunks(
 def _shaped(
     call: Call, like: Tensor, found: list[Tensor | None], whole: dict[int, Tensor | None]
 ) -> list[Tensor | None]:
-    """Return gradients on rows in the shapes of their tensors.
-
-    whole: by id of its rows, each incoming gradient.
-    """
+    """Return gradients of rows in the shapes of their tensors; whole: dys, by id of rows."""
     # one tensor for each: autograd adds in place to a view that it alone holds, also to a view of
     # an incoming gradient, or to one of two views of the gradient that a sum's inputs share
     for i, grad in enumerate(found):

@@ -34,8 +34,7 @@ HALF = (torch.bfloat16, torch.float16)
 class Norm(Op):
     """y = norm(x), or norm(x + residual) and the sum: see NormRule. Statistics are recomputed.
 
-    sums: the dtype of the gradients of weight and bias; kernel: "aten" or "triton"; num_dims: how
-    many dimensions are normalised together.
+    sums: the dtype of the gradients of weight and bias; kernel: "aten" or "triton".
     """
 
     rule: NormRule
@@ -74,9 +73,8 @@ class Norm(Op):
 class Linear(Op):
     """y = x W' + b, in `dtype`; or, of an adapter, y = total + scale x W', written over the total.
 
-    grad_dtype: of the gradient of x, which several linears add to; sums: of the weight's gradient;
-    is_quantised: whether the weight is dense only while a GEMM reads it; out: of a sum, by default
-    the dtype that torch promotes to.
+    grad_dtype: of the gradient of x; sums: of the weight's gradient; is_quantised: whether the
+    weight is dense only while a GEMM reads it; out: of a sum, by default what torch promotes to.
     """
 
     dtype: torch.dtype
@@ -158,9 +156,9 @@ class Linear(Op):
 class Hidden(Op):
     """h = act(z), times u where gated; or of the two halves of z where packed.
 
-    kernel: "aten", "split", "hybrid" (its backward takes the GEMM that gives dh into its kernel) or
-    "fused" (the GEMM that gives z takes act into its own). Its extra result are the codes of z,
-    from which dz is approximate.
+    kernel: "aten", "split", "hybrid" (its backward takes in the GEMM that gives dh) or "fused" (the
+    GEMM that gives z takes in act). Its extra result are the codes of z, from which dz is
+    approximate.
     """
 
     activation: str

@@ -1,8 +1,7 @@
 """Every error that a call of a layer can cause, raised before any work.
 
-`autograd/arguments.py` checks one argument, `constructors.py` the arguments of constructors;
-here is how the arguments of calls fit together. Of tensors, shapes, dtypes and devices are checked
-here; classes and layouts were, by `dispatch.settled`.
+`autograd/arguments.py` checks one argument; here is how arguments fit together. Classes and layouts
+of tensors were checked by `dispatch.settled`.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def linears(
 ) -> None:
     """Refuse linears that F.linear would refuse, or that do not fit each other.
 
-    given: by the names of their weights; last: the one that reads the hidden layer: x is added to
-    its result; halves: in how many parts the first weight's rows are.
+    last: the weight that reads the hidden layer, to whose result x is added; halves: in how many
+    parts the first weight's rows are.
     """
     shape, read, weight = x.shape, "x", x.shape
     rows: dict[str, int] = {}
@@ -209,7 +208,7 @@ def norm(
 ) -> torch.dtype:
     """Return the dtype of norm(x); refuse arguments that F.rms_norm or F.layer_norm would.
 
-    spec: with the metas of weight and bias in their places; shape: normalized_shape.
+    spec: with metas in place of its tensors; shape: normalized_shape.
     """
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
