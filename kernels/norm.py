@@ -68,14 +68,6 @@ def stages_for(*tensors: Tensor | None) -> int:
     return 3 if sum(t.element_size() for t in tensors if t is not None) <= 6 else 2
 
 
-def register_limit() -> dict[str, int]:
-    """Return the option that gives norm_grad 128 registers a thread.
-
-    Left to itself the compiler for sm_100 takes 64 of float32 rows of 4096, and spills eight bytes.
-    """
-    return {"maxnreg": 128} if arch().startswith("sm_") else {}
-
-
 def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
     """Hold a launch to the layouts that the kernels read."""
     assert all(t is None or t.stride(1) == 1 or t.shape[1] == 1 for t in matrices)
@@ -152,7 +144,10 @@ def norm_grad(
     numbers = m, n, rule.eps, rule.offset
     with torch.cuda.device_of(x):
         if not wide:
-            how = tile | {"STAGES": stages_for(dy, dtotal, x)} | register_limit()
+            how = tile | {"STAGES": stages_for(dy, dtotal, x)}
+            if arch().startswith("sm_"):
+                # left to itself sm_100 takes 64 for float32 rows of 4096, and spills eight bytes
+                how["maxnreg"] = 128
             norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **how)
         else:
             # the statistics and dx row by row, then dw and db column by column

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.autograd.dispatch import Around
 from fusedckpt.blocks import run, validate
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Layout
@@ -76,7 +76,11 @@ class ExpertOptions(NamedTuple):
         if around.twin:
             return None
         dtype = around.compute_dtype(x.dtype)
-        chunks = around.chunks_of(self) or _chunks_for(x, index, weights[-1][0], dtype)
+        num_experts, *sizes = weights[-1][0].shape
+        # temporaries of z, h and three times x, beside float32 sums over chunks
+        nbytes = index.shape.numel() * 3 * sum(sizes) * dtype.itemsize
+        sums = 4 * 3 * num_experts * math.prod(sizes) if dtype.itemsize == 2 else 0
+        chunks = around.chunks_of(self) or run.cut_for(nbytes, sums)
         b, inputs = Builder(around, dtype), dict(zip(_INPUTS, (x, index, scores), strict=True))
         self._steps(b, gating, x, index, weights)
         given = {"products": self.products, "top_k": index.shape[-1]}
@@ -162,13 +166,3 @@ def _halves(weight: Any, gating: Any, dim: int) -> Any:
     if isinstance(gating, ClampedSwiGLU) and gating.is_interleaved:
         return weight.unflatten(dim, (-1, 2)).unbind(dim + 1)
     return weight.chunk(2, dim)
-
-
-def _chunks_for(x: Meta, index: Meta, down: Meta, dtype: torch.dtype) -> int:
-    """Return into how many chunks tokens are cut, by temporaries of z, h and three times x."""
-    rows, (num_experts, *sizes) = index.shape.numel(), down.shape
-    width = 3 * sum(sizes)
-    nbytes = rows * width * dtype.itemsize
-    # sums over chunks are float32, beside the gradients
-    sums = 4 * 3 * num_experts * math.prod(sizes) if dtype.itemsize == 2 else 0
-    return run.cut_for(nbytes, sums)

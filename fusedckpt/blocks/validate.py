@@ -101,7 +101,16 @@ def linears(
     for key, parts in given.items():
         weight = parts.weight.shape
         if key == last:
-            features = _features(name, rows, halves)
+            features = next(iter(rows.values()))
+            if len(set(rows.values())) > 1:
+                raise ValueError(
+                    f"{name}: weights but the last must have one number of rows, got {rows}"
+                )
+            if features % halves:
+                raise ValueError(
+                    f"{name}: a packed gate_weight must have an even number of rows, 2 F, got "
+                    f"{features}"
+                )
             shape, read = (*shape[:-1], features // halves), "h"
         if len(weight) != 2 or not shape:
             problem = f"{read} must have at least one dimension and {key} two"
@@ -116,18 +125,6 @@ def linears(
         raise ValueError(
             f"{name}: residual needs {x.shape[-1]} output features, {last} has {weight[0]}"
         )
-
-
-def _features(name: str, rows: Mapping[str, int], halves: int) -> int:
-    """Return the number of rows of the weights before a hidden layer."""
-    features = next(iter(rows.values()))
-    if len(set(rows.values())) > 1:
-        raise ValueError(f"{name}: weights but the last must have one number of rows, got {rows}")
-    if features % halves:
-        raise ValueError(
-            f"{name}: a packed gate_weight must have an even number of rows, 2 F, got {features}"
-        )
-    return features
 
 
 def dtypes(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Any]) -> None:
@@ -218,20 +215,13 @@ def norm(
     for key, value in given.items():
         fits(name, key, value, *shape)
     found = {value.dtype for value in given.values() if value is not None}
-    if not (spec.kind == "rms" or _fit(x, found, around)):
+    # a CPU's F.layer_norm reads float32 parameters beside half precision, and autocast widens all
+    fits_cpu = x.device.type == "cpu" and x.dtype in HALF and found == {torch.float32}
+    widens = widens_norm(around.autocast, x.device, "layer")
+    is_cast = widens and torch.float64 not in (x.dtype, *found)
+    if spec.kind == "layer" and not (x.device.type == "meta" or is_cast or fits_cpu):
         dtypes(name, around._replace(autocast=None), x.dtype, given)
     return output_dtype(spec, x, spec.weight, around.autocast)
-
-
-def _fit(x: Meta, dtypes: set[torch.dtype], around: Around) -> bool:
-    """Whether F.layer_norm takes parameters of these dtypes beside x."""
-    if x.device.type == "meta" or dtypes <= {x.dtype}:
-        return True
-    widens = widens_norm(around.autocast, x.device, "layer")
-    if widens and torch.float64 not in (x.dtype, *dtypes):
-        return True
-    # a CPU's reads parameters of float32 beside half precision
-    return x.device.type == "cpu" and x.dtype in HALF and dtypes == {torch.float32}
 
 
 def block(name: str, residual: Any, chunks: Any) -> None:
