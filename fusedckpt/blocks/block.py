@@ -222,7 +222,7 @@ def _twin_gradients(
         tensor = given.get(name)
         if tensor is None:
             # no gradient depends on it
-            tensor = call.stand_in(name, like)
+            tensor = call.stand_in(name)
         tensors.append(tensor if isinstance(tensor, Tensor) else None)
 
     def twin(*tensors: Any) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -146,9 +147,8 @@ class Call:
     def _likes(self, flags: Flags) -> tuple[Any, ...]:
         if not self.program.products:
             return ()
-        shapes = [() if meta is None else meta.shape for meta in self.metas]
-        known, leading = self.described(shapes, self.metas), self.metas[0].shape[:-1]
-        pairs = zip([known[name] for name in self.program.products], flags, strict=True)
+        leading = self.metas[0].shape[:-1]
+        pairs = zip([self.described[name] for name in self.program.products], flags, strict=True)
         return tuple([((*leading, found[0]), found[1]) if flag else None for found, flag in pairs])
 
     def forward(self, products: Flags) -> Schedule:
@@ -163,25 +163,22 @@ class Call:
             self._backward[key] = derive.backward(self.program, *flags)
         return self._backward[key]
 
-    def described(self, shapes: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Any]:
-        """Return the features and the dtype of every value, for tensors of these shapes."""
+    @cached_property
+    def described(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Return the features and the dtype of every value."""
+        shapes = [() if meta is None else meta.shape for meta in self.metas]
         inputs, params = shapes[: self.num_inputs], shapes[self.num_inputs :]
         widths = self.program.widths([shape[-1] for shape in inputs], params)
-        dtypes = self.program.dtypes([x.dtype for x in tensors[: self.num_inputs]])
+        dtypes = self.program.dtypes(self.dtypes[: self.num_inputs])
         return {name: (width, dtypes[name]) for name, width in widths.items()}
 
-    def stand_in(self, name: str | int, like: Tensor) -> Tensor | None:
-        """Return zeros for an input beside `like` or a parameter, one element in memory."""
-        is_input = isinstance(name, str)
-        index = 0 if is_input else self.num_inputs + int(name)
-        meta = self.metas[index]
-        if meta is None or index - self.num_inputs in self.others:
+    def stand_in(self, name: str | int) -> Tensor | None:
+        """Return zeros for an input or parameter, one element in memory; None for an absent one."""
+        meta = self.metas[0 if isinstance(name, str) else self.num_inputs + name]
+        if meta is None or name in self.others:
             return None
-        shape = meta.shape
-        if is_input:
-            shape = (*like.shape[: -self.num_dims], *shape[-self.num_dims :])
         # not made from a gradient, which may be a batch of them
-        return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(shape)
+        return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
 
     def shape(self, like: Sequence[int], features: int) -> tuple[int, ...]:
         """Return the shape of a result or gradient beside one of shape `like`."""

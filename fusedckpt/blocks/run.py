@@ -57,9 +57,8 @@ def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
             found = list(code.run(0, *_arguments(call, code, given)))
         else:
             num_rows = math.prod(x.shape[: -call.num_dims])
-            known = call.described([() if t is None else t.shape for t in tensors], tensors)
-            sizes = [(num_rows, known[name][0], known[name][1]) for name in code.results]
-            found = [x.new_empty(rows, width, dtype=dtype) for rows, width, dtype in sizes]
+            sizes = map(call.described.__getitem__, code.results)
+            found = [x.new_empty(num_rows, width, dtype=dtype) for width, dtype in sizes]
             homes = dict(zip(code.results, found, strict=True))
             args = _arguments(call, code, given, homes=homes)
             for rows in row_chunks(num_rows, call.chunks):
