@@ -1,13 +1,14 @@
 """A block under torch.compile: its eager reference, which saves only tensors of its level.
 
-The compiler makes the kernels, and fuses them with the code around the block. The reference runs in
-torch's checkpoint, which torch.compile traces; a policy saves the GEMM outputs that the level
-names. "inputs" needs none. Inside an outer compiled checkpoint "inputs" saves nothing of its own,
-but a policy saves its outputs there too.
+The reference runs in torch's checkpoint, which torch.compile traces; a policy saves the GEMM
+outputs that the level names. "inputs" needs none, so that inside an outer compiled checkpoint it
+saves nothing, where a policy saves its outputs.
 
 A norm runs in a checkpoint of its own, of which nothing is saved. torch saves the result of a
 checkpointed region that a later region reads; the region of a norm is numbered after all others, so
 that the blocks that read its result save its input alone, as they do in eager.
+
+Grouped products are torch ops here, each the gradient of the other; elsewhere a loop over experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The schedules of a block, derived from its program, the wanted gradients and the saved tensors.
 
-The forward runs the steps in order, two of them in one kernel where kernels allow.
-
 For the backward the steps are walked back; values that are not given are recomputed. Rules that
 involve more than one step stand here:
 

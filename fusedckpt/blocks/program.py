@@ -89,10 +89,10 @@ class Step(NamedTuple):
 class Program(NamedTuple):
     """A layer: steps from inputs and parameters to results.
 
-    params: names of the parameters; products: the GEMM outputs that a save level may keep, the
-    gate's first, and codes that may replace them; keeps: results that backward reads, which are
-    saved in place of the inputs; num_dims: how many dimensions make one row; dtype: of the inputs,
-    where a linear reads them; top_k: how many rows each row has at experts, of weights [E, ., .].
+    products: the GEMM outputs that a save level may keep, the gate's first, and codes that may
+    replace them; keeps: results that are saved in place of the inputs; num_dims: how many
+    dimensions make one row; dtype: of the inputs, where a linear reads them; top_k: how many rows
+    each row has at experts.
     """
 
     inputs: tuple[str, ...]
@@ -142,9 +142,9 @@ class Program(NamedTuple):
 class Gradient(NamedTuple):
     """A pass as an op writes it: nodes by slot.
 
-    dy: the gradient of y; reads: "sum" among them is the sum over earlier chunks of p0's gradient;
-    total: the gradient of the value read that others gave; sums: the values read, "b0" and "b1",
-    with a gradient that is also summed over rows; weight: of a GEMM that the pass takes in.
+    reads: "sum" among them is the sum over earlier chunks of p0's gradient; total: the gradient of
+    the value read that others gave; sums: the values read, "b0" and "b1", with a gradient that is
+    also summed over rows; weight: of a GEMM that the pass takes in.
     """
 
     gives: tuple[str, ...]

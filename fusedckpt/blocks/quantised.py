@@ -1,7 +1,4 @@
-"""Weights that dequantise: their dense shape, dtype and device, and their dequantiser, by class.
-
-No library is imported for it: a rule goes by a class's name until a weight of that class comes.
-"""
+"""Weights that dequantise, by class: a class's name is its rule, so that no library is imported."""
 
 from __future__ import annotations
 

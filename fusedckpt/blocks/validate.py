@@ -63,7 +63,7 @@ def dense(name: str, given: dict[str, Any]) -> bool:
     return is_taken
 
 
-def fits(name: str, key: str, given: Meta | None, *shape: int, must: str = "must be") -> None:
+def fits(name: str, key: str, given: Any, *shape: int, must: str = "must be") -> None:
     """Refuse a tensor of another shape; None is absent."""
     if given is not None and tuple(given.shape) != shape:
         raise ValueError(f"{name}: {key} {must} {list(shape)}, got {list(given.shape)}")

@@ -1,9 +1,8 @@
 """MLP, gated MLP and norm-then-linears as modules, with the parameter names that models use.
 
-A block computes all its children as one. It calls a child that was replaced by another kind of
-module, parametrized, hooked, given another forward or weights of a class with ops of its own, and
-fuses the other children. It calls all children for an input of such a class, and where a program is
-recorded, as by torch.export.
+A block computes all its children as one. It calls a child that was replaced, parametrized, hooked
+or given another forward, and fuses the others. It calls all children for an input of a class with
+ops of its own, and where a program is recorded.
 """
 
 from __future__ import annotations
@@ -63,15 +62,13 @@ def spec_of(norm: Any) -> NormSpec:
     """Describe a norm module of torch's or ours."""
     if isinstance(norm, nn.LayerNorm):
         return NormSpec("layer", norm.weight, norm.bias, norm.eps)
-    more = (norm.offset, norm.cast) if isinstance(norm, RMSNorm) else ()
-    return NormSpec("rms", norm.weight, None, norm.eps, *more)
+    if isinstance(norm, RMSNorm):
+        return NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
+    return NormSpec("rms", norm.weight, None, norm.eps)
 
 
 class _Block(nn.Module):
-    """The constructor, with the defaults of MLP, and forward of MLP and GatedMLP.
-
-    function: its name; linears: the weights as it names them; names: the children that have them.
-    """
+    """MLP and GatedMLP; function: its name; linears: its weights; names: the children with them."""
 
     function: str
     linears: Linears

@@ -186,7 +186,7 @@ def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
 class _Readers(private.TorchDispatchMode):
     """Notes readers of a norm's results besides its linears, and of the linears' weights.
 
-    owners: names of modules, by storages of their parameters; weights: storages of the linears'.
+    owners: names of modules, by storages of their parameters.
     """
 
     def __init__(self, owners: dict[int, str], weights: set[int]) -> None:

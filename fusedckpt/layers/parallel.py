@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """How a block's input and output are placed on the ranks that shard its weights.
+    """How a block's input and output are placed on the ranks of a mesh that shard its weights.
 
-    mesh: of one dimension; input: the placement of a plain input; output: the placement of the
-    result; is_local: whether the result is a plain tensor.
+    input: the placement of a plain input; is_local: whether the result is a plain tensor.
     """
 
     mesh: DeviceMesh
@@ -70,8 +69,8 @@ def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
 def shards_of(linears: Sequence[tuple[Any, Any]], layout: Layout) -> list[Any]:
     """Return this rank's parts of a block's weights and biases.
 
-    The first linears are split by output features, the last one by input features. Tensors with
-    other placements, or uneven shards, are returned unchanged.
+    The first linears are split by output features, the last by input features. Tensors with other
+    placements, or uneven shards, are returned unchanged.
     """
     *first, (weight, bias) = linears
     shards = [(_shard_of(w, layout, 0), _shard_of(b, layout, 0)) for w, b in first]
@@ -106,8 +105,8 @@ class _Portion(torch.autograd.Function):
 def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     """Return the sum over ranks of a block's results for all rows, placed as the layout says.
 
-    Collectives: one to gather x if its rows are sharded, and one to reduce the output; their duals
-    in backward. The block saves this rank's rows of x if x or the output is sharded, else x.
+    One collective gathers x if its rows are sharded, and one reduces the output; backward has their
+    duals. The block saves this rank's rows of x if x or the output is sharded, else x.
     """
     found, mesh = library(), layout.mesh
     made, source = made_from(x), getattr(x.grad_fn, "source", None)
@@ -140,12 +139,9 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
         return local if layout.is_local else _sharded(local, mesh, [layout.output], rows.shape)
     return _laid_out(y, layout)
 
-
-class _Rows:
-    """How the rows of a tensor are sharded over the ranks, and gathered.
-
-    ahead: all rows, if backward gathered them with another tensor and they were not read yet.
-    """
+    class _Rows:
+        """How the rows of a tensor are sharded over ranks; ahead: all rows, gathered and
+        not yet read."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, shape: Sequence[int]):
         self.mesh, self.dim, self.shape = mesh, dim, shape
