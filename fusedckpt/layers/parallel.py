@@ -139,9 +139,9 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
         return local if layout.is_local else _sharded(local, mesh, [layout.output], rows.shape)
     return _laid_out(y, layout)
 
-    class _Rows:
-        """How the rows of a tensor are sharded over ranks; ahead: all rows, gathered and
-        not yet read."""
+
+class _Rows:
+    """How rows are sharded over ranks; ahead: all rows, gathered and not yet read."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, shape: Sequence[int]):
         self.mesh, self.dim, self.shape = mesh, dim, shape
