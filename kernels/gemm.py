@@ -3,7 +3,7 @@
 w may be stored as it is or as its transpose [K, N]; both are read in place. An epilogue is two jit
 functions and a record of operands, None where absent. The first function loads the operands' rows
 `rm` (int64) and columns `rn`. The second gets the float32 accumulator, the loaded values, and the
-number of the row tile, for sums over rows. `elementwise.HIDDEN_GRAD` is the hybrid variant's.
+number of the row tile, for sums over rows. `linear.HIDDEN_GRAD` is the hybrid variant's.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from torch import Tensor
 from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels import routed
-from fusedckpt.kernels.elementwise import HiddenGrad
+from fusedckpt.kernels.linear import HiddenGrad
 from fusedckpt.kernels.products import add_product, product_for, wide_product
 from fusedckpt.kernels.runtime import as_weight
 
