@@ -302,9 +302,9 @@ _PARTED = ("DTensor", "NestedTensor")
 
 def takes(name: str, key: str, value: Any) -> bool:
     """Whether the kernels take a tensor; raise for one that eager refuses too."""
-    if type(value) in RECORDS:
-        return True
     if not isinstance(value, Tensor):
+        if type(value) in RECORDS:
+            return True
         arguments.wrong_type(name, key, "a tensor", value)
     if not is_plain(type(value)):
         kind = type(value).__name__
