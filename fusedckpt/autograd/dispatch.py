@@ -63,10 +63,6 @@ def forced_path(path: str | None) -> Iterator[None]:
         _forced = before
 
 
-# classes of weights that are no tensors, with shape, dtype and device
-RECORDS: set[type] = set()
-
-
 class Meta(NamedTuple):
     """The properties of a dense tensor that decide a call."""
 
@@ -237,7 +233,7 @@ def settled(options: Any, *tensors: Any) -> Settled:
             (type(t) is Tensor or type(t) is nn.Parameter)
             and t.layout is torch.strided
             and not (t.is_nested or (grad and t.is_inference()))
-        ) or type(t) in RECORDS:
+        ):
             metas.append((t.shape, t.dtype, t.device))
         else:
             return _settled_anew(options, tensors, is_twin)._replace(phase=phase)
@@ -293,7 +289,7 @@ def takes_all(name: str, given: dict[str, Any]) -> bool:
     plain = False not in [takes(name, key, t) for key, t in given.items()]
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return plain
-    return not any(isinstance(t, Tensor) and t.is_inference() for t in given.values())
+    return not any(t.is_inference() for t in given.values())
 
 
 # classes of torch's with parts that a function could be called with
@@ -303,8 +299,6 @@ _PARTED = ("DTensor", "NestedTensor")
 def takes(name: str, key: str, value: Any) -> bool:
     """Whether the kernels take a tensor; raise for one that eager refuses too."""
     if not isinstance(value, Tensor):
-        if type(value) in RECORDS:
-            return True
         arguments.wrong_type(name, key, "a tensor", value)
     if not is_plain(type(value)):
         kind = type(value).__name__

@@ -15,6 +15,7 @@ from torch import Tensor
 from fusedckpt.autograd import backward as autograd
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
+from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.private import SEES_BATCHES
 from fusedckpt.blocks import compiled, derive, eager, norm_sharing, ops, run
@@ -133,21 +134,22 @@ def run_linears(
     if eager.forced.is_on:
         return options.eager(x, norm, linears)
     tensors, whole = list(chain.from_iterable(linears)), options
+    given = tensors
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
         return _compiled(options, x, norm, linears)
     if not _DENSE.issuperset(map(type, tensors)) and options.linears and are_adapted(linears):
         keys = options.linears.keys
         options.chosen(levels.override.level)
         parts = taken_apart(options.name, keys, linears, options.num_seeds)
-        options, tensors = _adapted(options, keys, parts)
+        options, tensors, given = _adapted(options, keys, parts)
         if keys == PACKED:
             # a weight that does not fit is refused whole
-            if dispatch.settled(options, x, *norm, *tensors).call is None:
+            if dispatch.settled(options, x, *norm, *given).call is None:
                 return None if whole.is_module else whole.eager(x, norm, linears)
             # views: autograd puts their gradients together again
             parts = [parts[0].half(0), parts[0].half(1), parts[1]]
-            options, tensors = _adapted(options, GATED, parts)
-    call, phase, _ = dispatch.settled(options, x, *norm, *tensors)
+            options, tensors, given = _adapted(options, GATED, parts)
+    call, phase, _ = dispatch.settled(options, x, *norm, *given)
     if call is None:
         return None if whole.is_module else whole.eager(x, norm, linears)
     # a checkpoint's forward and recompute save alike, at every level
@@ -158,11 +160,18 @@ def run_linears(
     return apply(call, phase, x, *norm, *tensors)
 
 
-def _adapted(options: Any, keys: tuple[str, ...], parts: Sequence[Parts]) -> tuple[Any, list[Any]]:
-    """Return the options of linears taken apart, and their tensors."""
-    bare = tuple([refilled(linear, itertools.repeat(None)) for linear in parts])
-    options = options._replace(linears=Linears(keys, bare))
-    return options, [t for linear in parts for t in flat(linear)]
+def _adapted(
+    options: Any, keys: tuple[str, ...], parts: Sequence[Parts]
+) -> tuple[Any, list[Any], list[Any]]:
+    """Return the options of linears taken apart, their tensors, and None for quantised ones."""
+    metas = [Meta(*linear.weight[:3]) if linear.is_quantised else None for linear in parts]
+    bare = [
+        refilled(linear._replace(weight=meta), itertools.repeat(None))
+        for linear, meta in zip(parts, metas, strict=True)
+    ]
+    dense = [one._replace(weight=None) if one.is_quantised else one for one in parts]
+    options = options._replace(linears=Linears(keys, tuple(bare)))
+    return options, *[[t for one in linears for t in flat(one)] for linears in (parts, dense)]
 
 
 def _compiled(

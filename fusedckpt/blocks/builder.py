@@ -9,7 +9,7 @@ import torch
 
 from fusedckpt.autograd.dispatch import Around
 from fusedckpt.blocks.call import Call, Layout
-from fusedckpt.blocks.operands import Parts, refilled
+from fusedckpt.blocks.operands import Parts, flat, refilled
 from fusedckpt.blocks.program import Program, Step
 from fusedckpt.blocks.steps import Dropout, Linear, Norm
 
@@ -173,3 +173,8 @@ class Builder:
         options["direct"] = self.around.direct
         metas = (*inputs.values(), *self.metas)
         return Call(name, program, tuple(self.layouts), metas, **options)
+
+
+def flat_of(linears: Sequence[Parts]) -> list[Any]:
+    """Return the metas of the linears' tensors, with quantised weights in their places."""
+    return [meta for parts in linears for meta in flat(parts)]

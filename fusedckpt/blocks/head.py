@@ -18,7 +18,7 @@ from torch.fx import Node
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, validate
-from fusedckpt.blocks.builder import LINEAR, Builder, Linears
+from fusedckpt.blocks.builder import LINEAR, Builder, Linears, flat_of
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels.cross_entropy import (
@@ -107,7 +107,7 @@ class HeadOptions(NamedTuple):
         """Refuse a call with parts that do not fit; return None where only eager may run."""
         self.chosen(around.level)
         name, linears = self.name, self.linears.of(metas)
-        validate.tensors(name, ("x", *self.linears.names), (x, *metas))
+        validate.tensors(name, ("x", *self.linears.names), (x, *flat_of(linears)))
         named = {"weight": linears[0]}
         validate.linears(name, x, named, None, 1, adds=False)
         self._check(x, target)

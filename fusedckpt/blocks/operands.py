@@ -103,7 +103,7 @@ class Parts(NamedTuple):
     """A linear layer taken apart: its tensors, or a value about each in its place.
 
     adapters: pairs of A and B, innermost first; is_quantised: whether the weight is a record that
-    dequantises.
+    dequantises, or the Meta of one.
     """
 
     weight: Any
@@ -162,8 +162,12 @@ def flat(parts: Parts) -> list[Any]:
 
 
 def refilled(parts: Parts, values: Iterator[Any]) -> Parts:
-    """Return the parts with the next of an iterator's values in the order of `flat`."""
+    """Return the parts with the next of an iterator's values in the order of `flat`.
+
+    A quantised weight stays: its value is None.
+    """
     weight, bias = next(values), next(values)
+    weight = parts.weight if parts.is_quantised else weight
     adapters = tuple([(next(values), next(values)) for _ in parts.adapters])
     return parts._replace(weight=weight, bias=bias, adapters=adapters)
 

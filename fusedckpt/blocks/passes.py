@@ -70,16 +70,21 @@ def input_grad(
     """Return scale dy W, added in place to `total`, for an adapter or a quantised weight."""
     if isinstance(weight, QuantisedWeight):
         for rows in weight.pieces(dy.dtype):
-            part, own = dy if rows is None else dy[:, rows], dense(weight, rows, dy.dtype)
-            if total is None or total.dtype != dy.dtype:
-                found = torch.mm(part, own)
-                total = found if total is None else summed(total, found)
-            else:
-                torch.addmm(total, part, own, out=total)
+            part = dy if rows is None else dy[:, rows]
+            # no name for the dense piece, which would outlive the next one's making
+            total = _added_product(total, part, dense(weight, rows, dy.dtype))
         assert total is not None
         return total
     found = scaled_product(dy, weight, scale)
     return found if total is None else summed(total, found)
+
+
+def _added_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    if total is None:
+        return torch.mm(a, b)
+    if total.dtype == a.dtype:
+        return torch.addmm(total, a, b, out=total)
+    return summed(total, torch.mm(a, b))
 
 
 def dense(weight: QuantisedWeight, rows: slice | None, dtype: torch.dtype) -> Tensor:

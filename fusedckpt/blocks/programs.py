@@ -16,7 +16,7 @@ import torch
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, run, validate
-from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears
+from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, flat_of
 from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, rule_of, sums_dtype
 from fusedckpt.blocks.steps import Add, Hidden, Norm
@@ -149,7 +149,7 @@ class Options(NamedTuple):
                 arguments.wrong_type(name, "norm", "a NormSpec", spec)
             spec = spec._replace(weight=norm[0], bias=norm[1])
             validate.norm_rule(name, spec, "norm.")
-        validate.tensors(name, self.names, (x, *metas))
+        validate.tensors(name, self.names, (x, *norm, *flat_of(linears)))
         last, halves = self.linears.last, 2 if keys == PACKED else 1
         named = dict(zip(keys, linears, strict=True))
         validate.linears(name, x, named, last, halves, adds=bool(self.residual))

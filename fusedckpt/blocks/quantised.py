@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.backward import Versioned
-from fusedckpt.autograd.dispatch import RECORDS
 
 __all__ = ["QuantisedWeight", "register_quantised"]
 
@@ -94,7 +93,6 @@ class QuantisedWeight(NamedTuple):
         return self._replace(shape=torch.Size((f, self.shape[1])), dense=dense)
 
 
-RECORDS.add(QuantisedWeight)
 _registered: dict[type, tuple[Dequantise, bool]] = {}
 
 
