@@ -8,33 +8,41 @@ allocations inside an op.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import record_function
 
 from fusedckpt.autograd.private import local_of, storage_key
 
 __all__ = [
+    "Phase",
     "SavedStorage",
     "SavedTensors",
     "addresses_of",
     "allocator_count",
-    "live_bytes",
     "nbytes_of",
     "open_workspaces",
     "peak_bytes",
+    "phases_of",
     "profiled",
     "saved_tensors",
+    "seconds",
     "storages_of",
     "strided",
 ]
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
+_MARK = "fusedckpt.mark:"
+
+# sets a marker of that name
+Mark = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,6 @@ class SavedTensors:
     def nbytes(self) -> int:
         """Bytes of all saved storages, each counted once."""
         return sum(nbytes for nbytes, _, _ in self._kept.values())
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return storage_key(tensor.untyped_storage()) in self._kept
 
     def holds(self, storage: StorageWeakRef) -> bool:
         """Whether a storage is among the saved ones."""
@@ -191,6 +196,15 @@ def saved_tensors(
         yield saved
 
 
+class Phase(NamedTuple):
+    """From one marker to the next: live bytes at its start, the most in between, and ms."""
+
+    name: str
+    start: int
+    peak: int
+    ms: float
+
+
 def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:
     """Run `fn` once and return its peak memory, in bytes above the start.
 
@@ -198,21 +212,75 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
     on CUDA by the allocator's peak, which this resets; on a CPU by the profiler's allocations and
     frees, without the frees of memory from before.
     """
-    if torch.device(device).type == "cuda":
-        return _peak_on_cuda(fn, device)
-    events = sorted(_memory_events(profiled(fn)), key=lambda event: event.start_time_ns)
-    return max(live_bytes(event.extra_fields for event in events), default=0)
+    return max(phase.peak for phase in phases_of(lambda mark: fn(), torch.device(device)))
 
 
-def _peak_on_cuda(fn: Callable[[], Any], device: torch.device | str) -> int:
-    count = allocator_count()
+def phases_of(run: Callable[[Mark], Any], device: torch.device, resident: int = 0) -> list[Phase]:
+    """Run a function that sets markers, return its phases; resident: live bytes as it begins."""
+    return (_on_cuda if device.type == "cuda" else _on_cpu)(run, device, resident)
+
+
+def _on_cpu(run: Callable[[Mark], Any], device: torch.device, resident: int) -> list[Phase]:
+    def mark(name: str) -> None:
+        with record_function(_MARK + name):
+            pass
+
+    def collect(events: Any) -> None:
+        for event in events:
+            time_ns, name, fields = event.start_time_ns, event.name, event.extra_fields
+            if name == "[memory]" and fields.device.type == "cpu":
+                entries.append((time_ns, 0, fields))
+            elif name.startswith(_MARK):
+                entries.append((time_ns, 1, name.removeprefix(_MARK)))
+            collect(event.children)
+
+    entries: list[tuple[int, int, Any]] = []
+    collect(profiled(lambda: (mark("begin"), run(mark), mark("")), device))
+    entries.sort(key=lambda entry: entry[:2])
+    # a block from before: its size, where one is given, is that of an earlier block there
+    found, blocks = list[Phase](), dict[int, int]()
+    name, since, start, peak, live = "", 0, resident, resident, resident
+    for time_ns, is_mark, what in entries:
+        if is_mark:
+            found.append(Phase(name, start, peak, (time_ns - since) / 1e6))
+            name, since, start, peak = what, time_ns, live, live
+        elif what.alloc_size > 0:
+            blocks[what.ptr] = what.alloc_size
+            live += what.alloc_size
+            peak = max(peak, live)
+        else:
+            live -= blocks.pop(what.ptr, 0)
+    # what comes before the first marker is the profiler's
+    return found[1:]
+
+
+def _on_cuda(run: Callable[[Mark], Any], device: torch.device, resident: int) -> list[Phase]:
+    count = f"{allocator_count()}.all"
     open_workspaces(device)
-    torch.cuda.synchronize(device)
-    start = torch.cuda.memory_stats(device)[f"{count}.all.current"]
+    found, last = list[Phase](), ("begin", seconds(device), resident)
+    first = torch.cuda.memory_stats(device)[f"{count}.current"]
     torch.cuda.reset_peak_memory_stats(device)
-    fn()
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_stats(device)[f"{count}.all.peak"] - start
+
+    def mark(name: str) -> None:
+        nonlocal last
+        now, stats = seconds(device), torch.cuda.memory_stats(device)
+        live, peak = (stats[f"{count}.{x}"] - first for x in ("current", "peak"))
+        found.append(Phase(last[0], last[2], peak + resident, 1e3 * (now - last[1])))
+        torch.cuda.reset_peak_memory_stats(device)
+        last = name, now, live + resident
+
+    run(mark)
+    mark("")
+    return found
+
+
+def seconds(device: torch.device) -> float:
+    """Return the time at which the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    # of one thread its own time, free of other work of the machine
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time() if alone else time.perf_counter()
 
 
 def allocator_count() -> str:
@@ -259,24 +327,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if not given:
             del os.environ[_LOG_LEVEL]
-
-
-def _memory_events(events: Iterable[Any]) -> Iterator[Any]:
-    """Yield the allocations and frees among nested profiler events."""
-    for event in events:
-        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
-            yield event
-        yield from _memory_events(event.children)
-
-
-def live_bytes(records: Iterable[Any]) -> Iterator[int]:
-    """Yield the live bytes allocated by these records, after each allocation or free."""
-    live = 0
-    ours: set[int] = set()
-    for record in records:
-        if record.alloc_size > 0:
-            ours.add(record.ptr)
-        # a block from before: its size, where one is given, is that of an earlier block there
-        if record.ptr in ours:
-            live += record.alloc_size
-        yield live

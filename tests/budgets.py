@@ -26,85 +26,109 @@ from torch import Tensor, nn
 
 import fusedckpt
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.planning.chain import simulate
-from fusedckpt.planning.policies import policy
+from fusedckpt.planning.solver import by_rule
 from fusedckpt.reporting.trial import tensors_of
 
 Made = tuple[nn.Module, dict[str, Any]]
 
 
-class Residual(nn.Module):
-    """Adds what it was given to what the module inside returns."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
+class Residual(nn.Sequential):
+    """Adds its input to the output of the modules inside."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum."""
-        return x + self.inner(x)
+        return x + super().forward(x)
 
 
-class Coded(nn.Module):
-    """Linears with an activation and a residual in the model's own code."""
+def _mlp(width: int) -> Residual:
+    return Residual(
+        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+    )
 
-    def __init__(self, width: int, depth: int):
+
+class Called(nn.Module):
+    """Modules, called by a function of them and the input."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor], **parts: Any):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.relu = nn.ReLU()
+        self.call = call
+        for name, part in parts.items():
+            setattr(self, name, nn.ModuleList(part) if isinstance(part, list) else part)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the last layer's output."""
-        for layer in self.layers:
-            x = x + self.relu(layer(x)) * 0.5
-        return x
+        """Call the function."""
+        return self.call(self, x)
 
 
-class Basic(nn.Module):
-    """The block of a small ResNet."""
-
-    def __init__(self, before: int, after: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.bn1, self.relu = nn.BatchNorm2d(after), nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(after)
-        self.downsample = None
-        if stride != 1 or before != after:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
-        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+def _coded(model: Any, x: Tensor) -> Tensor:
+    # an activation and a residual in the model's own code
+    for layer in model.layers:
+        x = x + layer(x).relu() * 0.5
+    return x
 
 
-class ResNet(nn.Module):
-    """Torchvision's layout."""
+def _dense(model: Any, x: Tensor) -> Tensor:
+    # each layer gets the outputs of all layers before it
+    features = [model.stem(x)]
+    for layer in model.layers:
+        features.append(layer(torch.cat(features, 1)))
+    return torch.cat(features, 1)
 
-    def __init__(self, widths: tuple[int, ...], depth: int):
-        super().__init__()
-        self.conv1, self.bn1 = (
-            nn.Conv2d(3, widths[0], 3, 1, 1, bias=False),
-            nn.BatchNorm2d(widths[0]),
+
+def _unet(model: Any, x: Tensor) -> Tensor:
+    # down and up again, with skip connections
+    skips = []
+    for i, block in enumerate(model.down):
+        x = block(nn.functional.max_pool2d(x, 2) if i else x)
+        skips.append(x)
+    for block, skip in zip(model.up, skips[-2::-1], strict=True):
+        x = block(torch.cat([nn.functional.interpolate(x, scale_factor=2), skip], 1))
+    return x
+
+
+def _siamese(model: Any, x: Tensor) -> Tensor:
+    # one tower for two inputs, and a head of units that run once
+    y = -x
+    for unit in model.tower:
+        x, y = unit(x), unit(y)
+    x = x - y
+    for unit in model.head:
+        x = unit(x)
+    return x
+
+
+def _recurrent(model: Any, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = x + layer(x)[0]
+    return x
+
+
+def _double(before: int, after: int) -> nn.Module:
+    """Return convolutions that end in an in-place ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(True),
+        nn.Conv2d(after, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(True),
+    )  # fmt: skip
+
+
+def unet(width: int, depth: int) -> nn.Module:
+    """Return a U-Net."""
+    sizes = [width * 2**i for i in range(depth)]
+    down = [_double(a, b) for a, b in zip([3, *sizes], sizes, strict=False)]
+    ups = zip(sizes[:0:-1], sizes[-2::-1], strict=True)
+    return Called(_unet, down=down, up=[_double(a + b, b) for a, b in ups])
+
+
+def densenet(growth: int, depth: int) -> nn.Module:
+    """Return a DenseNet's block."""
+    layers = [
+        nn.Sequential(
+            nn.BatchNorm2d(growth * (i + 1)), nn.ReLU(),
+            nn.Conv2d(growth * (i + 1), growth, 3, padding=1),
         )
-        self.relu, before = nn.ReLU(inplace=True), widths[0]
-        for i, width in enumerate(widths):
-            blocks = [Basic(before, width, 2 if i else 1)]
-            blocks += [Basic(width, width, 1) for _ in range(depth - 1)]
-            self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
-            before = width
-        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(before, 10)
-        self.stages = len(widths)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
-        x = self.relu(self.bn1(self.conv1(x)))
-        for i in range(self.stages):
-            x = getattr(self, f"layer{i + 1}")(x)
-        return self.fc(self.avgpool(x).flatten(1))
+        for i in range(depth)
+    ]  # fmt: skip
+    return Called(_dense, stem=nn.Conv2d(3, growth, 3, padding=1), layers=layers)
 
 
 def chain(draw: random.Random) -> Made:
@@ -119,11 +143,7 @@ def chain(draw: random.Random) -> Made:
             lambda a=width, b=after: [nn.Linear(a, b), nn.Dropout(0.1), nn.Tanh()],
             lambda a=width, b=after: [nn.Linear(a, b), nn.BatchNorm1d(b), nn.SiLU()],
             lambda a=width, b=after: [
-                Residual(
-                    nn.Sequential(
-                        nn.LayerNorm(a), nn.Linear(a, 4 * a), nn.GELU(), nn.Linear(4 * a, a)
-                    )
-                ),
+                _mlp(a),
                 nn.Linear(a, b),
             ],
         ]  # fmt: skip
@@ -146,191 +166,86 @@ def _chain(seed: int) -> Callable[[random.Random], Made]:
     return make
 
 
-def _llama(draw: random.Random) -> Made:
-    return _language("llama", draw, hidden_size=64, intermediate_size=172, num_attention_heads=4,
-                     num_key_value_heads=2, num_hidden_layers=draw.choice([3, 6]))  # fmt: skip
+# options of transformers' configurations
+HF: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 172, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_positions": 128},
+    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "decoder_start_token_id": 0},
+    "recurrent_gemma": {"hidden_size": 64, "intermediate_size": 192, "lru_width": 64}
+    | {"num_key_value_heads": 2, "attention_window_size": 64},
+    "vit": {"hidden_size": 64, "intermediate_size": 256, "image_size": 64, "patch_size": 8}
+    | {"num_labels": 10},
+    "resnet": {"embedding_size": 16, "hidden_sizes": (16, 32), "depths": (2, 3)}
+    | {"layer_type": "basic", "num_labels": 10},
+    "wav2vec2-conformer": {"hidden_size": 48, "intermediate_size": 96, "conv_dim": (32, 32)}
+    | {"conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+    | {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    | {"layerdrop": 0.0, "mask_time_prob": 0.0},
+}
+_IMAGES = "ForImageClassification"
+AUTO = {"t5": "ForSeq2SeqLM", "vit": _IMAGES, "resnet": _IMAGES, "wav2vec2-conformer": ""}
+INPUTS = {
+    "vit": {"pixel_values": (8, 3, 64, 64)},
+    "resnet": {"pixel_values": (8, 3, 64, 64)},
+    "wav2vec2-conformer": {"input_values": (2, 4000)},
+}
 
 
-def _gpt2(draw: random.Random) -> Made:
-    return _language(
-        "gpt2", draw, n_embd=64, n_layer=draw.choice([3, 6]), n_head=4, n_positions=128
-    )
-
-
-def _language(kind: str, draw: random.Random, **options: Any) -> Made:
+def transformers_model(kind: str, draw: random.Random, fused: bool = False) -> Made:
+    """Draw a model of transformers."""
     import transformers
 
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
-    vocabulary = draw.choice([128, 1000])
-    config = transformers.AutoConfig.for_model(kind, vocab_size=vocabulary, **special, **options)
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    tokens = torch.randint(3, 128, (draw.choice([2, 4]), 128))
-    inputs = (
-        {"input_ids": tokens, "labels": tokens} if draw.random() < 0.7 else {"input_ids": tokens}
-    )
-    return model, inputs
-
-
-def _vit(draw: random.Random, fused: bool = False) -> Made:
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=64, num_hidden_layers=draw.choice([3, 6]), num_attention_heads=4,
-        intermediate_size=256, image_size=64, patch_size=8, num_channels=3, num_labels=10,
-    )  # fmt: skip
-    model = transformers.ViTForImageClassification(config).train()
+    layers = {"t5": "num_layers", "gpt2": "n_layer"}.get(kind, "num_hidden_layers")
+    options = {"num_attention_heads": 4, layers: draw.choice([3, 6]), **HF[kind]}
+    if kind == "resnet":
+        options = HF[kind]
+    elif kind not in INPUTS:
+        options |= {"vocab_size": draw.choice([128, 1000]), **special}
+    config = transformers.AutoConfig.for_model(kind, **options)
+    auto = getattr(transformers, f"AutoModel{AUTO.get(kind, 'ForCausalLM')}")
+    model = auto.from_config(config).train()
     if fused:
         fusedckpt.fuse(model)
-    return model, {"pixel_values": torch.randn(8, 3, 64, 64)}
+    if kind in INPUTS:
+        return model, {name: torch.randn(size) for name, size in INPUTS[kind].items()}
+    tokens = torch.randint(3, 128, (draw.choice([2, 4]), 128))
+    has_labels = kind == "t5" or draw.random() < 0.7
+    return model, {"input_ids": tokens, **({"labels": tokens} if has_labels else {})}
 
 
-def _t5(draw: random.Random) -> Made:
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_heads=4, num_layers=3, use_cache=False,
-        decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    tokens = torch.randint(3, 128, (4, 64))
-    model = transformers.T5ForConditionalGeneration(config).train()
-    return model, {"input_ids": tokens, "labels": tokens}
-
-
-class Dense(nn.Module):
-    """A DenseNet's block: each layer gets the outputs of all layers before it."""
-
-    def __init__(self, growth: int, depth: int):
-        super().__init__()
-        widths = [growth * (i + 1) for i in range(depth)]
-        self.stem = nn.Conv2d(3, growth, 3, padding=1)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm2d(n), nn.ReLU(), nn.Conv2d(n, growth, 3, padding=1))
-            for n in widths
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return all features."""
-        features = [self.stem(x)]
-        for layer in self.layers:
-            features.append(layer(torch.cat(features, 1)))
-        return torch.cat(features, 1)
-
-
-class UNet(nn.Module):
-    """Convolutions that end in an in-place ReLU, down and up again, with skip connections."""
-
-    def __init__(self, width: int, depth: int):
-        super().__init__()
-        sizes = [width * 2**i for i in range(depth)]
-        self.down = nn.ModuleList(
-            self._block(a, b) for a, b in zip([3, *sizes], sizes, strict=False)
-        )
-        self.up = nn.ModuleList(
-            self._block(a + b, b) for a, b in zip(sizes[:0:-1], sizes[-2::-1], strict=True)
-        )
-
-    def _block(self, before: int, after: int) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(True),
-            nn.Conv2d(after, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(True),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return features of the input's size."""
-        skips = []
-        for i, block in enumerate(self.down):
-            x = block(nn.functional.max_pool2d(x, 2) if i else x)
-            skips.append(x)
-        for block, skip in zip(self.up, skips[-2::-1], strict=True):
-            x = block(torch.cat([nn.functional.interpolate(x, scale_factor=2), skip], 1))
-        return x
-
-
-class Siamese(nn.Module):
-    """One tower for two inputs, and a head of units that run once."""
-
-    def __init__(self, width: int, depth: int):
-        super().__init__()
-        self.tower = nn.ModuleList(Residual(_mlp(width)) for _ in range(depth))
-        self.head = nn.ModuleList(Residual(_mlp(width)) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return features of the difference."""
-        y = -x
-        for unit in self.tower:
-            x, y = unit(x), unit(y)
-        x = x - y
-        for unit in self.head:
-            x = unit(x)
-        return x
-
-
-def _mlp(width: int) -> nn.Module:
-    return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-    )
-
-
-class LSTMs(nn.Module):
-    """Recurrent layers with norms between them."""
-
-    def __init__(self, width: int, depth: int):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the last layer's output."""
-        for layer in self.layers:
-            x = x + layer(x)[0]
-        return x
-
-
-def _recurrent_gemma(draw: random.Random) -> Made:
-    return _language("recurrent_gemma", draw, hidden_size=64, intermediate_size=192, lru_width=64,
-                     num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=6,
-                     attention_window_size=64)  # fmt: skip
-
-
-def _conformer(draw: random.Random) -> Made:
-    import transformers
-
-    config = transformers.Wav2Vec2ConformerConfig(
-        hidden_size=48, num_hidden_layers=draw.choice([3, 5]), num_attention_heads=4,
-        intermediate_size=96, conv_dim=(32, 32), conv_stride=(5, 4), conv_kernel=(10, 8),
-        num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
-        layerdrop=0.0, mask_time_prob=0.0,
-    )  # fmt: skip
-    return transformers.Wav2Vec2ConformerModel(config).train(), {
-        "input_values": torch.randn(2, 4000)
-    }
+def _library(kind: str, fused: bool = False) -> Callable[[random.Random], Made]:
+    return lambda draw: transformers_model(kind, draw, fused)
 
 
 MODELS: dict[str, Callable[[random.Random], Made]] = {
     **{f"chain {i}": _chain(i) for i in range(12)},
-    "llama": _llama,
-    "gpt2": _gpt2,
-    "vit": _vit,
-    "vit fused": lambda draw: _vit(draw, fused=True),
-    "t5": _t5,
-    "resnet": lambda draw: (
-        ResNet((16, 32), draw.choice([2, 3])),
-        {"x": torch.randn(8, 3, 32, 32)},
-    ),
+    **{kind: _library(kind) for kind in ("llama", "gpt2", "vit")},
+    "vit fused": _library("vit", fused=True),
+    **{kind: _library(kind) for kind in ("t5", "resnet")},
     "convolutions": lambda draw: (
         convolutional(6, flat=draw.random() < 0.5),
         {"input": torch.randn(16, 1, 28, 28)},
     ),
-    "code between": lambda draw: (Coded(128, draw.choice([6, 12])), {"x": torch.randn(1024, 128)}),
+    "code between": lambda draw: (
+        Called(_coded, layers=[nn.Linear(128, 128) for _ in range(draw.choice([6, 12]))]),
+        {"x": torch.randn(1024, 128)},
+    ),
     "transformer": lambda draw: (
         transformer(draw.choice([4, 8])),
         {"tokens": torch.randint(128, (4, 64))},
     ),
-    "densenet": lambda draw: (Dense(16, draw.choice([4, 8])), {"x": torch.randn(4, 3, 24, 24)}),
-    "unet": lambda draw: (UNet(12, draw.choice([3, 4])), {"x": torch.randn(4, 3, 32, 32)}),
-    "siamese": lambda draw: (Siamese(64, draw.choice([2, 4])), {"x": torch.randn(512, 64)}),
-    "lstms": lambda draw: (LSTMs(64, draw.choice([3, 5])), {"x": torch.randn(8, 24, 64)}),
-    "recurrent gemma": _recurrent_gemma,
-    "conformer": _conformer,
+    "densenet": lambda draw: (densenet(16, draw.choice([4, 8])), {"x": torch.randn(4, 3, 24, 24)}),
+    "unet": lambda draw: (unet(12, draw.choice([3, 4])), {"x": torch.randn(4, 3, 32, 32)}),
+    "siamese": lambda draw: (
+        Called(_siamese, tower=[_mlp(64), _mlp(64)], head=[_mlp(64) for _ in range(3)]),
+        {"x": torch.randn(512, 64)},
+    ),
+    "lstms": lambda draw: (
+        Called(_recurrent, layers=[nn.LSTM(64, 64, batch_first=True) for _ in range(4)]),
+        {"x": torch.randn(8, 24, 64)},
+    ),
+    **{kind: _library(kind) for kind in ("recurrent_gemma", "wav2vec2-conformer")},
 }
 
 
@@ -432,9 +347,8 @@ def run(name: str, draw: random.Random, rounds: int) -> Result:
     found.apply(model)
     measured = loop.peak()
     found.undo()
-    items = policy(found.chain, "none")
-    outcome = simulate(found.chain, items)
-    plain = replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
+    outcome = by_rule(found.chain, "none")
+    plain = replace(found, items=outcome.items)
     times: tuple[list[tuple[float, float]], ...] = [], []
     for _ in range(rounds):
         for each, plan in zip(times, (plain, found), strict=True):

@@ -81,7 +81,7 @@ def backward_id() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], Any]) -> None:
-    """Call back at the end of this backward, or of its GraphExecGroup.
+    """Call back at the end of this backward; under a GraphExecGroup, at the end of the group.
 
     Without it memory that would be freed then is freed with its owner.
     """
@@ -335,11 +335,6 @@ def local_of(tensor: Any) -> Any:
 def function_of(node: Any) -> Any:
     """Return the autograd Function of a node. Without it plans know no layer by its node."""
     return getattr(type(node), "_forward_cls", None)
-
-
-def default_store() -> Any:
-    """Return the store of the default process group; an error without it, by plans over ranks."""
-    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def style_functions(style: Any) -> tuple[Any, Any]:

@@ -51,6 +51,8 @@ class ExpertsMatch(NamedTuple):
 class FusedExperts(nn.Module):
     """Forward of experts of any class; saves the tensors that its level names."""
 
+    save_levels = LEVELS
+
     _fusedckpt_match: ExpertsMatch
     save: str
     chunks: int | None

@@ -29,8 +29,7 @@ from torchtitan.models.common import TransformerBlock
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
-from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.experts import ExpertOptions
+from fusedckpt.blocks.experts import ExpertOptions, run_experts
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.wrapper import checkpoint_in_place
 from fusedckpt.fusing.swap import fuse
@@ -96,10 +95,9 @@ class _FusedExperts(GroupedExperts):
         rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
         index = torch.searchsorted(ends, rows, right=True)[:, None]
         scores = torch.ones(index.shape, device=x.device)
-        pairs = [(w1, None), (w3, None), (w2, None)]
-        options = self._fusedckpt_options
+        given = (x.bfloat16(), index, scores, w1, None, w3, None, w2, None)
         with torch.autocast(x.device.type, enabled=False):
-            return run_linears(options, x.bfloat16(), (index, scores), pairs).type_as(x)
+            return run_experts(self._fusedckpt_options, *given).type_as(x)
 
 
 @override(target=GroupedExperts.Config, description="fusedckpt.functional.experts")

@@ -1,7 +1,8 @@
 """The tensor parallel styles of an MLP's linears: placements of their inputs and outputs.
 
-A fused MLP does not call its linears, so it does the work of their hooks. Those of torch's styles,
-of transformers and of torchtitan are recognised by their code; with others its own forward runs.
+A fused MLP does not call its linears, so it must do the work of their hooks. The hooks of torch's
+styles, of transformers and of torchtitan are recognised by their code; an MLP with any other hooks
+runs the forward of its class.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _KINDS = {"ColwiseParallel": "columns", "RowwiseParallel": "rows"}
 
 
 class Style(NamedTuple):
-    """The layouts around a linear with a weight split by its output features or its input features.
+    """The layouts around a linear with a weight split by its "columns", or by its "rows".
 
-    split: "columns" or "rows"; input: the layout of a plain input; output: that of the result.
+    That is, as the styles' names have it: by its output features, or by its input features. input:
+    the layout of a plain input; output: that of the result; is_local: whether it is given as plain.
     """
 
     split: str
@@ -37,7 +39,10 @@ class Style(NamedTuple):
 
 
 def layout_of(*linears: nn.Module | None) -> Layout | None:
-    """Return how an MLP of these linears is laid out over ranks, None for anything else."""
+    """Return how the input and output of an MLP of these linears are laid out over ranks.
+
+    None where anything else is around one of them.
+    """
     styles = []
     for linear in linears:
         style = None if linear is None else style_of(linear)

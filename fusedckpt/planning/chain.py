@@ -8,25 +8,10 @@ done; a unit inside a segment, behind another one, subtracts its input, which no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeAlias
+from dataclasses import dataclass
 
-__all__ = ["Chain", "Item", "Keep", "Level", "Outcome", "Segment", "Unit", "moments", "simulate"]
-
-
-def _check(record: Level | Unit | Chain, times: Sequence[str], *signed: str) -> None:
-    """Refuse a field that is no size in bytes, or no time."""
-    for field in fields(record):
-        value, is_ms = getattr(record, field.name), field.name in times
-        if not is_ms and field.type != "int":
-            continue
-        known = type(value) is int or (is_ms and type(value) is float and math.isfinite(value))
-        if not known or (value < 0 and field.name not in signed):
-            expected = "a time" if is_ms else "a size in bytes"
-            kind = type(record).__name__
-            raise ValueError(f"{kind}: {field.name} is {expected}, got {value!r}")
+__all__ = ["Chain", "Item", "Level", "Outcome", "Unit", "moments", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -44,22 +29,18 @@ class Level:
     forward: int
     backward: int
 
-    def __post_init__(self):
-        _check(self, ("extra",), "kept")
-
 
 @dataclass(frozen=True)
 class Unit:
     """A module that runs as a whole.
 
-    levels: of distinct names, at least one. again: the unit in a segment of its own; its `extra` is
-    the time of the recompute; None where `fixed` says why no segment may hold it. inside: the unit
-    between its recompute and its backward in a segment. forward_ms: the time of its forward;
-    rerun_ms: of its recompute before other units. input: bytes of the arguments that a segment
-    keeps which starts here; freed: of those that it does not keep where the unit is behind another
-    one. begin: live bytes when its forward begins; arrives: when its gradient arrives. between: the
-    peak from its end to the beginning of the next unit. joined: it may be in one segment with the
-    unit before. composed: it has modules inside, which could be units.
+    levels: of distinct names. again: the unit in a segment of its own; its `extra` is the time of
+    the recompute; None where `fixed` says why no segment may hold it. inside: the unit between its
+    recompute and its backward in a segment. input: bytes of the arguments that a segment keeps
+    which starts here; freed: of those that it does not keep where the unit is behind another one.
+    begin: live bytes when its forward begins; arrives: when its gradient arrives. between: the peak
+    from its end to the beginning of the next unit. joined: it may be in one segment with the unit
+    before.
     """
 
     name: str
@@ -67,32 +48,18 @@ class Unit:
     again: Level | None
     inside: Level
     forward_ms: float
-    rerun_ms: float
     input: int
     freed: int
     begin: int
     between: int
     arrives: int
     joined: bool = False
-    composed: bool = False
     fixed: str = ""
-
-    def __post_init__(self):
-        _check(self, ("forward_ms", "rerun_ms"))
-        names = [level.name for level in self.levels]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"Unit: {self.name} needs levels of distinct names, got {names}")
-        if (self.again is None) != bool(self.fixed):
-            raise ValueError(f"Unit: {self.name} is either fixed or has the cost of a segment")
 
     @property
     def fastest(self) -> Level:
         """The level of least extra time; of several the one that keeps least."""
         return min(self.levels, key=lambda level: (level.extra, level.kept))
-
-    def has(self, name: str) -> bool:
-        """Whether it has a level called `name`."""
-        return any(level.name == name for level in self.levels)
 
     def level(self, name: str) -> Level:
         """Return the level called `name`, or raise ValueError."""
@@ -112,7 +79,8 @@ class Chain:
 
     base: live bytes when the step begins: parameters, gradients, optimizer. before, after: the
     peaks until the first unit runs, and after all backwards. states: bytes of random states that a
-    segment keeps of each unit. head: bytes that the code behind the last unit saves.
+    segment keeps of each unit. head: bytes that the code behind the last unit saves. slower: ms of
+    a step for each extra ms of units alone.
     """
 
     units: tuple[Unit, ...]
@@ -121,33 +89,28 @@ class Chain:
     after: int = 0
     states: int = 0
     head: int = 0
-
-    def __post_init__(self):
-        _check(self, ())
-        if not self.units:
-            raise ValueError("Chain: at least one unit is needed, got none")
+    slower: float = 1.0
 
     @property
     def forward_ms(self) -> float:
         """Ms of the forward of all units."""
         return sum(unit.forward_ms for unit in self.units)
 
-    def units_of(self, item: Item) -> tuple[Unit, ...]:
-        """Return the units of an item of a plan."""
-        return self.units[item.start : item.stop]
+    def level_of(self, item: Item) -> Level | None:
+        """Return the level that an item's unit saves, None for a segment."""
+        return None if item.level is None else self.units[item.start].level(item.level)
 
     def kept_by(self, item: Item) -> int:
         """Return the bytes that an item saves until its backward."""
-        unit = self.units[item.start]
-        return unit.saved(unit.level(item.level)) if isinstance(item, Keep) else unit.input
+        unit, level = self.units[item.start], self.level_of(item)
+        return unit.input if level is None else unit.saved(level)
 
     def extra_of(self, item: Item) -> float:
         """Return the ms that an item adds to a step."""
-        *units, last = self.units_of(item)
-        if isinstance(item, Keep):
-            return last.level(item.level).extra
-        assert last.again is not None
-        return sum(unit.rerun_ms for unit in units) + last.again.extra
+        *units, last = self.units[item.start : item.stop]
+        level = self.level_of(item) or last.again
+        assert level is not None
+        return self.slower * (sum(unit.forward_ms for unit in units) + level.extra)
 
     def saves(self, unit: Unit) -> int:
         """Return the bytes that a unit adds in a segment from its recompute to its backward."""
@@ -155,27 +118,12 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Keep:
-    """An item of a plan: unit number `start` saves `level`."""
-
-    start: int
-    level: str
-
-    @property
-    def stop(self) -> int:
-        """The number of the next item's first unit."""
-        return self.start + 1
-
-
-@dataclass(frozen=True)
-class Segment:
-    """An item of a plan: the units from `start` to `stop` are checkpointed as one segment."""
+class Item:
+    """A part of a plan: units from `start` to `stop` in one segment, or one that saves `level`."""
 
     start: int
     stop: int
-
-
-Item: TypeAlias = Keep | Segment
+    level: str | None = None
 
 
 @dataclass(frozen=True)
@@ -198,10 +146,9 @@ def simulate(chain: Chain, items: Sequence[Item]) -> Outcome:
     for item in items:
         if item.start != at or not at < item.stop <= len(chain.units):
             raise ValueError(f"simulate: an item that starts at unit {at} was expected, got {item}")
-        first, *others = chain.units_of(item)
-        units = (first, *others)
-        joins = all(unit.joined for unit in others) and not any(unit.fixed for unit in units)
-        if isinstance(item, Segment) and not joins:
+        first, *others = chain.units[item.start : item.stop]
+        joins = all(unit.joined for unit in others) and not any(u.fixed for u in (first, *others))
+        if others if item.level else not joins:
             raise ValueError(f"simulate: units that may be in one segment expected, got {item}")
         at = item.stop
     if at != len(chain.units):
@@ -216,24 +163,24 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     offset, offsets = 0, []
     for item in items:
         offsets.append(offset)
-        for number, unit in enumerate(chain.units_of(item)):
-            level = unit.level(item.level) if isinstance(item, Keep) else unit.again
+        for number, unit in enumerate(chain.units[item.start : item.stop]):
+            level = chain.level_of(item) or unit.again
             assert level is not None
             yield level.forward + offset, f"forward of {unit.name}"
-            offset += level.kept if isinstance(item, Keep) else -unit.freed if number else 0
+            # `again` keeps 0
+            offset += -unit.freed if number else level.kept
             yield unit.between + offset, f"code behind {unit.name}"
     for item, offset in zip(reversed(items), reversed(offsets), strict=True):
-        if isinstance(item, Segment):
-            yield from _backward(chain, item, offset)
+        if level := chain.level_of(item):
+            yield level.backward + offset, f"backward of {chain.units[item.start].name}"
         else:
-            unit = chain.units[item.start]
-            yield unit.level(item.level).backward + offset, f"backward of {unit.name}"
+            yield from _backward(chain, item, offset)
     yield chain.after, "the optimizer's step"
 
 
-def _backward(chain: Chain, item: Segment, offset: int) -> Iterator[tuple[int, str]]:
+def _backward(chain: Chain, item: Item, offset: int) -> Iterator[tuple[int, str]]:
     """Yield the peaks of a segment's recompute and backward; offset: bytes of the items before."""
-    *units, last = chain.units_of(item)
+    *units, last = chain.units[item.start : item.stop]
     assert last.again is not None
     behind = chain.units[item.start + 1 : item.stop]
     live = offset + last.arrives - sum(unit.freed for unit in behind)

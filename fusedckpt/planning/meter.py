@@ -5,22 +5,64 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedckpt.memory import nbytes_of, storage_ref
-from fusedckpt.planning.marks import Mark, Reading, phases_of
+from fusedckpt.memory import Mark, Phase, nbytes_of, phases_of, seconds, storage_ref
 from fusedckpt.planning.repeats import Noting, why_not_again
-from fusedckpt.planning.roles import PLAIN, Role, Segmented, assigned, in_chunks, run_at
+from fusedckpt.planning.roles import PLAIN, Role, assigned, in_chunks, run_at, segmented
 from fusedckpt.planning.survey import Found
-from fusedckpt.planning.timing import Times, seconds, times_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
-__all__ = ["Differs", "Meter", "peak_of"]
+__all__ = ["Differs", "Meter", "Reading", "Times", "once", "peak_of", "step_kind", "times_of"]
+
+# markers that begin no phase
+_INSIDE = "returned", "checked", "backward"
+
+T = TypeVar("T")
+
+
+class Times(NamedTuple):
+    """The ms of a forward, and of that and its backward."""
+
+    forward: float
+    both: float
+
+
+def times_of(step: Step) -> Times:
+    """Return the times of a step, without the optimizer's."""
+    step, held = step.fresh()
+    device = held[0].device
+    start = seconds(device)
+    output = step.model(*step.args, **step.kwargs)
+    middle = seconds(device)
+    step.loss(output).backward()
+    return Times(1e3 * (middle - start), 1e3 * (seconds(device) - start))
+
+
+# measurements, by all that they depend on
+_known: dict[Any, Any] = {}
+
+
+def once(key: Any, measure: Callable[[], T]) -> T:
+    """Return the first measurement for this key, so that equal steps have equal plans."""
+    if key not in _known:
+        if len(_known) > 1000:
+            _known.clear()
+        _known[key] = measure()
+    return _known[key]
+
+
+def step_kind(step: Step) -> Any:
+    """Return a key that steps which take the same time share."""
+    tensors = [*step.parameters(), *step.inputs()]
+    likes = tuple((x.shape, x.dtype, x.requires_grad, x.grad is None) for x in tensors)
+    modes = tuple(module.training for module in step.model.modules())
+    return repr(step.model), modes, likes, tensors[0].device, torch.get_num_threads()
 
 
 def peak_of(step: Step) -> int:
@@ -28,6 +70,42 @@ def peak_of(step: Step) -> int:
     step, held = step.fresh()
     phases = phases_of(partial(step.take, held=held), held[0].device, step.resident(held))
     return max(phase.peak for phase in phases)
+
+
+class Reading:
+    """A step's phases by unit: peaks, live bytes at its markers, and ms.
+
+    late: bytes that live when a unit begins, or the model returns, and are gone in the end.
+    """
+
+    def __init__(self, phases: Sequence[Phase], late: Sequence[int]):
+        self._late, self.live = late, dict[str, int]()
+        self.peaks, self._ms = Counter[str](), Counter[str]()
+        where = "begin"
+        for phase in phases:
+            self.live.setdefault(phase.name, phase.start)
+            if phase.name == "check":
+                continue
+            where = where if phase.name in _INSIDE else phase.name
+            self.peaks[where] = max(self.peaks[where], phase.peak)
+            self._ms[where] += phase.ms  # type: ignore[assignment]  # counts may be floats
+
+    def peak(self, kind: str, i: int) -> int:
+        """Return the peak of a unit's phase; of one that was not called, the bytes of then."""
+        return self.peaks.get(f"{kind} {i}", 0 if kind == "back" else self.begin(i))
+
+    def ms(self, kind: str, i: int) -> float:
+        """Return the ms of a unit's phase."""
+        return float(self._ms[f"{kind} {i}"])
+
+    def begin(self, i: int) -> int:
+        """Return the live bytes when unit i begins, or when the model returns."""
+        later = (self.live.get(f"enter {k}") for k in range(i, len(self._late)))
+        return next((x for x in later if x is not None), self.live["returned"])
+
+    def kept(self, i: int) -> int:
+        """Return the bytes of them that live on until backward."""
+        return self.begin(i) - self._late[i]
 
 
 class Differs(Exception):
@@ -113,6 +191,19 @@ class Meter:
     def __init__(self, step: Step, found: Sequence[Found], chunks: int):
         self._step, self._found, self._chunks = step, found, chunks
 
+    def _alone(self) -> list[Role]:
+        """Return roles in which each unit is in a segment of its own, unless none may hold it."""
+        return [run_at(PLAIN) if unit.fixed else segmented()[0] for unit in self._found]
+
+    def _in(self, roles: Sequence[Role], mark: Mark, noted: _Held) -> Any:
+        pairs = enumerate(zip(self._found, roles, strict=True))
+        return assigned(
+            {
+                unit.module: partial(_marked, mark, noted, i, in_chunks(role, self._chunks))
+                for i, (unit, role) in pairs
+            }
+        )
+
     def read(self, roles: Sequence[Role], returned: Callable[[], Any] = tuple) -> Reading:
         """Run a step and read its phases; returned: called between forward and loss."""
         step, held = self._step.fresh()
@@ -135,23 +226,15 @@ class Meter:
 
     def times(self, roles: Sequence[Role]) -> tuple[Times, list[float]]:
         """Return the times of a step, and the ms of each unit's forward in it."""
-        device, entries = self._step.parameters()[0].device, dict[str, float]()
-        noted = _Held(len(roles))
-        with self._in(roles, lambda name: entries.update({name: seconds(device)}), noted):
+        device, at = self._step.parameters()[0].device, dict[str, float]()
+        with self._in(roles, lambda x: at.update({x: seconds(device)}), _Held(len(roles))):
             found = times_of(self._step)
-        spans = [(entries.get(f"enter {i}"), entries.get(f"leave {i}")) for i in range(len(roles))]
-        return found, [1e3 * (end - start) if start and end else 0.0 for start, end in spans]
-
-    def _in(self, roles: Sequence[Role], mark: Mark, noted: _Held) -> Any:
-        given = {
-            x.module: partial(_marked, mark, noted, i, in_chunks(role, self._chunks))
-            for i, (x, role) in enumerate(zip(self._found, roles, strict=True))
-        }
-        return assigned(given)
+        spans = (at.get(f"leave {i}", 0.0) - at.get(f"enter {i}", 0.0) for i in range(len(roles)))
+        return found, [1e3 * span for span in spans]
 
     def alone(self) -> Reading:
         """Read a step in which every unit is in a checkpoint of its own; raise Differs."""
-        segments = dict[int, Noting]()
+        segments, roles = dict[int, Noting](), self._alone()
 
         def role(i: int, forward: Any, args: Any, kwargs: Any) -> Any:
             segment = segments[i] = Noting(self._found[i].module)
@@ -164,8 +247,8 @@ class Meter:
             if reasons:
                 raise Differs(reasons)
 
-        pairs = enumerate(self._found)
-        return self.read([run_at(PLAIN) if u.fixed else partial(role, i) for i, u in pairs], check)
+        units = enumerate(self._found)
+        return self.read([roles[i] if u.fixed else partial(role, i) for i, u in units], check)
 
     def freed(self) -> list[int]:
         """Run a forward with units in segments as long as can be; return bytes by unit.
@@ -174,10 +257,8 @@ class Meter:
         """
         roles, count = list[Role](), len(self._found)
         while (i := len(roles)) < count:
-            stop = i + 1
-            while stop < count and self._found[stop].joined:
-                stop += 1
-            roles += [run_at(PLAIN)] if self._found[i].fixed else Segmented(stop - i).roles()
+            stop = next((k for k in range(i + 1, count) if not self._found[k].joined), count)
+            roles += [run_at(PLAIN)] if self._found[i].fixed else segmented(stop - i)
         given = list[list[tuple[StorageWeakRef, int]]]([[] for _ in roles])
         takers: Counter[int] = Counter()
 
@@ -199,7 +280,7 @@ class Meter:
 
     def saving(self, levels: Sequence[str], group: Sequence[int]) -> Reading:
         """Read a step in which the units of a group save a level each, the others nothing."""
-        chosen = {i: run_at(levels[i]) for i in group}
-        pairs = enumerate(self._found)
-        others = {i: run_at(PLAIN) if u.fixed else Segmented(1).roles()[0] for i, u in pairs}
-        return self.read([chosen.get(i, role) for i, role in others.items()])
+        roles = self._alone()
+        for i in group:
+            roles[i] = run_at(levels[i])
+        return self.read(roles)

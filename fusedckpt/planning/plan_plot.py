@@ -11,9 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fusedckpt.planning.chain import Chain, Outcome, moments, simulate
-from fusedckpt.planning.plan_record import PlanRecord
-from fusedckpt.planning.policies import policy
-from fusedckpt.planning.solver import least_peak, solve
+from fusedckpt.planning.plans import Plan
+from fusedckpt.planning.solver import by_rule, least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 from fusedckpt.reporting.tables import enough
 
@@ -30,7 +29,7 @@ _RULES = {
 }
 
 
-def draw(plan: PlanRecord, path: Path) -> None:
+def draw(plan: Plan, path: Path) -> None:
     """Write the figure in the format that the path's ending names."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(13, 5), dpi=160, layout="constrained")
@@ -40,7 +39,7 @@ def draw(plan: PlanRecord, path: Path) -> None:
         figure.savefig(path)
 
 
-def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
+def _draw_trade(axes: Axes, plan: Plan) -> None:
     chain = plan.chain
     forward = plan.forward_ms or chain.forward_ms or 1.0
     points = _frontier(chain, plan.predicted_bytes)
@@ -52,7 +51,7 @@ def _draw_trade(axes: Axes, plan: PlanRecord) -> None:
         label="best plan for each budget",
     )
     for marker, (rule, label) in zip("s^D", _RULES.items(), strict=True):
-        outcome = simulate(chain, policy(chain, rule))
+        outcome = by_rule(chain, rule)
         spot = outcome.peak / _MIB, 100 * outcome.extra / forward
         axes.plot(*spot, marker, color=GREY, markersize=8, label=label)
     spot = plan.predicted_bytes / _MIB, 100 * plan.extra_ms / forward
@@ -78,10 +77,10 @@ def _draw_budget(axes: Axes, budget: int) -> None:
         axes.annotate(told, (end, 1), **where, ha="right")
 
 
-def _draw_step(axes: Axes, plan: PlanRecord) -> None:
+def _draw_step(axes: Axes, plan: Plan) -> None:
     """Draw live bytes through a step as predicted, under this plan and where everything is kept."""
     ways = {
-        "save everything": (policy(plan.chain, "none"), GREY),
+        "save everything": (by_rule(plan.chain, "none").items, GREY),
         f"this plan ({plan.policy})": (plan.items, RED),
     }
     for label, (items, colour) in ways.items():
@@ -106,7 +105,7 @@ def _frontier(chain: Chain, planned: int) -> list[Outcome]:
     planned: a peak for which there is one, too.
     """
     least = least_peak(chain)
-    most = simulate(chain, policy(chain, "none")).peak
+    most = by_rule(chain, "none").peak
     step = max(1, (most - least.peak) // (_POINTS - 1))
     budgets = {*range(least.peak, most, step), min(planned, most), most} - {least.peak}
     return [least, *(solve(chain, budget) for budget in sorted(budgets))]

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
 
-from fusedckpt.planning.chain import Item, Segment, simulate
-from fusedckpt.planning.plan_record import PlanRecord
-from fusedckpt.planning.policies import policy
+from fusedckpt.planning.chain import Item
 from fusedckpt.planning.roles import PLAIN
-from fusedckpt.planning.solver import least_peak, may_go_lower
+from fusedckpt.planning.solver import by_rule, least_peak
 from fusedckpt.reporting.tables import Row, enough, size, table
+
+if TYPE_CHECKING:
+    from fusedckpt.planning.plans import Plan
 
 __all__ = ["text"]
 
 _HEAD = ("unit", "plan", "saved", "extra ms", "forward ms")
 
 
-def text(plan: PlanRecord) -> str:
+def text(plan: Plan) -> str:
     """Return a table, units that are alike in one row, between a title and the plan's figures."""
     title = f"Plan for {plan.model}, policy {plan.policy!r}"
     return "\n".join([title, table(_HEAD, _rows(plan), numbers=(2, 3, 4)), *_figures(plan)])
 
 
-def _rows(plan: PlanRecord) -> list[Row]:
+def _rows(plan: Plan) -> list[Row]:
     """Return a row of `_HEAD` for every item, or for several alike in a row."""
     units, number = plan.chain.units, 0
     before = max(0, units[0].begin - plan.chain.base - units[0].input)
@@ -33,7 +35,7 @@ def _rows(plan: PlanRecord) -> list[Row]:
         count = len(items)
         names = [units[i].name for i in (items[0].start, items[-1].stop - 1)]
         planned, *figures = cells
-        if isinstance(items[0], Segment):
+        if items[0].level is None:
             numbers = f" {number + 1}" if count == 1 else f"s {number + 1} to {number + count}"
             planned = f"checkpointed (segment{numbers}{planned})"
             number += count
@@ -43,53 +45,46 @@ def _rows(plan: PlanRecord) -> list[Row]:
     return [*found, ("(after)", "unchanged", size(plan.chain.head), "", "")]
 
 
-def _cells(plan: PlanRecord, item: Item) -> Row:
+def _cells(plan: Plan, item: Item) -> Row:
     """Return the cells of an item's row, but for its name and number."""
-    chain, units = plan.chain, plan.chain.units_of(item)
-    kept, forward = size(chain.kept_by(item)), f"{sum(unit.forward_ms for unit in units):.2f}"
-    extra, chunks = f"{chain.extra_of(item):.2f}", f"in {plan.chunks} chunks"
-    if isinstance(item, Segment):
+    chain, units = plan.chain, plan.chain.units[item.start : item.stop]
+    chunks = [f"in {plan.chunks} chunks"] * (plan.chunks > 1)
+    if item.level is None:
         of = f" of {len(units)} units" if len(units) > 1 else ""
-        return of + f", {chunks}" * (plan.chunks > 1), kept, extra, forward
-    changes = {f"saves {item.level}": item.level != PLAIN, chunks: plan.chunks > 1}
-    planned = ", ".join(text for text, applies in changes.items() if applies) or "unchanged"
-    # a unit with a forward that is not the same twice is named below
-    if units[0].fixed and units[0].name not in plan.left_out:
-        planned += f", {units[0].fixed}"
-    return planned, kept, extra, forward
+        planned = ", ".join([of, *chunks])
+    else:
+        saves = [f"saves {item.level}"] * (item.level != PLAIN)
+        planned = ", ".join([*saves, *chunks]) or "unchanged"
+        # a unit with a forward that is not the same twice is named below
+        if units[0].fixed and units[0].name not in plan.left_out:
+            planned += f", {units[0].fixed}"
+    extra, forward = chain.extra_of(item), sum(unit.forward_ms for unit in units)
+    return planned, size(chain.kept_by(item)), f"{extra:.2f}", f"{forward:.2f}"
 
 
-def _figures(plan: PlanRecord) -> list[str]:
+def _figures(plan: Plan) -> list[str]:
     """Return one line for each figure of the whole."""
     chain, measured = plan.chain, plan.measured_bytes
     least = least_peak(chain)
-    finer = may_go_lower(chain, least)
     begins = "without gradients; with accumulate=True it holds for steps that add to them"
     if plan.gradient_bytes:
         begins = f"with {size(plan.gradient_bytes)} of gradients"
     figures = {
         "the step begins": begins,
         "budget": None if plan.budget_bytes is None else enough(plan.budget_bytes),
-        "save everything": enough(simulate(chain, policy(chain, "none")).peak),
-        "least feasible": enough(least.peak) + (f"; {finer}" if finer else ""),
+        "save everything": enough(by_rule(chain, "none").peak),
+        "least feasible": f"{enough(least.peak)}: {least.where}",
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if measured is None else enough(measured),
         "extra time": _extra(plan),
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
         "limited by": _limited_by(plan),
     }
-    every = simulate(chain, policy(chain, "all"))
-    is_better = every.extra <= plan.extra_ms and every.peak <= plan.predicted_bytes
-    if plan.policy == "speed" and is_better:
-        figures["beside"] = (
-            f"policy 'all' is predicted to take {every.extra:.2f} ms and to peak at "
-            f"{enough(every.peak)}: take that"
-        )
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]
 
 
-def _limited_by(plan: PlanRecord) -> str | None:
+def _limited_by(plan: Plan) -> str | None:
     """Say which units cannot be in one segment, because of code between them."""
     units = plan.chain.units
     pairs = [(a, b) for a, b in pairwise(units) if not (b.joined or a.fixed or b.fixed)]
@@ -103,7 +98,7 @@ def _limited_by(plan: PlanRecord) -> str | None:
     return f"{told}; it saves {size(kept)}"
 
 
-def _extra(plan: PlanRecord) -> str:
+def _extra(plan: Plan) -> str:
     """Return the plan's extra time, and whether it was measured or predicted."""
     ms, error, forward = plan.extra_ms, plan.error_ms, plan.forward_ms
     told = f"{ms:.2f} ms" + (f", {ms / forward:.1%} of the forward" if forward else "")

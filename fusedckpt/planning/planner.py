@@ -23,7 +23,7 @@ from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, facts_of, group_of, together
 from fusedckpt.planning.survey import surveyed
 from fusedckpt.planning.trials import Trials
-from fusedckpt.planning.units import check_model, has_mlps, names_of
+from fusedckpt.planning.units import check_model, has_levels, names_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
@@ -105,7 +105,7 @@ def plan(
         ValueError: no plan fits the budget (the message names the least feasible one), no module
             runs exactly once, a unit changes an object among its arguments, the model has a plan
             applied, is sharded or compiled, or an argument is invalid. On all ranks of a group: one
-            differs from the first, raised, or did not call within a minute.
+            differs from the first or raised; with gloo, one did not call within a minute.
     """
     parallel = model if isinstance(model, DistributedDataParallel) else None
     model = model if parallel is None else parallel.module
@@ -193,17 +193,16 @@ def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
         held = [*step.parameters(), *step.gradients.values(), *step.state()]
         rest = step.resident(held) if goal.is_rest else 0
         limit = None if limit is None else limit + rest
-        units, is_selective = survey.units(), policy == "speed"
 
         def measure(chunks: int) -> Measured:
             tell("measuring units" + f" in {chunks} chunks" * (chunks > 1))
-            return measured(step, units, is_selective, chunks)
+            return measured(step, survey.units, policy == "speed", chunks)
 
         found = measure(1)
         tell("trying plans")
         title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}"
-        again = measure if any(has_mlps(unit.module) for unit in units) else None
-        left_out = survey.left_out() | found.left_out
+        again = measure if any(map(has_levels, (unit.module for unit in survey.units))) else None
+        left_out = survey.left_out | found.left_out
         trials = Trials(step, found, title, limit, left_out, again)
         best = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
         best = trials.timed(best)

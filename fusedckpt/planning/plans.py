@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedckpt.autograd.levels import LEVELS, Chunked, saving
 from fusedckpt.checkpointing.sequential import Span
 from fusedckpt.planning import roles
-from fusedckpt.planning.chain import Keep, Segment
-from fusedckpt.planning.plan_record import FORMAT, PlanRecord, read
+from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
 from fusedckpt.reporting.figure import drawing
 
 __all__ = ["Plan", "structure_of"]
 
+_FORMAT = {"format": "fusedckpt.plan", "version": 4}
+
 
 @dataclass(frozen=True)
-class Plan(PlanRecord):
+class Plan:
     """The result of `plan`: `items` for the units of `chain`, in order.
 
     `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
@@ -41,6 +43,22 @@ class Plan(PlanRecord):
     gradients that exist when the planned step begins.
     """
 
+    model: str
+    policy: str
+    budget_bytes: int | None
+    chain: Chain
+    items: tuple[Item, ...]
+    predicted_bytes: int
+    extra_ms: float
+    lower_bound_ms: float
+    measured_bytes: int | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
+    structure: Mapping[str, str] = field(default_factory=dict, hash=False)
+    gradient_bytes: int = 0
+    rounds: int = 0
+    error_ms: float = 0.0
+    forward_ms: float = 0.0
+    chunks: int = 1
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -92,11 +110,14 @@ class Plan(PlanRecord):
 
     def _roles(self) -> Iterator[tuple[str, roles.Role]]:
         for item in self.items:
-            names = [unit.name for unit in self.chain.units_of(item)]
-            if isinstance(item, Segment):
-                yield from zip(names, roles.Segmented(len(names)).roles(), strict=True)
+            names = self._names(item)
+            if item.level is None:
+                yield from zip(names, roles.segmented(len(names)), strict=True)
             elif item.level != roles.PLAIN or self.chunks > 1:
                 yield names[0], roles.run_at(item.level)
+
+    def _names(self, item: Item) -> list[str]:
+        return [unit.name for unit in self.chain.units[item.start : item.stop]]
 
     def cut(self, functions: Sequence[Any]) -> list[Any]:
         """Return the functions of an nn.Sequential, those in chunks that the plan cuts."""
@@ -113,14 +134,14 @@ class Plan(PlanRecord):
         """
         found: list[Span] = []
         for item in self.items:
-            names = [unit.name for unit in self.chain.units_of(item)]
+            names = self._names(item)
             if not all(name.isdecimal() and int(name) < count for name in names):
                 raise ValueError(
                     f"checkpoint_sequential: a plan of {count} functions was expected, got one "
                     f"with the unit {names[-1]}: give plan these functions as units="
                 )
             within = None
-            if isinstance(item, Keep):
+            if item.level is not None:
                 within = saving(item.level) if item.level in LEVELS else nullcontext()
             found.append((int(names[0]), int(names[-1]) + 1, within))
         planned = {i for start, stop, _ in found for i in range(start, stop)}
@@ -129,8 +150,9 @@ class Plan(PlanRecord):
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        found = {name: value for name, value in asdict(self).items() if name != "_applied"}
-        Path(path).write_text(json.dumps({**FORMAT, **found}, indent=1) + "\n", encoding="utf-8")
+        found = {**_FORMAT, **asdict(self)}
+        del found["_applied"]
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -140,7 +162,7 @@ class Plan(PlanRecord):
             ValueError: the file is not a plan, of another version, or inconsistent.
         """
         try:
-            return read(cls, json.loads(Path(path).read_text(encoding="utf-8")))
+            return _read(json.loads(Path(path).read_text(encoding="utf-8")))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"Plan.load: {path} is not a plan: {why}") from error
@@ -158,6 +180,26 @@ class Plan(PlanRecord):
         drawing("fusedckpt.planning.plan_plot", "Plan.plot").draw(self, Path(path))
 
 
+def _read(found: Any) -> Plan:
+    """Return the plan that JSON was written of; raise where it is none."""
+    if {name: found.pop(name) for name in _FORMAT} != _FORMAT:
+        raise ValueError(f"expected {_FORMAT['format']}, version {_FORMAT['version']}")
+    for unit in (units := found["chain"]["units"]):
+        unit["levels"] = tuple(Level(**level) for level in unit["levels"])
+        unit["inside"], again = Level(**unit["inside"]), unit["again"]
+        unit["again"] = None if again is None else Level(**again)
+    found["chain"]["units"] = tuple(Unit(**unit) for unit in units)
+    found["chain"] = Chain(**found["chain"])
+    found["items"] = tuple(Item(**item) for item in found["items"])
+    plan = Plan(**found)
+    outcome, known = simulate(plan.chain, plan.items), {roles.PLAIN, roles.PRODUCTS, *LEVELS}
+    if not {level.name for unit in plan.chain.units for level in unit.levels} <= known:
+        raise ValueError(f"expected levels among {sorted(known)}")
+    if plan.predicted_bytes != outcome.peak or not isclose(plan.extra_ms, outcome.extra):
+        raise ValueError(f"expected the {outcome.peak} bytes and {outcome.extra} ms of its units")
+    return plan
+
+
 def _unit(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
@@ -172,4 +214,6 @@ def structure_of(module: nn.Module) -> str:
     """Return a module's class, size, and whether a level sets the tensors that its layers keep."""
     fused = " with fused layers" if has_levels(module) else ""
     count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{roles.class_name(module)} of {count:,} parameters{fused}"
+    # `fully_shard` puts that before
+    name = type(module).__name__.removeprefix("FSDP")
+    return f"{name} of {count:,} parameters{fused}"

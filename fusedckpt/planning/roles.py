@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.levels import LEVELS, Chunked, chunking, saving
-from fusedckpt.autograd.phases import Phase, current
+from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import backward_id, pytree
 from fusedckpt.checkpointing.calls import (
     Argument,
@@ -118,12 +118,6 @@ def _is_sharded(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class, the same after `fully_shard` as before."""
-    name = type(module).__name__
-    return name.removeprefix("FSDP") if _is_sharded(module) else name
-
-
 class _Gathering:
     """A sharded module's forward; in backward it gathers parameters where no hook has."""
 
@@ -147,9 +141,8 @@ class _Gathering:
 
 def run_at(level: str) -> Role:
     """Return the role of a unit that saves a level: PLAIN, PRODUCTS or one of fused layers."""
-    if level in (PRODUCTS, INSIDE):
-        return keep_products if level == PRODUCTS else _inside
-    return functools.partial(_run_at, level)
+    others: dict[str, Role] = {PRODUCTS: _keep_products, INSIDE: _inside}
+    return others.get(level) or functools.partial(_run_at, level)
 
 
 def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -157,21 +150,8 @@ def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> 
         return forward(*args, **kwargs)
 
 
-class _Recomputed(Phase):
-    """The phase of a unit that saves as in a recompute."""
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Save a tensor without its graph."""
-        return tensor.detach()
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        """Return a saved tensor."""
-        return tensor
-
-
 def _inside(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    phase = _Recomputed()
-    with saving("preact"), torch.autograd.graph.saved_tensors_hooks(phase.pack, phase.unpack):
+    with saving("preact"), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
         return forward(*args, **kwargs)
 
 
@@ -188,7 +168,7 @@ def _cut(role: Role, chunks: int, forward: Callable[..., Any], args: Any, kwargs
     return role(Chunked(forward, chunks), args, kwargs)
 
 
-def keep_products(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _keep_products(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Keep the outputs of matrix products and convolutions, recompute the rest: a role."""
     if is_plain_call() or current() is not None:
         return forward(*args, **kwargs)
@@ -201,11 +181,9 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
 
 
 def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = op.name().split("::")[-1].split(".")[0]
-    product = (
-        getattr(op, "namespace", "") == "fusedckpt" or name in _PRODUCTS or "attention" in name
-    )
-    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+    library, _, name = op.name().partition("::")
+    is_product = name.split(".")[0] in _PRODUCTS or library == "fusedckpt" or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Output(Argument):
@@ -304,9 +282,6 @@ class Segmented:
     Under torch.compile every module is a checkpoint of its own.
     """
 
-    def __init__(self, count: int):
-        self._count = count
-
     def run(self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run member `place`; called out of order, it starts a segment of its own."""
         # inside a checkpoint it is run again anyway, and perhaps without the members before it
@@ -314,17 +289,16 @@ class Segmented:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(functools.partial(forward, **kwargs), *args)
-        segment, _thread.running = self._known(place) or HandingOn(), _Thread.running
+        # the segment that runs, while a graph holds it, if it expects this member next
+        known, of, expected = _thread.running
+        segment = known() if place and of is self and expected == place else None
+        segment, _thread.running = segment or HandingOn(), _Thread.running
         output = segment.go_on(forward, args, kwargs)
         _thread.running = weakref.ref(segment), self, place + 1
         return output
 
-    def _known(self, place: int) -> HandingOn | None:
-        """Return the segment that runs, if it expects this member next."""
-        # while a graph holds it
-        known, of, expected = _thread.running
-        return known() if place and of is self and expected == place else None
 
-    def roles(self) -> list[Role]:
-        """Return the role of each module."""
-        return [functools.partial(self.run, place) for place in range(self._count)]
+def segmented(count: int = 1) -> list[Role]:
+    """Return the roles of modules that are checkpointed as one segment."""
+    run = Segmented().run
+    return [functools.partial(run, place) for place in range(count)]

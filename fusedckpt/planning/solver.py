@@ -1,4 +1,4 @@
-"""Plans for a chain: the fastest with a peak within a budget, and the least peak there is.
+"""Plans for a chain: by a rule, the fastest with a peak within a budget, and the least peak.
 
 A dynamic program over Pareto frontiers, from the last unit to the first. A way to run all units
 from one on comes down to its need (the peak beyond the bytes that earlier items keep) and its ms.
@@ -18,6 +18,7 @@ nested in segments; Checkmate (Jain et al., arXiv 1910.02653) any graph by an in
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,10 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedckpt.planning.chain import Chain, Item, Keep, Outcome, Segment, Unit, simulate
-from fusedckpt.planning.policies import by_rule
+from fusedckpt.planning.chain import Chain, Item, Outcome, Unit, simulate
 
-__all__ = ["least_peak", "may_go_lower", "solve"]
+__all__ = ["by_rule", "least_peak", "solve"]
 
 # chains of up to so many units may be cut into segments of any length; longer chains into segments
 # of at most so many units, or twice the square root of their number
@@ -41,12 +41,67 @@ _WIDTHS = (64, 512, 4096)
 _HALVINGS = 18
 # more bytes than there are; a thousand times that still fits into an int64
 _NEVER = 1 << 52
-_NONE: list[Any] = [np.zeros(0, np.int64)] * 4 + [np.zeros(0)]
 # chains that are solved again while a plan is made and printed
 _RECENT = 8
 
 Bytes = NDArray[np.int64]
 Ms = NDArray[np.float64]
+# need and ms of ways, by need
+Ways = tuple[Bytes, Ms]
+
+
+def by_rule(chain: Chain, name: str) -> Outcome:
+    """Return the plan of a rule, every unit that is not checkpointed at its fastest level.
+
+    name: "none" (nothing is checkpointed), "all" (every unit on its own), "sqrt" (at most sqrt(n)
+    segments, balanced by saved bytes; Chen et al. 2016, arXiv 1604.06174) or "uniform:k" (k
+    segments of equal length, but for one unit, or as many as there are units). Units that cannot be
+    joined begin a segment anyway.
+    """
+    free = [i for i, unit in enumerate(chain.units) if not unit.fixed]
+    count, starts = len(free), set(free)
+    if name == "sqrt" and free:
+        sizes = [max(1, chain.units[i].saved(chain.units[i].fastest)) for i in free]
+        starts = {free[start] for start in _balanced(sizes)}
+    elif name.startswith("uniform:"):
+        number = min(int(name.removeprefix("uniform:")), count)
+        starts = {free[count * i // number] for i in range(number)}
+    elif name not in ("none", "all", "sqrt"):
+        raise ValueError(f"by_rule: none, all, sqrt or uniform:k expected, got {name!r}")
+    return simulate(chain, _cut(chain, starts, name == "none"))
+
+
+def _cut(chain: Chain, starts: Collection[int], is_kept: bool) -> list[Item]:
+    """Return segments that begin at `starts`, and where units cannot be joined."""
+    items: list[Item] = []
+    for i, unit in enumerate(chain.units):
+        if unit.fixed or is_kept:
+            items.append(Item(i, i + 1, unit.fastest.name))
+        elif items and items[-1].level is None and i not in starts and unit.joined:
+            items[-1] = Item(items[-1].start, i + 1)
+        else:
+            items.append(Item(i, i + 1))
+    return items
+
+
+def _balanced(sizes: list[int]) -> list[int]:
+    """Return where about sqrt(n) segments start so that the largest is as small as can be."""
+
+    def packed(capacity: int) -> list[int]:
+        starts, filled = [0], 0
+        for i, size in enumerate(sizes):
+            if filled + size > capacity:
+                starts.append(i)
+                filled = 0
+            filled += size
+        return starts
+
+    few, enough = max(sizes), sum(sizes)
+    while few < enough:
+        middle = (few + enough) // 2
+        is_enough = len(packed(middle)) <= math.isqrt(len(sizes))
+        few, enough = (few, middle) if is_enough else (middle + 1, enough)
+    return packed(enough)
 
 
 class _Starts(NamedTuple):
@@ -65,43 +120,43 @@ class _Starts(NamedTuple):
 def _starts_of(chain: Chain, longest: int) -> list[_Starts]:
     """Return the items that may start at each unit, with segments of up to `longest` units."""
     found: list[_Starts] = []
-    # of the segments that start behind the unit, by their ends: peaks of forwards behind the first
-    # unit, of recomputes and backwards; live bytes when the gradient arrives; bytes of inputs that
-    # are not kept; ms
-    ways = _NONE
+    # of the segments that start behind the unit, a row each: peaks of forwards behind the first
+    # unit, and of recomputes and backwards; live bytes when the gradient arrives; bytes of inputs
+    # that are not kept; ms
+    ways = none = np.zeros((5, 0))
+    after: Unit | None = None
     for i, unit in reversed([*enumerate(chain.units)]):
-        after = chain.units[i + 1] if i + 1 < len(chain.units) else None
-        ways = _NONE if after is None or not after.joined else _prepended(chain, unit, after, ways)
+        ways = none if after is None or not after.joined else _prepended(chain, unit, after, ways)
         if unit.again is None:
-            ways = _NONE
+            ways, first = none, 0
         else:
-            alone = [unit.between], [unit.again.backward], [unit.arrives], [0], [unit.again.extra]
-            pairs = zip(alone, ways, strict=True)
-            ways = [np.concatenate((a, b[: longest - 1])) for a, b in pairs]
+            first = unit.again.forward
+            alone = unit.between, unit.again.backward, unit.arrives, 0, unit.again.extra
+            # bytes below 2^53 are exact
+            ways = np.column_stack((np.array(alone, float), ways[:, : longest - 1]))
         forward, backward, _, freed, ms = ways
-        first = 0 if unit.again is None else unit.again.forward
         levels = unit.levels
         own = [max(x.forward, unit.between + x.kept, x.backward) for x in levels]
         stop = np.concatenate(([i + 1] * len(levels), i + 1 + np.arange(len(ms))))
         kept = np.concatenate(([x.kept for x in levels], -freed))
         need = np.concatenate((own, np.maximum(np.maximum(forward, backward), first)))
-        ms = np.concatenate(([x.extra for x in levels], ms))
+        ms = chain.slower * np.concatenate(([x.extra for x in levels], ms))
         stop, kept, need = (x.astype(np.int64) for x in (stop, kept, need))
         found.append(_Starts(stop, kept, need, ms))
+        after = unit
     return found[::-1]
 
 
-def _prepended(chain: Chain, unit: Unit, after: Unit, ways: list[Any]) -> list[Any]:
+def _prepended(chain: Chain, unit: Unit, after: Unit, ways: Any) -> Any:
     """Put a unit before segments; after: the unit that was their first."""
+    if after.again is None:
+        return ways[:, :0]
     forward, backward, live, freed, ms = ways
-    assert after.again is not None
     first, live = max(unit.between, after.again.forward), live - after.freed
     runs, saves = unit.inside.forward - unit.begin, chain.saves(unit)
     backward = np.maximum(np.maximum(backward + saves, live + runs), unit.inside.backward)
-    return [
-        np.maximum(forward - after.freed, first), backward, live, freed + after.freed,
-        ms + unit.rerun_ms,
-    ]  # fmt: skip
+    forward, freed = np.maximum(forward - after.freed, first), freed + after.freed
+    return np.stack((forward, backward, live, freed, ms + unit.forward_ms))
 
 
 class _Search:
@@ -109,6 +164,8 @@ class _Search:
 
     def __init__(self, starts: list[_Starts], limit: int):
         self._starts, self._limit = starts, limit
+        # nothing is needed behind the last unit
+        self._end = [(np.full(1, -_NEVER), np.zeros(1))]
 
     def find_multiplier(self) -> float:
         """Choose the multiplier with the largest lower bound, and return that bound."""
@@ -127,10 +184,9 @@ class _Search:
         self.multiplier = math.exp(low) * most / max(self._limit, 1)
         rest, self.bounds = self._bounds(self.multiplier)
         self.before = np.full(len(rest), np.inf)
-        self.before[0] = 0.0
         # the fewest bytes that items before a unit keep, which may be below 0
         fewest = np.full(len(rest), _NEVER)
-        fewest[0] = 0
+        self.before[0] = fewest[0] = 0
         for i, (stop, kept, _, ms) in enumerate(self._starts):
             np.minimum.at(self.before, stop, self.before[i] + ms + self.multiplier * kept)
             np.minimum.at(fewest, stop, fewest[i] + kept)
@@ -144,18 +200,18 @@ class _Search:
             stop, kept, need, ms = self._starts[i]
             # the need is the larger of two, and each of them gives a bound
             alone = ms + multiplier * need + self._free[stop]
-            bounds.append(np.maximum(alone, ms + multiplier * kept + rest[stop]))
+            both = np.maximum(alone, ms + multiplier * kept + rest[stop])
             # at the last unit nothing is behind
-            bounds[-1] = np.where(stop == len(self._starts), alone, bounds[-1])
+            bounds.append(np.where(stop == len(self._starts), alone, both))
             rest[i] = bounds[-1].min()
         return rest, bounds[::-1]
 
-    def run(self, best: float, width: int) -> tuple[list[tuple[Bytes, Ms]], bool]:
-        """Return the ways from each unit on of plans that take less than `best` ms: need and ms.
+    def run(self, best: float, width: int) -> tuple[list[Ways], bool]:
+        """Return the ways from each unit on of plans that take less than `best` ms.
 
         Keeps at most `width` ways at a unit, and tells whether any was lost for that.
         """
-        lost, rest = False, [(np.full(1, -_NEVER), np.zeros(1))] * (len(self._starts) + 1)
+        lost, rest = False, self._end * (len(self._starts) + 1)
         for i in reversed(range(len(self._starts))):
             stop, kept, own, extra = self._starts[i]
             spent, room = self.before[i] - self.multiplier * self._limit, self.rooms[i]
@@ -172,17 +228,16 @@ class _Search:
                 # need too much for units before, to which the multiplier is blind
                 lost, value = True, ms + self.multiplier * need
                 value[0] = -np.inf
-                order = np.lexsort((value, np.arange(len(value)) * width // len(value)))
-                chosen = np.unique(np.arange(len(value)) * width // len(value), return_index=True)[
-                    1
-                ]
-                need, ms = need[np.sort(order[chosen])], ms[np.sort(order[chosen])]
+                groups = np.arange(len(value)) * width // len(value)
+                order, firsts = np.lexsort((value, groups)), np.unique(groups, return_index=True)[1]
+                chosen = np.sort(order[firsts])
+                need, ms = need[chosen], ms[chosen]
             rest[i] = need, ms
         return rest, lost
 
-    def least(self) -> list[tuple[Bytes, Ms]]:
+    def least(self) -> list[Ways]:
         """Return the least need from each unit on, as the only way there."""
-        rest = [(np.full(1, -_NEVER), np.zeros(1))] * (len(self._starts) + 1)
+        rest = self._end * (len(self._starts) + 1)
         for i in reversed(range(len(self._starts))):
             stop, kept, own, extra = self._starts[i]
             needs = np.maximum(own, kept + np.array([rest[k][0][0] for k in stop]))
@@ -190,7 +245,7 @@ class _Search:
             rest[i] = needs[row : row + 1], rest[stop[row]][1] + extra[row]
         return rest
 
-    def items(self, chain: Chain, rest: list[tuple[Bytes, Ms]]) -> tuple[Item, ...]:
+    def best(self, chain: Chain, rest: list[Ways]) -> Outcome:
         """Return the plan of the fastest way of all."""
         items: list[Item] = []
         i, room = 0, int(rest[0][0][-1])
@@ -201,19 +256,18 @@ class _Search:
                 for s, k, n, e in zip(stop, kept, own, extra, strict=True)
             ]
             row, levels = int(np.argmin(ms)), chain.units[i].levels
-            is_level = row < len(levels)
-            items.append(Keep(i, levels[row].name) if is_level else Segment(i, int(stop[row])))
+            items.append(Item(i, int(stop[row]), levels[row].name if row < len(levels) else None))
             i, room = int(stop[row]), room - int(kept[row])
-        return tuple(items)
+        return simulate(chain, items)
 
 
-def _at(ways: tuple[Bytes, Ms], room: int) -> float:
+def _at(ways: Ways, room: int) -> float:
     """Return the least ms of ways that need no more than `room`."""
     found = ways[0].searchsorted(room, "right") - 1
     return float(ways[1][found]) if found >= 0 else math.inf
 
 
-def _pareto(need: Bytes, ms: Ms) -> tuple[Bytes, Ms]:
+def _pareto(need: Bytes, ms: Ms) -> Ways:
     """Return the ways that are faster than all that need no more, by need."""
     order = np.lexsort((ms, need))
     need, ms = need[order], ms[order]
@@ -224,13 +278,10 @@ def _pareto(need: Bytes, ms: Ms) -> tuple[Bytes, Ms]:
 def solve(chain: Chain, budget: float) -> Outcome:
     """Return the fastest plan with a peak of at most `budget` bytes; math.inf sets no limit.
 
-    It is never slower than a `policy` that fits ("none", "all", "sqrt", "uniform:k" for powers of
+    It is never slower than a `by_rule` that fits ("none", "all", "sqrt", "uniform:k" for powers of
     two). Segments of chains of more than 128 units have at most 64 units, or twice the square root
-    of their number, and a plan within 0.1 % of the lower bound ends the search.
-
-    Raises:
-        ValueError: no plan stays within `budget` (the message names the least that would do), or
-            the chain holds 4 PiB or more.
+    of their number, and a plan within 0.1 % of the lower bound ends the search. ValueError where no
+    plan stays within `budget`.
     """
     least = _lowest(chain)
     if not budget >= least.peak:
@@ -246,14 +297,8 @@ def least_peak(chain: Chain) -> Outcome:
 
 @lru_cache(_RECENT)
 def _lowest(chain: Chain) -> Outcome:
-    """Return a plan with the least peak."""
-    sizes = [
-        x for unit in chain.units for level in unit.levels for x in (level.forward, level.kept)
-    ]
-    if sum(map(abs, sizes)) >= _NEVER:
-        raise ValueError(f"solve: a chain of less than {_NEVER} bytes was expected")
     search = _Search(_starts_of(chain, len(chain.units)), _NEVER)
-    return simulate(chain, search.items(chain, search.least()))
+    return search.best(chain, search.least())
 
 
 @lru_cache(_RECENT)
@@ -262,14 +307,15 @@ def _fastest(chain: Chain, budget: int, least: Outcome) -> Outcome:
     count = len(chain.units)
     longest = count if count <= _ANY_LENGTH else max(_LONG, 2 * math.isqrt(count))
     search = _Search(_starts_of(chain, longest), budget)
-    rules = [simulate(chain, items) for items in by_rule(chain)]
+    powers = (f"uniform:{1 << i}" for i in range(count.bit_length()))
+    rules = [by_rule(chain, name) for name in ("none", "all", "sqrt", *powers)]
     known = [least, *(plan for plan in rules if plan.peak <= budget)]
     best = min(known, key=lambda plan: plan.extra)
     bound = search.find_multiplier()
     for width in _WIDTHS:
         rest, lost = search.run(best.extra, width)
         if len(rest[0][1]):
-            best = min(best, simulate(chain, search.items(chain, rest)), key=lambda x: x.extra)
+            best = min(best, search.best(chain, rest), key=lambda x: x.extra)
             assert best.peak <= budget, "the search and the simulator disagree"
         if not lost:
             bound = best.extra
@@ -277,14 +323,3 @@ def _fastest(chain: Chain, budget: int, least: Outcome) -> Outcome:
         if count > _ANY_LENGTH and best.extra <= _NEAR * bound:
             break
     return replace(best, lower_bound=min(bound, best.extra))
-
-
-def may_go_lower(chain: Chain, least: Outcome) -> str:
-    """Return advice where the unit of the peak could be cut up, nothing where it could not."""
-    unit = next((u for u in chain.units if least.where.endswith(f" of {u.name}")), None)
-    if unit is None or not unit.composed:
-        return ""
-    return (
-        f"units= of modules inside {unit.name} may go lower, as the peak is in its "
-        + (least.where.split(" of ")[0])
-    )

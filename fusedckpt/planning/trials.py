@@ -7,20 +7,18 @@ steps under it and steps that save everything, in turns: every cost that adds up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Any
 
 from fusedckpt.planning.budget import Policy, spare_bytes
-from fusedckpt.planning.chain import Chain, Item, Keep, Level, Outcome, Unit, simulate
+from fusedckpt.planning.chain import Chain, Item, Outcome, simulate
 from fusedckpt.planning.measure import Measured
-from fusedckpt.planning.meter import peak_of
+from fusedckpt.planning.meter import Times, once, peak_of, step_kind, times_of
 from fusedckpt.planning.plans import Plan, structure_of
-from fusedckpt.planning.policies import policy as by_rule
 from fusedckpt.planning.roles import PRODUCTS
-from fusedckpt.planning.solver import least_peak, may_go_lower, solve
-from fusedckpt.planning.timing import Times, once, step_kind, times_of
+from fusedckpt.planning.solver import by_rule, least_peak, solve
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.tables import enough
 
@@ -34,6 +32,8 @@ _DOUBT = 1.1
 _SECONDS, _FEW, _PAIRS = 0.25, 3, 15
 # a plan costs at least so much of the extra ms of its units: less is noise
 _LEAST = 0.5
+# a working set of an eighth of the F-wide tensors: beyond that tensors of other widths are larger
+_CHUNKS = 8
 
 
 @dataclass
@@ -66,15 +66,18 @@ class Trials:
             chunks=self.chunks,
         )  # fmt: skip
 
+    @contextmanager
+    def _under(self, plan: Plan) -> Iterator[None]:
+        plan.apply(self.step.model)
+        try:
+            yield
+        finally:
+            plan.undo()
+
     def tried(self, solution: Outcome) -> Plan:
         """Run a step under a plan; add its peak."""
-        found = self._plan(solution)
-        found.apply(self.step.model)
-        try:
-            peak = peak_of(self.step)
-        finally:
-            found.undo()
-        return replace(found, measured_bytes=peak)
+        with self._under(found := self._plan(solution)):
+            return replace(found, measured_bytes=peak_of(self.step))
 
     def within(self, limit: int, rest: int, known: int | None = None) -> Plan:
         """Return the fastest plan with a step that, when run, stays within the limit.
@@ -100,46 +103,38 @@ class Trials:
             needed = min(map(_peak, tried))
             if self.again is not None:
                 return self._cut(self.again).within(limit, rest, needed)
-        needed = needed if known is None else min(needed, known)
-        finer = may_go_lower(chain, lowest)
-        needed, kind = max(0, needed - rest), "activation budget" if rest else "budget"
+        needed = max(0, (needed if known is None else min(needed, known)) - rest)
+        kind = "activation budget" if rest else "budget"
         raise ValueError(
             f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
-            f"got {limit - rest} bytes" + (f": {finer}" if finer else "") + _left_out(self.left_out)
+            f"got {limit - rest} bytes; the peak is in the {lowest.where}, which units= of modules "
+            f"inside may lower{_left_out(self.left_out)}"
         )
 
     def _cut(self, again: Callable[[int], Measured]) -> Trials:
         """Return trials of the units with MLPs in chunks."""
         return replace(self, measured=again(_CHUNKS), again=None, chunks=_CHUNKS)
 
-    def _rule(self, name: str) -> Outcome:
-        rule, _, count = name.partition(":")
-        if count:
-            # fixed units are in no segment
-            free = sum(not unit.fixed for unit in self.chain.units)
-            name = f"{rule}:{max(1, min(int(count), free))}"
-        return simulate(self.chain, by_rule(self.chain, name))
-
     def by_policy(self, policy: Policy) -> Plan:
         """Return the plan of a rule."""
         if policy == "memory":
             return self.least()
         if policy == "speed":
-            return self.tried(simulate(self.chain, _selective(self.chain)))
+            return self.tried(_selective(self.chain))
         # modules that were listed: each on its own
-        return self.tried(self._rule(policy if isinstance(policy, str) else "all"))
+        return self.tried(by_rule(self.chain, policy if isinstance(policy, str) else "all"))
 
     def least(self) -> Plan:
         """Return the plan of the least measured peak, with MLPs in chunks if that is lower."""
         found = self._lowest()
         if self.again is not None:
             found += self._cut(self.again)._lowest()
-        return min(found, key=lambda found: (_peak(found), found.extra_ms))
+        return min(found, key=lambda found: (_peak(found), found.chunks, found.extra_ms))
 
     def _lowest(self) -> list[Plan]:
         """Try the plan of least peak, and rules that may come near it, or the limit."""
         least = least_peak(self.chain)
-        rules = [self._rule(name) for name in ("all", "sqrt", "none")]
+        rules = [by_rule(self.chain, name) for name in ("all", "sqrt", "none")]
         # the prediction may be off by more than the gap between them
         most = _DOUBT * max(least.peak, self.limit or 0)
         ways = [least, *(rule for rule in rules if rule.peak <= most)]
@@ -149,7 +144,7 @@ class Trials:
 
     def timed(self, found: Plan) -> Plan:
         """Return the plan with its cost in steps, where one that saves everything fits."""
-        everything, pairs = self._rule("none"), list[tuple[Times, Times]]()
+        everything, pairs = by_rule(self.chain, "none"), list[tuple[Times, Times]]()
         device, plain = self.step.parameters()[0].device, self.measured.plain
         if found.extra_ms and everything.peak - self.chain.base <= spare_bytes(device):
             key = step_kind(self.step), found.items, found.chunks
@@ -166,8 +161,13 @@ class Trials:
         if ratio * found.extra_ms < 2 * error:
             # steps cannot tell
             ratio, rounds = 1.0, 0
-        found = replace(_scaled(found, ratio), rounds=rounds, error_ms=error)
-        return replace(found, forward_ms=max(forward, found.chain.forward_ms))
+        chain = replace(found.chain, slower=ratio)
+        extra = simulate(chain, found.items).extra
+        return replace(
+            found, chain=chain, extra_ms=extra,
+            lower_bound_ms=min(ratio * found.lower_bound_ms, extra),
+            rounds=rounds, error_ms=error, forward_ms=max(forward, found.chain.forward_ms),
+        )  # fmt: skip
 
     def _pairs(self, plain: Plan, found: Plan) -> list[tuple[Times, Times]]:
         """Return the times of steps of two plans, in turns: other load slows both down."""
@@ -178,15 +178,8 @@ class Trials:
         return pairs + [(self._ms(plain), self._ms(found)) for _ in range(more)]
 
     def _ms(self, plan: Plan) -> Times:
-        plan.apply(self.step.model)
-        try:
+        with self._under(plan):
             return times_of(self.step)
-        finally:
-            plan.undo()
-
-
-# a working set of an eighth of the F-wide tensors: beyond that tensors of other widths are larger
-_CHUNKS = 8
 
 
 def _peak(found: Plan) -> int:
@@ -199,41 +192,21 @@ def _left_out(reasons: Mapping[str, str]) -> str:
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
-    told = []
-    for reason, alike in names.items():
-        others = f" and {len(alike) - 1} other{'s' * (len(alike) > 2)}" if len(alike) > 1 else ""
-        told.append(f"{alike[0]}{others} ({reason})")
+    told = [
+        f"{alike[0]}{f' and {len(alike) - 1} more' if alike[1:] else ''} ({reason})"
+        for reason, alike in names.items()
+    ]
     return f"; not planned: {', '.join(told)}" if told else ""
 
 
-def _selective(chain: Chain) -> tuple[Item, ...]:
+def _selective(chain: Chain) -> Outcome:
     """Save the outputs of products where a unit saves less that way.
 
     A unit that is one linear would save its output beside its input.
     """
-    pairs = enumerate(chain.units)
-    return tuple(Keep(i, PRODUCTS if _saves_less(u) else u.levels[0].name) for i, u in pairs)
-
-
-def _saves_less(unit: Unit) -> bool:
-    return unit.has(PRODUCTS) and unit.level(PRODUCTS).kept < unit.levels[0].kept
-
-
-def _scaled(found: Plan, ratio: float) -> Plan:
-    """Return the plan with all extra time multiplied by `ratio`."""
-
-    def slower(level: Level) -> Level:
-        return replace(level, extra=ratio * level.extra)
-
-    units = [
-        replace(
-            unit,
-            levels=tuple(map(slower, unit.levels)),
-            again=unit.again and slower(unit.again),
-            rerun_ms=ratio * unit.rerun_ms,
-        )
-        for unit in found.chain.units
-    ]
-    chain: Any = replace(found.chain, units=tuple(units))
-    extra, lower_bound = simulate(chain, found.items).extra, ratio * found.lower_bound_ms
-    return replace(found, chain=chain, extra_ms=extra, lower_bound_ms=min(lower_bound, extra))
+    items = []
+    for i, unit in enumerate(chain.units):
+        first = unit.levels[0]
+        products = (x for x in unit.levels if x.name == PRODUCTS and x.kept < first.kept)
+        items.append(Item(i, i + 1, next(products, first).name))
+    return simulate(chain, items)

@@ -10,26 +10,10 @@ from torch import nn
 
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.private import COMPILED_CHILD, compiled_call
-from fusedckpt.fusing.experts import FusedExperts
-from fusedckpt.fusing.forwards import FusedMLP, FusedNorm
-from fusedckpt.layers.blocks import MLP, GatedMLP
-from fusedckpt.layers.experts import Experts
-from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.sequential import Sequential, runs
 from fusedckpt.planning import roles
 from fusedckpt.planning.budget import Policy
 
-__all__ = [
-    "candidates",
-    "check_model",
-    "has_levels",
-    "has_mlps",
-    "levels_of",
-    "names_of",
-    "shares_norms",
-]
-
-_EXPERTS = (Experts, FusedExperts)
+__all__ = ["candidates", "check_model", "has_levels", "levels_of", "names_of"]
 
 
 def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
@@ -46,35 +30,14 @@ def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
 
 
 def levels_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the save levels that layers in a module offer, from the most that is saved.
-
-    A module offers levels by its attribute `save_levels`, as fused layers do.
-    """
+    """Return the save levels that layers in a module offer, from the most that is saved."""
     found = {level for child in module.modules() for level in _offered(child) or ()}
     return tuple(level for level in reversed(LEVELS) if level in found)
 
 
 def _offered(module: nn.Module) -> tuple[str, ...] | None:
     """Return the levels of a module itself, None where no level sets the tensors that it keeps."""
-    return LEVELS if isinstance(module, FusedExperts) else getattr(module, "save_levels", None)
-
-
-def shares_norms(module: nn.Module) -> bool:
-    """Whether fused norms in it may share tensors with the layers behind them."""
-    return any(isinstance(child, (RMSNorm, LayerNorm, FusedNorm)) for child in module.modules())
-
-
-def has_mlps(module: nn.Module) -> bool:
-    """Whether there is an MLP in it that can be cut into chunks."""
-    return any(map(_is_mlp, module.modules()))
-
-
-def _is_mlp(module: nn.Module) -> bool:
-    if isinstance(module, FusedMLP):
-        return module._fusedckpt_match.block.kind != "linear_act"
-    if isinstance(module, Sequential):
-        return any(run.kind == "mlp" for run in runs(list(module)))
-    return isinstance(module, (MLP, GatedMLP, *_EXPERTS))
+    return getattr(module, "save_levels", None)
 
 
 def has_levels(module: nn.Module) -> bool:
@@ -108,13 +71,13 @@ def _walk(prefix: str, module: nn.Module, count: int) -> Iterator[tuple[str, nn.
     count: of the modules in the innermost container around, 0 outside of any.
     """
     for name, child in module.named_children():
-        name = f"{prefix}.{name}" if prefix else name
+        name = f"{prefix}{name}"
         if _is_container(child) and not _is_block(child, count):
-            yield from _walk(name, child, len(child))  # type: ignore[arg-type]  # sized
+            yield from _walk(f"{name}.", child, len(child))  # type: ignore[arg-type]  # sized
         elif count or not any(map(_is_container, child.modules())):
             yield name, child, count > 0
         else:
-            yield from _walk(name, child, 0)
+            yield from _walk(f"{name}.", child, 0)
 
 
 def _is_block(module: nn.Module, count: int) -> bool:
@@ -127,11 +90,10 @@ def _is_block(module: nn.Module, count: int) -> bool:
 
 def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        name = f"{prefix}.{name}" if prefix else name
         if _offered(child) is not None:
-            yield name, child
+            yield f"{prefix}{name}", child
         else:
-            yield from _fused(name, child)
+            yield from _fused(f"{prefix}{name}.", child)
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -169,7 +131,7 @@ def _named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
 
 def check_model(model: nn.Module) -> None:
     """Refuse a model with units that cannot be given roles."""
-    if any(roles.is_assigned(module) for module in model.modules()):
+    if any(map(roles.is_assigned, model.modules())):
         raise ValueError("plan: a plan is applied to this model: undo it first")
     for name, module in model.named_modules():
         # torch.compile(module), and module.compile()
@@ -178,7 +140,7 @@ def check_model(model: nn.Module) -> None:
                 f"plan: expected a model that is not compiled yet, got {name or 'one that is'} "
                 "compiled: plan a model that is made anew, apply the plan, then compile"
             )
-        if isinstance(module, nn.SyncBatchNorm) and _has_peers(module):
+        if isinstance(module, nn.SyncBatchNorm) and _has_peers(module.process_group):
             raise ValueError(
                 f"plan: {name or 'the model'} is a SyncBatchNorm, whose forward waits for other "
                 "ranks, while one of them measures alone: plan first, then convert_sync_batchnorm"
@@ -187,6 +149,6 @@ def check_model(model: nn.Module) -> None:
         raise ValueError("plan: expected a model that is not sharded yet: plan it, then shard it")
 
 
-def _has_peers(norm: nn.SyncBatchNorm) -> bool:
+def _has_peers(group: Any) -> bool:
     is_alone = not dist.is_available() or not dist.is_initialized()
-    return not is_alone and dist.get_world_size(norm.process_group) > 1
+    return not is_alone and dist.get_world_size(group) > 1

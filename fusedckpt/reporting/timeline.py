@@ -37,8 +37,8 @@ _NODE = "autograd::engine::evaluate_function: "
 class Moment(NamedTuple):
     """Live bytes after one allocation or free, `time_ns` nanoseconds into the step.
 
-    Among them, `gradient_bytes` are of gradients that the step makes and leaves, and of those that
-    it adds up to them; `optimizer_bytes` of memory that its optimizer allocates.
+    Among them, `gradient_bytes` are of gradients that the step makes and leaves, `optimizer_bytes`
+    of memory that its optimizer allocates.
     """
 
     time_ns: int
@@ -59,17 +59,6 @@ class Block(NamedTuple):
     module: str
     # the index of the moment since when it is there
     since: int
-
-
-class Term(NamedTuple):
-    """A block freed once autograd has added it to another gradient of the same tensor.
-
-    until: the index of the moment of that. into: the sum, None where that is the other gradient.
-    """
-
-    block: Block
-    until: int
-    into: Block | None
 
 
 class Reading(NamedTuple):
@@ -179,10 +168,6 @@ class _Reader:
         self.phase_name = ""
         self._live, self._optimizer = resident, 0
         self._blocks: dict[int, Block] = {}
-        self._terms: list[Term] = []
-        # whether the engine has added gradients up after the node that runs, and the last new sum
-        self._adds = False
-        self._sum: Block | None = None
         self._running: list[str] = []
         # by thread and its sequence number, the module that ran the forward op that made the node
         self._makers: dict[tuple[int, int], str] = {}
@@ -197,49 +182,28 @@ class _Reader:
 
     def note(self, time_ns: int) -> None:
         """Add a moment."""
-        moment = Moment(
-            time_ns,
-            self._live,
-            self.phase_name,
-            self.module,
-            gradient_bytes=0,
-            optimizer_bytes=self._optimizer,
-        )
-        self.moments.append(moment)
+        now = self._live, self.phase_name, self.module, 0, self._optimizer
+        self.moments.append(Moment(time_ns, *now))
 
     def memory(self, fields: Any) -> None:
         """Take an allocation or a free; that of a block from before counts nothing."""
         if fields.alloc_size > 0:
-            since = len(self.moments)
-            block = Block(fields.ptr, fields.alloc_size, self.phase_name, self.module, since=since)
+            made = self.phase_name, self.module, len(self.moments)
+            block = Block(fields.ptr, fields.alloc_size, *made)
             self._blocks[fields.ptr], change = block, block.nbytes
-            self._sum = block
         else:
             block = self._blocks.pop(fields.ptr, None)
             change = 0 if block is None else -block.nbytes
-            if self._adds and block is not None:
-                self._terms.append(Term(block, len(self.moments), self._sum))
         self._live += change
         if block is not None and block.phase == "optimizer":
             self._optimizer += change
 
     def with_gradients(self, addresses: Collection[int]) -> list[Moment]:
-        """Return the moments with their bytes of gradients.
-
-        These are the blocks at these addresses in the end, and the gradients added up to them.
-        """
-        blocks = self._blocks.values()
-        found = [x for x in blocks if x.address in addresses and x.phase != "optimizer"]
+        """Return the moments with the bytes of blocks that are at these addresses in the end."""
         grown: Counter[int] = Counter()
-        for block in found:
-            grown[block.since] += block.nbytes
-        for block, until, into in reversed(self._terms):
-            # in place, another gradient of that size was there before
-            added_to = [into] if into else [x for x in found if x.since < block.since]
-            if any(x in found and x.nbytes == block.nbytes for x in added_to):
-                found.append(block)
+        for block in self._blocks.values():
+            if block.address in addresses and block.phase != "optimizer":
                 grown[block.since] += block.nbytes
-                grown[until] -= block.nbytes
         sums = accumulate(grown[index] for index in range(len(self.moments)))
         return [m._replace(gradient_bytes=n) for m, n in zip(self.moments, sums, strict=True)]
 
@@ -276,13 +240,8 @@ class _Reader:
         self._running.append(self._makers.get(place, self.module))
         self._depth += 1
 
-    def sum(self, _: Any) -> None:
-        """Note that the engine adds gradients up."""
-        self._adds, self._sum = True, None
-
     def done(self, _: Any) -> None:
         """Leave a node."""
-        self._adds = False
         self._depth -= 1
         self._last = self._running.pop()
 
@@ -303,10 +262,6 @@ def _collect(events: Iterable[Any], device: torch.device, found: list[_Item]) ->
         is_node = name.startswith(_NODE)
         if is_node or number >= 0:
             found.append(_Item(start, "node" if is_node else "op", (event.start_tid, number)))
-        if is_node:
-            # those within the node's own function are deeper
-            sums = [x for x in event.children if x.name in ("aten::add", "aten::add_")]
-            found += [_Item(x.start_time_ns, "sum", None) for x in sums]
         _collect(event.children, device, found)
         if is_node:
             found.append(_Item(event.end_time_ns, "done", None))

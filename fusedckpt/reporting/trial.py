@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
 from fusedckpt.memory import strided
 
-__all__ = ["aliased", "is_state", "kept", "random_states", "tensors_of", "trial"]
+__all__ = ["aliased", "is_state", "random_states", "tensors_of", "trial"]
 
 # generators that a module may have for itself: how to read their state, and to write it
 _GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] = [
@@ -79,15 +79,6 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
             undo.callback(_put_memory_back, parameter, parameter.detach())
             if id(parameter) not in seen:
                 watched.append((name, parameter, parameter._version))
-        yield
-
-
-@contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
-    """Put back on leaving the state that calls of the model's modules change, and random states."""
-    with torch.inference_mode(False), ExitStack() as undo:
-        undo.callback(random_states())
-        _keep_modules(model, undo, set())
         yield
 
 
@@ -198,7 +189,7 @@ def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:
                 undo.callback(_refill_dict, attributes[slot], dict(attributes[slot]))
         for name, value in attributes.items():
             if name not in ("_buffers", "_parameters", "_modules"):
-                _keep_attribute(value, undo, seen)
+                _keep(value, undo, seen, is_attribute=True)
 
 
 def is_state(value: Any) -> TypeGuard[Tensor]:
@@ -208,61 +199,45 @@ def is_state(value: Any) -> TypeGuard[Tensor]:
     return not (value.requires_grad or value.is_meta or value.is_inference())
 
 
-def _keep_attribute(value: Any, undo: ExitStack, seen: set[int]) -> None:
-    """Copy the state of an attribute of a module: a tensor, array, generator or container."""
+def _keep(value: Any, undo: ExitStack, seen: set[int], is_attribute: bool = False) -> None:
+    """Copy tensors, arrays and states of generators in `value`, and items of its containers."""
+    if isinstance(value, Optimizer):
+        # one that wraps another has it as an attribute
+        value = vars(value)
+    if isinstance(value, Tensor) and is_attribute and not is_state(value):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for kind, read, write in _GENERATORS:
+        if isinstance(value, kind):
+            undo.callback(write, value, read(value))
+    items: Iterable[Any] = ()
     if isinstance(value, Tensor):
-        if is_state(value):
-            _keep(value, undo, seen)
-    elif id(value) not in seen:
-        seen.add(id(value))
-        for kind, read, write in _GENERATORS:
-            if isinstance(value, kind):
-                undo.callback(write, value, read(value))
-        if isinstance(value, np.ndarray) and value.flags.writeable:
-            undo.callback(np.copyto, value, value.copy())
-        elif type(value).__module__ in ("builtins", "collections"):
-            _keep_container(value, undo)
-            items = value.values() if isinstance(value, dict) else value
-            for item in items if isinstance(value, (dict, list, tuple, deque)) else ():
-                _keep_attribute(item, undo, seen)
-
-
-def _keep_container(value: Any, undo: ExitStack) -> None:
-    if isinstance(value, dict):
+        for part in strided(value):
+            undo.callback(_restorer(part))
+    elif isinstance(value, np.ndarray) and value.flags.writeable:
+        undo.callback(np.copyto, value, value.copy())
+    elif isinstance(value, dict) or (isinstance(value, MutableMapping) and not is_attribute):
         undo.callback(_refill_dict, value, dict(value))
+        items = list(value.values())
     elif isinstance(value, list):
         undo.callback(value.__setitem__, slice(None), list(value))
+        items = value
     elif isinstance(value, (set, deque)):
         refill: Any = value.update if isinstance(value, set) else value.extend
         undo.callback(refill, list(value))
         # undone in reverse
         undo.callback(value.clear)
+        items = list(value)
+    elif isinstance(value, tuple):
+        items = value
+    for item in items:
+        _keep(item, undo, seen, is_attribute)
 
 
 def _set_bits(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
-
-
-def _keep(value: Any, undo: ExitStack, seen: set[int]) -> None:
-    """Copy every tensor in `value`, and remember the items of its containers."""
-    if isinstance(value, Optimizer):
-        # one that wraps another has it as an attribute
-        value = vars(value)
-    if id(value) in seen or not isinstance(value, (Tensor, MutableMapping, list, tuple)):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        for part in strided(value):
-            undo.callback(_restorer(part))
-    elif isinstance(value, MutableMapping):
-        undo.callback(_refill_dict, value, dict(value))
-        for item in list(value.values()):
-            _keep(item, undo, seen)
-    else:
-        if isinstance(value, list):
-            undo.callback(value.__setitem__, slice(None), list(value))
-        for item in value:
-            _keep(item, undo, seen)
 
 
 def _refill_dict(found: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:

@@ -1,6 +1,7 @@
-"""Random chains of units."""
+"""Random chains of units, and one of a transformer's sizes."""
 
 import random
+from dataclasses import replace
 
 from fusedckpt.planning.chain import Chain, Level, Unit
 
@@ -9,34 +10,22 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
     """Draw units of one to three levels, some of which cannot be joined, or recomputed."""
     fixed = [draw.random() < 0.15 for _ in range(count)]
 
+    def level(name: str, begin: int, extra: float) -> Level:
+        kept = draw.randrange(-most // 3, most)
+        return Level(name, kept, extra, begin + draw.randrange(most), draw.randrange(2 * most))
+
     def unit(i: int) -> Unit:
         forward, begin = draw.randrange(1, 30), draw.randrange(most)
-        levels = tuple(
-            Level(
-                f"level{k}",
-                draw.randrange(-most // 3, most),
-                0.0 if k == 0 else draw.randrange(1, 20),
-                begin + draw.randrange(most),
-                draw.randrange(2 * most),
-            )
-            for k in range(draw.choice((1, 2, 2, 3)))
-        )
-        again = Level("again", 0, draw.randrange(1, 30), begin + draw.randrange(most),
-                      draw.randrange(2 * most))  # fmt: skip
+        extras = [0.0, *(draw.randrange(1, 20) for _ in range(draw.choice((0, 1, 1, 2))))]
+        levels = tuple(level(f"level{k}", begin, extra) for k, extra in enumerate(extras))
+        again = replace(level("again", begin, draw.randrange(1, 30)), kept=0)
         joined = i > 0 and draw.random() < 0.8 and not (fixed[i] or fixed[i - 1])
         return Unit(
             f"unit{i}",
             levels,
             None if fixed[i] else again,
-            Level(
-                "inside",
-                draw.randrange(-most // 3, most),
-                0.0,
-                begin + draw.randrange(most),
-                draw.randrange(2 * most),
-            ),
+            level("inside", begin, 0.0),
             forward,
-            forward + draw.randrange(3),
             input=draw.randrange(most // 2),
             freed=draw.randrange(most // 2) if joined else 0,
             begin=begin,
@@ -58,46 +47,31 @@ def llama_like(num_layers: int, noise: float = 0.1) -> Chain:
     """
     draw = random.Random(0)
     x, hidden, key_value = (8192 * width * 2 for width in (4096, 14336, 2048))
+    # name; of each level bytes kept and ms; bytes that forward and backward take; ms of the forward
+    # and of its last GEMM, which no recompute runs
+    kinds = [
+        (
+            "attention",
+            ((3 * x + key_value, 0.0), (x + key_value, 0.69), (0, 1.72)),
+            (4 * x, 6 * x + key_value),
+            (2.41, 0.69),
+        ),
+        (
+            "mlp",
+            ((2 * hidden, 0.0), (hidden, 2.4), (0, 4.8)),
+            (2 * hidden, 2 * x + 4 * hidden),
+            (7.2, 2.4),
+        ),
+    ]
     units = []
     for i in range(num_layers):
-        slow = 1 + noise * (draw.random() - 0.5)
-        begin, here = x * (i + 1), x * (i + 2)
-        # ms of the projections in and out, of attention, of one GEMM of the MLP
-        qkv, out, attention, up = (slow * ms for ms in (1.03, 0.69, 0.69, 2.4))
-        if i % 2:
-            name, forward, tail = f"mlp{i}", 3 * up, up
-            found = (
-                ("preact", 2 * hidden, 0.0, 2 * hidden, 2 * x + 4 * hidden),
-                ("gate", hidden, up, 2 * hidden, 2 * x + 4 * hidden),
-                ("inputs", 0, 2 * up, 2 * hidden, 2 * x + 4 * hidden),
-            )
-            again = Level("again", 0, forward - tail, begin + 2 * hidden, here + 4 * hidden)
-        else:
-            name, forward, tail = f"attention{i}", qkv + attention + out, out
-            found = (
-                ("preact", 3 * x + key_value, 0.0, 4 * x, 6 * x + key_value),
-                ("gate", x + key_value, attention, 4 * x, 6 * x + key_value),
-                ("inputs", 0, qkv + attention, 4 * x, 6 * x + key_value),
-            )
-            again = Level("again", 0, forward - tail, begin + 4 * x, here + 6 * x)
+        name, found, (runs, back), (forward, tail) = kinds[i % 2]
+        slow, begin = 1 + noise * (draw.random() - 0.5), x * (i + 1)
         levels = tuple(
-            Level(level, kept, extra, begin + runs, begin + back)
-            for level, kept, extra, runs, back in found
+            Level(level, kept, slow * extra, begin + runs, begin + back)
+            for level, (kept, extra) in zip(("preact", "gate", "inputs"), found, strict=True)
         )
-        units.append(
-            Unit(
-                name,
-                levels,
-                again,
-                levels[0],
-                forward,
-                forward,
-                x,
-                x if i else 0,
-                begin,
-                here,
-                here,
-                joined=i > 0,
-            )
-        )
+        again = Level("again", 0, slow * (forward - tail), begin + runs, begin + x + back - x)
+        given = (slow * forward, x, x if i else 0, begin, begin + x, begin + x)
+        units.append(Unit(f"{name}{i}", levels, again, levels[0], *given, joined=i > 0))
     return Chain(tuple(units))

@@ -15,8 +15,9 @@ from plan_models import (
 from torch import nn
 
 from fusedckpt import Plan
+from fusedckpt.memory import Phase
 from fusedckpt.planning import measure
-from fusedckpt.planning.timing import Times
+from fusedckpt.planning.meter import Reading, Times
 from fusedckpt.planning.trials import Trials
 
 
@@ -112,3 +113,13 @@ def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
     assert found.rounds == 0 < found.extra_ms
     assert "% of the forward, predicted" in str(found)
     assert "0.00 ms, 0.0% of the forward\n" in f"{planned(model, x, policy='none')}\n"
+
+
+def test_a_reading_of_units_that_were_not_called():
+    names = ["begin", "forward", "enter 1", "leave 1", "returned", "backward", "back 1", "end"]
+    phases = [Phase(name, 10 * i, 10 * i + 5, 1.0) for i, name in enumerate(names)]
+    reading = Reading(phases, [0, 0, 0])
+    assert [reading.begin(i) for i in range(3)] == [20, 20, 40]
+    assert (reading.peak("enter", 0), reading.peak("back", 0)) == (20, 0)
+    # what comes behind the last unit is one phase
+    assert (reading.peak("leave", 1), reading.ms("leave", 1)) == (55, 3.0)

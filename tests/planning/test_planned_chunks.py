@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from plan_models import assert_as_near, chunks_of, planned, tokens, transformer
+from plan_models import assert_as_near, planned, tokens, transformer
 from torch import nn
 
 import fusedckpt
@@ -13,7 +13,6 @@ from fusedckpt import Plan, checkpoint_sequential, report
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning import planner
-from fusedckpt.planning.chain import Segment
 
 T, D, F = 512, 16, 512
 
@@ -66,7 +65,7 @@ def uncut(monkeypatch):
 
     def plan_uncut(model, *args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(planner, "has_mlps", lambda module: False)
+            patch.setattr(planner, "has_levels", lambda module: False)
             return planned(model, *args, **options)
 
     return plan_uncut
@@ -79,7 +78,7 @@ def test_a_budget_that_only_chunks_keep(gated, uncut):
     with pytest.raises(ValueError, match="the least feasible budget is"):
         uncut(model, x, budget=budget)
     found = planned(model, x, budget=budget)
-    assert chunks_of(found) > 1
+    assert found.chunks > 1
     assert found.measured_bytes <= budget
     assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes
     plain = copy.deepcopy(model)
@@ -100,8 +99,8 @@ def least():
 def test_segments_in_chunks(least, uncut):
     model, x = wide(), tokens()
     plain = copy.deepcopy(model)
-    assert any(isinstance(item, Segment) for item in least.items)
-    assert chunks_of(least) > 1
+    assert any(item.level is None for item in least.items)
+    assert least.chunks > 1
     assert least.measured_bytes <= least.predicted_bytes <= 1.02 * least.measured_bytes
     assert least.measured_bytes < uncut(model, x, policy="memory").measured_bytes
     least.apply(model)
@@ -129,19 +128,19 @@ def test_a_plan_in_chunks_is_told_saved_and_taken_elsewhere(least, tmp_path):
 @pytest.mark.parametrize("policy", ["none", "all", "sqrt"])
 def test_rules_cut_nothing(policy):
     found = planned(mlps(), torch.randn(T, D), policy=policy)
-    assert chunks_of(found) == 1
+    assert found.chunks == 1
 
 
 def test_a_budget_with_room_cuts_nothing():
     model, x = mlps(), torch.randn(T, D)
     found = planned(model, x, budget=report(model, x).peak_bytes * 2)
     assert found.extra_ms == 0
-    assert chunks_of(found) == 1
+    assert found.chunks == 1
 
 
 def test_units_without_mlps_are_not_cut():
     model = nn.Sequential(*(fusedckpt.Linear(D, D, activation="gelu") for _ in range(3)))
-    assert chunks_of(planned(model, torch.randn(T, D), policy="memory")) == 1
+    assert planned(model, torch.randn(T, D), policy="memory").chunks == 1
 
 
 def test_checkpoint_sequential_takes_a_plan_in_chunks(uncut):

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from plan_models import (
-    Chain,
     Packed,
     Pairs,
     assert_as_near,
     assert_equal,
     assert_predicted,
-    chunks_of,
     convolutional,
     images,
     planned,
@@ -25,16 +23,12 @@ from plan_models import (
 )
 from torch import nn
 
-from fusedckpt import report
-from fusedckpt.planning.chain import simulate
 from fusedckpt.planning.meter import Meter
-from fusedckpt.planning.policies import policy as by_rule
-from fusedckpt.planning.solver import solve
 
 MODELS = {
-    "transformer": (transformer, tokens),
-    "fused": (lambda: transformer(fused=True), tokens),
-    "conv": (convolutional, images),
+    "transformer": (lambda: transformer(6), tokens),
+    "fused": (lambda: transformer(4, fused=True), tokens),
+    "conv": (lambda: convolutional(6), images),
     "flat": (lambda: convolutional(4, flat=True), images),
     "in place": (lambda: convolutional(4, flat=True, inplace=True), images),
     "pairs": (Pairs, lambda: torch.randn(512, 64)),
@@ -76,39 +70,35 @@ def test_a_model_that_does_not_fit_is_measured_some_units_at_a_time(monkeypatch)
         assert (ours.kept, ours.backward) == pytest.approx((theirs.kept, theirs.backward), rel=0.01)
 
 
-@pytest.mark.parametrize("adamw", [False, True], ids=["no optimizer", "AdamW"])
-@pytest.mark.parametrize("name", ["transformer", "fused", "conv"])
-def test_peaks_are_as_predicted(name, adamw):
+@pytest.mark.parametrize("name", MODELS)
+def test_peaks_are_as_predicted(name):
     model, x = made(name)
-    optimizer = torch.optim.AdamW(model.parameters()) if adamw else None
-    for policy in ("none", "all", "sqrt", "uniform:3", "memory"):
-        found = planned(model, x, policy=policy, optimizer=optimizer)
+    optimizer = torch.optim.AdamW(model.parameters()) if name in ("fused", "conv") else None
+    plans = [
+        planned(model, x, policy=policy, optimizer=optimizer)
+        for policy in ("none", "sqrt", "memory")
+    ]
+    most, _, least = (found.measured_bytes for found in plans)
+    plans.append(planned(model, x, budget=(most + least) // 2, optimizer=optimizer))
+    assert plans[-1].measured_bytes <= (most + least) // 2
+    for found in plans:
         assert_predicted(found)
-    whole = report(model, x, optimizer=optimizer).peak_bytes
-    least = found.measured_bytes
-    for share in (0.3, 0.7):
-        budget = int(least + share * (whole - least))
-        within = planned(model, x, budget=budget, optimizer=optimizer)
-        assert within.measured_bytes <= budget
-        if within.predicted_bytes <= budget:
-            assert_predicted(within)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("transformer", "conv")])
-@pytest.mark.parametrize("policy", ["all", "sqrt", "memory", "speed"])
+@pytest.mark.parametrize("policy", ["sqrt", "memory"])
 def test_a_planned_step_is_bit_equal(name, policy):
     model, x = made(name)
     plain = copy.deepcopy(model)
     found = planned(model, x, policy=policy)
     found.apply(model)
-    for seed in (1, 2):
-        ours, theirs = step(model, x, seed=seed), step(plain, x, seed=seed)
-        if chunks_of(found) > 1:
-            # the same from run to run
-            assert_equal(ours, step(model, x, seed=seed))
-            assert_as_near(ours, theirs, step(copy.deepcopy(plain).double(), x, seed=seed))
-        else:
-            assert_equal(ours, theirs)
+    ours, theirs = step(model, x), step(plain, x)
+    if found.chunks > 1:
+        # the same from run to run
+        assert_equal(ours, step(model, x))
+        assert_as_near(ours, theirs, step(copy.deepcopy(plain).double(), x))
+    else:
+        assert_equal(ours, theirs)
     assert_equal(list(model.buffers()), list(plain.buffers()))
     found.undo()
     assert_equal(step(model, x), step(plain, x))
@@ -118,46 +108,6 @@ def test_a_planned_step_is_bit_equal(name, policy):
         assert torch.equal(model(x), plain(x))
 
 
-@pytest.mark.parametrize("name", ["flat", "in place", "pairs", "packed", "encoder and decoder"])
-def test_peaks_where_units_share_tensors(name):
-    model, x = made(name)
-    for policy in ("none", "all", "sqrt", "memory"):
-        found = planned(model, x, policy=policy)
-        assert_predicted(found)
-
-
-def test_dropout_and_masks():
-    model, x = transformer(4, dropout=0.2), tokens()
-    mask = torch.rand(64, 64) > 0.3
-    mask.fill_diagonal_(True)
-    plain = copy.deepcopy(model)
-    found = planned(model, x, mask=mask, policy="uniform:2")
-    found.apply(model)
-    assert_equal(step(model, x, mask=mask), step(plain, x, mask=mask))
-
-
-def test_gradients_accumulate_over_micro_batches():
-    model, x = transformer(3), tokens()
-    plain = copy.deepcopy(model)
-    planned(model, x[:2], policy="uniform:1").apply(model)
-    for each in (model, plain):
-        for part in x.chunk(2):
-            each(part).backward()
-    assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-
-
-@pytest.mark.parametrize("order", [[3, 0, 2, 1], [0, 1, 2, 3]])
-def test_units_in_another_order_or_left_out_in_eval(order):
-    model = Chain([nn.Linear(16, 16) for _ in range(4)], order)
-    x, plain = torch.randn(8, 16), copy.deepcopy(model)
-    planned(model, x, policy="uniform:2").apply(model)
-    model.eval(), plain.eval()
-    assert_equal(step(model, x), step(plain, x))
-    model.train(), plain.train()
-    model.order, plain.order = [1, 3, 0, 0, 2], [1, 3, 0, 0, 2]
-    assert_equal(step(model, x), step(plain, x))
-
-
 def noisy() -> nn.Sequential:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)]
     return nn.Sequential(*layers)
@@ -165,7 +115,7 @@ def noisy() -> nn.Sequential:
 
 @pytest.mark.parametrize("name", ["transformer", "noisy"])
 def test_budgets_are_kept_and_the_least_is_named(name):
-    model, x = transformer(6), tokens()
+    model, x = transformer(4), tokens()
     if name == "noisy":
         model, x = noisy(), torch.randn(512, 64)
     error = "plan: the least feasible budget is"
@@ -178,27 +128,6 @@ def test_budgets_are_kept_and_the_least_is_named(name):
     # what the model of memory takes too much is not in it
     with pytest.raises(ValueError, match=error):
         planned(model, x, budget=int(0.99 * least))
-
-
-def test_a_larger_budget_is_never_slower_and_sqrt_never_better():
-    model, x = transformer(fused=True), tokens()
-    found = planned(model, x, policy="memory")
-    chain, least = found.chain, found.predicted_bytes
-    rule = simulate(chain, by_rule(chain, "sqrt"))
-    assert solve(chain, rule.peak).extra <= rule.extra
-    most = simulate(chain, by_rule(chain, "none")).peak
-    times = [solve(chain, b).extra for b in range(least, most, (most - least) // 12)]
-    assert times == sorted(times, reverse=True)
-
-
-def test_the_activation_budget_leaves_out_what_is_there_anyway():
-    model, x = transformer(4), tokens()
-    optimizer = torch.optim.AdamW(model.parameters())
-    parameters = sum(p.numel() * 4 for p in model.parameters())
-    found = planned(model, x, activation_budget="2MiB", optimizer=optimizer)
-    # parameters, gradients of the units, two moments
-    assert 2**21 + 3 * parameters < found.budget_bytes < 2**21 + 4.1 * parameters
-    assert found.measured_bytes <= found.budget_bytes
 
 
 def state_of(model, optimizer):
@@ -251,12 +180,10 @@ def test_everything_is_as_before(fails_at):
     else:
         with pytest.raises(KeyError):
             planned(model, x, policy="sqrt", optimizer=optimizer, loss=loss)
-    parameters = [p._version for p in model.parameters()]
     after = state_of(model, optimizer)
     assert_same(before[0], after[0])
     assert_same([p[:3] for p in before[1]], [p[:3] for p in after[1]])
     assert_same(before[2:], after[2:])
-    assert len(parameters) > 0
 
 
 def flat(*layers, count=4):
@@ -284,14 +211,9 @@ def test_speed_never_saves_more_than_a_plain_step(name):
     model, x = model(), example()
     found, plain = (planned(model, x, policy=policy) for policy in ("speed", "none"))
     assert found.measured_bytes <= min(found.predicted_bytes, plain.measured_bytes)
+    if name in ("transformer", "flat conv"):
+        # activations are recomputed
+        assert found.measured_bytes < 0.9 * plain.measured_bytes
     twin = copy.deepcopy(model)
     found.apply(model)
     assert_equal(step(model, x), step(twin, x))
-
-
-@pytest.mark.parametrize(("name", "share"), [("transformer", 0.9), ("flat conv", 0.9)])
-def test_speed_saves_less_where_activations_are_recomputed(name, share):
-    model, example = SPEEDS[name]
-    model, x = model(), example()
-    found, plain = (planned(model, x, policy=policy) for policy in ("speed", "none"))
-    assert found.measured_bytes < share * plain.measured_bytes

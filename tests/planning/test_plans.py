@@ -17,9 +17,8 @@ from fusedckpt import Plan
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.planning import roles
 from fusedckpt.planning.budget import bytes_of
-from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
-from fusedckpt.planning.policies import policy as by_rule
-from fusedckpt.planning.solver import solve
+from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
+from fusedckpt.planning.solver import by_rule, solve
 from fusedckpt.reporting.tables import enough
 
 
@@ -28,7 +27,7 @@ def plan() -> Plan:
     """A segment of one unit and one of two, and a unit that keeps a level."""
     with forced_path("aten"):
         found = fusedckpt.plan(transformer(4, fused=True), tokens(), policy="all", progress=False)
-    items = Segment(0, 1), Segment(1, 3), Keep(3, "inputs")
+    items = Item(0, 1), Item(1, 3), Item(3, 4, "inputs")
     outcome = simulate(found.chain, items)
     return replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
 
@@ -80,7 +79,9 @@ def test_a_loaded_plan_is_the_saved_one(plan, tmp_path):
         lambda found: found["items"].pop(),
         lambda found: found["items"][0].update(start=1),
         lambda found: found["items"][2].update(level="nonsense"),
-        lambda found: found["chain"]["units"][1].update(input=-1),
+        lambda found: found["chain"]["units"][1].pop("input"),
+        lambda found: found["chain"]["units"][1].update(begin="1"),
+        lambda found: found.update(extra_ms=float("nan")),
         lambda found: found.update(predicted_bytes=1),
         lambda found: found.update(surprise=1),
     ],
@@ -114,12 +115,8 @@ def test_apply_changes_nothing_where_it_cannot(plan):
         plan.apply(model)
     plan.undo()
     assert not any(roles.is_assigned(module) for module in model.modules())
-
-
-def test_what_was_undone_is_another_plans(plan):
-    model = plan.apply(transformer(4, fused=True))
-    plan.undo()
     copy.copy(plan).apply(model)
+    # another plan's
     plan.undo()
     assert any(roles.is_assigned(module) for module in model.modules())
 
@@ -151,7 +148,7 @@ class Own(nn.LayerNorm):
 def test_unfuse_leaves_a_planned_module_alone(kind, name):
     model = nn.Sequential(kind(8), nn.Linear(8, 8))
     fusedckpt.fuse(model)
-    with roles.assigned({model[0]: roles.Segmented(1).roles()[0]}):
+    with roles.assigned({model[0]: roles.segmented()[0]}):
         twin = pickle.loads(pickle.dumps(model))
         assert type(twin[0]) is type(model[0])
         with pytest.raises(ValueError, match=f"unfuse: 0 became a {name}: undo that first"):
@@ -159,45 +156,26 @@ def test_unfuse_leaves_a_planned_module_alone(kind, name):
     assert type(fusedckpt.unfuse(model)[0]) is kind
 
 
-def test_plot_and_text(plan, tmp_path):
-    pytest.importorskip("matplotlib")
-    plan.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    text = str(plan)
-    for item in plan.items:
-        assert plan.chain.units[item.start].name in text
-    assert "measured peak" in text
-
-
-def test_no_plan_is_below_the_line_of_the_best(plan):
-    pytest.importorskip("matplotlib")
-    from fusedckpt.planning.plan_plot import _frontier
-
-    peak = plan.predicted_bytes
-    best = [found for found in _frontier(plan.chain, peak) if found.peak <= peak]
-    assert best[-1].extra <= plan.extra_ms * (1 + 1e-9)
-
-
 def test_text_folds_what_is_alike_and_names_budgets_that_hold():
     # an odd number of bytes, which no text of a tenth of a MiB is
     levels = (Level("plain", 300_000, 0.0, 1_500_003, 1_600_001),)
     again = Level("again", 0, 1.0, 1_500_003, 1_700_001)
     inner = [
-        Unit(f"blocks.{i}", levels, again, levels[0], 1.0, 1.0, 100_003, 100_003 * (i > 0),
+        Unit(f"blocks.{i}", levels, again, levels[0], 1.0, 100_003, 100_003 * (i > 0),
              1_100_006 + i, 1_200_000, 1_300_000, joined=i > 0)
         for i in range(12)
     ]  # fmt: skip
     chain = Chain(tuple(inner), 1_000_003)
     found = {}
     for name in ("none", "all", "uniform:4"):
-        items = by_rule(chain, name)
-        outcome = simulate(chain, items)
-        found[name] = str(Plan("Net", name, None, chain, items, outcome.peak, outcome.extra, 0.0))
+        outcome = by_rule(chain, name)
+        peak, extra = outcome.peak, outcome.extra
+        found[name] = str(Plan("Net", name, None, chain, outcome.items, peak, extra, 0.0))
     assert all(text.count("blocks.0 to blocks.11") == 1 for text in found.values())
     assert "12 x 390.6 KiB" in found["none"]
     assert "checkpointed (segments 1 to 12)" in found["all"]
     assert "checkpointed (segments 1 to 4 of 3 units)" in found["uniform:4"]
-    least = re.search("least feasible +(.*)", found["all"])[1]
+    least = re.search("least feasible +([^:]*)", found["all"])[1]
     # which raises where it is too little
     budget = bytes_of("plan", least, torch.device("cpu"))
     assert solve(chain, budget).peak <= budget
@@ -231,9 +209,9 @@ def axes_of(plan):
     return trade, through
 
 
-@pytest.mark.parametrize("times", [0.5, 1.0, 1.1, 20.0, 1e6])
-def test_a_budget_far_above_all_points_does_not_collapse_them(plan, times):
-    most = simulate(plan.chain, by_rule(plan.chain, "none")).peak
+@pytest.mark.parametrize("times", [0.5, 1.1, 1e6])
+def test_a_budget_far_above_all_points_does_not_collapse_them(plan, times, tmp_path):
+    most = by_rule(plan.chain, "none").peak
     plain, found = axes_of(plan), axes_of(replace(plan, budget_bytes=int(times * most)))
     assert found[0].get_xlim()[1] <= 1.3 * plain[0].get_xlim()[1]
     assert found[1].get_ylim()[1] <= 1.3 * plain[1].get_ylim()[1]
@@ -242,9 +220,7 @@ def test_a_budget_far_above_all_points_does_not_collapse_them(plan, times):
     assert told == (" budget" if is_near else f"budget {enough(int(times * most))} \u2192")
     # the plain one's lines, and the budget's
     assert [len(b.lines) - len(a.lines) for a, b in zip(plain, found, strict=True)] == [is_near] * 2
-
-
-def test_a_figure_names_policies(plan):
-    trade, _ = axes_of(plan)
-    labels = [text.get_text() for text in trade.get_legend().get_texts()]
+    labels = [text.get_text() for text in found[0].get_legend().get_texts()]
     assert {"checkpoint every unit", "sqrt(n) segments", "save everything"} < {*labels}
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -5,7 +5,6 @@ import gc
 
 import pytest
 import torch
-from plan_models import Chain as Between
 from plan_models import convolutional, images, tokens, transformer
 from segment_models import Line, line, planned, same, step, twin_of
 from torch import nn
@@ -141,28 +140,13 @@ def test_inside_another_checkpoint(stock):
     assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-@pytest.mark.parametrize(
-    "order", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 3, 2, 4, 6, 5], [2, 3, 0, 1, 1, 6]]
-)
+@pytest.mark.parametrize("order", [[0, 1, 3, 2, 4, 6, 5], [2, 3, 0, 1, 1, 6]])
 def test_units_in_another_order(order):
     model, x = line(7), torch.randn(16, 32)
     model, plain = twin_of(model, x)
     for each in (model, plain):
         each.units = nn.ModuleList(each.units[i] for i in order)
     assert same(step(model, x), step(plain, x))
-
-
-def test_units_that_are_left_out_or_come_twice_later():
-    model = Between([nn.Linear(16, 16) for _ in range(6)])
-    x, plain = torch.randn(8, 16), copy.deepcopy(model)
-    planned(model, x).apply(model)
-    model.order, plain.order = [1, 3, 0, 0, 2], [1, 3, 0, 0, 2]
-    ours, theirs = (
-        [p.grad for p in m.parameters() if p.grad is not None]
-        for m in (model, plain)
-        if m(x).sum().backward() is None
-    )
-    assert same(ours, theirs)
 
 
 class Views(nn.Module):
@@ -267,7 +251,7 @@ class Double(nn.Module):
         return x + x + self.weight
 
 
-@pytest.mark.parametrize("places", [{4}, {0, 4, 9, 13}, {*range(0, 17, 2)}])
+@pytest.mark.parametrize("places", [{0, 4, 9, 13}, {*range(0, 17, 2)}])
 def test_units_of_which_nothing_is_saved(places):
     """The segment that one starts is gone as the next unit comes, but not so in a recompute."""
     units = [Double() if i in places else unit for i, unit in enumerate(line(17).units)]

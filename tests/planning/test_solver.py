@@ -1,10 +1,9 @@
-"""Plans against brute force in another simulator, and at the sizes that models have."""
+"""Plans against brute force in another simulator, by rule, and at the sizes that models have."""
 
 import itertools
 import math
 import random
-import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ from random_chains import llama_like, random_chain
 from support import calls
 
 from fusedckpt.planning import solver
-from fusedckpt.planning.chain import Chain, Keep, Level, Segment, Unit, simulate
-from fusedckpt.planning.policies import policy
-from fusedckpt.planning.solver import _starts_of, least_peak, solve
+from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
+from fusedckpt.planning.solver import _starts_of, by_rule, least_peak, solve
 
 
 def every_plan(chain: Chain):
@@ -26,9 +24,9 @@ def every_plan(chain: Chain):
         for start, stop in zip([0, *ends], ends, strict=False):
             first, *others = chain.units[start:stop]
             may = not first.fixed and all(unit.joined for unit in others)
-            choice = [Segment(start, stop)] if may else []
+            choice = [Item(start, stop)] if may else []
             if stop == start + 1:
-                choice += [Keep(start, level.name) for level in first.levels]
+                choice += [Item(start, start + 1, level.name) for level in first.levels]
             choices.append(choice)
         yield from itertools.product(*choices)
 
@@ -40,13 +38,13 @@ def replay(chain: Chain, items) -> tuple[int, float]:
     for item in items:
         for i in range(item.start, item.stop):
             unit = chain.units[i]
-            level = unit.again if isinstance(item, Segment) else unit.level(item.level)
+            level = unit.again if item.level is None else unit.level(item.level)
             peaks.append(level.forward + sum(more[:i]))
-            is_inside = isinstance(item, Segment) and i > item.start
+            is_inside = item.level is None and i > item.start
             more[i] = -unit.freed if is_inside else level.kept
             peaks.append(unit.between + sum(more[: i + 1]))
     for item in items[::-1]:
-        if isinstance(item, Keep):
+        if item.level is not None:
             level = chain.units[item.start].level(item.level)
             peaks.append(level.backward + sum(more[: item.start]))
             extra += level.extra
@@ -59,7 +57,7 @@ def replay(chain: Chain, items) -> tuple[int, float]:
             # it has its intermediates again, and random states; the next one its input
             more[i] += unit.inside.kept + chain.states
             more[i + 1] += chain.units[i + 1].freed
-            extra += unit.rerun_ms
+            extra += unit.forward_ms
         peaks.append(chain.units[last].again.backward + sum(more[:last]))
         extra += chain.units[last].again.extra
         for i in reversed(range(item.start, last)):
@@ -67,133 +65,101 @@ def replay(chain: Chain, items) -> tuple[int, float]:
     return max(peaks), extra
 
 
-def test_simulator_agrees_with_a_replay_of_every_phase():
-    draw = random.Random(1)
-    for _ in range(80):
-        chain = random_chain(draw, draw.randint(1, 5))
-        for items in every_plan(chain):
-            outcome = simulate(chain, items)
-            assert (outcome.peak, outcome.extra) == pytest.approx(replay(chain, items))
+def test_the_simulator_and_the_solver_agree_with_a_replay_of_every_plan():
+    draw = random.Random(2)
+    for number in range(150):
+        chain = random_chain(draw, 1 + number % 4 if number < 140 else 5)
+        plans = [(items, replay(chain, items)) for items in every_plan(chain)]
+        for items, outcome in plans[:: 1 + len(plans) // 20]:
+            found = simulate(chain, items)
+            assert (found.peak, found.extra) == pytest.approx(outcome)
+        outcomes = [outcome for _, outcome in plans]
+        least, most = min(outcomes)[0], max(outcomes)[0]
+        plan = least_peak(chain)
+        assert (plan.peak, plan.extra) == pytest.approx(min(outcomes))
+        with pytest.raises(ValueError, match=f"is {least} bytes, got {least - 1}"):
+            solve(chain, least - 1)
+        for budget in (least, draw.randint(least, most), (least + most) // 2):
+            plan = solve(chain, budget)
+            expected = min(extra for peak, extra in outcomes if peak <= budget)
+            assert replay(chain, plan.items) == pytest.approx((plan.peak, plan.extra))
+            assert plan.peak <= budget
+            assert (plan.extra, plan.lower_bound) == pytest.approx((expected, expected))
 
 
 def test_a_peak_worked_out_by_hand():
     """Two units with inputs of 4 and 5 bytes, of which a step holds 100 bytes anyway."""
     again = Level("again", 0, 3.0, 110, 121), Level("again", 0, 1.0, 115, 120)
     levels = Level("plain", 6, 0.0, 116, 118), Level("plain", 3, 0.0, 117, 119)
-    a = Unit("a", levels[:1], again[0], levels[0], 3.0, 3.0, 4, 0, 104, 111, 110)
-    b = Unit("b", levels[1:], again[1], levels[1], 2.0, 2.0, 5, 5, 109, 112, 110,
-             joined=True)  # fmt: skip
+    a = Unit("a", levels[:1], again[0], levels[0], 3.0, 4, 0, 104, 111, 110)
+    b = Unit("b", levels[1:], again[1], levels[1], 2.0, 5, 5, 109, 112, 110, joined=True)
     chain = Chain((a, b), base=100)
-    kept = simulate(chain, [Keep(0, "plain"), Keep(1, "plain")])
-    # b's backward, and the 6 bytes of a
-    assert (kept.peak, kept.extra, kept.where) == (125, 0, "backward of b")
-    alone = simulate(chain, [Segment(0, 1), Segment(1, 2)])
-    assert (alone.peak, alone.extra, alone.where) == (121, 4, "recompute of a")
-    both = simulate(chain, [Segment(0, 2)])
-    # b's recompute and backward, and the 6 bytes of a, which ran again before it
-    assert (both.peak, both.extra, both.where) == (126, 4, "recompute of b")
+    for items, expected in (
+        # b's backward, and the 6 bytes of a
+        ([Item(0, 1, "plain"), Item(1, 2, "plain")], (125, 0, "backward of b")),
+        ([Item(0, 1), Item(1, 2)], (121, 4, "recompute of a")),
+        # b's recompute and backward, and the 6 bytes of a, which ran again before it
+        ([Item(0, 2)], (126, 4, "recompute of b")),
+    ):
+        found = simulate(chain, items)
+        assert (found.peak, found.extra, found.where) == expected
+        slower = simulate(replace(chain, slower=2.0), items)
+        assert (slower.peak, slower.extra) == (found.peak, 2 * found.extra)
+        assert solve(replace(chain, slower=2.0), found.peak).extra <= slower.extra
+    for wrong, told in (
+        ([Item(0, 1), Item(0, 1)], "starts at unit 1 was expected"),
+        ([Item(0, 1)], "covers 1 of 2 units"),
+        ([Item(0, 1, "preact"), Item(1, 2)], "a has no level 'preact'"),
+        ([Item(0, 2, "plain")], "may be in one segment"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            simulate(chain, wrong)
     with pytest.raises(ValueError, match="may be in one segment"):
-        simulate(Chain((a, replace(b, joined=False))), [Segment(0, 2)])
+        simulate(Chain((a, replace(b, joined=False))), [Item(0, 2)])
 
 
-def best_of(outcomes: list[tuple[int, float]], budget: float) -> float | None:
-    return min((extra for peak, extra in outcomes if peak <= budget), default=None)
-
-
-def test_equals_brute_force():
-    draw = random.Random(2)
-    for number in range(300):
-        chain = random_chain(draw, 1 + number % 4 if number < 275 else 5)
-        outcomes = [replay(chain, items) for items in every_plan(chain)]
-        least, most = min(outcomes)[0], max(outcomes)[0]
-        for budget in (least - 1, least, draw.randint(least, most), (least + most) // 2):
-            expected = best_of(outcomes, budget)
-            if expected is None:
-                with pytest.raises(ValueError, match=f"least feasible budget is {least} bytes"):
-                    solve(chain, budget)
-                continue
-            plan = solve(chain, budget)
-            assert replay(chain, plan.items) == pytest.approx((plan.peak, plan.extra))
-            assert plan.peak <= budget
-            assert plan.extra == pytest.approx(expected)
-            assert plan.lower_bound == pytest.approx(expected)
-
-
-def test_least_peak_equals_brute_force():
-    draw = random.Random(3)
-    for _ in range(100):
-        chain = random_chain(draw, draw.randint(1, 4))
-        outcomes = [replay(chain, items) for items in every_plan(chain)]
-        plan = least_peak(chain)
-        assert (plan.peak, plan.extra) == pytest.approx(min(outcomes))
-
-
-def test_more_budget_never_costs_time():
-    draw = random.Random(4)
-    for count in (6, 12, 24):
-        chain = random_chain(draw, count, most=10**6)
-        least, most = least_peak(chain).peak, simulate(chain, policy(chain, "none")).peak
+@pytest.mark.parametrize("count", [1, 6, 12, 24, 50])
+def test_more_budget_never_costs_time(count):
+    for chain in (random_chain(random.Random(count), count, most=10**6), llama_like(count)):
+        least, most = least_peak(chain).peak, by_rule(chain, "none").peak
         budgets = [least + (most - least) * share // 12 for share in range(14)]
-        extras = [solve(chain, budget).extra for budget in budgets]
+        plans = [*(solve(chain, budget) for budget in budgets), solve(chain, math.inf)]
+        extras = [plan.extra for plan in plans]
         assert extras == sorted(extras, reverse=True)
-        assert extras[0] > extras[-1]
-
-
-def test_no_limit_costs_no_time():
-    draw = random.Random(5)
-    for count in (1, 7, 40):
-        chain = random_chain(draw, count)
-        assert solve(chain, math.inf).extra == 0
-    assert solve(llama_like(32), math.inf).extra == 0
-
-
-def test_error_names_a_budget_that_works():
-    draw = random.Random(6)
-    for chain in (random_chain(draw, 9), random_chain(draw, 50), llama_like(200)):
-        with pytest.raises(ValueError, match="solve: the least feasible budget is") as error:
-            solve(chain, chain.base)
-        (least,) = map(int, re.findall(r"is (\d+) bytes", str(error.value)))
-        assert solve(chain, least).peak == least
-        with pytest.raises(ValueError, match=f"is {least} bytes, got {least - 1}"):
-            solve(chain, least - 1)
-    with pytest.raises(ValueError, match="got nan"):
+        assert (extras[-1], plans[0].peak) == (0, least)
+        rule = by_rule(chain, "sqrt")
+        assert solve(chain, rule.peak).extra <= rule.extra
+    with pytest.raises(ValueError, match=f"least feasible budget is {least} bytes, got nan"):
         solve(chain, math.nan)
 
 
 def scaled(chain: Chain, by: int) -> Chain:
-    def times(record, *names: str):
-        found = {name: getattr(record, name) for name in names}
-        return replace(record, **{name: by * x for name, x in found.items() if x is not None})
+    """Return a chain with all bytes multiplied."""
 
-    def level(found: Level | None) -> Level | None:
-        return found and times(found, "kept", "forward", "backward")
+    def times(record):
+        names = [field.name for field in fields(record) if field.type == "int"]
+        return replace(record, **{name: by * getattr(record, name) for name in names})
 
     units = [
         replace(
-            times(unit, "input", "freed", "begin", "between", "arrives"),
-            levels=tuple(map(level, unit.levels)),
-            again=level(unit.again),
-            inside=level(unit.inside),
+            times(unit),
+            levels=tuple(map(times, unit.levels)),
+            again=unit.again and times(unit.again),
+            inside=times(unit.inside),
         )
         for unit in chain.units
     ]
-    return replace(times(chain, "base", "before", "after", "states"), units=tuple(units))
+    return replace(times(chain), units=tuple(units))
 
 
 def test_bytes_have_no_unit():
     draw = random.Random(7)
     for count in (5, 20, 60):
         chain = random_chain(draw, count, most=10**4)
-        least, most = least_peak(chain).peak, simulate(chain, policy(chain, "none")).peak
-        for budget in (least, (least + most) // 2):
-            plan, larger = solve(chain, budget), solve(scaled(chain, 977), 977 * budget)
-            assert larger.extra == pytest.approx(plan.extra, rel=1e-9)
-            assert larger.peak <= 977 * budget
-
-
-def share_of(chain: Chain, share: float) -> int:
-    """Return a share of the peak of a step that keeps all."""
-    return int(share * simulate(chain, policy(chain, "none")).peak)
+        budget = (least_peak(chain).peak + by_rule(chain, "none").peak) // 2
+        plan, larger = solve(chain, budget), solve(scaled(chain, 977), 977 * budget)
+        assert larger.extra == pytest.approx(plan.extra, rel=1e-9)
+        assert larger.peak <= 977 * budget
 
 
 @pytest.mark.parametrize(
@@ -202,36 +168,23 @@ def share_of(chain: Chain, share: float) -> int:
 )
 def test_is_quick_and_near_the_bound(count, most, noise):
     chain = llama_like(count, noise)
-    budget = share_of(chain, 0.25)
+    budget = by_rule(chain, "none").peak // 4
     found = []
     # a million calls take about two seconds
     assert calls(lambda: found.append(solve(chain, budget))) < most
     (plan,) = found
     assert plan.peak <= budget
     assert 0 < plan.lower_bound <= plan.extra <= 1.002 * plan.lower_bound
-
-
-def test_never_slower_than_sqrt_at_its_peak():
-    draw = random.Random(8)
-    chains = [random_chain(draw, draw.randint(1, 60), most=10**6) for _ in range(30)]
-    for chain in [*chains, llama_like(60)]:
-        rule = simulate(chain, policy(chain, "sqrt"))
-        plan = solve(chain, rule.peak)
-        assert plan.peak <= rule.peak
-        assert plan.extra <= rule.extra
-
-
-def test_beats_sqrt_clearly_on_a_transformer():
-    chain = llama_like(100)
-    rule = simulate(chain, policy(chain, "sqrt"))
-    assert solve(chain, rule.peak).extra < 0.85 * rule.extra
+    if count == 100:
+        rule = by_rule(chain, "sqrt")
+        assert solve(chain, rule.peak).extra < 0.85 * rule.extra
 
 
 def test_bounds_hold_where_ways_are_dropped(monkeypatch):
     draw = random.Random(9)
     for _ in range(60):
         chain = random_chain(draw, draw.randint(4, 7))
-        least, most = least_peak(chain).peak, simulate(chain, policy(chain, "none")).peak
+        least, most = least_peak(chain).peak, by_rule(chain, "none").peak
         budget = (2 * least + max(least, most)) // 3
         exact = solve(chain, budget)
         with monkeypatch.context() as patch:
@@ -242,37 +195,6 @@ def test_bounds_hold_where_ways_are_dropped(monkeypatch):
         assert exact.lower_bound == exact.extra
         assert narrow.lower_bound <= exact.extra + 1e-9
         assert exact.extra <= narrow.extra + 1e-9
-
-
-def test_bad_input_is_refused():
-    chain = random_chain(random.Random(0), 2)
-    unit, level = chain.units[0], chain.units[0].levels[0]
-    with pytest.raises(ValueError, match="Level: forward is a size in bytes, got -1"):
-        replace(level, forward=-1)
-    with pytest.raises(ValueError, match="Level: extra is a time, got inf"):
-        replace(level, extra=math.inf)
-    with pytest.raises(ValueError, match=r"Unit: input is a size in bytes, got 1\.5"):
-        replace(unit, input=1.5)
-    with pytest.raises(ValueError, match="Unit: input is a size in bytes, got True"):
-        replace(unit, input=True)
-    with pytest.raises(ValueError, match="needs levels of distinct names"):
-        replace(unit, levels=(level, level))
-    with pytest.raises(ValueError, match="either fixed or has the cost of a segment"):
-        replace(unit, again=None, fixed="")
-    with pytest.raises(ValueError, match="at least one unit"):
-        Chain(())
-    for name in ("square", "recursive", "uniform", "uniform:0", "uniform:3", "uniform:x"):
-        with pytest.raises(ValueError, match="uniform:1 to 2 expected"):
-            policy(chain, name)
-    first = Keep(0, "level0")
-    with pytest.raises(ValueError, match="starts at unit 1 was expected"):
-        simulate(chain, [first, first])
-    with pytest.raises(ValueError, match="covers 1 of 2 units"):
-        simulate(chain, [first])
-    with pytest.raises(ValueError, match="unit0 has no level 'preact'"):
-        simulate(chain, [Keep(0, "preact"), Keep(1, "level0")])
-    with pytest.raises(ValueError, match="a chain of less than"):
-        solve(scaled(chain, 1 << 52), math.inf)
 
 
 def integer_program(chain: Chain, limit: int) -> tuple[float, float]:
@@ -306,10 +228,59 @@ def integer_program(chain: Chain, limit: int) -> tuple[float, float]:
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_agrees_with_an_integer_program(share):
     chain = llama_like(32)
-    budget = share_of(chain, share)
+    budget = int(share * by_rule(chain, "none").peak)
     plan = solve(chain, budget)
     best, bound = integer_program(chain, budget)
     # its plans are some of ours: none beats our bound, nor our plan by more than our gap
     assert best >= plan.lower_bound * (1 - 1e-9)
     assert plan.extra <= best + (plan.extra - plan.lower_bound) + 1e-9
     assert bound <= best
+
+
+def chain_of(count, fixed=(), apart=()):
+    """Return a chain whose units are joined but for fixed ones, and those apart."""
+    chain = random_chain(random.Random(10), count)
+    units = [
+        replace(
+            unit,
+            fixed="modifies its input" if i in fixed else "",
+            again=None if i in fixed else Level("again", 0, 1.0, 1, 1),
+            joined=i > 0 and not {i - 1, i} & {*fixed} and i not in apart,
+        )
+        for i, unit in enumerate(chain.units)
+    ]
+    return replace(chain, units=tuple(units))
+
+
+@pytest.mark.parametrize(
+    ("chain", "name", "starts"),
+    [
+        (chain_of(17), "none", range(17)),
+        (chain_of(17), "all", range(17)),
+        (chain_of(17), "uniform:1", [0]),
+        (chain_of(17), "uniform:5", [0, 3, 6, 10, 13]),
+        (chain_of(17), "uniform:99", range(17)),
+        (chain_of(9, fixed={0, 4, 8}), "none", range(9)),
+        (chain_of(9, fixed={0, 4, 8}), "all", range(9)),
+        (chain_of(9, fixed={0, 4, 8}), "uniform:1", [0, 1, 4, 5, 8]),
+        (chain_of(6, apart={3}), "uniform:1", [0, 3]),
+        (chain_of(3, fixed=range(3)), "sqrt", range(3)),
+    ],
+)
+def test_rules(chain, name, starts):
+    items = by_rule(chain, name).items
+    assert [item.start for item in items] == [*starts]
+    kept = [item.level is not None for item in items]
+    assert kept == [name == "none" or bool(chain.units[item.start].fixed) for item in items]
+
+
+def test_sqrt_balances_bytes():
+    kept = [1] * 12 + [12] * 4
+    units = [
+        replace(unit, input=0, levels=(Level("plain", k, 0.0, 1, 1),))
+        for unit, k in zip(chain_of(16).units, kept, strict=True)
+    ]
+    items = by_rule(Chain(tuple(units)), "sqrt").items
+    assert len(items) <= 4
+    # 60 bytes in four segments, of which single units take 12
+    assert max(sum(kept[item.start : item.stop]) for item in items) == 24

@@ -50,13 +50,13 @@ class Containers(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
+    def __init__(self, use_reentrant, run=checkpoint):
         super().__init__()
         self.first, self.inner = nn.Linear(D, D), mlp()
-        self.use_reentrant = use_reentrant
+        self.use_reentrant, self.run = use_reentrant, run
 
     def forward(self, x):
-        return checkpoint(self.inner, self.first(x), use_reentrant=self.use_reentrant)
+        return self.run(self.inner, self.first(x), use_reentrant=self.use_reentrant)
 
 
 def gpt2():

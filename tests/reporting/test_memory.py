@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedckpt import functional, memory
-from fusedckpt.memory import peak_bytes, saved_tensors
+from fusedckpt.memory import peak_bytes, phases_of, saved_tensors
 
 # rows, in and out features, and the bytes of a float32 matrix of each; the allocator of a GPU
 # rounds up to 512 bytes
@@ -28,80 +28,49 @@ def intermediate(*shape: int) -> torch.Tensor:
     return randn(*shape).exp()
 
 
-def test_linear_keeps_its_input():
-    x, layer = intermediate(R, K), nn.Linear(K, N, device=DEVICE)
-    with saved_tensors() as saved:
-        layer(x)
+def layer(frozen: bool = False) -> nn.Linear:
+    return nn.Linear(K, N, device=DEVICE).requires_grad_(not frozen)
+
+
+# a function of an intermediate [R, K], and the bytes that it saves
+SAVED = {
     # weight.t(), a view of a parameter, is kept as well
-    assert saved.nbytes == X
+    "a linear's input": (lambda x: layer()(x), X),
+    "leaves are not counted": (lambda x: (randn(R, K) @ randn(N, K).t()).exp(), Y),
+    "frozen parameters are not counted": (lambda x: layer(frozen=True)(x), 0),
+    "a plain tensor is": (lambda x: F.linear(x, given(N, K)), W),
+    # sin and cos keep x, exp2 and tanh what they return
+    "shared": (lambda x: (x.sin(), x.cos(), x.t().exp2(), x[0].tanh()), X + X + 4 * K),
+    "a view counts its whole storage": (lambda x: x[0].sin(), X),
+    # each result is freed before the next is made, whose storage takes its address
+    "freed": (lambda x: [x.exp() is None for _ in range(32)], 32 * X),
+    "no gradient": (lambda x: given(R, K).exp(), 0),
+    "no_grad": (torch.no_grad()(lambda x: layer()(x).exp()), 0),
+    "checkpoint": (
+        lambda x: checkpoint(lambda x: layer()(x).exp().exp(), x, use_reentrant=False),
+        X,
+    ),
+    "no checkpoint": (lambda x: layer()(x).exp().exp(), X + 2 * Y),
+}
 
 
-def test_leaves_are_not_counted():
-    x, w = randn(R, K), randn(N, K)
-    with saved_tensors() as saved:
-        (x @ w.t()).exp()
-    assert saved.nbytes == Y
-
-
-def test_frozen_parameters_are_not_counted():
-    layer = nn.Linear(K, N, device=DEVICE).requires_grad_(False)
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_bytes(name):
+    run, nbytes = SAVED[name]
     x = intermediate(R, K)
     with saved_tensors() as saved:
-        y = layer(x)
-    assert y.requires_grad
-    assert saved.nbytes == 0
-    # a plain tensor is
-    with saved_tensors() as saved:
-        F.linear(x, layer.weight.detach().clone())
-    assert saved.nbytes == W
+        run(x)
+    assert saved.nbytes == nbytes
 
 
 def test_excluded_tensors_are_not_counted():
-    x, layer = given(R, K), nn.Linear(K, N, device=DEVICE)
-    with saved_tensors() as saved:
-        layer(x)
-    assert saved.nbytes == X
-    with saved_tensors(exclude=[x]) as saved:
-        layer(x)
-        # a view of it
-        layer(x[: R // 2])
-    assert saved.nbytes == 0
-
-
-def test_a_shared_storage_counts_once():
-    x = intermediate(R, K)
-    with saved_tensors() as saved:
-        x.sin()
-        x.cos()
-        x.t().exp2()
-        x[0].tanh()
-    # sin and cos keep x, exp2 and tanh what they return
-    assert saved.nbytes == X + X + 4 * K
-
-
-def test_a_view_counts_its_whole_storage():
-    x = intermediate(R, K)
-    with saved_tensors() as saved:
-        x[0].sin()
-    assert saved.nbytes == X
-
-
-def test_what_was_freed_is_not_mistaken_for_what_came_after():
-    x = intermediate(R, K)
-    with saved_tensors() as saved:
-        for _ in range(32):
-            # each result is freed before the next is made, whose storage takes its address
-            x.exp()
-    assert saved.nbytes == 32 * X
-
-
-def test_nothing_is_kept_without_gradients():
-    x, layer = intermediate(R, K), nn.Linear(K, N, device=DEVICE)
-    with saved_tensors() as saved, torch.no_grad():
-        layer(x).exp()
-    with saved_tensors() as saved:
-        given(R, K).exp()
-    assert saved.nbytes == 0
+    x, linear = given(R, K), layer()
+    for exclude, nbytes in (([], X), ([x], 0)):
+        with saved_tensors(exclude) as saved:
+            linear(x)
+            # a view of it
+            linear(x[: R // 2])
+        assert saved.nbytes == nbytes
 
 
 def test_gradients_are_unchanged():
@@ -126,16 +95,6 @@ def test_nothing_outlives_the_graph():
     del y
     gc.collect()
     assert freed() is None
-
-
-def test_a_checkpoint_inside_keeps_its_input():
-    x, layer = intermediate(R, K), nn.Linear(K, N, device=DEVICE)
-    with saved_tensors() as saved:
-        checkpoint(lambda x: layer(x).exp().exp(), x, use_reentrant=False)
-    assert saved.nbytes == X
-    with saved_tensors() as saved:
-        layer(x).exp().exp()
-    assert saved.nbytes == X + 2 * Y
 
 
 def test_peak_counts_what_lives_together():
@@ -190,22 +149,56 @@ def test_peak_sees_into_an_op():
     assert peak_bytes(backward, DEVICE) == 2 * (Y + Y)
 
 
-@pytest.mark.parametrize(("backend", "peak"), [("native", 600), ("cudaMallocAsync", 1024)])
-def test_what_a_gpu_was_asked_for_counts(monkeypatch, backend, peak):
-    """Not the blocks that the allocator took, whose sizes depend on what ran before."""
-    stats = {
-        f"{count}_bytes.all.{when}": value
-        for count, values in (("requested", (100, 700)), ("allocated", (512, 1536)))
-        for when, value in zip(("current", "peak"), values, strict=True)
-    }
-    called = []
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
+def test_phases_on_cuda_are_the_allocators(monkeypatch, backend):
+    """Bytes that a GPU was asked for count, not the blocks, whose sizes depend on work before.
+
+    As an allocator with 7 bytes of others counts them.
+    """
+    state = {"current": 7, "peak": 7}
+    name = "requested" if backend == "native" else "allocated"
+
+    def take(*changes):
+        for change in changes:
+            state["current"] += change
+            state["peak"] = max(state["peak"], state["current"])
+
+    def run(mark):
+        mark("enter 0")
+        take(50, -40)
+        mark("leave 0")
+
+    stats = lambda _: {f"{name}_bytes.all.{key}": x for key, x in state.items()}  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    monkeypatch.setattr(memory, "open_workspaces", lambda device: called.append("open"))
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: called.append(name))
-    assert peak_bytes(lambda: called.append("fn"), "cuda:0") == peak
-    assert called == ["open", "synchronize", "reset_peak_memory_stats", "fn", "synchronize"]
+    monkeypatch.setattr(torch.cuda, "memory_stats", stats)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(memory, "open_workspaces", lambda device: None)
+    reset = lambda _: state.update(peak=state["current"])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    assert [phase[:3] for phase in phases_of(run, torch.device("cuda"), 100)] == [
+        ("begin", 100, 100),
+        ("enter 0", 100, 150),
+        ("leave 0", 110, 110),
+    ]
+    assert peak_bytes(lambda: take(600, -600), "cuda:0") == 600
+
+
+def test_phases_on_a_cpu():
+    def run(mark):
+        mark("enter 0")
+        x = torch.empty(1000, dtype=torch.uint8)
+        y = torch.empty(5000, dtype=torch.uint8)
+        del y
+        mark("leave 0")
+        del x
+        mark("returned")
+
+    assert [phase[:3] for phase in phases_of(run, torch.device("cpu"), 100)] == [
+        ("begin", 100, 100),
+        ("enter 0", 100, 6100),
+        ("leave 0", 1100, 1100),
+        ("returned", 100, 100),
+    ]
 
 
 def test_workspaces_are_there_before_anything_is_counted(monkeypatch):

@@ -18,7 +18,9 @@ from report_models import (
     squares,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import fusedckpt
 from fusedckpt.memory import peak_bytes
 from fusedckpt.reporting.memory_report import report
 
@@ -105,11 +107,12 @@ def test_peak_in_backward():
     found = report(model, given(4 * R, 64, D))
     assert (found.peak.phase, found.peak.module) == ("backward", "2")
     # after a recompute that stopped early, by an exception out of its modules
-    model = Checkpointed(False)
-    model.first = nn.Embedding(1000, D)
-    found = report(model, torch.arange(R))
-    assert (found.peak.phase, found.peak.module) == ("backward", "first")
-    assert found.timeline[-1].module == "first"
+    for run in (checkpoint, fusedckpt.checkpoint):
+        model = Checkpointed(False, run)
+        model.first = nn.Embedding(1000, D)
+        found = report(model, torch.arange(R))
+        assert (found.peak.phase, found.peak.module) == ("backward", "first")
+        assert found.timeline[-1].module == "first"
 
 
 class Idle(nn.Module):
