@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from fusedckpt.planning.chain import Chain, Outcome, moments, simulate
-from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.solver import by_rule, least_peak, solve
-from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import enough
+
+if TYPE_CHECKING:
+    from fusedckpt.planning.plans import Plan
 
 __all__ = ["draw"]
 
@@ -29,17 +27,14 @@ _RULES = {
 }
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw(plan: Plan, path: str | Path) -> None:
     """Write the figure in the format that the path's ending names."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(13, 5), dpi=160, layout="constrained")
-        trade, step = figure.subplots(1, 2)
+    with panels(path, "Plan.plot") as (_, (trade, step)):
         _draw_trade(trade, plan)
         _draw_step(step, plan)
-        figure.savefig(path)
 
 
-def _draw_trade(axes: Axes, plan: Plan) -> None:
+def _draw_trade(axes: Any, plan: Plan) -> None:
     chain = plan.chain
     forward = plan.forward_ms or chain.forward_ms or 1.0
     points = _frontier(chain, plan.predicted_bytes)
@@ -65,7 +60,7 @@ def _draw_trade(axes: Axes, plan: Plan) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_budget(axes: Axes, budget: int) -> None:
+def _draw_budget(axes: Any, budget: int) -> None:
     """Draw a line at the budget; where that is far above all points, an arrow towards it."""
     start, end = axes.get_xlim()
     where: Any = {"xycoords": ("data", "axes fraction"), "va": "top"}
@@ -77,7 +72,7 @@ def _draw_budget(axes: Axes, budget: int) -> None:
         axes.annotate(told, (end, 1), **where, ha="right")
 
 
-def _draw_step(axes: Axes, plan: Plan) -> None:
+def _draw_step(axes: Any, plan: Plan) -> None:
     """Draw live bytes through a step as predicted, under this plan and where everything is kept."""
     ways = {
         "save everything": (by_rule(plan.chain, "none").items, GREY),

@@ -18,9 +18,9 @@ from fusedckpt.autograd.levels import LEVELS, Chunked, saving
 from fusedckpt.checkpointing.sequential import Span
 from fusedckpt.planning import roles
 from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
+from fusedckpt.planning.plan_plot import draw
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
-from fusedckpt.reporting.figure import drawing
 
 __all__ = ["Plan", "structure_of"]
 
@@ -177,7 +177,7 @@ class Plan:
 
         The file's suffix sets the format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
-        drawing("fusedckpt.planning.plan_plot", "Plan.plot").draw(self, Path(path))
+        draw(self, path)
 
 
 def _read(found: Any) -> Plan:

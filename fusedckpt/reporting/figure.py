@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-__all__ = ["BLUE", "FAINT", "GREY", "INK", "RED", "STYLE", "drawing"]
+__all__ = ["BLUE", "FAINT", "GREY", "INK", "RED", "STYLE", "panels"]
 
 # Okabe and Ito's, told apart with every kind of colour vision
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#8c8c8c"
@@ -25,12 +28,24 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def drawing(module: str, caller: str) -> Any:
-    """Return a module that draws; raise ImportError, naming the caller, without matplotlib."""
+@contextmanager
+def panels(path: str | Path, caller: str, rect: Any = None, **options: Any) -> Iterator[Any]:
+    """Yield a figure and two axes side by side, and write it in the format of the path's suffix.
+
+    rect: the part of the figure that the axes take. Raises ImportError, naming the caller, without
+    matplotlib.
+    """
     try:
-        return importlib.import_module(module)
+        mpl = importlib.import_module("matplotlib")
+        figures = importlib.import_module("matplotlib.figure")
+        engines = importlib.import_module("matplotlib.layout_engine")
     except ImportError as error:
         raise ImportError(
             f"{caller}: expected matplotlib to be installed, as pip install 'fusedckpt[bench]' "
             f"does: {error}"
         ) from error
+    with mpl.rc_context(STYLE):
+        layout = engines.ConstrainedLayoutEngine(rect=rect or (0, 0, 1, 1), wspace=0.05)
+        figure = figures.Figure(figsize=(13, 5), dpi=160, layout=layout)
+        yield figure, figure.subplots(1, 2, **options)
+        figure.savefig(path)

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import size
 from fusedckpt.reporting.timeline import Moment
+
+if TYPE_CHECKING:
+    from fusedckpt.reporting.memory_report import MemoryReport
 
 __all__ = ["draw"]
 
@@ -31,26 +29,17 @@ _KINDS = {
 }
 
 
-def draw(
-    path: Path,
-    *,
-    title: str,
-    sizes: Mapping[str, int | None],
-    saved: Mapping[str, int],
-    timeline: Sequence[Moment],
-    live: Mapping[str, Sequence[int]],
-) -> None:
-    """Write the figure in the format that the path's ending names; live: bytes by kind."""
-    with mpl.rc_context(STYLE):
-        layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
-        figure = Figure(figsize=(12, 5), dpi=160, layout=layout)
-        bars, curve = figure.subplots(1, 2, width_ratios=(5, 6))
-        _draw_modules(bars, by_layer(saved))
-        _draw_timeline(curve, timeline, live)
+def draw(report: MemoryReport, path: str | Path) -> None:
+    """Write the figure in the format that the path's ending names."""
+    rect, title = (0.005, 0.01, 0.99, 0.86), f"{report.model} on {report.device}"
+    with panels(path, "MemoryReport.plot", rect, width_ratios=(5, 6)) as (figure, axes):
+        _draw_modules(axes[0], by_layer(report.saved_by_module))
+        _draw_timeline(axes[1], report.timeline, report.live_by_kind)
+        sizes = {**report.sizes, "live before the step": report.resident_bytes}
         subtitle = ", ".join(f"{kind} {size(n)}" for kind, n in sizes.items() if n is not None)
+        title = f"Memory of one training step: {title}"
         figure.text(0.012, 0.955, title, fontsize=14, fontweight="bold", va="center")
         figure.text(0.012, 0.918, subtitle, fontsize=9, color=FAINT, va="top")
-        figure.savefig(path)
 
 
 def by_layer(modules: Mapping[str, int]) -> dict[str, int]:
@@ -65,7 +54,7 @@ def by_layer(modules: Mapping[str, int]) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _draw_modules(axes: Axes, layers: Mapping[str, int]) -> None:
+def _draw_modules(axes: Any, layers: Mapping[str, int]) -> None:
     rows = list(layers.items())[:_MOST]
     rest = list(layers.values())[_MOST:]
     colours = [BLUE] * len(rows)
@@ -89,7 +78,7 @@ def _shortened(name: str) -> str:
 
 
 def _draw_timeline(
-    axes: Axes, timeline: Sequence[Moment], live: Mapping[str, Sequence[int]]
+    axes: Any, timeline: Sequence[Moment], live: Mapping[str, Sequence[int]]
 ) -> None:
     times = [moment.time_ns / 1e6 for moment in timeline]
     heights = [[nbytes / _MIB for nbytes in column] for column in live.values()]
@@ -112,7 +101,7 @@ def _draw_timeline(
     axes.legend(ncols=len(live), **place, **style)
 
 
-def _mark_peak(axes: Axes, peak: Moment, end: float) -> None:
+def _mark_peak(axes: Any, peak: Moment, end: float) -> None:
     at = peak.time_ns / 1e6, peak.live_bytes / _MIB
     axes.plot(*at, "o", color=RED, markersize=6)
     # towards the side that has room

@@ -23,7 +23,7 @@ from fusedckpt.memory import (
     profiled,
     saved_tensors,
 )
-from fusedckpt.reporting.figure import drawing
+from fusedckpt.reporting.memory_plot import draw
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.tables import Row, size, table
 from fusedckpt.reporting.timeline import Block, Moment, Watch, read
@@ -126,7 +126,8 @@ class MemoryReport:
         return found
 
     @property
-    def _sizes(self) -> dict[str, int | None]:
+    def sizes(self) -> dict[str, int | None]:
+        """Bytes by kind; the optimizer's are None without one."""
         return {
             "parameters": self.parameter_bytes,
             "gradients": self.gradient_bytes,
@@ -138,7 +139,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         lines = [f"Memory of one training step of {self.model} on {self.device}"]
-        lines += [_line(kind, n) for kind, n in self._sizes.items() if n is not None]
+        lines += [_line(kind, n) for kind, n in self.sizes.items() if n is not None]
         if where := _held_by(self.held):
             lines.append(_line("held otherwise", sum(self.held.values()), where))
         peak = self.peak
@@ -153,14 +154,7 @@ class MemoryReport:
 
         The file's suffix sets the format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
-        drawing("fusedckpt.reporting.memory_plot", "MemoryReport.plot").draw(
-            Path(path),
-            title=f"Memory of one training step: {self.model} on {self.device}",
-            sizes={**self._sizes, "live before the step": self.resident_bytes},
-            saved=self.saved_by_module,
-            timeline=self.timeline,
-            live=self.live_by_kind,
-        )
+        draw(self, path)
 
 
 def report(
