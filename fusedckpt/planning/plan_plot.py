@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from fusedckpt.planning.chain import Chain, Outcome, moments, simulate
 from fusedckpt.planning.solver import by_rule, least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import enough
 
-if TYPE_CHECKING:
-    from fusedckpt.planning.plans import Plan
-
 __all__ = ["draw"]
+
+# whose module imports this one
+Plan: TypeAlias = Any
 
 _MIB = 2**20
 _POINTS = 24

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
 from fusedckpt.planning.chain import Item
 from fusedckpt.planning.roles import PLAIN
 from fusedckpt.planning.solver import by_rule, least_peak
 from fusedckpt.reporting.tables import Row, enough, size, table
 
-if TYPE_CHECKING:
-    from fusedckpt.planning.plans import Plan
-
 __all__ = ["text"]
+
+# whose module imports this one
+Plan: TypeAlias = Any
 
 _HEAD = ("unit", "plan", "saved", "extra ms", "forward ms")
 

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import size
 from fusedckpt.reporting.timeline import Moment
 
-if TYPE_CHECKING:
-    from fusedckpt.reporting.memory_report import MemoryReport
-
 __all__ = ["draw"]
+
+# whose module imports this one
+MemoryReport: TypeAlias = Any
 
 # modules drawn; the rest is one bar
 _MOST = 14
