@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import assert_same, linears, no_gc, same
-from plan_models import tokens, transformer
 from support import DEVICE, flops, randn
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -179,23 +178,6 @@ def test_gemm_outputs_of_a_layer_that_reads_arguments_alone():
         return outputs, outputs[0].sum()
 
     assert counts(forward, True, [x])[0] == [2, 4]
-
-
-def test_segments_of_a_plan():
-    torch.manual_seed(0)
-    with forced_path("aten"):
-        model, ids = transformer(4), tokens()
-        fusedckpt.plan(model, ids, policy="uniform:2", progress=False).apply(model)
-
-    def forward():
-        loss = model(ids)
-        return loss, loss
-
-    given = [*model.parameters()]
-    (plain, expected), (found, grads) = (counts(forward, ahead, given) for ahead in (False, True))
-    assert found[0] > 0
-    assert sum(found) == plain[1]
-    assert_same(grads, expected)
 
 
 def test_nothing_outlives_its_graph_or_its_backward():
