@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from fusedckpt.autograd.private import TorchDispatchMode, disable_current_modes, pytree, uncompiled
 
@@ -29,27 +30,49 @@ class Run(TorchDispatchMode):
         self._operations: list[str] = []
         self._outputs: list[tuple[str, list[Tensor]]] = []
         self._expected = iter(forward._outputs if forward else ())
+        # last hooks of modules that have hooks, while calls of these modules run
+        self._last: list[RemovableHandle] = []
         self.difference: str | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the operations and module calls inside."""
-        self._thread, hook = threading.get_ident(), register_module_forward_hook(self._see_module)
-        try:
-            with self:
-                yield
-        finally:
-            hook.remove()
+        self._thread = threading.get_ident()
+        with ExitStack() as hooks:
+            hooks.callback(register_module_forward_pre_hook(self._before).remove)
+            hooks.callback(register_module_forward_hook(self._after).remove)
+            try:
+                with self:
+                    yield
+            finally:
+                while self._last:
+                    self._last.pop().remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operations.append(str(func))
         return func(*args, **(kwargs or {}))
 
     @uncompiled
-    def _see_module(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if module._forward_hooks and self._is_of_this_thread():
+            # global hooks run before a module's own, which may replace its output
+            self._last.append(module.register_forward_hook(self._see_last))
+
+    @uncompiled
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not module._forward_hooks and self._is_of_this_thread():
+            self._see_module(module, output)
+
+    def _is_of_this_thread(self) -> bool:
         # hooks are global: calls in other threads are not seen
-        if threading.get_ident() == self._thread and not torch.compiler.is_compiling():
-            self.see(self._names.get(module, type(module).__name__), output)
+        return threading.get_ident() == self._thread and not torch.compiler.is_compiling()
+
+    def _see_last(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._last.pop().remove()
+        self._see_module(module, output)
+
+    def _see_module(self, module: nn.Module, output: Any) -> None:
+        self.see(self._names.get(module, type(module).__name__), output)
 
     def see(self, name: str, output: Any) -> None:
         """Note an output, or how it differs from the forward's."""

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import assert_same, same, step
+from checkpoints import assert_same, linears, same, step
 from support import DEVICE, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -146,6 +146,11 @@ def test_c31_debug_names_the_first_module_that_differs():
         y.sum().backward()
     y = checkpoint(lambda x: model[1][1].forward(x.sin().sin()), randn(4), debug=True)
     with pytest.raises(CheckpointError, match="the output of the segment"):
+        y.sum().backward()
+    noisy, model = Noisy(), linears(6, 6, 6)
+    model[0].register_forward_hook(lambda layer, args, y: noisy.forward(y))
+    y = checkpoint(model, randn(4, 6), debug=True)
+    with pytest.raises(CheckpointError, match=r"the output of 0 \(Linear\)"):
         y.sum().backward()
 
 
