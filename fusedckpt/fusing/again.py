@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.fusing import sharing
-from fusedckpt.fusing.left import called_by
+from fusedckpt.fusing.reasons import called_by
 from fusedckpt.fusing.sharing import recipe_of
 
 __all__ = ["Again", "recomputed"]

@@ -11,7 +11,7 @@ and all between these and attention. A module without norms, which would save no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,17 +25,16 @@ from fusedckpt.checkpointing.segment import NODE_KEY, checkpoint
 from fusedckpt.fusing import adapters, reasons, sharing
 from fusedckpt.fusing.again import Again
 from fusedckpt.fusing.forwards import Swap, Swapped
-from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.held import MARK, Part
-from fusedckpt.fusing.left import called_by
 from fusedckpt.fusing.matcher import unfit
+from fusedckpt.fusing.reasons import called_by
+from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import recipe_of
 from fusedckpt.fusing.subclass import made_of, subclass
-from fusedckpt.fusing.wanted import Wanted
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import Fallback
 
-__all__ = ["FusedAttention", "attention_swaps"]
+__all__ = ["FusedAttention", "find_attention"]
 
 _CALLS = frozenset(
     ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "flex_attention")
@@ -63,7 +62,7 @@ class FusedAttention(Swapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, in a checkpoint while training."""
         forward = super(Swapped, self).forward
-        x: Any = args[0] if args else kwargs.get(self._fusedckpt_argument or "")
+        x: Any = args[0] if args else kwargs.get(next(iter(self._fusedckpt_names), ""))
         keeps_linears = (levels.override.level or self._fusedckpt_save) != "inputs"
         if not self.training or (keeps_linears and not self._fusedckpt_gains) or _is_plain(x):
             return forward(*args, **kwargs)
@@ -144,29 +143,23 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (made_of(type(module)) or (None, None))[1] is nn.Linear
 
 
-def attention_swaps(
-    modules: Mapping[str, nn.Module],
-    swaps: Sequence[tuple[nn.Module, Swap]],
-    inside: Set[nn.Module],
-    wanted: Wanted,
-    save: str,
-    report: FuseReport,
-) -> list[tuple[nn.Module, Swap]]:
-    """Return attention modules and their swaps; add them, and those left, to the report.
+def find_attention(search: Search) -> None:
+    """Find attention modules.
 
     Not modules that are swapped, or inside of one that is, nor layers with an MLP of their own; at
     "gate" and "preact" not those that save no less there.
     """
-    found = list[tuple[nn.Module, Swap]]()
-    known = {*inside, *(module for module, _ in swaps)}
-    mlps = {module for module, swap in swaps if swap.kind == "mlp"}
-    for name in _names(modules):
-        module, kind = modules[name], type(modules[name])
+    save, report = search.save, search.report
+    known = {*search.inside, *(module for module, _ in search.swaps)}
+    mlps = {module for module, swap in search.swaps if swap.kind == "mlp"}
+    for name in _names(search.modules):
+        module = search.modules[name]
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue
         attributes = {_SEEN: None, _SAVE: save, _GAINS: _gains(module)}
-        if not wanted.has(name, "attention") or not (save == "inputs" or attributes[_GAINS]):
+        if not search.has(name, "attention") or not (save == "inputs" or attributes[_GAINS]):
             continue
+        kind = type(module)
         reason = reasons.of_storage(module) or unfit(module, attributes, [])
         if reason is not None:
             report.leave(name, "attention", reason, kind.__name__)
@@ -175,9 +168,7 @@ def attention_swaps(
         change = f"{kind.__name__} -> recomputed but for {kept}"
         part, to = Part("attention", change, None), subclass(FusedAttention, kind)
         report.swap(name, part)
-        swap = Swap("attention", change, to, attributes, features=(), parts={"": part})
-        found.append((module, swap))
-    return found
+        search.swaps.append((module, Swap("attention", change, to, attributes, parts={"": part})))
 
 
 def _names(modules: Mapping[str, nn.Module]) -> list[str]:

@@ -9,7 +9,7 @@ with their autograd graph. So the code of a model and of its loss is unchanged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,14 +22,13 @@ from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.private import pytree
 from fusedckpt.fusing.forwards import Swap
-from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.held import MARK, Part
+from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import Rerun, cast_by
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.wanted import Wanted
 from fusedckpt.layers.head import linear_cross_entropy
 
-__all__ = ["DeferredHead", "DeferredLogits", "swap_of"]
+__all__ = ["DeferredHead", "DeferredLogits", "find_head"]
 
 # properties and methods that need no numbers
 _KNOWN = frozenset(
@@ -286,24 +285,20 @@ def _may_defer(head: Any, x: Any) -> bool:
     return is_one and not transformed and any(t.requires_grad for t in given)
 
 
-def swap_of(
-    model: Any, modules: Mapping[str, nn.Module], wanted: Wanted, report: FuseReport
-) -> tuple[nn.Module, Swap] | None:
-    """Return a model's output embedding and its swap, if any; add it to the report."""
+def find_head(model: Any, search: Search) -> None:
+    """Find a model's output embedding."""
     find = getattr(model, "get_output_embeddings", None)
-    head: Any = find() if wanted.kinds["head"] and find is not None else None
-    name = next((name for name, module in modules.items() if module is head), None)
-    if name is None or MARK in vars(head) or not wanted.has(name, "head"):
-        return None
+    head: Any = find() if search.kinds["head"] and find is not None else None
+    name = next((name for name, module in search.modules.items() if module is head), None)
+    if name is None or MARK in vars(head) or not search.has(name, "head"):
+        return
     kind = type(head)
-    if kind.forward is not nn.Linear.forward or "forward" in vars(head):
-        reason = f"its output embedding is a {kind.__name__}, not an nn.Linear"
-    elif not dispatch.are_plain(*head._parameters.values()):
-        reason = "its weight is a tensor of another class"
-    else:
-        part = Part("head", f"{kind.__name__} -> deferred logits", None)
-        report.swap(name, part)
-        to = subclass(DeferredHead, kind)
-        return head, Swap("head", part.change, to, {}, features=(), parts={"": part})
-    report.leave(name, "head", reason, kind.__name__)
-    return None
+    is_linear = kind.forward is nn.Linear.forward and "forward" not in vars(head)
+    if not is_linear or not dispatch.are_plain(*head._parameters.values()):
+        reason = "its output embedding is no nn.Linear with a plain weight"
+        search.report.leave(name, "head", reason, kind.__name__)
+        return
+    part = Part("head", f"{kind.__name__} -> deferred logits", None)
+    search.report.swap(name, part)
+    swap = Swap("head", part.change, subclass(DeferredHead, kind), {}, parts={"": part})
+    search.swaps.append((head, swap))

@@ -11,7 +11,8 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks.eager import gated
 from fusedckpt.blocks.experts import LEVELS
-from fusedckpt.fusing.forwards import Swap, of_chunks
-from fusedckpt.fusing.held import Part, is_function, is_simple
-from fusedckpt.fusing.replica import replica, undisturbed
+from fusedckpt.fusing.forwards import Swap, Swapped, of_chunks
+from fusedckpt.fusing.held import Held, Part, broken, is_function, is_simple
+from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.verification import difference, saved_per_token
 from fusedckpt.kernels.activations import ACTIVATIONS
@@ -37,43 +38,28 @@ _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 class ExpertsMatch(NamedTuple):
-    """The experts that a module computes.
-
-    names: of its forward's arguments; held: attributes that must not change, and children's types.
-    """
+    """The experts that a module computes; held: state that must not change."""
 
     gating: Gating
     is_transposed: bool
-    names: tuple[str, ...]
-    held: tuple[tuple[str, Any], ...]
+    held: tuple[Held, ...]
 
 
-class FusedExperts(nn.Module):
+class FusedExperts(Swapped):
     """Forward of experts of any class; saves the tensors that its level names."""
 
     save_levels = LEVELS
 
     _fusedckpt_match: ExpertsMatch
+    _fusedckpt_count = 3
     save: str
     chunks: int | None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the fused forward, or that of the original class."""
-        names = self._fusedckpt_match.names
-        given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
-        is_whole = len(given) == len(args) + len(kwargs) == len(names)
-        y: Any = ("arguments", "")
-        if is_whole:
-            y = fused(self, self._fusedckpt_match, self.save, self.chunks, *given)
-        if type(y) is not tuple:
-            return y
-        fallbacks.note(self, y)
-        return super().forward(*args, **kwargs)
+    def _fused(self, x: Tensor, index: Tensor, scores: Tensor) -> Tensor | Fallback:
+        return fused(self, self._fusedckpt_match, self.save, self.chunks, x, index, scores)
 
-    def extra_repr(self) -> str:
-        """Describe the module as its class does, and name the function that it computes now."""
-        own, now = super().extra_repr(), f"fused as experts, save={self.save}"
-        return f"{own}, {now}" if own else now
+    def _now(self) -> str:
+        return f"fused as experts, save={self.save}"
 
 
 def fused(
@@ -86,8 +72,8 @@ def fused(
     scores: Any,
 ) -> Tensor | Fallback:
     """Return the result of a module's experts, or why this call cannot run fused."""
-    if (name := _changed(module, match)) is not None:
-        return "changed", name
+    if (changed := broken(module, match.held)) is not None:
+        return changed
     # a property while peft's LoRA, or another parametrization, is active
     weights: dict[str, Any] = {n: getattr(module, n, None) for n in (*_WEIGHTS, *_BIASES)}
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):
@@ -118,16 +104,6 @@ def fused(
     return y.to(x.dtype)
 
 
-def _changed(module: nn.Module, match: ExpertsMatch) -> str | None:
-    """Return the first attribute that has changed, None if none has."""
-    for name, value in match.held:
-        found = getattr(module, name, None)
-        found = type(found) if isinstance(found, nn.Module) else found
-        if found is not value and (type(found), found) != (type(value), value):
-            return name
-    return None
-
-
 def holds(module: nn.Module) -> bool:
     """Whether a module has the parameters of transformers' experts."""
     found = [module._parameters.get(name) for name in _WEIGHTS]
@@ -147,30 +123,28 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str
     if len(sides) == 2:
         # square: either could be
         sides = [bool(getattr(module, "is_transposed", False))]
-    names = tuple(inspect.signature(module.forward).parameters)
-    if len(names) != 3:
+    if len(inspect.signature(module.forward).parameters) != 3:
         return "its forward does not take x, an index and scores"
     gating = _gating_of(module)
     if not sides or gating is None:
         return "its weights have other shapes" if not sides else "its gating is none of ours"
     # sizes may change, as in expert parallelism
-    held = tuple(
-        (name, value)
+    reads = tuple(
+        ((name,), value)
         for name, value in vars(module).items()
         if name[0] != "_" and name != "training" and type(value) is not int
         if is_simple(value) or is_function(value)
     )
-    held += tuple((name, type(child)) for name, child in module._modules.items())
+    held = [Held((), None, None, reads)]
+    held += [Held((n,), type(one), None, ()) for n, one in module.named_children()]
     name = gating if isinstance(gating, str) else "clamped SwiGLU"
     details = [name, *(["weights as [in, out]"] if sides[0] else []), *of_chunks(chunks)]
+    match = ExpertsMatch(gating, sides[0], tuple(held))
     return Swap(
         "experts",
         f"{type(module).__name__} -> experts ({', '.join(details)})",
         subclass(FusedExperts, type(module)),
-        {
-            "_fusedckpt_match": ExpertsMatch(gating, sides[0], names, held),
-            **{"save": save, "chunks": chunks},
-        },
+        {"_fusedckpt_match": match, "save": save, "chunks": chunks},
         features=(first[0 if sides[0] else 1],),
         is_sized=True,
     )
@@ -213,51 +187,26 @@ def _candidates(module: nn.Module) -> Iterator[Gating]:
             yield ClampedSwiGLU(alpha, limit, offset, is_interleaved)
 
 
-class _Routed(nn.Module):
-    """Experts behind a router that has no parameters, as a module that verification can run."""
-
-    def __init__(self, experts: nn.Module):
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Route by the digits of two features, which are the same in every dtype."""
-        rows, weight = x.flatten(0, -2), getattr(self.experts, _WEIGHTS[0])
-        index = (rows[:, :2].detach().double() * 1024).long() % weight.shape[0]
-        return type(self.experts).forward(self.experts, rows, index, rows[:, :2])
-
-
-@dataclass(frozen=True)
-class _RoutedSwap(Swap):
-    """The swap of experts behind a router."""
-
-    def apply(self, module: nn.Module) -> None:
-        """Change the experts' class."""
-        super().apply(module.get_submodule("experts"))
-
-
-def _routed(module: nn.Module, implementation: str, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy behind a router, by an implementation of transformers'; on meta in a dtype."""
-
-    def parameter(p: Tensor, path: Any) -> Tensor:
-        return p if dtype is None else torch.empty(p.shape, dtype=dtype, device="meta")
-
-    clone = replica(module, parameter)
-    if "config" in vars(clone):
-        clone.config = copy.copy(clone.config)
-        clone.config._experts_implementation_internal = implementation
-    return _Routed(clone)
+def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
+    """Run a copy of experts by an implementation of transformers', routed by two features."""
+    if "config" in vars(module):
+        module.config = copy.copy(module.config)
+        module.config._experts_implementation_internal = implementation
+    # digits that are the same in every dtype
+    rows = x.flatten(0, -2)
+    index = (rows[:, :2].detach().double() * 1024).long() % getattr(module, _WEIGHTS[0]).shape[0]
+    return type(module).forward(module, rows, index, rows[:, :2])
 
 
 def checked(module: nn.Module, swap: Swap, verify: bool) -> Swap | str:
     """Return a swap with the bytes saved per token for two experts, or how it changes results."""
-    given = {field.name: getattr(swap, field.name) for field in fields(swap)}
-    routed = _RoutedSwap(**given)
-    problem = difference(_routed(module, "eager"), routed) if verify else None
+    routed = replace(swap, run=partial(_routed, "eager"))
+    problem = difference(module, routed) if verify else None
     if problem is not None:
         return problem
     # transformers' grouped_mm runs on meta tensors in bfloat16 alone
-    saved = saved_per_token(_routed(module, "grouped_mm", torch.bfloat16), routed)
+    routed = replace(swap, run=partial(_routed, "grouped_mm"))
+    saved = saved_per_token(module, routed, torch.bfloat16)
     scale = next(module.parameters()).itemsize / 2
     saved = None if saved is None else (scale * saved[0], scale * saved[1])
     return replace(swap, parts={"": Part(swap.kind, swap.change, saved)})

@@ -7,6 +7,7 @@ and methods keep working, and calls that were not proven equal run the old forwa
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from types import FunctionType
@@ -31,24 +32,30 @@ from fusedckpt.layers.fallbacks import Fallback
 from fusedckpt.layers.norm import layer_norm, rms_norm
 
 
+def call(module: Any, x: Tensor) -> Any:
+    """Run the module's forward, without the hooks around it."""
+    return type(module).forward(module, x)
+
+
 @dataclass(frozen=True)
 class Swap:
     """One change of class, not yet made.
 
-    kind: "norm", "mlp", "linear" or "attention", as in `fuse`'s arguments; change: its text in the
-    report; features: the trailing shape of the module's input; is_sized: whether the module
-    computes the same with smaller parameters, so that smaller ones are verified; parts: for
-    reports, by the name below the module; own: of a method's swap, its children as a module.
+    kind: as in `fuse`'s arguments; change: its text in the report; features: the trailing shape of
+    the module's input; is_sized: whether the module computes the same with smaller parameters, so
+    that smaller ones are verified; parts: for reports, by the name below the module; own: of a
+    method's swap, its children as a module; run: calls the module on one tensor.
     """
 
     kind: str
     change: str
     to: type[nn.Module]
     attributes: dict[str, Any]
-    features: tuple[int, ...]
+    features: tuple[int, ...] = ()
     is_sized: bool = False
     parts: dict[str, Part] = field(default_factory=dict)
     own: Any = None
+    run: Callable[[Any, Tensor], Any] = call
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""
@@ -75,7 +82,6 @@ class NormMatch(NamedTuple):
     bias: str | None = None
     casts_back: bool = False
     held: tuple[Held, ...] = ()
-    # of those that were pickled without
     autocasts: bool = True
 
 
@@ -89,7 +95,11 @@ class Swapped(nn.Module):
     Decided only here; why a call did not run fused is noted for `FuseReport` and `report`.
     """
 
-    _fusedckpt_argument: str | None
+    # how many tensors a fused call takes, and their names
+    _fusedckpt_count = 1
+    _fusedckpt_names: tuple[str, ...]
+    # returns the result, or why this call cannot run fused
+    _fused: Callable[..., Tensor | Fallback]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -98,13 +108,18 @@ class Swapped(nn.Module):
             # with the original's signature, by which torch.fx names a trace's inputs
             call = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
             cls.forward = wraps(original.forward)(call)
-            cls._fusedckpt_argument = _first_argument(original)
+            _, *names = inspect.signature(original.forward).parameters.values()
+            given = [p.name for p in names if p.kind is p.POSITIONAL_OR_KEYWORD]
+            cls._fusedckpt_names = tuple(given[: cls._fusedckpt_count])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the fused forward, or that of the original class."""
-        x = args[0] if len(args) == 1 and not kwargs else self._by_keyword(args, kwargs)
-        if not dispatch.is_recorded(x):
-            y = self._fused(x) if isinstance(x, Tensor) else ("arguments", "")
+        given = self._by_position(args, kwargs) if kwargs else args
+        if not dispatch.is_recorded(given[0] if given else None):
+            is_taken = len(given) == self._fusedckpt_count
+            for x in given:
+                is_taken = is_taken and isinstance(x, Tensor)
+            y = self._fused(*given) if is_taken else ("arguments", "")
             if type(y) is not tuple:
                 return y
             fallbacks.note(self, y)
@@ -112,27 +127,21 @@ class Swapped(nn.Module):
 
     __prepare_scriptable__ = sharing.Shared.__prepare_scriptable__
 
-    def _by_keyword(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the input if it is the only argument, passed by name; None for any other call."""
-        alone = not args and len(kwargs) == 1
-        name = self._fusedckpt_argument
-        return kwargs.get(name) if alone and name is not None else None
+    def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return a fused call's tensors, nothing where others are passed by name."""
+        names = self._fusedckpt_names[len(args) :]
+        return (*args, *(kwargs[n] for n in names)) if {*names} == kwargs.keys() else ()
 
     def _original(self, x: Tensor) -> Any:
         return super().forward(x)
 
-    def _fused(self, x: Tensor) -> Tensor | Fallback:
-        """Return the result, or why this call cannot run fused."""
-        raise NotImplementedError
+    def _now(self) -> str:
+        """Name the function that it computes now, "" for its own."""
+        return ""
 
-
-def _first_argument(original: type[nn.Module]) -> str | None:
-    """Return the name of a forward's first argument, None if it cannot be passed by name."""
-    try:
-        _, first, *_ = inspect.signature(original.forward).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    return first.name if first.kind is first.POSITIONAL_OR_KEYWORD else None
+    def extra_repr(self) -> str:
+        """Describe the module as its class does, and name the function that it computes now."""
+        return ", ".join(filter(None, (super().extra_repr(), self._now())))
 
 
 class FusedNorm(Swapped):
@@ -142,17 +151,13 @@ class FusedNorm(Swapped):
     save_levels = ()
 
     def _fused(self, x: Tensor) -> Tensor | Fallback:
-        match, given = self._fusedckpt_match, self._parameters
-        weight = None if match.weight is None else given.get(match.weight)
-        bias = None if match.bias is None else given.get(match.bias)
+        names = self._fusedckpt_match.weight, self._fusedckpt_match.bias
+        weight, bias = (None if name is None else self._parameters.get(name) for name in names)
         if dispatch.are_plain(x, weight, bias):
             return self._computed(x, weight, bias)
         y = parallel.on_rows(self._computed, 1, x, weight, bias)
-        if y is not None:
-            return y
-        return fallbacks.unplain(
-            x, **{match.weight or "weight": weight, match.bias or "bias": bias}
-        )
+        given = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
+        return fallbacks.unplain(x, **given) if y is None else y
 
     def _computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | Fallback:
         match = self._fusedckpt_match
@@ -170,11 +175,10 @@ class FusedNorm(Swapped):
             return "dtype", x.dtype
         return normalised(self, match, x, weight, bias)
 
-    def extra_repr(self) -> str:
-        """Describe the module as its class does, and name the function that it computes now."""
+    def _now(self) -> str:
         match = self._fusedckpt_match
-        ours = ["layer_norm"] if match.kind == "layer" else ["rms_norm", f"cast={match.cast}"]
-        return _described(super().extra_repr(), *ours)
+        ours = "layer_norm" if match.kind == "layer" else f"rms_norm, cast={match.cast}"
+        return f"fused as {ours}"
 
 
 def normalised(
@@ -191,21 +195,6 @@ def normalised(
     if match.casts_back and y.dtype != x.dtype:
         return y.to(x.dtype)
     return norm_sharing.remember(module, y, weight, bias)
-
-
-class FusedFeedForward(nn.Module):
-    """Overrides a layer's method that is an MLP."""
-
-    def _ff_block(self, x: Tensor) -> Tensor:
-        own: Any = self
-        y: Any = ("arguments", "") if dispatch.is_recorded(x) else FusedMLP._fused(own, x)
-        if type(y) is not tuple:
-            return y
-        fallbacks.note(self, y)
-        return self._original(x)
-
-    def _original(self, x: Tensor) -> Any:
-        return super()._ff_block(x)  # type: ignore[misc]  # of the layer's class
 
 
 # of a module that no program computes
@@ -233,88 +222,88 @@ class FusedMLP(Swapped):
 
     _fusedckpt_match: MLPMatch
     save: str
-    # of those that were pickled without
-    chunks: int | None = None
+    chunks: int | None
 
     @property
     def save_levels(self) -> tuple[str, ...]:
         """Return the levels that it offers to a plan."""
         return LEVELS[self._fusedckpt_match.block.kind]
 
-    def _shares(self, x: Tensor) -> bool:
-        """Whether a linear and its activation are layers that save a recipe of this input."""
-        kinds = [type(layer) for layer in self._modules.values()]
-        are_all = (
-            any(issubclass(k, one) for k in kinds) for one in (SharedLinear, SharedActivation)
-        )
-        return len(kinds) > 1 and all(are_all) and recipe_of(x) is not None
-
-    def _level(self) -> str:
-        # also of modules of another class, for one of their methods
-        kind = self._fusedckpt_match.block.kind
-        known = LEVELS[kind]
-        own = self.save if known == levels.LEVELS else within(self.save, known)
-        return levels.resolve(kind, None, own, known)
-
     def _fused(self, x: Tensor) -> Tensor | Fallback:
-        match, block = self._fusedckpt_match, self._fusedckpt_match.block
-        if block.kind == "linear_act" and FusedMLP._shares(self, x):
-            # its layers save no more, and let the next linear save as little
-            return self._original(x)
-        found, layout = broken(self, match.held), None
-        if found is not None and found[0] == "hook" and torch.compiler.is_compiling():
-            # torch.compile cannot trace a look at hooks, but the hooks of parallel linears
-            return self._traced(x) if all(map(parallel.is_sharded, self.parameters())) else found
-        if found is not None and found[0] == "hook":
-            layout = layout_of(self, block)
-            if layout is not None:
-                found = broken(self, match.held, [one.weight[:-1] for one in block.linears])
-        tensors = found or tensors_of(self, match, x, layout)
-        if isinstance(tensors, tuple):
-            runs_again = tensors[0] == "dropout" and layout is None and torch.is_grad_enabled()
-            if runs_again and dispatch.are_plain(x) and FusedMLP._level(self) != "preact":
-                return recomputed(self, self._original, x, draws=True)
-            return tensors
-        drops, level = drops_of(self, match), FusedMLP._level(self)
-        options = Options(
-            *(block.kind, block.kind, Linears(_keys(block)), block.activation),
-            save=level,
-            chunks=levels.chunks_of(self.chunks),
-            approximate=level == "preact" and getattr(self, "approximate", False),
-            **drops,
-        )
+        return _mlp(self, self._original, x)
 
-        def computed(x: Tensor) -> Tensor:
-            return run_linears(options, x, (), tensors)
-
-        y = computed(x) if layout is None else parallel.spread(computed, x, layout)
-        return y if drops else dropped(self, match, y)
-
-    def _traced(self, x: Tensor) -> Tensor:
-        """Return the result of the original forward, which saves the tensors of the level."""
+    def _now(self) -> str:
         block = self._fusedckpt_match.block
-        level = FusedMLP._level(self)
-        count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
-        return compiled.run(super(Swapped, self).forward, tuple(range(count)), x)
-
-    def extra_repr(self) -> str:
-        """Describe the module as its class does, and name the function that it computes now."""
-        block = self._fusedckpt_match.block
-        now = f"{block.kind}, activation={block.activation}"
         more = [] if self.chunks is None else [f"chunks={self.chunks}"]
         more += ["approximate=True"] if getattr(self, "approximate", False) else []
-        return _described(super().extra_repr(), now, f"save={self.save}", *more)
+        now = f"fused as {block.kind}, activation={block.activation}", f"save={self.save}"
+        return ", ".join([*now, *more])
 
 
-def _described(original: str, *ours: str) -> str:
-    return ", ".join([*([original] if original else []), f"fused as {ours[0]}", *ours[1:]])
+class FusedFeedForward(nn.Module):
+    """Overrides a layer's method that is an MLP."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        original = super()._ff_block  # type: ignore[misc]  # of the layer's class
+        y = ("arguments", "") if dispatch.is_recorded(x) else _mlp(self, original, x)
+        if not isinstance(y, tuple):
+            return y
+        fallbacks.note(self, y)
+        return original(x)
 
 
-def _keys(block: Block) -> tuple[str, ...]:
-    """Return the names that the weights of a block have in its program."""
-    if block.kind == "gated_mlp":
-        return PACKED if block.packed == "gate" else GATED
-    return PLAIN if block.kind == "mlp" else LINEAR
+def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | Fallback:
+    """Return the result of a module's MLP, or why this call cannot run fused."""
+    match, block = module._fusedckpt_match, module._fusedckpt_match.block
+    if block.kind == "linear_act" and _shares(module, x):
+        # its layers save no more, and let the next linear save as little
+        return original(x)
+    known = LEVELS[block.kind]
+    own = module.save if known == levels.LEVELS else within(module.save, known)
+    level = levels.resolve(block.kind, None, own, known)
+    found, layout = broken(module, match.held), None
+    if found is not None and found[0] == "hook":
+        if torch.compiler.is_compiling():
+            # torch.compile cannot trace a look at hooks, but the hooks of parallel linears
+            if not all(map(parallel.is_sharded, module.parameters())):
+                return found
+            count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
+            return compiled.run(original, tuple(range(count)), x)
+        layout = layout_of(module, block)
+        if layout is not None:
+            found = broken(module, match.held, [one.weight[:-1] for one in block.linears])
+    tensors = found or tensors_of(module, match, x, layout)
+    if isinstance(tensors, tuple):
+        runs_again = tensors[0] == "dropout" and layout is None and torch.is_grad_enabled()
+        if runs_again and dispatch.are_plain(x) and level != "preact":
+            return recomputed(module, original, x, draws=True)
+        return tensors
+    options = _options(module, block, level, drops := drops_of(module, match))
+
+    def computed(x: Tensor) -> Tensor:
+        return run_linears(options, x, (), tensors)
+
+    y = computed(x) if layout is None else parallel.spread(computed, x, layout)
+    return y if drops else dropped(module, match, y)
+
+
+def _options(module: Any, block: Block, level: str, drops: dict[str, Any]) -> Options:
+    keys = {"mlp": PLAIN, "linear_act": LINEAR, "gated_mlp": GATED}[block.kind]
+    linears = Linears(PACKED if block.packed == "gate" else keys)
+    return Options(
+        *(block.kind, block.kind, linears, block.activation),
+        save=level,
+        chunks=levels.chunks_of(module.chunks),
+        approximate=level == "preact" and getattr(module, "approximate", False),
+        **drops,
+    )
+
+
+def _shares(module: nn.Module, x: Tensor) -> bool:
+    """Whether a linear and its activation are layers that save a recipe of this input."""
+    kinds = [type(layer) for layer in module._modules.values()]
+    are_all = (any(issubclass(k, one) for k in kinds) for one in (SharedLinear, SharedActivation))
+    return len(kinds) > 1 and all(are_all) and recipe_of(x) is not None
 
 
 def of_chunks(chunks: int | None) -> list[str]:

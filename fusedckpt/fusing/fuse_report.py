@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from fusedckpt.autograd import dispatch
-from fusedckpt.fusing import left, reasons
+from fusedckpt.fusing import reasons
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
-from fusedckpt.fusing.match_sequentials import blocks_of
+from fusedckpt.fusing.match_mlps import blocks_of
 from fusedckpt.fusing.whole import Whole, whole
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.sequential import Sequential
@@ -31,10 +31,8 @@ class FuseReport:
     left: why it was not swapped; kinds: "norm", "mlp", "experts", "linear", "attention" or "head";
     classes: of modules left, the class; shared: of linears and activations that save the recipe of
     their input, where a fused norm made it, the class; saved: of fused modules, the bytes per token
-    saved for backward before and now, the input included, measured on meta tensors at the module's
-    widths and dtype (missing for attention, and where it cannot run on them).
-
-    `fallbacks` tells which of them have not run fused since.
+    saved for backward before and now, the input included, measured on meta tensors (missing for
+    attention, and where it cannot run on them).
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -54,15 +52,9 @@ class FuseReport:
         Counts calls with gradients since `fuse`; for blocks of a Sequential, their state now. Empty
         once the model is gone.
         """
-        model = self._model[0]() if self._model else None
-        if model is None:
-            return {}
-        known = {**self.swapped, **self.already}
-        now = {
-            name: reason_now(module, inner)
-            for name, module, inner, _ in parts(model)
-            if name in known
-        }
+        model, known = self._model[0]() if self._model else None, {**self.swapped, **self.already}
+        named = [] if model is None else [one for one in parts(model) if one[0] in known]
+        now = {name: reason_now(module, inner) for name, module, inner, _ in named}
         return {name: reason for name, reason in now.items() if reason is not None}
 
     @property
@@ -121,7 +113,7 @@ class FuseReport:
         counts = Counter(self.shared.values())
         lines += [f"  {n:4d} x {kind} -> saves the norm's input" for kind, n in counts.items()]
         left = {name: (self.classes[name], reason) for name, reason in self.left.items()}
-        lines += [f"  left {line}" for line in _grouped(left)]
+        lines += [f"  left {line}" for line in _grouped(left, {})]
         return "\n".join([*lines, *self._unfused()])
 
     def _unfused(self) -> Iterator[str]:
@@ -134,8 +126,7 @@ class FuseReport:
             if why:
                 yield f"{what}: {len(why)} of {len(known)}"
             groups = {name: (known[name], reason) for name, reason in why.items()}
-            costs = {name: self.saved.get(name) for name in groups}
-            yield from (f"  {line}" for line in _grouped(groups, costs))
+            yield from (f"  {line}" for line in _grouped(groups, {**self.saved}))
 
     def _row(self, kind: str) -> str:
         names = [name for name, one in self.kinds.items() if one == kind]
@@ -147,19 +138,16 @@ class FuseReport:
 
 
 def _grouped(
-    groups: dict[str, tuple[str, str]], costs: dict[str, tuple[float, float] | None] | None = None
+    groups: dict[str, tuple[str, str]], costs: dict[str, tuple[float, float] | None]
 ) -> Iterator[str]:
     """Yield a line for every pair of a class or change and a reason, the most frequent first."""
     for group, count in Counter(groups.values()).most_common():
-        what, reason = group
-        names = [name or "root" for name, one in groups.items() if one == group]
+        names = [name for name, one in groups.items() if one == group]
         others = f" and {count - 1} more" if count > 1 else ""
-        cost = ""
-        if costs is not None:
-            pairs = [costs[name] for name, one in groups.items() if one == group]
-            more = round(sum(pair[0] - pair[1] for pair in pairs if pair is not None))
-            cost = f": up to {more:,} bytes per token more" if more else ""
-        yield f"{count} x {what}: {reason} ({names[0]}{others}){cost}"
+        pairs = (costs.get(name) for name in names)
+        more = round(sum(pair[0] - pair[1] for pair in pairs if pair is not None))
+        cost = f": up to {more:,} bytes per token more" if more else ""
+        yield f"{count} x {group[0]}: {group[1]} ({names[0] or 'root'}{others}){cost}"
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Part]]:
@@ -182,9 +170,7 @@ def reason_now(module: nn.Module, inner: str) -> str | None:
     # which blocks there are it finds anew in every call
     if inner in blocks_of(module, module.save):
         return None
-    return dict(left.apart(module)).get(
-        inner, f"{inner} no longer forms a block with the layers after it"
-    )
+    return dict(reasons.apart(module)).get(inner, f"{inner} forms no block with its neighbours now")
 
 
 def _dropping(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -1,42 +1,49 @@
-"""State that a module's forward depends on, besides parameters and input, and checks that it still
-holds.
+"""State that a module's forward depends on, besides parameters and input: recorded, then compared.
 
 A forward is proven equal for the state that it read: classes, numbers, flags and callables of the
-module and its children. That state is stored by name, and compared in every call.
+module and its children. Copies of the modules, of subclasses over meta tensors, record it:
+immutable attributes are the module's own, mutable ones are copied, and at one that cannot be copied
+the forward is stopped. The state is stored by name, and compared in every call.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 import types
-from collections.abc import Collection
-from functools import partial
+from collections import deque
+from collections.abc import Collection, Sequence
+from functools import cache, partial
+from inspect import getattr_static
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.adapters import base_of, is_dequantising
-
-Path = tuple[str, ...]
+from fusedckpt.fusing.replica import Path, replica
+from fusedckpt.layers.styles import style_of
 
 _SIMPLE = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
+_CONTAINERS = (list, dict, set, deque)
 # the value of a missing attribute
 MISSING = "no value"
-
+# attributes that every module has, and those by which modules call each other
+_OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
+_LOG = "_fusedckpt_log"
 # the attribute of a swapped module that has its `Original`
 MARK = "_fusedckpt_original"
 
 
 class Part(NamedTuple):
-    """The entry in reports for a swapped module, or a block of a swapped Sequential.
+    """A swapped module, or a block of a swapped Sequential, and its bytes per token, if known.
 
-    saved: bytes saved per token before and now, None if unknown.
+    saved: before and now.
     """
 
     kind: str
@@ -45,10 +52,7 @@ class Part(NamedTuple):
 
 
 class Original(NamedTuple):
-    """The class that a swapped module had, the attributes to delete, and its parts.
-
-    parts: by their names below the module, "" for the module itself.
-    """
+    """The class that a swapped module had, the attributes to delete, and its parts by name."""
 
     kind: type[nn.Module]
     attributes: tuple[str, ...]
@@ -80,12 +84,13 @@ class Held(NamedTuple):
     """The state of one module that must not change.
 
     path: names of the children that lead to it; kind: its class, None for the swapped module
-    itself; children: how many it has; reads: names of attributes, one of the other, and the value.
+    itself; children: how many it has, None for any number; reads: names of attributes, one of the
+    other, and the value.
     """
 
     path: Path
     kind: type[nn.Module] | None
-    children: int
+    children: int | None
     reads: tuple[tuple[Path, Any], ...]
 
 
@@ -107,9 +112,7 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
     """Return the module at a path of names, below adapters; None if there is none."""
     found: nn.Module | None = module
     for name in path:
-        if found is None:
-            return None
-        found = found._modules.get(name)
+        found = None if found is None else found._modules.get(name)
         if found is not None and "base_layer" in found._modules:
             found = base_of(found)
     return found
@@ -125,11 +128,11 @@ def broken(
     """
     for path, kind, children, reads in held:
         part = child_at(module, path)
-        if part is None or (kind is not None and _kind(part) is not kind):
+        if part is None or (kind is not None and kind is not _kind(part)):
             return "child", ".".join(path)
         if kind is not None and path not in watched and has_hooks(part):
             return "hook", ".".join(path)
-        if len(part._modules) != children:
+        if children is not None and len(part._modules) != children:
             return "child", ".".join(path)
         for names, value in reads:
             found: Any = part
@@ -145,3 +148,138 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     if is_dequantising(module):
         return nn.Linear
     return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)
+
+
+class Stopped(Exception):
+    """A forward did something that a recording cannot cover; the message names it."""
+
+
+class Log:
+    """Reads and writes by the copies of one module tree, and the tensors that they hold."""
+
+    def __init__(self) -> None:
+        self.reads: dict[Path, dict[Path, Any]] = {}
+        self.containers: list[tuple[str, Any, Any]] = []
+        self.parameters: dict[int, tuple[Path, Tensor]] = {}
+        self.kinds: dict[Path, tuple[type[nn.Module], int]] = {}
+        # the rates of the calls of F.dropout
+        self.dropped: list[float] = []
+        self.stop: str | None = None
+
+    def stopped(self, reason: str) -> Stopped:
+        """Remember the first reason, and return the exception to raise."""
+        self.stop = self.stop or reason
+        return Stopped(reason)
+
+    def read(self, spy: Any, name: str, value: Any) -> Any:
+        """Note an attribute's value, and return the one that the forward gets."""
+        path, before = object.__getattribute__(spy, "__dict__")[_LOG][1:]
+        names = (*before, name)
+        reads, where = self.reads.setdefault(path, {}), ".".join(path + names)
+        if is_simple(value) or is_function(value):
+            reads[names] = value
+            return value
+        items = value.items() if isinstance(value, dict) else value
+        if type(value) in _CONTAINERS and all(is_simple(i) or is_function(i) for i in items):
+            reads[names], given = copy.copy(value), copy.copy(value)
+            self.containers.append((where, reads[names], given))
+            return given
+        is_object = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor))
+        # the flag of classes that Python code defines
+        if len(names) < 3 and is_object and type(value).__flags__ & (1 << 9):
+            clone = object.__new__(_spying(_Spy, type(value)))
+            vars(clone).update(vars(value), **{_LOG: (self, path, names)})
+            return clone
+        raise self.stopped(f"its forward reads {where}, a {type(value).__name__} that may change")
+
+
+def held_by(logs: Sequence[Log], leave: Collection[tuple[Path, str]] = ()) -> tuple[Held, ...]:
+    """Return the state that runs of one module tree have read, without some attributes."""
+    found = []
+    for path, (kind, children) in logs[0].kinds.items():
+        reads = {names: value for log in logs for names, value in log.reads.get(path, {}).items()}
+        kept = ((n, v) for n, v in sorted(reads.items()) if (path, n[0]) not in leave)
+        found.append(Held(path, kind if path else None, children, tuple(kept)))
+    return tuple(found)
+
+
+class _Spy:
+    """Base class that records which attributes of an object its methods read and write."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in _OF_MODULES or name.startswith("__") or name == _LOG:
+            return found
+        attributes = object.__getattribute__(self, "__dict__")
+        if name not in attributes:
+            static = getattr_static(type(self), name, None)
+            # attributes computed from others, and methods
+            if static is None or hasattr(type(static), "__get__"):
+                return found
+        return attributes[_LOG][0].read(self, name, found)
+
+    def __getattr__(self, name: str) -> Any:
+        found: Any = MISSING
+        try:
+            # where a module has its parameters; plain objects have no such method
+            found = super().__getattr__(name)  # type: ignore[misc]
+            return found
+        finally:
+            # an attribute that is missing, or a bias that is None, may be set later
+            if (found is MISSING or found is None) and not name.startswith("__"):
+                object.__getattribute__(self, "__dict__")[_LOG][0].read(self, name, found)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        log, path, before = object.__getattribute__(self, "__dict__")[_LOG]
+        raise log.stopped(f"its forward sets {'.'.join((*path, *before, name))}")
+
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)
+
+
+class _SpyModule(_Spy):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # past the hooks on all modules
+        return self.forward(*args, **kwargs)  # type: ignore[attr-defined]  # of the module's class
+
+
+@cache
+def _spying(spy: type, kind: type) -> type:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (spy, kind), names)
+
+
+def spied(
+    module: nn.Module,
+    log: Log,
+    dtype: torch.dtype | None,
+    training: bool,
+    rate: tuple[Path, float] | None,
+) -> Any:
+    """Return a copy of a module tree over meta tensors; shared modules are copied once per place.
+
+    dtype: of all floating parameters and buffers, their own if None; rate: the path of a dropout
+    rate and its value. While training, all others are 0.
+    """
+
+    def meta(given: Tensor) -> Tensor:
+        to = dtype if dtype is not None and given.is_floating_point() else given.dtype
+        return torch.empty(tuple(given.shape), dtype=to, device="meta")
+
+    def parameter(given: Tensor, path: Path) -> Tensor:
+        made = nn.Parameter(meta(given), requires_grad=given.is_floating_point())
+        log.parameters[id(made)] = path, made
+        return made
+
+    def enter(part: nn.Module, path: Path) -> tuple[type, dict[str, Any]]:
+        is_watched = has_hooks(part) and style_of(part) is None
+        if path and (is_watched or type(part).__call__ is not nn.Module.__call__):
+            what = "a hook, a replaced forward or a __call__ of its own"
+            raise log.stopped(f"{'.'.join(path)} has {what}")
+        log.kinds[path] = type(part), len(part._modules)
+        buffers = {n: None if b is None else meta(b) for n, b in part._buffers.items()}
+        return _spying(_SpyModule, type(part)), {_LOG: (log, path, ()), "_buffers": buffers}
+
+    dropping, value = rate or ((), 0.0)
+    rates = (lambda path: value if path == dropping else 0.0) if training else None
+    return replica(module, parameter, training=training, rate=rates, enter=enter)

@@ -16,14 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.private import pytree, schema_of
 from fusedckpt.fusing.held import Block, Weight
-from fusedckpt.fusing.recording import FOREIGN_OP, Node, Recording, record, walk
+from fusedckpt.fusing.recording import Node, Recording, record, walk
 from fusedckpt.fusing.replica import takes_one, undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8
-NONE = "is no activation that can be fused"
-FOREIGN = "its forward reads a tensor that is neither its input nor a parameter"
 # functions of single elements that are lines
 _LINES = frozenset(("_to_copy", "add", "clone", "copy", "div", "mul", "neg", "rsub", "sub"))
 
@@ -33,46 +31,36 @@ def block_of(recording: Recording) -> Block | str:
     y = recording.y
     if y is None:
         return str(recording.reason)
-    shape, result = recording.shapes
-    if len(shape) != len(result) or shape[:-1] != result[:-1]:
-        return f"its result has the shape {[*result]} for an input of {[*shape]}"
-    if len({*recording.dtypes}) > 1:
-        return f"its result is {recording.dtypes[1]} for an input of {recording.dtypes[0]}"
-    if y.kind == "x":
-        return "it returns its input"
+    (shape, result), dtypes = recording.shapes, recording.dtypes
+    if (shape[:-1], dtypes[0]) != (result[:-1], dtypes[1]):
+        return f"its result is {dtypes[1]} {[*result]} for an input of {dtypes[0]} {[*shape]}"
     rows, last = (y.of[0], [y]) if y.kind == "product" else (y, [])
     found = _leaves(rows)
     products = [leaf.of[0] if leaf.kind == "part" else leaf for leaf in found]
-    if rows.kind == "point" and found and all(map(_reads_x, products)):
+    if rows.kind == "point" and all(p.kind == "product" and p.of[0].kind == "x" for p in products):
+        block = None
         if len(found) == 1 and found == products:
-            return _with_activation(rows, found[0], last)
-        if len(found) == 2:
-            return _gated(rows, found, products, last)
-    strange = _strange(y)
-    if strange is not None:
-        return strange
-    if not last:
-        return f"after its last linear it computes {_ops(y)}"
-    if rows.kind == "product":
-        return "it has no activation between its linears"
-    return "its linears are not called one after the other, as in an MLP"
+            block = _with_activation(rows, found[0], last)
+        elif len(found) == 2 and last:
+            block = _gated(rows, found, products, last)
+        if block is not None:
+            return block
+    ops = [one for one in recording.nodes if one.kind in ("point", "other")]
+    names = dict.fromkeys(one.name.rstrip("_") for one in ops)
+    return (
+        f"its forward computes {', '.join(names) or 'linears alone'}, not as an MLP that is fused"
+    )
 
 
-def _reads_x(node: Node) -> bool:
-    return node.kind == "product" and node.of[0].kind == "x"
-
-
-def _with_activation(h: Node, z: Node, last: list[Node]) -> Block | str:
+def _with_activation(h: Node, z: Node, last: list[Node]) -> Block | None:
     name = _looked_up(h, z)
     if name in (None, "identity"):
-        return f"{_ops(h)} {NONE}"
+        return None
     kind = "mlp" if last else "linear_act"
     return Block(kind, tuple(map(_weight, [z, *last])), str(name))
 
 
-def _gated(h: Node, found: list[Node], products: list[Node], last: list[Node]) -> Block | str:
-    if not last:
-        return "no linear follows its gate"
+def _gated(h: Node, found: list[Node], products: list[Node], last: list[Node]) -> Block | None:
     for gate, up in (found, found[::-1]):
         name = _looked_up(h, gate, up)
         if name in (None, "identity"):
@@ -84,21 +72,8 @@ def _gated(h: Node, found: list[Node], products: list[Node], last: list[Node]) -
         if products[0] is products[1] and halves == [(0, half), (half, 2 * half)]:
             first = "gate" if gate.span == halves[0] else "up"
             return Block("gated_mlp", (_weight(products[0]), _weight(last[0])), name, first)
-        return "its gate and up are not consecutive halves of one weight"
-    return f"{_ops(h)} {NONE}"
-
-
-def activation_by(recording: Recording) -> str | None:
-    """Return the activation that a recorded forward is, None for any other."""
-    y = recording.y
-    if y is None or y.kind not in ("x", "point") or any(one.kind != "x" for one in _leaves(y)):
         return None
-    return _looked_up(y, *_leaves(y))
-
-
-def is_foreign(recording: Recording) -> bool:
-    """Whether a recorded forward reads a tensor that is neither its input nor a parameter."""
-    return any(node.op == FOREIGN_OP for node in recording.nodes)
+    return None
 
 
 def is_bent(recording: Recording) -> bool:
@@ -128,32 +103,6 @@ def _weight(product: Node) -> Weight:
 def _leaves(y: Node) -> list[Node]:
     """Return the nodes that make a node by ops on single elements: products, parts and others."""
     return [node for node in walk(y, "point") if node.kind not in ("point", "number")]
-
-
-def _ops(y: Node) -> str:
-    """Name the ops on single elements that make a node, the first one first."""
-    points = (node for node in walk(y, "point") if node.kind == "point")
-    return ", ".join(dict.fromkeys(one.op.overloadpacket.__name__.rstrip("_") for one in points))
-
-
-def _strange(y: Node) -> str | None:
-    """Describe the part of a forward that no block has, None where all of it is known."""
-    seen = walk(y)
-    others = [node for node in seen if node.kind == "other"]
-    if others:
-        # the first ones: the nodes that they make are strange, too
-        sources = [node for node in others if all(one.kind != "other" for one in node.of)]
-        if any(isinstance(node.op, str) for node in sources):
-            return FOREIGN
-        return f"its forward computes {', '.join(dict.fromkeys(map(_described, sources)))}"
-    if any(node.kind != "product" and any(one.kind == "x" for one in node.of) for node in seen):
-        return "its forward uses its input outside its linears"
-    return None
-
-
-def _described(node: Node) -> str:
-    paths = [".".join(one.path) for one in node.of if one.kind == "weight"]
-    return f"{node.name} of {', '.join(paths)}" if paths else node.name
 
 
 @cache

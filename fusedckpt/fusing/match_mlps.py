@@ -15,15 +15,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.fusing import adapters, left, reasons
+from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.forwards import RERUN, FusedMLP, Recomputed, Swap, of_chunks
-from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
+from fusedckpt.fusing.held import Block, Held, Weight, child_at, held_by
 from fusedckpt.fusing.layouts import block_of, is_bent
 from fusedckpt.fusing.operands import MLPMatch
 from fusedckpt.fusing.recording import Node, Recording, record
-from fusedckpt.fusing.replica import rates_of, takes_one
-from fusedckpt.fusing.spying import held_by
+from fusedckpt.fusing.replica import Path, rates_of, takes_one
 from fusedckpt.fusing.subclass import subclass
+from fusedckpt.kernels.activations import name_of
+from fusedckpt.layers.sequential import Sequential, runs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE = (2, 3)
@@ -58,7 +59,7 @@ def recomputed_swap(module: nn.Module) -> Swap | None:
 
     Its forward takes one tensor, reads only parameters and simple state, and writes nothing.
     """
-    if not _may_be(module) or left.holds(module) != "mlp" or left.of_parts(module) is not None:
+    if not _may_be(module) or reasons.kind_of(module) != "mlp" or reasons.of_parts(module):
         return None
     found = [_first_recording(module)]
     if found[0].y is None:
@@ -68,7 +69,7 @@ def recomputed_swap(module: nn.Module) -> Swap | None:
     # a forward that draws in training draws the same again
     if any(one.y is None for one in found) or shape[:-1] != found[0].shapes[1][:-1]:
         return None
-    match = MLPMatch(RERUN, held_by([one.log for one in found]), (), None, dtypes=())
+    match = MLPMatch(RERUN, held_by([one.log for one in found]))
     change = f"{type(module).__name__} -> recomputed"
     to = subclass(Recomputed, type(module))
     return Swap("mlp", change, to, {"_fusedckpt_match": match}, features=shape[-1:], is_sized=True)
@@ -106,23 +107,21 @@ def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str:
         "linear_act", (Weight(("base_layer", "weight"), bias, is_transposed),), "identity"
     )
     held = (Held(("base_layer",), type(base), 0, ()),)
-    return _swap(module, MLPMatch(block, held, (), None, dtypes=_DTYPES), save, chunks)
+    return _swap(module, MLPMatch(block, held, _DTYPES), save, chunks)
 
 
 def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> Swap:
-    block = match.block
+    block, first = match.block, match.block.linears[0]
     details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
     details += ["weights as [in, out]"] if any(one.transposed for one in block.linears) else []
     details += of_chunks(chunks) if block.kind != "linear_act" else []
     name = "LoRA" if adapters.is_lora(module) else type(module).__name__
-    first = block.linears[0]
-    shape = module.get_parameter(".".join(first.weight)).shape
     return Swap(
         "linear" if block.kind == "linear_act" else "mlp",
         f"{name} -> {block.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
         {"_fusedckpt_match": match, "save": save, "chunks": chunks},
-        features=(shape[0] if first.transposed else shape[1],),
+        features=(module.get_parameter(".".join(first.weight)).shape[not first.transposed],),
         is_sized=True,
     )
 
@@ -141,10 +140,8 @@ def _may_be(module: nn.Module) -> bool:
 
 def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
     """Whether a child has all parameters and is itself a block, to be swapped instead."""
-    own = {id(p) for p in parent.parameters()}
-    if own != {id(p) for p in child.parameters()} or not _may_be(child):
-        return False
-    return isinstance(_match(child), MLPMatch)
+    has_all = {*parent.parameters()} == {*child.parameters()}
+    return has_all and _may_be(child) and isinstance(_match(child), MLPMatch)
 
 
 def _match(module: nn.Module) -> MLPMatch | str | None:
@@ -155,7 +152,7 @@ def _match(module: nn.Module) -> MLPMatch | str | None:
     first = _first_recording(module)
     block = block_of(first)
     if isinstance(block, str):
-        is_one = left.holds(module) or (is_bent(first) and left.activates(module))
+        is_one = reasons.kind_of(module) or (is_bent(first) and reasons.acts_beside(module))
         return block if is_one else None
     width = first.shapes[0][-1:]
     found = [first]
@@ -202,10 +199,9 @@ def _with_dropouts(
         if not dropped.keys() & places:
             dropped |= dict.fromkeys(places, rate)
     inside = tuple(rate for rate in rates if rate not in dropped.values())
-    last, rate = dropped.get("last", (None, "p"))
-    hidden, _ = dropped.get("hidden", (None, ""))
     held = held_by(logs, rates)
-    return MLPMatch(block, held, inside, last, dtypes=dtypes, hidden=hidden, last_rate=rate)
+    hidden, last = dropped.get("hidden"), dropped.get("last")
+    return MLPMatch(block, held, dtypes, inside, hidden=hidden, last=last)
 
 
 def _dropped_by(
@@ -243,3 +239,27 @@ def _is_probability(module: nn.Module, shape: tuple[int, ...], rate: Path) -> bo
 def _is_dropped(node: Node) -> bool:
     is_product = node.kind == "point" and node.name.rstrip("_") == "mul" and len(node.of) == 2
     return is_product and node.of[1].kind == "number" and node.of[1].name == "zeros"
+
+
+def blocks_of(
+    parent: nn.Sequential, save: str, chunks: int | None = None
+) -> dict[str, tuple[list[Any], Swap]]:
+    """Return the layers of every block, and the swap of a Sequential of these alone.
+
+    A block goes by its linear's name, as its norm may be swapped too.
+    """
+    names, layers = list(parent._modules), list(parent._modules.values())
+    found = {}
+    for run in runs(layers):
+        if run.kind == "layer":
+            continue
+        inside = run.of(layers)
+        place = next(i for i, layer in enumerate(inside) if isinstance(layer, nn.Linear))
+        parts = [name_of(layer) or f"nn.{type(layer).__name__}" for layer in inside]
+        kind = "mlp" if run.kind == "mlp" else "linear"
+        change = f"{' + '.join(parts)} -> {run.kind}"
+        change += f" ({of_chunks(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
+        features = (inside[place].in_features,)
+        swap = Swap(kind, change, Sequential, {"save": save, "chunks": chunks}, features=features)
+        found[names[run.start + place]] = inside, swap
+    return found

@@ -18,12 +18,11 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.blocks.eager import forcing
-from fusedckpt.fusing import left
-from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap, normalised
-from fusedckpt.fusing.layouts import FOREIGN, is_foreign
-from fusedckpt.fusing.recording import Recording, record
-from fusedckpt.fusing.replica import Draw, call, replica, takes_one, undisturbed
-from fusedckpt.fusing.spying import held_by
+from fusedckpt.fusing import reasons
+from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap, call, normalised
+from fusedckpt.fusing.held import held_by
+from fusedckpt.fusing.recording import FOREIGN_OP, Recording, record
+from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
@@ -48,63 +47,48 @@ def norm_swap(module: nn.Module) -> Swap | str | None:
     """Return how a norm is swapped, the reason why it cannot be, or None for other modules."""
     if isinstance(module, (RMSNorm, LayerNorm)):
         return None
-    kind = type(module).__name__
+    kind = type(module)
     for original, ours, attributes in (
         (nn.RMSNorm, RMSNorm, {"offset": 0.0, "cast": "torch"}),
         (nn.LayerNorm, LayerNorm, {}),
     ):
-        if isinstance(module, original) and type(module).forward is original.forward:
-            return _of_torch(module, original, ours, attributes)
-    swap = _of_any_class(module, kind)
-    if swap is None and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
-        return f"{kind} is a subclass of torch's with its own forward"
-    return swap
+        if isinstance(module, original) and kind.forward is original.forward:
+            if parametrize.is_parametrized(module):
+                return "its weights are parametrized"
+            change = f"{'nn.' if kind is original else ''}{kind.__name__} -> {ours.__name__}"
+            to = ours if kind is original else subclass(ours, kind)
+            features: Any = tuple(module.normalized_shape)  # type: ignore[arg-type]  # of torch's norms
+            return Swap("norm", change, to, attributes, features=features)
+    return _of_any_class(module)
 
 
-def _of_torch(
-    module: Any, original: type[nn.Module], ours: type[nn.Module], attributes: dict[str, Any]
-) -> Swap | str:
-    kind = type(module)
-    if parametrize.is_parametrized(module):
-        return f"{kind.__name__}: its weights are parametrized"
-    is_plain = kind is original
-    change = f"{'nn.' if is_plain else ''}{kind.__name__} -> {ours.__name__}"
-    to = ours if is_plain else subclass(ours, kind)
-    return Swap("norm", change, to, attributes, features=tuple(module.normalized_shape))
-
-
-def _of_any_class(module: nn.Module, kind: str) -> Swap | str | None:
+def _of_any_class(module: nn.Module) -> Swap | str | None:
     weights = [*module.parameters(recurse=False)]
-    given = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    if module._modules or len(given) > 2 or not _has_own_forward(type(module)):
+    names = [*dict(module.named_parameters(recurse=False, remove_duplicate=False))]
+    if module._modules or len(names) > 2 or not _has_own_forward(type(module)):
         return None
     if any(w.dim() > 1 or w.numel() == 0 for w in weights) or not takes_one(module):
         return None
-    eps = next((n for n in _EPSILONS if _is_number(getattr(module, n, None))), None)
+    eps = next((n for n in _EPSILONS if type(getattr(module, n, None)) in (int, float)), None)
     width = _width(module, weights)
     recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
     if stop is not None:
-        return f"{kind}: {stop}" if eps is not None or left.holds(module) == "norm" else None
-    ops = _ops(recordings[0])
-    is_norm = _normalises(recordings[0], ops) or bool(weights and eps is not None)
-    if any(is_foreign(recording) for recording in recordings):
-        return f"{kind}: {FOREIGN}" if is_norm else None
+        return stop if eps is not None or reasons.kind_of(module) == "norm" else None
+    is_norm = _normalises(recordings[0]) or bool(weights and eps is not None)
+    if any(node.op == FOREIGN_OP for one in recordings for node in one.nodes):
+        return "its forward reads a tensor that is no parameter" if is_norm else None
     match = None
     if (is_norm or weights or eps is not None) and all(w.numel() > 1 for w in weights):
-        candidates = _candidates(module, recordings, [*given], eps, width=width)
-        match = _proven(_Draws(module, [*given], width), candidates)
+        candidates = _candidates(module, recordings, names, eps, width=width)
+        match = _proven(_Draws(module, names, width), candidates)
     if match is not None and not weights and not _shape(module):
         # a width that its code knows is no rule
         match = _proven(_Draws(module, [], width // 2), [match])
-    form = f"known form of {'LayerNorm' if ops & _CENTRES or len(given) > 1 else 'RMSNorm'}"
-    if match is None:
-        # norm_swap's reason for torch's subclasses says more
-        is_norm = is_norm and not isinstance(module, (nn.RMSNorm, nn.LayerNorm))
-        return f"{kind} is not a {form}" if is_norm else None
     own = weights[0].dtype if weights else torch.float32
-    if (own, own) not in match.dtypes:
-        return f"{kind} is a {form}, but not in {own}"
+    if match is None or (own, own) not in match.dtypes:
+        other = f"its forward is no LayerNorm or RMSNorm that is fused, in {own}"
+        return other if is_norm or match is not None else None
     return _swap(module, match, recordings, width)
 
 
@@ -140,10 +124,6 @@ def _has_own_forward(kind: type[nn.Module]) -> bool:
     return not by.__module__.startswith("torch.")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _ops(recording: Recording) -> set[str]:
     """Return the names of the ops that make a forward's result, a root by pow as "rsqrt"."""
     return {
@@ -153,8 +133,9 @@ def _ops(recording: Recording) -> set[str]:
     }
 
 
-def _normalises(recording: Recording, ops: set[str]) -> bool:
+def _normalises(recording: Recording) -> bool:
     """Whether a forward divides by a root of a mean, and leaves the shape."""
+    ops = _ops(recording)
     is_scaled = bool(ops & _STATISTICS or (ops & _MEANS and ops & _ROOTS))
     return is_scaled and recording.shapes[0] == recording.shapes[1]
 

@@ -2,60 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 
 from torch import nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.forwards import FusedNorm, Swap
-from fusedckpt.fusing.fuse_report import FuseReport, join
+from fusedckpt.fusing.fuse_report import join
 from fusedckpt.fusing.held import MARK, Block
 from fusedckpt.fusing.layouts import is_activation
+from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, SharedProduct
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.wanted import Wanted
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
 
-def shared_swaps(
-    modules: Mapping[str, nn.Module],
-    swaps: Sequence[tuple[nn.Module, Swap]],
-    inside: Set[nn.Module],
-    wanted: Wanted,
-    save: str,
-) -> dict[str, Swap]:
-    """Return the swaps of linears and activations that may read a norm's recipe."""
+def find_shared(search: Search) -> None:
+    """Find linears and activations that may read a norm's recipe.
+
+    A layer whose linears and activations do is not left.
+    """
+    modules, report = search.modules, search.report
     norms = (LayerNorm, RMSNorm, FusedNorm)
-    kinds = [*map(type, modules.values()), *(swap.to for _, swap in swaps)]
+    kinds = [*map(type, modules.values()), *(swap.to for _, swap in search.swaps)]
     if not any(issubclass(kind, norms) for kind in kinds):
-        return {}
-    seen = {*inside, *(one for one, _ in swaps)}
-    for one, swap in swaps:
+        return
+    seen = {*search.inside, *(one for one, _ in search.swaps)}
+    for one, swap in search.swaps:
         # its blocks are told by the classes of its layers
         seen.update(one.children() if issubclass(swap.to, Sequential) else ())
     found = {}
     for name, module in modules.items():
         if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):
             seen.update(module.modules())
-        if module in seen or module._modules or not wanted.may_share(name):
+        if module in seen or module._modules or not search.may_share(name):
             continue
         to = _shared(module)
         if to is not None:
-            attributes = {"_fusedckpt_save": save} if issubclass(to, SharedLinear) else {}
-            found[name] = Swap("linear", "", to, attributes, features=())
-    is_read = any(issubclass(swap.to, SharedProduct) for swap in found.values())
-    return found if is_read else {}
-
-
-def report_shared(
-    modules: Mapping[str, nn.Module], shared: Mapping[str, Swap], report: FuseReport
-) -> None:
-    """Add the layers that save a recipe of their input; a layer of such layers is not left."""
-    report.shared.update((name, type(modules[name]).__name__) for name in shared)
-    for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], shared)]:
+            attributes = {"_fusedckpt_save": search.save} if issubclass(to, SharedLinear) else {}
+            found[name] = Swap("linear", "", to, attributes)
+    if not any(issubclass(swap.to, SharedProduct) for swap in found.values()):
+        return
+    report.shared.update((name, type(modules[name]).__name__) for name in found)
+    for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], found)]:
         del report.left[name], report.kinds[name], report.classes[name]
+    search.swaps += [(modules[name], swap) for name, swap in found.items()]
 
 
 def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:

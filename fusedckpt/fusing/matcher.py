@@ -12,9 +12,8 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, experts, reasons, verification
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Block, Part, is_simple
-from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap, recomputed_swap
+from fusedckpt.fusing.match_mlps import blocks_of, lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
-from fusedckpt.fusing.match_sequentials import blocks_of
 from fusedckpt.kernels.codes import APPROXIMATE
 from fusedckpt.layers.styles import style_of, unwrapped
 
@@ -31,11 +30,9 @@ class Matcher:
         self.known: dict[Hashable, Swap | str | None] = {}
 
     def of(self, module: nn.Module, kind: str) -> Swap | str | None:
-        """Return how a norm or MLP is swapped, why it cannot be, or None for another module."""
+        """Return how a module is swapped, why it cannot be, or None for one of another kind."""
         # a linear, or a module that must not be run
-        if adapters.is_dequantising(module) or any(
-            reasons.of_storage(layer) is not None for layer in module.modules()
-        ):
+        if adapters.is_dequantising(module) or any(map(reasons.of_storage, module.modules())):
             return None
         bare = adapters.rebuilt(module, adapters.bare)
 
@@ -44,33 +41,27 @@ class Matcher:
                 swap = norm_swap(bare)
             elif kind == "experts":
                 swap = experts.experts_swap(module, self.save, self.chunks)
-                if isinstance(swap, str):
-                    return swap
             else:
-                swap = (lora_swap if kind == "lora" else mlp_swap)(bare, self.save, self.chunks)
+                swap = (lora_swap if kind == "linear" else mlp_swap)(bare, self.save, self.chunks)
+            if isinstance(swap, str) and kind == "mlp":
+                return self._rerun(module, bare) or swap
             if not isinstance(swap, Swap):
-                return (self._rerun(module, kind) if isinstance(swap, str) else None) or swap
-            layers = list(module.modules())
-            obstacle = _of_adapters(module) or unfit(module, swap.attributes, layers)
+                return swap
+            obstacle = _of_adapters(module) or unfit(module, swap.attributes, [*module.modules()])
             return obstacle or self._check(adapters.rebuilt(module, adapters.dense), swap)
 
         return self._once((kind, adapters.described(module)), bare, find)
 
-    def _rerun(self, module: nn.Module, kind: str) -> Swap | None:
+    def _rerun(self, module: nn.Module, bare: nn.Module) -> Swap | None:
         """Return the swap of an MLP that no program computes, where it saves much less."""
-        if (
-            kind != "mlp"
-            or isinstance(module, nn.Sequential)
-            or self.save != "inputs"
-            or adapters.rebuilt(module, adapters.bare) is not module
-        ):
+        if isinstance(module, nn.Sequential) or self.save != "inputs" or bare is not module:
             return None
         swap = recomputed_swap(module)
-        if swap is None or unfit(module, swap.attributes, list(module.modules())) is not None:
+        if swap is None or unfit(module, swap.attributes, [*module.modules()]) is not None:
             return None
         found = self._check(module, swap)
-        part = found.parts[""] if isinstance(found, Swap) else None
-        is_worth = part is not None and part.saved is not None and part.saved[1] < part.saved[0] / 2
+        saved = found.parts[""].saved if isinstance(found, Swap) else None
+        is_worth = saved is not None and saved[1] < saved[0] / 2
         return found if is_worth and isinstance(found, Swap) else None
 
     def checked(self, module: nn.Module, swap: Swap) -> Swap | str:
@@ -154,10 +145,9 @@ def _of_adapters(module: nn.Module) -> str | None:
 
 def unfit(module: nn.Module, attributes: dict[str, Any], layers: list[Any]) -> str | None:
     """Return why this module cannot be swapped, None if it can."""
-    kind = type(module).__name__
     if "forward" in module.__dict__:
-        return f"the forward of the {kind} was replaced"
-    for attribute in attributes:
-        if hasattr(module, attribute):
-            return f"the {kind} has an attribute {attribute} already"
-    return next(filter(None, map(reasons.of_layer, [module, *layers])), None)
+        return "its forward was replaced"
+    taken = next(
+        (f"it has an attribute {one} already" for one in attributes if hasattr(module, one)), None
+    )
+    return taken or next(filter(None, map(reasons.of_layer, [module, *layers])), None)

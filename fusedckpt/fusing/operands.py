@@ -13,7 +13,8 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks.quantised import quantised
 from fusedckpt.fusing import adapters
-from fusedckpt.fusing.held import Block, Held, Path, Weight, child_at
+from fusedckpt.fusing.held import Block, Held, Weight, child_at
+from fusedckpt.fusing.replica import Path
 from fusedckpt.layers import fallbacks, parallel, styles
 from fusedckpt.layers.fallbacks import Fallback
 from fusedckpt.layers.parallel import Layout
@@ -22,47 +23,44 @@ from fusedckpt.layers.parallel import Layout
 Linear = tuple[Any, Tensor | None]
 
 
+# where a dropout's rate is: the path of a module, and its attribute
+Rate = tuple[Path, str]
+
+
 class MLPMatch(NamedTuple):
     """How an MLP, gated MLP or linear with its activation computes, and from which parameters.
 
-    held: state that must not change; rates: paths and names of dropout rates that must be 0 in
-    training; last: the path of the dropout of the result; dtypes: of the weights, for which the
-    match was verified; hidden: the path of the dropout of the last linear's input; last_rate: the
-    name of the rate at `last`, where a module with a number calls F.dropout.
+    held: state that must not change; dtypes: of the weights, for which the match was verified;
+    rates: dropout rates that must be 0 in training; hidden, last: the rates of the dropouts of the
+    last linear's input, and of the result.
     """
 
     block: Block
     held: tuple[Held, ...]
-    rates: tuple[tuple[Path, str], ...]
-    last: Path | None
-    dtypes: tuple[torch.dtype, ...]
-    # of those that were pickled without
-    hidden: Path | None = None
-    last_rate: str = "p"
+    dtypes: tuple[torch.dtype, ...] = ()
+    rates: tuple[Rate, ...] = ()
+    hidden: Rate | None = None
+    last: Rate | None = None
 
 
 def drops_of(module: nn.Module, match: MLPMatch) -> dict[str, Any]:
     """Return the dropouts that a fused call computes itself, from seeds.
 
-    None if only the result has a dropout: then the child runs, and draws as before.
+    None if only the result has a dropout: that one draws as before.
     """
-    hidden, last = _rate(module, match.hidden), _rate(module, match.last, match.last_rate)
-    return {"dropout": hidden, "output_dropout": last} if hidden else {}
+    hidden = _rate(module, match.hidden)
+    return {"dropout": hidden, "output_dropout": _rate(module, match.last)} if hidden else {}
 
 
-def _rate(module: nn.Module, path: Path | None, name: str = "p") -> float:
-    part: Any = None if path is None else child_at(module, path)
-    return getattr(part, name) if part is not None and part.training else 0.0
+def _rate(module: nn.Module, rate: Rate | None) -> float:
+    part: Any = None if rate is None else child_at(module, rate[0])
+    return getattr(part, rate[1]) if rate is not None and part.training else 0.0
 
 
 def dropped(module: nn.Module, match: MLPMatch, y: Tensor) -> Tensor:
     """Return a result after its dropout, which draws as before."""
-    part: Any = None if match.last is None else child_at(module, match.last)
-    if part is None:
-        return y
-    if isinstance(part, nn.Dropout):
-        return part(y)
-    return functional.dropout(y, getattr(part, match.last_rate), part.training)
+    rate = _rate(module, match.last)
+    return functional.dropout(y, rate) if rate else y
 
 
 def tensors_of(
@@ -76,14 +74,14 @@ def tensors_of(
     if match.hidden is not None and (layout is not None or not module.training):
         # on shards a result is dropped after it is summed; and a module that is not in training may
         # not call a dropout that is
-        rates = (*rates, (match.hidden, "p"))
+        rates = (*rates, match.hidden)
     for path, name in rates:
-        part: Any = child_at(module, path)
-        if part.training and getattr(part, name) > 0:
+        if _rate(module, (path, name)) > 0:
             return "dropout", ".".join(path) or name
-    if match.last is not None and match.last_rate != "p" and _is_mixed(module):
+    is_mixed = len({part.training for part in module.modules()}) > 1
+    if match.last is not None and match.last[1] != "p" and is_mixed:
         # the recording does not tell which module's mode its forward goes by
-        return "dropout", match.last_rate
+        return "dropout", match.last[1]
     if layout is None and not dispatch.are_plain(x):
         return fallbacks.unplain(x)
     if layout is not None and not parallel.takes(x, layout):
@@ -103,10 +101,6 @@ def tensors_of(
         biases = (None, None) if bias is None else bias.chunk(2)
         linears = [*zip(weight.chunk(2), biases, strict=True)][::-1] + [last]
     return linears
-
-
-def _is_mixed(module: nn.Module) -> bool:
-    return len({part.training for part in module.modules()}) > 1
 
 
 def layout_of(module: nn.Module, block: Block) -> Layout | None:

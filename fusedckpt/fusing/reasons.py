@@ -1,13 +1,20 @@
-"""Why a module was left, or ran its original forward, in words."""
+"""Which modules look like a norm or an MLP, and why one was left or ran its original forward."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Set
+from functools import cache
+from itertools import pairwise
+from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
@@ -15,8 +22,10 @@ from fusedckpt.autograd.private import is_fsdp_managed
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
+from fusedckpt.fusing.layouts import is_activation
 from fusedckpt.layers import styles
 from fusedckpt.layers.fallbacks import Fallback
+from fusedckpt.layers.linear import Linear
 
 _CALLS = {
     "arguments": "called with arguments other than one tensor",
@@ -36,51 +45,52 @@ _CALLS = {
     "unseen": "its attention is no call of torch's or transformers' functions",
     "dtype": "its input is {}, a dtype that was not proven equal, or not that of its weights",
 }
-
-# which others are fused
-_SHARDED = (
-    "only norms on whole rows, and MLPs split by columns, then by rows, run fused, and not compiled"
+# in code and as attributes: torch's functions, and transformers' tables of activations
+_ACTIVATIONS = frozenset(
+    ("celu", "elu", "gelu", "glu", "hardswish", "leaky_relu", "mish", "prelu", "quick_gelu")
+    + ("relu", "relu6", "selu", "silu", "softplus", "swish", "swiglu", "hardsigmoid", "hardtanh")
+    + ("logsigmoid", "sigmoid", "softsign", "xielu", "ACT2FN", "get_activation")
 )
+# of torch's activations, no functions of single elements
+_OTHERS = (
+    *(nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin),
+    nn.AdaptiveLogSoftmaxWithLoss,
+)
+# functions that a norm's code calls
+_NORMALISES = frozenset(("rsqrt", "layer_norm", "rms_norm"))
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def of_call(module: nn.Module, fallback: Fallback) -> str:
     """Say why a call of a swapped module ran the original forward."""
     (what, about), reason = fallback, None
-    if what == "weight":
-        reason = of_weight(about, _attribute(module, about))
-    elif what in ("child", "hook"):
-        # a child's class says more than that it is watched: sharding hooks it, too
-        child = _attribute(module, about)
-        reason = of_linear(about, child) if isinstance(child, nn.Module) else None
+    if what in ("weight", "child", "hook"):
+        found: Any = module
+        for name in about.split("."):
+            found = getattr(found, name, None)
+        reason = (of_weight if what == "weight" else of_class)(about, found)
     return reason or _CALLS[what].format(about)
 
 
-def of_linear(name: str, child: nn.Module) -> str | None:
-    """Say why a fused forward does not compute a child that stands for a linear, None if it can."""
-    return of_class(name, child) or of_hooks(name, child)
-
-
-def of_class(name: str, child: nn.Module) -> str | None:
-    """Say so for a child's class and weights, without a look at its hooks."""
-    kind = type(child)
+def of_class(name: str, child: Any) -> str | None:
+    """Say why a fused forward does not compute a linear or adapter, by its class and weights."""
     if adapters.is_lora(child):
         problem = adapters.in_the_way(child)
         below = of_class(f"{name}.base_layer", adapters.base_of(child))
         return below if problem is None else _CALLS["adapter"].format(f"{name} is {problem}")
-    if is_adapter(child):
-        return _CALLS["adapter"].format(f"{name} is a {_adapter(kind)}")
+    if _is_adapter(child):
+        what = f"{type(child).__module__}.{type(child).__name__}"
+        return _CALLS["adapter"].format(f"{name} is a {what}")
     if not isinstance(child, nn.Linear) and not is_transposed(child):
         return None
     if "parametrizations" in child._modules:
         return f"{name}: its weights are parametrized"
-    for key, weight in child._parameters.items():
-        reason = None if weight is None else of_weight(f"{name}.{key}", weight)
-        if reason is not None:
-            return reason
-    is_own = kind.forward is not nn.Linear.forward and not adapters.is_dequantising(child)
-    if isinstance(child, nn.Linear) and is_own:
-        return f"{name} is a {_name(kind)}, a linear with its own forward"
-    return None
+    weights = {n: one for n, one in child._parameters.items() if one is not None}
+    found = filter(None, (of_weight(f"{name}.{n}", one) for n, one in weights.items()))
+    is_own = isinstance(child, nn.Linear) and type(child).forward is not nn.Linear.forward
+    is_other = is_own and not adapters.is_dequantising(child)
+    other = f"{name} is a {type(child).__name__}, a linear with its own forward"
+    return next(found, other if is_other else None)
 
 
 def of_hooks(name: str, child: nn.Module) -> str | None:
@@ -90,19 +100,12 @@ def of_hooks(name: str, child: nn.Module) -> str | None:
 
 def of_weight(name: str, weight: Any) -> str | None:
     """Say why a fused forward cannot take a parameter, None if it can."""
-    if (
-        not isinstance(weight, Tensor)
-        or dispatch.are_plain(weight)
-        or quantised(weight) is not None
-    ):
+    if not isinstance(weight, Tensor) or dispatch.are_plain(weight):
         return None
-    if (why := why_left(weight)) is not None:
-        return f"{name}: {why}"
-    if type(weight).__name__ == "DTensor":
-        return f"{name} is a DTensor: {_SHARDED}"
-    if dispatch.is_plain(type(weight)):
-        return f"{name} must be a dense tensor, got layout {weight.layout}"
-    return f"{name} is a {_name(type(weight))}: such tensor subclasses are not fused"
+    if quantised(weight) is not None:
+        return None
+    what = f"is a {type(weight).__name__} of layout {weight.layout}"
+    return f"{name} {why_left(weight) or f'{what}, which only its own forward takes'}"
 
 
 def of_layer(module: nn.Module) -> str | None:
@@ -111,35 +114,29 @@ def of_layer(module: nn.Module) -> str | None:
         return None
     given = dict(module.named_parameters(recurse=False))
     given = {name: weight for name, weight in given.items() if quantised(weight) is None}
-    for name, parameter in given.items():
-        if (reason := of_weight(name, parameter)) is not None:
-            return reason
+    found = next(filter(None, (of_weight(name, weight) for name, weight in given.items())), None)
+    if found is not None:
+        return found
     try:
-        takes = validate.dense(type(module).__name__, given)
+        is_taken = validate.dense(type(module).__name__, given)
     except (TypeError, ValueError) as error:
         return str(error)
-    return (
-        None
-        if takes
-        else f"{type(module).__name__}: only eager takes tensors of its parameters' class"
-    )
+    return None if is_taken else "only its own forward takes tensors of its parameters' class"
 
 
 def of_storage(module: nn.Module) -> str | None:
-    """Say why a module's parameters are not to be looked at, None if they are all there.
+    """Say why a module's parameters, and its children's, are not to be looked at.
 
-    Its children's, too. Those of FSDP are views of memory that is freed between two forwards: to
-    read them can end the process.
+    Those of FSDP are views of memory that is freed between two forwards: to read them can end the
+    process.
     """
-    named = [("it", module), *children_of(module)]
-    for name, layer in named:
-        if isinstance(layer, torch.jit.ScriptModule):
-            return f"TorchScript compiled {name}: fuse before scripting"
-    layers = [layer for _, layer in named]
+    layers = [module, *(layer for _, layer in _children(module))]
+    if any(isinstance(layer, ScriptModule) for layer in layers):
+        return "TorchScript compiled it, or a layer of it: fuse before scripting"
     if any(map(is_fsdp_managed, layers)):
         return "its parameters are sharded by FSDP: fuse before sharding"
     given = [p for layer in layers for p in layer._parameters.values() if p is not None]
-    if any(nn.parameter.is_lazy(parameter) for parameter in given):
+    if any(map(is_lazy, given)):
         return "its parameters are not initialised: call the model once before"
     if any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in given):
         return "its parameters are sharded by DeepSpeed: fuse before sharding"
@@ -148,7 +145,98 @@ def of_storage(module: nn.Module) -> str | None:
     return None
 
 
-def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _is_freed(x: Tensor) -> bool:
+    if x.is_meta or not dispatch.are_plain(x) or x.numel() == 0:
+        return False
+    return x.untyped_storage().nbytes() == 0
+
+
+def of_parts(module: nn.Module) -> str | None:
+    """Say why a module's parameters or linears are not to be taken, None if they are."""
+    linears = {name: child for name, child in _children(module) if _is_linear(child)}
+    found = (of_class(n, child) or of_hooks(n, child) for n, child in linears.items())
+    weights = [p for one in linears.values() for p in one._parameters.values() if p is not None]
+    dtypes = sorted({str(weight.dtype) for weight in weights})
+    several = f"its weights have several dtypes: {', '.join(dtypes)}" if len(dtypes) > 1 else None
+    own = of_storage(module) or of_layer(module)
+    return own or next(filter(None, found), several)
+
+
+def of_module(module: nn.Module, kind: str, found: str | None) -> str:
+    """Say why a module that looks like some kind was left; `found` is the matcher's reason."""
+    if kind == "norm":
+        other = "it is no LayerNorm or RMSNorm over its input's last dimension"
+    else:
+        other = "its linears and activation are no block, or are called beside other layers"
+    return of_parts(module) or found or other
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """Return the kind that a module looks like, "norm", "mlp" or "linear"; None for others."""
+    if _is_norm(module):
+        return "norm"
+    linears = sum(_is_linear(child) for _, child in _children(module))
+    # a lazy parameter has no dimensions, and a scale of channels one size alone
+    own = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+    count = linears + sum(sum(n > 1 for n in p.shape) >= 2 for p in own)
+    if not count or _is_linear(module) or type(module).forward is nn.Module.forward:
+        return None
+    # in a convolutional net, activations follow convolutions, and a lone linear is the head
+    is_head = linears < 2 and any(isinstance(inner, _ConvNd) for inner in module.modules())
+    # a lone tanh caps logits
+    if is_head or not _activates(module, _ACTIVATIONS | ({"tanh"} if count > 1 else frozenset())):
+        return None
+    return "linear" if count == 1 else "mlp"
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if isinstance(module, _NORMS):
+        return True
+    own = [p for p in module._parameters.values() if p is not None]
+    if module._modules or len(own) > 2 or type(module).forward is nn.Module.forward:
+        return False
+    name = type(module).__name__.lower()
+    if "norm" in name and (len(own) > 0 or "layernorm" in name or "rmsnorm" in name):
+        return True
+    are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in own)
+    return are_vectors and not _NORMALISES.isdisjoint(called_by(type(module)))
+
+
+def _activates(module: nn.Module, known: Set[str]) -> bool:
+    """Whether a child, an attribute or the code of a module's forward is an activation."""
+    if any(acts(child) for _, child in _children(module)):
+        return True
+    own = (getattr(value, "func", value) for value in vars(module).values())
+    names = {getattr(value, "__name__", "") for value in own if callable(value)}
+    names |= {name.rstrip("_") for name in called_by(type(module))}
+    return not known.isdisjoint(names)
+
+
+def acts(child: nn.Module) -> bool:
+    """Whether a child is an activation, also one that is not fused."""
+    if any(is_lazy(p) or p.dim() > 1 for p in child.parameters()) or isinstance(child, _OTHERS):
+        return False
+    is_torch = type(child).__module__ == "torch.nn.modules.activation"
+    return is_torch or isinstance(child, ScriptModule) or is_activation(child)
+
+
+def acts_beside(module: nn.Module) -> bool:
+    """Whether the functions of single elements in a forward are its own, not those of an MLP."""
+    inside = (one for _, one in _children(module) if not _is_linear(one))
+    return all(not is_lazy(p) and p.dim() < 2 for one in inside for p in one.parameters())
+
+
+def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
+    """Yield a Sequential's linears that an activation follows, and why each is apart from it."""
+    skipped = (nn.Identity, _DropoutNd)
+    layers = [pair for pair in parent.named_children() if not isinstance(pair[1], skipped)]
+    for (name, linear), (_, act) in pairwise(layers):
+        if _is_linear(linear) and (acts(act) or isinstance(act, _OTHERS)):
+            own = of_class(name, linear) or of_hooks(name, linear) or of_hooks(str(act), act)
+            yield name, own or f"it forms no block with {act}, by which it is followed"
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the children, those of lists and dicts in their place."""
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -157,10 +245,13 @@ def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _is_freed(x: Tensor) -> bool:
-    if x.is_meta or not dispatch.are_plain(x) or x.numel() == 0:
+def _is_linear(child: nn.Module) -> bool:
+    if isinstance(child, nn.Linear):
+        return getattr(child, "activation", "identity") == "identity" or type(child) is not Linear
+    is_lazy_one = any(p is not None and is_lazy(p) for p in child._parameters.values())
+    if isinstance(child, ScriptModule) or is_lazy_one:
         return False
-    return x.untyped_storage().nbytes() == 0
+    return is_transposed(child) or _is_adapter(child)
 
 
 def is_transposed(child: nn.Module) -> bool:
@@ -177,7 +268,7 @@ def is_transposed(child: nn.Module) -> bool:
     )
 
 
-def is_adapter(child: nn.Module) -> bool:
+def _is_adapter(child: nn.Module) -> bool:
     """Whether a layer wraps a linear and adds to it, as LoRA does."""
     if isinstance(child, (nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return False
@@ -189,25 +280,30 @@ def is_adapter(child: nn.Module) -> bool:
     )
 
 
-def _adapter(kind: type) -> str:
-    """Name an adapter by the base that its library's adapters of one method share."""
-    library = kind.__module__.partition(".")[0]
-    for base in kind.__mro__:
-        if base.__name__.endswith("Layer") and base.__module__.startswith(library + "."):
-            return _name(base)
-    return _name(kind)
+@cache
+def called_by(kind: type, method: str = "forward") -> frozenset[str]:
+    """Return the names in a method's code, and in that of the methods it calls."""
+    # FSDP's class of a module is made in torch, the forward is not
+    by = next((base for base in kind.__mro__ if method in vars(base)), kind)
+    if by.__module__.startswith("torch."):
+        return frozenset()
+    seen: set[str] = set()
+    called: set[str] = set()
+    names = {method}
+    while names:
+        seen |= names
+        # of all classes: one calls the other's by super()
+        methods = [vars(base).get(name) for base in kind.__mro__ for name in names]
+        codes = [inspect.unwrap(method) for method in methods if callable(method)]
+        found = {name for one in codes for name in _names(getattr(one, "__code__", None))}
+        called |= found
+        names = {n for n in found - seen if n not in vars(nn.Module)}
+    return frozenset(called)
 
 
-def _name(kind: type) -> str:
-    """Name a class with the library that it is from."""
-    library = kind.__module__.partition(".")[0]
-    file = getattr(sys.modules.get(library), "__file__", None) or ""
-    is_library = library != "torch" and "site-packages" in file
-    return f"{library} {kind.__name__}" if is_library else kind.__name__
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+def _names(code: CodeType | None) -> Iterator[str]:
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _names(constant)

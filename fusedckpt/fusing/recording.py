@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.autograd.private import TorchDispatchMode, pytree, schema_of, storage_key
-from fusedckpt.fusing.held import Path
-from fusedckpt.fusing.replica import undisturbed
-from fusedckpt.fusing.spying import Log, spied
+from fusedckpt.fusing.held import Log, spied
+from fusedckpt.fusing.replica import Path, undisturbed
 
 _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero")
 # nodes that hold a number for every element of rows

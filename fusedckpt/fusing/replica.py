@@ -16,20 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.fusing.held import Path
 from fusedckpt.layers.styles import unwrapped
+
+Path = tuple[str, ...]
 
 # rows of the random input: enough to tell rules of rounding apart, and few
 ROWS = 6
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
+_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name]
 
 
 def replica(
@@ -94,18 +87,15 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
         self.values: dict[int, Tensor] = {}
         for parameter in module.parameters():
-            shape = tuple(sizes.get(n, n) for n in parameter.shape)
-            value = self._randn(shape)
-            self.values[id(parameter)] = value * shape[-1] ** -0.5 if len(shape) == 2 else value
+            value = self.randn([sizes.get(n, n) for n in parameter.shape])
+            scale = value.shape[-1] ** -0.5 if value.dim() == 2 else 1.0
+            self.values[id(parameter)] = value * scale
         # three dimensions: a module that picks one of the first two shows
-        self.x = self._randn((2, rows // 2, *(sizes.get(n, n) for n in features)))
+        self.x = self.randn([2, rows // 2, *(sizes.get(n, n) for n in features)])
 
-    def _randn(self, shape: tuple[int, ...]) -> Tensor:
+    def randn(self, shape: Any) -> Tensor:
+        """Draw a tensor."""
         return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
-
-    def like(self, y: Tensor) -> Tensor:
-        """Draw a tensor of y's shape."""
-        return self._randn(tuple(y.shape))
 
 
 @contextmanager
@@ -122,11 +112,6 @@ def undisturbed(device: torch.device | str) -> Iterator[None]:
         # of dtypes that no user asked for
         warnings.simplefilter("ignore")
         yield
-
-
-def call(module: Any, x: Tensor) -> Any:
-    """Run the module's forward, without the hooks around it."""
-    return type(module).forward(module, x)
 
 
 def takes_one(module: nn.Module) -> bool:

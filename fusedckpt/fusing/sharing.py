@@ -74,7 +74,8 @@ def recipe_of(x: Any, *makers: str) -> Recipe | None:
         return None
     node: Any = x.grad_fn
     if hasattr(node, "source"):
-        return _of_norm(x, node)
+        found = norm_sharing.made_from(x)
+        return None if found is None else _remembered(node, node.source.again, None, found)
     note: Note | None = node.metadata.get(_NOTE)
     if note is None or note.makes not in makers or private.hooks_of(x):
         return None
@@ -82,28 +83,16 @@ def recipe_of(x: Any, *makers: str) -> Recipe | None:
     if parent is None or note.versions != versions_of(x) or not torch.is_grad_enabled():
         return None
     if note.again is None:
-        return _remembered(node, lambda: Recipe(_itself, None, [x.detach()]))
-    again = note.again
-    return _remembered(node, lambda: Recipe(again, parent, note.tensors))
+        return _remembered(node, lambda value: value, None, [x.detach()])
+    return _remembered(node, note.again, parent, note.tensors)
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-def _of_norm(n: Tensor, node: Any) -> Recipe | None:
-    found = norm_sharing.made_from(n)
-    if found is None:
-        return None
-    return _remembered(node, lambda: Recipe(node.source.again, None, found))
-
-
-def _remembered(node: Any, make: Callable[[], Recipe]) -> Recipe:
+def _remembered(node: Any, *how: Any) -> Recipe:
     """Return a node's recipe: the same one for all readers, as long as one is there."""
     known = node.metadata.get(_RECIPE)
     recipe = None if known is None else known()
     if recipe is None:
-        recipe = make()
+        recipe = Recipe(*how)
         node.metadata[_RECIPE] = weakref.ref(recipe)
     return recipe
 
@@ -203,10 +192,8 @@ class SharedActivation(Shared):
     _fusedckpt_reads = ("linear",)
 
     def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
-        given, run = (
-            (*self.parameters(), *self.buffers()),
-            partial(_run, forward, autocast_dtype(x.device)),
-        )
+        given = *self.parameters(), *self.buffers()
+        run = partial(_run, forward, autocast_dtype(x.device))
         y = read(recipe, x, lambda z: Rerun.apply(run, z, *given))
         _note(self, y, recipe, run, "activation", *given)
         return y

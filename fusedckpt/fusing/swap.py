@@ -7,7 +7,6 @@ children and state_dict are unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +16,17 @@ from torch.jit import ScriptModule
 from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
-from fusedckpt.fusing import adapters, deferred, left, reasons
-from fusedckpt.fusing.attention import attention_swaps
+from fusedckpt.fusing import adapters, deferred, reasons
+from fusedckpt.fusing.attention import find_attention
 from fusedckpt.fusing.experts import holds as holds_experts
 from fusedckpt.fusing.forwards import FusedFeedForward, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
-from fusedckpt.fusing.match_mlps import feed_forward_of
-from fusedckpt.fusing.match_sequentials import blocks_of
-from fusedckpt.fusing.match_shared import may_share, report_shared, shared_swaps
+from fusedckpt.fusing.match_mlps import blocks_of, feed_forward_of
+from fusedckpt.fusing.match_shared import find_shared, may_share
 from fusedckpt.fusing.matcher import Matcher, unfit
+from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of, subclass
-from fusedckpt.fusing.wanted import Names, Wanted, patterns
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
@@ -56,14 +54,12 @@ def fuse(
 
     They are found by their computation, not by their classes:
 
-    - norms: nn.RMSNorm, nn.LayerNorm, subclasses that inherit their forward; of any class, RMSNorms
-      that round as torch, Llama or Gemma do, and LayerNorms that round as torch does, over one
-      dimension, with their epsilon, if any, in an attribute;
-    - MLPs and gated MLPs of any class: two or three linears (gate and up may be packed, weights may
-      lie as [in, out]), an activation of `functional.linear_act`, dropouts;
-    - a linear with its activation, of any class;
-    - experts with transformers' parameters, `gate_up_proj` and `down_proj` of three dimensions;
+    - norms: RMSNorms that round as torch, Llama or Gemma do, LayerNorms that round as torch does,
+      over one dimension, with their epsilon, if any, in an attribute; nn.RMSNorm and nn.LayerNorm;
+    - MLPs and gated MLPs: two or three linears (gate and up may be packed, weights may lie as
+      [in, out]), an activation of `functional.linear_act`, dropouts; a linear with its activation;
     - an nn.Sequential with [norm,] linear, activation, linear, or part of that;
+    - experts with transformers' parameters, `gate_up_proj` and `down_proj` of three dimensions;
     - modules that call F.scaled_dot_product_attention, flash_attn or transformers' attention
       functions: while training they save their input, and attention's output and log-sum-exp; at
       other levels those with norms of queries and keys also save their linears' outputs.
@@ -109,121 +105,147 @@ def fuse(
     levels.check("fuse", save, LEVELS)
     validate.block("fuse", False, chunks)
     flags = {"norm": norm, "mlp": mlp, "linear": linear, "attention": attention}
-    flags |= {"experts": experts, "head": head}
-    wanted = Wanted(patterns("only", only), patterns("skip", skip), flags)
-    report = FuseReport()
-    modules = dict(model.named_modules())
+    flags["experts"] = experts
+    search = Search(
+        *(dict(model.named_modules()), save, patterns("only", only), patterns("skip", skip)),
+        kinds={**flags, "head": head},
+    )
     # all are found before anything is touched
     matcher = Matcher(save, chunks, verify, arguments.flag("fuse", "approximate", approximate))
-    swaps, inside = _blocks(modules, wanted, matcher, report=report)
-    swaps += attention_swaps(modules, swaps, inside, wanted, save=save, report=report)
-    if (found_head := deferred.swap_of(model, modules, wanted, report)) is not None:
-        swaps.append(found_head)
-    wanted.check(modules, report.kinds)
-    report.watch(model)
+    _Blocks(search, matcher).find()
+    find_attention(search)
+    deferred.find_head(model, search)
+    search.check()
+    search.report.watch(model)
     if linear:
-        found = shared_swaps(modules, swaps, inside, wanted, save=save)
-        report_shared(modules, found, report)
-        swaps += [(modules[name], swap) for name, swap in found.items()]
-    for module, swap in swaps:
+        find_shared(search)
+    for module, swap in search.swaps:
         swap.apply(module)
-    return report
+    return search.report
 
 
-def _blocks(
-    modules: Mapping[str, nn.Module], wanted: Wanted, matcher: Matcher, report: FuseReport
-) -> tuple[list[tuple[nn.Module, Swap]], set[nn.Module]]:
-    """Return modules that are one block, with their swaps, and the modules that they compute."""
-    swaps: list[tuple[nn.Module, Swap]] = []
-    inside: set[nn.Module] = set()
-    for name, module in modules.items():
-        if module in inside:
-            continue
-        swap = _swap_of(name, module, wanted, matcher, report=report)
-        if swap is None and (found := _feed_forward(name, module, wanted, matcher, report=report)):
-            swaps.append((module, found))
-            inside.update(found.own.children())
-        if swap is not None:
-            swaps.append((module, swap))
-        if _computes_children(module, vars(module) if swap is None else swap.attributes):
-            inside.update(module.modules())
-    return swaps, inside
+class _Blocks:
+    """Finds modules that are one block, and the modules that these compute."""
 
+    def __init__(self, search: Search, matcher: Matcher):
+        self.search, self.report, self.matcher = search, search.report, matcher
 
-def _swap_of(
-    name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
-) -> Swap | None:
-    """Return a module's swap, if any; add modules to be swapped, and those left, to the report."""
-    if (original := module.__dict__.get(MARK)) is not None:
-        for inner, part in original.parts.items():
-            if wanted.has(join(name, inner), part.kind):
-                report.keep(join(name, inner), part)
+    def find(self) -> None:
+        """Look at every module, those inside a block excepted."""
+        inside = self.search.inside
+        for name, module in self.search.modules.items():
+            if module in inside:
+                continue
+            swap = self._swap_of(name, module)
+            attributes = vars(module) if swap is None else swap.attributes
+            if swap is None and (swap := self._feed_forward(name, module)) is not None:
+                inside.update(swap.own.children())
+            if swap is not None:
+                self.search.swaps.append((module, swap))
+            if _computes_children(module, attributes):
+                inside.update(module.modules())
+
+    def _swap_of(self, name: str, module: nn.Module) -> Swap | None:
+        """Return a module's swap, if any; report it, or why a module that looks like one is not."""
+        wanted, report = self.search, self.report
+        if (original := module.__dict__.get(MARK)) is not None:
+            for inner, part in original.parts.items():
+                if wanted.has(join(name, inner), part.kind):
+                    report.keep(join(name, inner), part)
+        if MARK in vars(module) or type(module).__module__.startswith("fusedckpt."):
+            return None
+        if isinstance(module, ScriptModule):
+            if wanted.has(name, "mlp") and any(True for _ in module.parameters()):
+                report.leave(name, "mlp", str(reasons.of_storage(module)), module.original_name)
+            return None
+        if isinstance(module, nn.Sequential) and not self._is_one(module):
+            return self._sequential(name, module)
+        found: dict[str, str] = {}
+        for kind in self._kinds(module):
+            if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
+                continue
+            swap = self.matcher.of(module, kind)
+            if isinstance(swap, str):
+                found[kind] = swap
+            elif swap is not None and wanted.has(name, swap.kind):
+                report.swap(name, swap.parts[""])
+                return swap
+        # name it, if it is one that could have been
+        is_experts = holds_experts(module)
+        kind = "experts" if is_experts else reasons.kind_of(module) or next(iter(found), None)
+        if kind is not None and wanted.has(name, kind):
+            why = found.get(kind) or (found.get("mlp") if kind == "linear" else None)
+            report.leave(name, kind, reasons.of_module(module, kind, why), type(module).__name__)
         return None
-    if type(module).__module__.startswith("fusedckpt."):
-        return None
-    if isinstance(module, ScriptModule):
-        if wanted.has(name, "mlp") and any(True for _ in module.parameters()):
-            reason = reasons.of_storage(module)
-            report.leave(name, "mlp", str(reason), module.original_name)
-        return None
-    if adapters.is_lora(module):
-        return _lora(name, module, wanted, matcher, report=report)
-    kinds = ["experts"] if holds_experts(module) else ["norm", "mlp"]
-    if isinstance(module, nn.Sequential):
-        if not ((wanted.kinds["mlp"] or wanted.kinds["linear"]) and matcher.is_one_block(module)):
-            return _sequential(name, module, wanted, matcher, report=report)
-        kinds = ["mlp"]
-    found: dict[str, str] = {}
-    for kind in kinds:
-        if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
-            continue
-        swap = matcher.of(module, kind)
-        if isinstance(swap, str):
-            found[kind] = swap
-        elif swap is not None and wanted.has(name, swap.kind):
-            report.swap(name, swap.parts[""])
-            return swap
-    # name it, if it is one that could have been
-    is_experts = kinds == ["experts"]
-    kind = "experts" if is_experts else left.holds(module) or next(iter(found), None)
-    if kind is not None and wanted.has(name, kind):
-        reason = left.reason_of(module, found.get(kind if kind in kinds else "mlp"))
-        report.leave(name, kind, reason, type(module).__name__)
-    return None
 
+    def _kinds(self, module: nn.Module) -> tuple[str, ...]:
+        if adapters.is_lora(module):
+            return ("linear",)
+        if holds_experts(module):
+            return ("experts",)
+        return ("mlp",) if isinstance(module, nn.Sequential) else ("norm", "mlp")
 
-def _feed_forward(
-    name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
-) -> Swap | None:
-    """Return the swap of a layer's method that is an MLP."""
-    own = None if MARK in vars(module) else feed_forward_of(module)
-    if own is None or not wanted.has(name, "mlp"):
-        return None
-    swap = matcher.of(own, "mlp")
-    if not isinstance(swap, Swap) or swap.kind != "mlp":
-        return None
-    if unfit(module, swap.attributes, [module]) is not None:
-        return None
-    report.left.pop(name, None)
-    report.classes.pop(name, None)
-    report.swap(name, swap.parts[""])
-    match = swap.attributes["_fusedckpt_match"]
-    held = tuple([one for one in match.held if one.path])
-    attributes = {**swap.attributes, "_fusedckpt_match": match._replace(held=held)}
-    to = subclass(FusedFeedForward, type(module))
-    return replace(swap, to=to, attributes=attributes, own=own)
+    def _is_one(self, module: nn.Sequential) -> bool:
+        kinds = self.search.kinds
+        return (kinds["mlp"] or kinds["linear"]) and self.matcher.is_one_block(module)
 
+    def _feed_forward(self, name: str, module: nn.Module) -> Swap | None:
+        """Return the swap of a layer's method that is an MLP."""
+        own = None if MARK in vars(module) else feed_forward_of(module)
+        if own is None or not self.search.has(name, "mlp"):
+            return None
+        swap = self.matcher.of(own, "mlp")
+        if not isinstance(swap, Swap) or swap.kind != "mlp":
+            return None
+        if unfit(module, swap.attributes, [module]) is not None:
+            return None
+        self.report.left.pop(name, None)
+        self.report.classes.pop(name, None)
+        self.report.swap(name, swap.parts[""])
+        match = swap.attributes["_fusedckpt_match"]
+        match = match._replace(held=tuple(one for one in match.held if one.path))
+        to = subclass(FusedFeedForward, type(module))
+        return replace(
+            swap, to=to, attributes={**swap.attributes, "_fusedckpt_match": match}, own=own
+        )
 
-def _lora(
-    name: str, module: nn.Module, wanted: Wanted, matcher: Matcher, report: FuseReport
-) -> Swap | None:
-    swap = matcher.of(module, "lora") if wanted.has(name, "linear") else None
-    if isinstance(swap, str):
-        report.leave(name, "linear", swap, type(module).__name__)
-    elif swap is not None:
-        report.swap(name, swap.parts[""])
-        return swap
-    return None
+    def _sequential(self, prefix: str, parent: nn.Sequential) -> Swap | None:
+        """Return the swap of a Sequential with blocks in it."""
+        matcher, report, kind = self.matcher, self.report, type(parent)
+        save = within(matcher.save, ("inputs", "preact"))
+        attributes = {"save": save, "chunks": matcher.chunks}
+        blocks = blocks_of(parent, save, matcher.chunks)
+        fused = [layer for layers, _ in blocks.values() for layer in layers]
+        for name, reason in reasons.apart(parent):
+            is_meant = self.search.has(join(prefix, name), "linear")
+            if is_meant and parent.get_submodule(name) not in fused:
+                reason = reasons.of_storage(parent) or reason
+                report.leave(join(prefix, name), "linear", reason, kind.__name__)
+        meant = {
+            n: one for n, one in blocks.items() if self.search.has(join(prefix, n), one[1].kind)
+        }
+        # one layer that no kernel takes, or a block that is not meant, keeps it as it is
+        obstacle = reasons.of_storage(parent) or unfit(parent, attributes, fused)
+        if (kind.forward, kind.__iter__) != (nn.Sequential.forward, nn.Sequential.__iter__):
+            obstacle = obstacle or "it is a subclass of nn.Sequential with its own forward"
+        if len(meant) < len(blocks):
+            obstacle = obstacle or "another block of its Sequential is not to be fused"
+        parts: dict[str, Part] = {}
+        for name, (layers, block) in meant.items():
+            found = obstacle or matcher.checked(nn.Sequential(*layers), block)
+            if isinstance(found, str):
+                obstacle = found
+            else:
+                parts[name] = found.parts[""]
+        for name, (_, block) in meant.items():
+            if obstacle is not None:
+                report.leave(join(prefix, name), block.kind, obstacle, kind.__name__)
+            else:
+                report.swap(join(prefix, name), parts[name])
+        if obstacle is not None or not meant:
+            return None
+        to = Sequential if kind is nn.Sequential else subclass(Sequential, kind)
+        return Swap("mlp", "", to, attributes, parts=parts)
 
 
 def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
@@ -237,48 +259,6 @@ def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
     # a linear and its activation may read a recipe, and be read by one
     shares = may_share(module, getattr(match, "block", None))
     return isinstance(module, ScriptModule) or (match is not None and not dropping and not shares)
-
-
-def _sequential(
-    prefix: str, parent: nn.Sequential, wanted: Wanted, matcher: Matcher, report: FuseReport
-) -> Swap | None:
-    save = within(matcher.save, ("inputs", "preact"))
-    attributes = {"save": save, "chunks": matcher.chunks}
-    blocks, kind = blocks_of(parent, save, matcher.chunks), type(parent)
-    fused = [layer for layers, _ in blocks.values() for layer in layers]
-    for name, reason in left.apart(parent):
-        linear = parent.get_submodule(name)
-        if linear not in fused and wanted.has(join(prefix, name), "linear"):
-            reason = reasons.of_storage(parent) or reasons.of_class(name, linear) or reason
-            report.leave(join(prefix, name), "linear", reason, kind.__name__)
-    meant = {n: block for n, block in blocks.items() if wanted.has(join(prefix, n), block[1].kind)}
-    if not meant:
-        return None
-    # one layer that no kernel takes, or a block that is not meant, keeps the Sequential as it is
-    obstacle = reasons.of_storage(parent) or _own_forward(kind) or unfit(parent, attributes, fused)
-    if obstacle is None and len(meant) < len(blocks):
-        obstacle = "another block of its Sequential is not to be fused"
-    parts: dict[str, Part] = {}
-    for name, (layers, block) in meant.items():
-        found = obstacle or matcher.checked(nn.Sequential(*layers), block)
-        if isinstance(found, str):
-            obstacle = found
-        else:
-            parts[name] = found.parts[""]
-    if obstacle is not None:
-        for name, (_, block) in meant.items():
-            report.leave(join(prefix, name), block.kind, obstacle, kind.__name__)
-        return None
-    for name, part in parts.items():
-        report.swap(join(prefix, name), part)
-    to = Sequential if kind is nn.Sequential else subclass(Sequential, kind)
-    return Swap("mlp", "", to, attributes, features=(), parts=parts)
-
-
-def _own_forward(kind: type[nn.Sequential]) -> str | None:
-    if kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__:
-        return None
-    return f"{kind.__name__} is a subclass of nn.Sequential with its own forward"
 
 
 def unfuse(model: nn.Module) -> nn.Module:

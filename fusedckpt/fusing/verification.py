@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from fusedckpt.fusing.accuracy import FLOOR, Errors
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import child_at
-from fusedckpt.fusing.replica import Draw, call, replica, undisturbed
+from fusedckpt.fusing.replica import Draw, replica, undisturbed
 from fusedckpt.memory import saved_tensors
 
 # of the inputs: limits that a module keeps to show where they are reached
@@ -103,12 +102,14 @@ class _Run:
         seed: int,
     ):
         self.draw, self.scale = Draw(module, swap.features, sizes, seed=seed), scale
-        self.own = next((p.dtype for p in module.parameters()), torch.float32)
+        self.own, self.run = _dtype(module), swap.run
         rate = (lambda path: 0.0) if training else None
         self.replica = partial(replica, module, training=training, rate=rate, sizes=sizes)
         self.dout: Tensor | None = None
 
-    def results(self, dtype: torch.dtype, device: torch.device, swap: Swap | None = None) -> Any:
+    def results(
+        self, dtype: torch.dtype, device: torch.device, swap: Swap | None = None
+    ) -> list[Tensor]:
         """Return the output and the gradients of x and of every parameter, fused for a swap."""
 
         def leaf(value: Tensor) -> Tensor:
@@ -120,36 +121,33 @@ class _Run:
         clone = self.replica(lambda parameter, path: leaves[id(parameter)])
         if swap is not None:
             swap.apply(clone)
-        return results(clone, [x, *leaves.values()], self._dout)
-
-    def _dout(self, y: Tensor) -> Tensor:
-        dout = self.draw.like(y).to(self.own) if self.dout is None else self.dout
-        self.dout = dout
-        return dout.to(y)
-
-
-def results(module: Any, wanted: list[Tensor], dout: Any) -> list[Tensor]:
-    """Return the output for the first of `wanted`, and the gradients of all."""
-    y = call(module, wanted[0])
-    grads = torch.autograd.grad(y, wanted, dout(y), allow_unused=True)
-    found = zip(grads, wanted, strict=True)
-    return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in found)]
+        y = self.run(clone, x)
+        self.dout = self.draw.randn(y.shape).to(self.own) if self.dout is None else self.dout
+        wanted = [x, *leaves.values()]
+        grads = torch.autograd.grad(y, wanted, self.dout.to(y), allow_unused=True)
+        found = zip(grads, wanted, strict=True)
+        return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in found)]
 
 
-def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None:
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters()), torch.float32)
+
+
+def saved_per_token(
+    module: nn.Module, swap: Swap, dtype: torch.dtype | None = None
+) -> tuple[float, float] | None:
     """Return the bytes saved per token before and after a swap; None if the module cannot run.
 
-    Measured on meta tensors with the module's shapes, dtype and dropout, but for the dropouts with
-    which it does not run fused; the module's input counts as an activation.
+    Measured on meta tensors with the module's shapes and dropout, in its dtype if none is given,
+    but for the dropouts with which it does not run fused; the module's input counts as an
+    activation.
     """
-    dtype = next((p.dtype for p in module.parameters()), torch.float32)
     # so many that the seeds of a call are less than a byte per token
-    tokens = 64
-    found = []
+    tokens, found = 64, []
     with undisturbed("meta"):
         for change in (None, swap):
             leaves: dict[int, Tensor] = {
-                id(p): torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=True)
+                id(p): torch.empty(p.shape, dtype=dtype or p.dtype, device="meta").requires_grad_()
                 for p in module.parameters()
             }
             clone = replica(module, lambda p, _, made=leaves: made[id(p)], training=True)
@@ -158,11 +156,11 @@ def saved_per_token(module: nn.Module, swap: Swap) -> tuple[float, float] | None
                 match = change.attributes.get("_fusedckpt_match")
                 for path, name in getattr(match, "rates", ()):
                     vars(child_at(clone, path))[name] = 0.0
-            x = torch.empty(1, tokens, *swap.features, dtype=dtype, device="meta")
-            x.requires_grad_(True)
+            shape = 1, tokens, *swap.features
+            x = torch.empty(shape, dtype=dtype or _dtype(module), device="meta", requires_grad=True)
             with saved_tensors() as saved:
                 try:
-                    y = call(clone, x * 1)
+                    y = swap.run(clone, x * 1)
                 except Exception:  # arbitrary code of others, on a device that it may not know
                     return None
             found.append(saved.nbytes // tokens)

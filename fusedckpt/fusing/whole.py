@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from fusedckpt.fusing.held import MARK, Path
-from fusedckpt.fusing.replica import replica, undisturbed
+from fusedckpt.fusing.held import MARK
+from fusedckpt.fusing.replica import Path, replica, undisturbed
 from fusedckpt.memory import saved_tensors
 
 _TOKENS = 64
@@ -41,7 +41,7 @@ _REMEDIES = (
 
 
 class Left(NamedTuple):
-    """Modules that save: their names, layers' numbers as *, class, and bytes per token."""
+    """Modules that save: their names, with * for numbers of layers, class, and bytes per token."""
 
     name: str
     kind: str
@@ -121,7 +121,6 @@ def _saved(
 ) -> tuple[int, Counter[str]]:
     """Return the bytes that a copy saves, and those of every module, by its name."""
     made: dict[int, Tensor] = {}
-    names: dict[int, str] = {}
 
     def parameter(p: Tensor, path: Path) -> Tensor:
         like = torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=p.requires_grad)
@@ -173,43 +172,34 @@ class _Kernels(TorchFunctionMode):
     """Runs attention and grouped products that save what kernels on a device save."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is _ATTENTION:
-            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            return _Attention.apply(given["query"], given["key"], given["value"])
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            return _Kernel.apply(_attended, True, given["query"], given["key"], given["value"])
         if getattr(func, "__name__", "") == "_grouped_mm":
             # which refuses dtypes on meta tensors that it multiplies on a CPU
-            return _Grouped.apply(*args[:2], (kwargs or {}).get("offs"))
+            return _Kernel.apply(_multiplied, False, *args[:2], kwargs.get("offs"))
         answer = _ANSWERS.get(func)
-        return func(*args, **(kwargs or {})) if answer is None else answer
+        return func(*args, **kwargs) if answer is None else answer
 
 
-class _Attention(torch.autograd.Function):
-    """Saves the tensors that kernels of attention save, but for a number for each row."""
+def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return a result of the right shape, transposed as kernels return it."""
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
+    return q.new_empty(shape).transpose(-2, -3)
+
+
+def _multiplied(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Return a result of the right shape, of [rows, in] and [experts, in, out]."""
+    return x.new_empty(x.shape[0], weight.shape[-1])
+
+
+class _Kernel(torch.autograd.Function):
+    """An op that saves its operands, and its result if asked to; its backward is never run."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return a result of the right shape, transposed as kernels return it."""
-        shape = (*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
-        y = q.new_empty(shape).transpose(-2, -3)
-        ctx.save_for_backward(q, k, v, y)
+    def forward(ctx: Any, make: Any, saves_result: bool, *given: Tensor) -> Tensor:
+        """Return the result that `make` returns."""
+        y = make(*given)
+        ctx.save_for_backward(*given, *([y] if saves_result else []))
         return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        """Is never run."""
-        raise NotImplementedError
-
-
-class _Grouped(torch.autograd.Function):
-    """Saves the operands of a grouped product, of [rows, in] and [experts, in, out]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return a result of the right shape."""
-        ctx.save_for_backward(x, weight, offs)
-        return x.new_empty(x.shape[0], weight.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        """Is never run."""
-        raise NotImplementedError

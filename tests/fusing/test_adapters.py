@@ -9,8 +9,6 @@ from support import saved_bytes
 from torch import nn
 
 import fusedckpt
-from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 peft = pytest.importorskip("peft")
 D, F = 16, 24
@@ -38,12 +36,6 @@ class Model(nn.Module):
     def forward(self, x):
         x = x + self.proj(x)
         return x + self.mlp(x)
-
-
-@pytest.fixture(autouse=True)
-def on_aten():
-    with forced_path("aten" if IS_INTERPRETED else None):
-        yield
 
 
 def config(**options):
@@ -143,29 +135,6 @@ def test_merged_while_disabled_is_unmerged_by_peft():
     assert not model.base_model.model.mlp.up_proj.merged
 
 
-def test_merge_and_unload():
-    model = adapted()
-    eager = copy.deepcopy(model)
-    fusedckpt.fuse(model)
-    x = torch.randn(3, D, dtype=torch.float64)
-    expected = eager.merge_and_unload()(x)
-    merged = model.merge_and_unload()
-    assert type(merged.mlp.up_proj) is nn.Linear
-    torch.testing.assert_close(merged(x), expected)
-
-
-def test_saving_and_loading(tmp_path):
-    model = adapted()
-    report = fusedckpt.fuse(model)
-    model.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    loaded = peft.PeftModel.from_pretrained(Model().double(), tmp_path, is_trainable=True).train()
-    report = fusedckpt.fuse(loaded)
-    x = torch.randn(3, D, dtype=torch.float64)
-    torch.testing.assert_close(loaded(x), model(x))
-    assert not report.fallbacks
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -182,16 +151,6 @@ def test_other_adapters_are_named(options, reason):
     assert_equal_steps(model, eager)
 
 
-def test_a_disabled_adapter_of_any_kind_is_not_in_the_way():
-    model = adapted()
-    model.add_adapter("dora", config(use_dora=True))
-    report = fusedckpt.fuse(model)
-    model.set_adapter("dora")
-    with model.disable_adapter():
-        step(model, torch.randn(3, D, dtype=torch.float64).requires_grad_())
-    assert not report.fallbacks
-
-
 def test_other_methods_are_named():
     names = ["proj", "gate_proj", "up_proj", "down_proj"]
     options = peft.IA3Config(target_modules=names, feedforward_modules=["down_proj"])
@@ -199,7 +158,7 @@ def test_other_methods_are_named():
     model = peft.get_peft_model(Model(), options)
     report = fusedckpt.fuse(model)
     assert not report.swapped
-    assert "IA3Layer" in str(report)
+    assert "ia3" in str(report)
 
 
 @pytest.mark.parametrize("path", ["", ".base_layer", ".lora_A.default", ".lora_dropout.default"])

@@ -359,5 +359,5 @@ def test_a_frozen_module_and_a_replaced_forward():
     torch.testing.assert_close(found, expected)
     model = Layer(Own())
     model.attention.forward = model.attention.forward
-    assert "forward of the Own was replaced" in fuse(model).left["attention"]
+    assert "its forward was replaced" in fuse(model).left["attention"]
     assert F.scaled_dot_product_attention is SDPA

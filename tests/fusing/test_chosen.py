@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from own_mlps import D, Gated, H, Plain
+from own_norms import Llama
 from support import DEVICE
-from test_swap_mlps import D, Gated, H, Plain
-from test_swap_norms import Llama
+from swap_cases import kinds
 from torch import nn
 
-from fusedckpt import fuse, unfuse
+import fusedckpt
+from fusedckpt import FuseReport, fuse, unfuse
 
 
 def sequential():
@@ -78,14 +80,42 @@ def test_default_dtype_and_device_do_not_matter():
         torch.set_default_dtype(before)
 
 
-def test_report_of_a_model():
-    assert str(fuse(layers(), skip="b.seq.*", verify=False)) == (
-        "fused 4 modules, left 0\n"
-        "  kind    matched  swapped  left  saved bytes per token\n"
-        "  norm          2        2     0  156 -> 96\n"
-        "  mlp           2        2     0  576 -> 96\n"
-        "     1 x nn.LayerNorm -> LayerNorm\n"
-        "     1 x Llama -> rms_norm (llama cast)\n"
-        "     1 x Plain -> mlp (gelu)\n"
-        "     1 x Gated -> gated_mlp (silu)"
-    )
+def test_a_pattern_that_matches_nothing_is_an_error():
+    for pattern in ("a.mlps", "layers.*.mlp", "b.seq", "a.mlp.first", ""):
+        model = layers()
+        before = kinds(model)
+        for only in (pattern, ["a.norm", pattern]):
+            with pytest.raises(ValueError, match=r"fuse: only=.* matches no norm, MLP,"):
+                fuse(model, only=only, verify=False)
+            assert kinds(model) == before
+
+
+def test_a_pattern_that_matches_something():
+    model = layers()
+    # modules fused before, left and skipped, and kinds that are off count, too
+    fuse(model, verify=False)
+    assert fuse(model, only="a.norm").already == {"a.norm": "nn.LayerNorm -> LayerNorm"}
+    assert list(fuse(nn.ModuleList([nn.BatchNorm1d(D)]), only="0").left) == ["0"]
+    assert fuse(layers(), only="a.norm", skip="a.norm") == FuseReport()
+    assert fuse(layers(), only="a.norm", norm=False) == FuseReport()
+
+
+def test_a_printed_model_shows_what_is_fused():
+    model = layers()
+    model["rms"] = nn.RMSNorm(D)
+    fuse(model, save="preact", verify=False)
+    shown = repr(model)
+    for line in (
+        f"(norm): fusedckpt.LayerNorm({nn.LayerNorm(D).extra_repr()})\n",
+        f"(rms): fusedckpt.RMSNorm(({D},), eps=None, elementwise_affine=True)\n",
+        "(mlp): FusedGated(\n      fused as gated_mlp, activation=silu, save=preact\n",
+        "(seq): fusedckpt.Sequential(\n      save=preact, fused: 0-2 as mlp\n",
+    ):
+        assert line in shown
+
+
+def test_a_sequential_says_that_it_fuses_nothing():
+    nothing = fusedckpt.Sequential(nn.Linear(D, D), nn.ELU())
+    assert "save=inputs, fused: nothing\n" in repr(nothing)
+    nothing.append(nn.Linear(D, H)).append(nn.GELU())
+    assert "save=inputs, fused: 2-3 as linear_act\n" in repr(nothing)

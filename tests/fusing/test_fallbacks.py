@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 import fusedckpt
 from fusedckpt import fuse, report, unfuse
 
-BYTES = 4
+BYTES, LORA = 4, "test_fallbacks.LoraLinear"
 
 
 class LoraLayer:
@@ -73,12 +72,12 @@ def tag(model):
 
 
 REASONS = {
-    "adapter": (adapt, "gate is a LoraLinear: only peft's plain LoRA is fused"),
+    "adapter": (adapt, f"gate is a {LORA}: only peft's plain LoRA is fused"),
     "hook": (hook, "up: it has a hook, or its forward was replaced"),
     "class": (change_class, "down is a OtherLinear, a linear with its own forward"),
     "weight": (
         tag,
-        "down.weight is a Untagged: such tensor subclasses are not fused",
+        "down.weight is a Untagged of layout torch.strided, which only its own forward takes",
     ),
 }
 
@@ -118,13 +117,6 @@ def test_an_input_of_another_class_is_named(index):
     assert fused.fallbacks == {
         str(index): "its input is a Tagged, which only its own forward takes"
     }
-
-
-def test_a_complex_input_of_a_norm_is_named():
-    model = nn.Sequential(nn.RMSNorm(D)).to(DEVICE)
-    fused = fuse(model, verify=False)
-    model(torch.randn(3, D, dtype=torch.complex64, device=DEVICE))
-    assert fused.fallbacks == {"0": "its input is a Tensor, which only its own forward takes"}
 
 
 def test_other_arguments_are_named():
@@ -218,17 +210,3 @@ def test_compiled_code_notes_it_without_breaks_or_recompiles():
         compiled(randn(3, D)).sum().backward()
     assert counter.frame_count == 1
     assert sorted(fused.fallbacks) == ["0.0", "1"]
-
-
-def test_the_text_groups_what_ran_alike(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    model = stack()
-    fuse(model, verify=False)
-    adapt(model)
-    text = str(report(model, randn(4, D)))
-    lines = text.partition("fused modules")[2].splitlines()
-    assert [" ".join(line.split()) for line in lines[2:]] == [
-        "Gated -> gated_mlp (silu) gate is a LoraLinear: only peft's plain LoRA is fused 1 640 B 0",
-        "LlamaRMSNorm -> rms_norm (llama cast) fused 1 1",
-        "Gated -> gated_mlp (silu) fused 1 2",
-    ]

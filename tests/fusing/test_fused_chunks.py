@@ -10,7 +10,6 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.autograd.levels import chunking
 from fusedckpt.functional import gated_mlp, mlp
 from fusedckpt.memory import peak_bytes
@@ -63,12 +62,6 @@ MLPS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def aten():
-    with forced_path("aten"):
-        yield
-
-
 def peaks(module, function=None, chunks=None):
     """Return the peaks of forward and backward of a copy, called itself or by a function."""
     twin, x, found = copy.deepcopy(module), torch.randn(T, D).requires_grad_(), []
@@ -116,10 +109,6 @@ def test_what_is_around_wins_over_a_module(make):
         inside = peaks(module)
     outside, module.chunks = peaks(module), 2
     assert outside < inside == peaks(module)
-
-
-def test_a_slice_of_a_sequential_keeps_its_chunks():
-    assert fusedckpt.Sequential(*sequential(), chunks=4)[:3].chunks == 4
 
 
 @pytest.mark.parametrize("chunks", [0, -1, True, 2.0, "4"])

@@ -104,7 +104,7 @@ def test_expert_parallel_tokens_and_changes():
     torch.testing.assert_close(module(x, index, scores), eager(x, index, scores))
     module.act_fn = eager.act_fn = nn.ReLU()
     torch.testing.assert_close(module(x, index, scores), eager(x, index, scores))
-    assert report.fallbacks == {"": "act_fn has changed since it was fused"}
+    assert report.fallbacks == {"": "act_fn was replaced by another module since it was fused"}
 
 
 class Scaled(nn.Module):

@@ -1,19 +1,16 @@
 """fuse: F.dropout on an MLP's result trains fused; another one is named, with its bytes."""
 
 import copy
-import pickle
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from own_mlps import Gated, Plain, Rate, is_fused
 from support import DEVICE, randn, saved_bytes
 from swap_cases import results
-from test_swap_mlps import Gated, Plain, Rate, is_fused
 from torch import nn
 
-from fusedckpt import fuse, report, unfuse
-from fusedckpt.fusing.operands import MLPMatch
+from fusedckpt import fuse, report
 
 T, D, H, P = 5, 12, 20, 0.4
 DRAWN = "applies dropout inside the block in training"
@@ -69,13 +66,16 @@ def seeded(fn, *args):
 
 
 @pytest.mark.parametrize("make", [SeedOss, ByTorch, InPlace])
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 def test_it_trains_fused_and_draws_what_it_did(make, p):
-    module, eager = pair(make, p=p)
+    module, eager = pair(make, p=0.1)
     x = randn(T, D, dtype=torch.float64)
     said = fuse(module)
     assert said.swapped
     assert "not run fused" not in str(said)
+    # the rate is that of the call
+    for model in (module, eager):
+        setattr(model, "residual_dropout" if make is SeedOss else "drop_rate", p)
     for training in (True, False):
         ours, theirs = (seeded(results, m.train(training), x) for m in (module, eager))
         for a, b in zip(ours, theirs, strict=True):
@@ -85,15 +85,6 @@ def test_it_trains_fused_and_draws_what_it_did(make, p):
     assert said.fallbacks == {}
     [found] = report(module, x.detach()).fused
     assert (found.reason, found.extra_bytes) == (None, 0)
-
-
-def test_the_rate_is_that_of_the_call():
-    module, eager = pair(SeedOss, p=0.0)
-    said, x = fuse(module), randn(T, D, dtype=torch.float64)
-    for rate in (0.7, 0.0, 1.0):
-        module.residual_dropout = eager.residual_dropout = rate
-        torch.testing.assert_close(seeded(module, x), seeded(eager, x), rtol=1e-12, atol=1e-12)
-    assert said.fallbacks == {}
 
 
 def test_it_saves_the_input_and_a_mask():
@@ -113,37 +104,6 @@ def test_two_dropouts_run_fused_by_seeds():
     assert said.fallbacks == {}
     share = (module(randn(400, D)) == 0).double().mean().item()
     assert abs(share - P) < 0.05
-
-
-def test_compiled_in_one_graph():
-    module, eager = pair(SeedOss, torch.float32)
-    fuse(module)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    x = randn(T, D)
-    torch.testing.assert_close(seeded(compiled, x), seeded(eager, x))
-
-
-def test_copies_files_and_back():
-    module, eager = pair(SeedOss)
-    fuse(module)
-    x = randn(T, D, dtype=torch.float64)
-    expected = seeded(eager, x)
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), unfuse(module)):
-        torch.testing.assert_close(seeded(other, x), expected, rtol=1e-12, atol=1e-12)
-    assert type(module) is SeedOss
-
-
-def test_matches_that_were_pickled_before():
-    module, eager = pair(SeedOss)
-    # at this level nothing is recomputed
-    said = fuse(module, save="preact")
-    match: Any = module._fusedckpt_match
-    old = match._replace(last=None, rates=(((), "residual_dropout"),))
-    vars(module)["_fusedckpt_match"] = MLPMatch(*old[:6])
-    x = randn(T, D, dtype=torch.float64)
-    assert torch.equal(seeded(module, x), seeded(eager, x))
-    assert said.fallbacks == {"": f"residual_dropout {DRAWN}"}
 
 
 class Squared(ByTorch):

@@ -186,21 +186,6 @@ def test_inside_a_checkpoint(use_reentrant):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
-def test_unfuse_restores_the_classes():
-    eager, fused = pair()
-    kinds = [type(one) for one in eager.modules()]
-    assert [type(one) for one in fused.modules()] != kinds
-    assert repr(fused.q) == repr(eager.q)
-    fusedckpt.unfuse(fused)
-    assert [type(one) for one in fused.modules()] == kinds
-
-
-def test_linear_false_leaves_them():
-    _, fused = pair(linear=False)
-    assert type(fused.q) is nn.Linear
-    assert type(fused.act) is nn.GELU
-
-
 def test_the_report_counts_the_whole_model():
     eager, _ = pair()
     model = copy.deepcopy(eager)

@@ -39,20 +39,6 @@ def test_swaps_classes_and_reports_each():
     assert (model[1].save, model[2].save) == ("inputs", "inputs")
 
 
-def test_layers_stay_the_same_objects():
-    model = net()
-    before, attributes = list(model.modules()), [dict(m.__dict__) for m in model[1]]
-    fuse(model)
-    assert all(a is b for a, b in zip(before, model.modules(), strict=True))
-    assert [m.__dict__ for m in model[1]] == attributes
-
-
-def replaced() -> nn.Module:
-    norm = nn.RMSNorm(D)
-    norm.forward = norm.forward
-    return norm
-
-
 def test_report_reads_well():
     model = nn.Sequential(net(), nn.Linear(D, D), nn.Softmax(-1), nn.Linear(D, D), nn.Softmax(-1))
     again = "fusedckpt.checkpoint recomputes them"
@@ -74,13 +60,8 @@ def test_report_reads_well():
         "     1 x nn.Linear + tanh -> linear_act\n"
         "     1 x nn.RMSNorm + nn.Linear -> norm_linear\n"
         "     2 x Linear -> saves the norm's input\n"
-        "  left 2 x Sequential: Softmax(dim=-1) is no activation that can be fused (1 and 1 more)"
-    )
-    root = nn.Sequential(nn.RMSNorm(D), nn.Linear(D, D))
-    root.save = "mine"
-    assert "left 1 x Sequential: the Sequential has an attribute save already" in str(fuse(root))
-    assert "left 1 x RMSNorm: the forward of the RMSNorm was replaced (root)" in str(
-        fuse(replaced())
+        "  left 2 x Sequential: it forms no block with Softmax(dim=-1), by which it is followed "
+        "(1 and 1 more)"
     )
 
 
@@ -93,35 +74,11 @@ def test_every_activation_module(name, act):
     assert report.swapped == NET_SWAPS | {"1.0": f"nn.Linear + {name} + nn.Linear -> mlp"}
 
 
-@pytest.mark.parametrize("save", ["inputs", "preact"])
-def test_training_equals_eager(save):
-    model, eager = net(), net()
-    eager.load_state_dict(model.state_dict())
-    fuse(model, save=save)
-    x, losses = rows(), ([], [])
-    for each, found in zip((model, eager), losses, strict=True):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = (each(x) - x.flip(0)).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-    assert losses[0][0] != losses[0][-1]
-    assert_equal(model, eager, x, tol=1e-9)
-
-
 def test_float32_on_every_path(path):
     model = net().float()
     eager = copy.deepcopy(model)
     fuse(model)
     assert_equal(model, eager, randn(33, D), tol=1e-5)
-
-
-def test_inplace_activation():
-    report = assert_eager_equal_after_fuse(net(nn.ReLU(inplace=True)))
-    assert report.swapped["1.0"] == "nn.Linear + relu + nn.Linear -> mlp"
 
 
 @pytest.mark.parametrize(("save", "kept"), [("inputs", 0), ("preact", F)])
@@ -136,11 +93,6 @@ def test_saved_bytes(save, kept):
     # z; eager keeps the norm's output, h, mean and rstd, too
     assert before.nbytes == 8 * len(x) * (D + F + F + 2)
     assert after.nbytes == 8 * len(x) * kept
-
-
-def test_root_is_a_norm():
-    for norm in (nn.LayerNorm(D), nn.RMSNorm(D)):
-        assert list(assert_eager_equal_after_fuse(norm).swapped) == [""]
 
 
 def test_root_is_a_sequential():
@@ -171,29 +123,6 @@ def test_nothing_to_swap():
         assert unfuse(model) is model
 
 
-def test_meta_device():
-    model = net().to("meta")
-    assert fuse(model).swapped == NET_SWAPS
-    y = model(torch.empty(3, D, dtype=torch.float64, device="meta"))
-    assert y.shape == (3, D)
-    assert y.is_meta
-    unfuse(model)
-    assert kinds(model) == kinds(net())
-
-
-def test_one_activation_instance_in_two_sequentials():
-    act = nn.GELU()
-    model = nn.Sequential(net(act), net(act), act)
-    assert len(assert_eager_equal_after_fuse(model).swapped) == 10
-    assert model[0][1][1] is model[1][1][1] is model[2] is act
-
-
-def test_shared_sequential():
-    mlp = nn.Sequential(nn.Linear(D, D), nn.SiLU())
-    report = assert_eager_equal_after_fuse(nn.Sequential(mlp, nn.Tanh(), mlp))
-    assert report.swapped == {"0.0": "nn.Linear + silu -> linear_act"}
-
-
 def test_tied_weights_stay_tied():
     model = net()
     model[1][2].weight = nn.Parameter(model[1][2].weight[:, :D].clone())
@@ -214,17 +143,6 @@ def test_linear_in_several_places():
         "0.0": "nn.Linear + gelu -> linear_act",
         "1": "nn.Linear + silu + nn.Linear -> mlp",
     }
-
-
-def test_slices_and_single_layers_compute_what_they_did():
-    model, eager, x = net(), net(), rows()
-    eager.load_state_dict(model.state_dict())
-    fuse(model, save="preact")
-    assert_equal(model[1][:2], eager[1][:2], x)
-    assert_equal(model[1][0], eager[1][0], x)
-    assert_equal(nn.Sequential(*model[1]), eager[1], x)
-    assert torch.equal(model[1][1](x), eager[1][1](x))
-    assert model[1][:2].save == "preact"
 
 
 def test_child_replaced_after_fuse():
@@ -249,23 +167,6 @@ def test_transformer_encoder(norm_first):
     # torch's fast path reads the norms' attributes instead of calling them
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x), eager.eval()(x))
-
-
-def test_a_model_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0
-    )
-    config.attn_pdrop = 0
-    eager = transformers.GPT2LMHeadModel(config).to(DEVICE, torch.float64)
-    model = copy.deepcopy(eager)
-    assert len(fuse(model).swapped) == 9
-    tokens = torch.randint(16, (2, 8), device=DEVICE)
-    for each in (model, eager):
-        each(tokens, labels=tokens).loss.backward()
-    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-    assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_parameters_and_state_dict_stay():

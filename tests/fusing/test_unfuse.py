@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from swap_cases import NET_SWAPS, D, assert_equal, kinds, net, rows
+from swap_cases import D, assert_equal, kinds, net, rows
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -25,20 +25,6 @@ def test_unfuse_restores_every_attribute():
     assert repr(model) == repr(untouched)
     for ours, theirs in zip(model.modules(), untouched.modules(), strict=True):
         assert ours.__dict__.keys() == theirs.__dict__.keys()
-
-
-def test_fusing_twice_does_nothing():
-    model = net()
-    fuse(model)
-    before = kinds(model)
-    again = fuse(model, save="preact")
-    assert again.swapped == again.left == {}
-    assert again.already == NET_SWAPS
-    assert "\nfused 0 modules, left 0, 5 fused before\n" in str(again)
-    assert kinds(model) == before
-    assert model[1].save == "inputs"
-    assert kinds(unfuse(model)) == kinds(net())
-    assert kinds(unfuse(model)) == kinds(net())
 
 
 def test_own_layers_are_left_alone():
@@ -91,18 +77,6 @@ def test_unfuse_after_copying(duplicate):
     # the first is as it was
     assert type(model[1]) is fusedckpt.Sequential
     assert_equal(model, eager, x)
-
-
-def test_unfuse_after_train_and_eval():
-    model = net().eval()
-    fuse(model)
-    assert not any(module.training for module in model.modules())
-    model.train()
-    unfuse(model)
-    assert all(module.training for module in model.modules())
-    fuse(model)
-    unfuse(model.eval())
-    assert not any(module.training for module in model.modules())
 
 
 def test_compile():
@@ -162,15 +136,6 @@ def test_a_slice_computes_the_same_after_unfuse():
     assert type(model[1]) is fusedckpt.Sequential
     unfuse(model)
     assert_equal(part, eager[1][:2], x)
-
-
-def test_unfuse_part_of_a_model():
-    model = net()
-    fuse(model)
-    unfuse(model[1])
-    assert kinds(model[1]) == kinds(net()[1])
-    assert type(model[2]) is fusedckpt.Sequential
-    assert fuse(model).swapped == {"1.0": NET_SWAPS["1.0"]}
 
 
 def test_torch_script_refuses_by_name():

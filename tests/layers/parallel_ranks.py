@@ -259,8 +259,7 @@ def check_left(ranks: Ranks) -> None:
     """What else is around a linear, or split otherwise, runs as its class, and is named."""
     hook = "gate_proj: it has a hook, or its forward was replaced"
     sharded = (
-        "gate_proj.weight is a DTensor: only norms on whole rows, and MLPs split by columns, "
-        "then by rows, run fused, and not compiled"
+        "gate_proj.weight is a DTensor of layout torch.strided, which only its own forward takes"
     )
     mesh = ranks.mesh
 

@@ -1,0 +1,71 @@
+"""One call of fuse: which modules it means, by name and kind, and the swaps that it has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fusedckpt.fusing.forwards import Swap
+from fusedckpt.fusing.fuse_report import FuseReport
+
+Names = str | Sequence[str] | None
+
+
+@dataclass
+class Search:
+    """The modules that a call of fuse is to swap, and those found.
+
+    kinds: whether each is swapped; inside: modules that swapped ones compute.
+    """
+
+    modules: Mapping[str, nn.Module]
+    save: str
+    only: Sequence[str] | None
+    skip: Sequence[str] | None
+    kinds: Mapping[str, bool]
+    report: FuseReport = field(default_factory=FuseReport)
+    swaps: list[tuple[nn.Module, Swap]] = field(default_factory=list)
+    inside: set[nn.Module] = field(default_factory=set)
+
+    def has(self, name: str, kind: str) -> bool:
+        """Whether a module of this name and kind is meant."""
+        is_meant = self.only is None or _matches(name, self.only)
+        return is_meant and self.kinds[kind] and not _matches(name, self.skip)
+
+    def may_share(self, name: str) -> bool:
+        """Whether a layer of this name may save a recipe of its input."""
+        parts = name.split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return self.has(name, "linear") and not any(_matches(one, self.skip) for one in above)
+
+    def check(self) -> None:
+        """Refuse a pattern of `only` that matches no module that was found or skipped."""
+        # modules of a kind that is not swapped are not looked for
+        if not all(on for kind, on in self.kinds.items() if kind != "head"):
+            return
+        known = {*self.report.kinds, *(name for name in self.modules if _matches(name, self.skip))}
+        for pattern in self.only or ():
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ValueError(
+                    f"fuse: only={pattern!r} matches no norm, MLP, attention, experts or linear "
+                    "with an activation, by the names of named_modules()"
+                )
+
+
+def _matches(name: str, given: Iterable[str] | None) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in given or ())
+
+
+def patterns(name: str, given: Any) -> Sequence[str] | None:
+    """Return names or patterns as a sequence, None for none given."""
+    if given is None:
+        return None
+    found = list(given) if isinstance(given, (list, tuple, set)) else [given]
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(f"fuse: {name} must be names or patterns, got {type(pattern).__name__}")
+    return found

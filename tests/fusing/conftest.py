@@ -1,0 +1,13 @@
+"""Fused modules take ATen where kernels are interpreted: that is slow, and proven elsewhere."""
+
+import pytest
+
+from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.kernels.runtime import IS_INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def on_aten(request):
+    takes_both = "path" in request.fixturenames
+    with forced_path("aten" if IS_INTERPRETED and not takes_both else None):
+        yield

@@ -1,0 +1,353 @@
+"""fuse: modules that hold a norm or an activation and are left, each with a reason."""
+
+import types
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from own_classes import LoraLinear
+from own_mlps import Conv1D, Gated, Plain
+from support import DEVICE
+from swap_cases import kinds
+from torch import nn
+from torch.nn.utils import parametrize
+
+import fusedckpt
+from fusedckpt import fuse
+
+D, H = 12, 20
+
+
+class Snake(nn.Module):
+    def forward(self, z):
+        return z + torch.sin(z) ** 2
+
+
+class Learnt(nn.Module):
+    """xIELU's way: parameters and buffers of one element."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.beta = nn.Parameter(torch.ones(1)), nn.Buffer(torch.tensor(0.5))
+
+    def forward(self, z):
+        return torch.where(z > 0, F.softplus(self.alpha) * z * z, self.beta * torch.expm1(z))
+
+
+class Computing(nn.Module):
+    """Layers of a list and an activation, and what a function makes of these and the input."""
+
+    def __init__(self, compute, *linears, **parts):
+        super().__init__()
+        self.fcs, self.act, self.compute = nn.ModuleList(linears), nn.GELU(), compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.compute(x, self.act, *self.fcs)
+
+
+class TwoInputs(Plain):
+    def forward(self, x, mask):  # pyright: ignore[reportIncompatibleMethodOverride]  # on purpose
+        return super().forward(x) * mask
+
+
+class Inlined(Plain):
+    """OPT's layer: the MLP's linears beside a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x):
+        return x + super().forward(self.norm(x))
+
+
+class Raw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(D, H)), nn.Parameter(torch.randn(H, D))
+
+    def forward(self, x, mask=None):
+        return F.gelu(x @ self.w1).cumsum(-1) @ self.w2
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.down = (nn.Parameter(torch.randn(4, D, n)) for n in (2 * D, D))
+
+    def forward(self, x, index):
+        gate, up = (x @ self.both[index]).chunk(2, dim=-1)
+        return (up * gate * torch.sigmoid(gate)) @ self.down[index]
+
+
+class ResNet(nn.Module):
+    """Its activation follows a convolution; its linear is the classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, D, 3), nn.BatchNorm2d(D), nn.ReLU()
+        self.fc = nn.Linear(D, 10)
+
+    def forward(self, x):
+        return self.fc(self.relu(self.bn1(self.conv1(x))).mean((-1, -2)))
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class MyLinear(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class MyGELU(nn.GELU):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class MySequential(nn.Sequential):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class MyRMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def linears(count):
+    return [nn.Linear(D, D) for _ in range(count)]
+
+
+def many(x, act, *linears):
+    for linear in linears:
+        x = act(linear(x))
+    return x
+
+
+def outer_thirds(x, act, packed, down):
+    gate, _, up = packed(x).chunk(3, -1)
+    return down(act(gate) * up)
+
+
+def pair(linear=None, activation=None):
+    return nn.Sequential(linear or nn.Linear(D, D), activation or nn.GELU())
+
+
+def changed(module, change, name=""):
+    change(module.get_submodule(name))
+    return module
+
+
+def hooked(register, module, name):
+    return changed(module, lambda layer: getattr(layer, register)(lambda *_: None), name)
+
+
+def replaced(module, name=""):
+    def forward(self, x):
+        return type(self).forward(self, x) * 2
+
+    return changed(module, lambda m: setattr(m, "forward", types.MethodType(forward, m)), name)
+
+
+def parametrized(module, name=""):
+    def change(layer):
+        parametrize.register_parametrization(layer, "weight", Double())
+
+    return changed(module, change, name)
+
+
+def with_lora(*names):
+    module = Gated()
+    for name in names:
+        setattr(module, name, LoraLinear(getattr(module, name)))
+    return module
+
+
+def sparse():
+    weight = torch.eye(D).to_sparse_csr()
+    model = pair(nn.Linear(D, D, bias=False))
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+WATCHED = "it has a hook, or its forward was replaced"
+NO_NORM = "it is no LayerNorm or RMSNorm"
+BESIDE = "its linears and activation are no block, or are called beside other layers"
+PLAIN_LORA = "is a own_classes.LoraLinear: only peft's plain LoRA is fused"
+# modules, the names of what is left in them, and a part of the reason
+LEFT = {
+    **{
+        f"{register} of the {name}": (partial(hooked, register, pair(), name), "0", WATCHED)
+        for register in ("register_forward_hook", "register_full_backward_hook")
+        for name in ("0", "1")
+    },
+    "hook on an MLP's": (
+        lambda: hooked("register_forward_pre_hook", Plain(), "first"),
+        "",
+        f"first: {WATCHED}",
+    ),
+    "forward of a linear": (lambda: replaced(pair(), "0"), "0", WATCHED),
+    "forward of a Sequential": (lambda: replaced(pair()), "0", "its forward was replaced"),
+    "forward of a norm": (lambda: replaced(nn.LayerNorm(D)), "", "its forward was replaced"),
+    "forward of an MLP": (lambda: replaced(Plain()), "", "its forward was replaced"),
+    "parametrized": (lambda: parametrized(pair(), "0"), "0", "0: its weights are parametrized"),
+    "parametrized norm": (lambda: parametrized(nn.RMSNorm(D)), "", "weights are parametrized"),
+    "subclass of Linear": (lambda: pair(MyLinear(D, D)), "0", "0 is a MyLinear, a linear with"),
+    "subclass of an activation": (lambda: pair(None, MyGELU()), "0", "no block with MyGELU"),
+    "subclass of Sequential": (lambda: MySequential(*pair()), "0", "with its own forward"),
+    "subclass of RMSNorm": (lambda: MyRMSNorm(D), "", "no LayerNorm or RMSNorm"),
+    "LoRA on all": (lambda: with_lora("w", "v", "o"), "", f"w {PLAIN_LORA}"),
+    "LeakyReLU(0.2)": (lambda: pair(None, nn.LeakyReLU(0.2)), "0", "no block with LeakyReLU"),
+    "Softplus(beta=2)": (lambda: Plain(nn.Softplus(beta=2)), "", "its forward computes softplus"),
+    "Softmax": (lambda: pair(None, nn.Softmax(-1)), "0", "no block with Softmax"),
+    "ELU": (lambda: Plain(nn.ELU(0.2)), "", "its forward computes elu"),
+    "RReLU": (lambda: Plain(nn.RReLU()), "", "its forward draws random numbers"),
+    "dropped": (
+        lambda: nn.Sequential(nn.Linear(D, H), nn.Dropout(0.1), nn.ELU(), nn.Linear(H, D)),
+        "0",
+        "no block with ELU",
+    ),
+    "unknown": (lambda: Plain(Snake()), "", "its forward computes sin, pow, add"),
+    "unknown function": (
+        lambda: Computing(lambda x, _, a, b: b(a(x).sin()), *linears(2)),
+        "",
+        "its forward computes sin",
+    ),
+    "learnt": (lambda: Plain(Learnt()), "", "its forward computes"),
+    "weight of PReLU": (lambda: TwoInputs(nn.PReLU()), "", BESIDE),
+    "attribute": (lambda: TwoInputs(torch.sigmoid), "", BESIDE),
+    "no activation": (
+        lambda: Computing(lambda x, _, a, b: b(a(x)), *linears(2)),
+        "",
+        "linears alone",
+    ),
+    "thirds of a weight": (
+        lambda: Computing(outer_thirds, nn.Linear(D, 3 * D), nn.Linear(D, D)),
+        "",
+        "computes gelu, mul",
+    ),
+    "five linears": (lambda: Computing(many, *linears(5)), "", BESIDE),
+    "a scale": (
+        lambda: Computing(many, *linears(2), scale=nn.Parameter(torch.ones(()))),
+        "",
+        BESIDE,
+    ),
+    "written inside": (Inlined, "", "its forward computes native_layer_norm"),
+    "raw weights": (Raw, "", "its forward computes gelu, cumsum"),
+    "experts": (Experts, "", BESIDE),
+    "pooler": (
+        lambda: Computing(lambda x, act, dense: act(dense(x[:, 0])), nn.Linear(D, D)),
+        "",
+        "its result is torch.float32 [2, 12]",
+    ),
+    "convolutional net": (ResNet, "bn1", NO_NORM),
+    "group norm": (lambda: nn.GroupNorm(2, D), "", NO_NORM),
+    "batch norm": (lambda: nn.BatchNorm2d(D), "", NO_NORM),
+    "several dtypes": (
+        lambda: changed(Plain(), lambda m: m.to(torch.bfloat16), "second"),
+        "",
+        "its weights have several dtypes: torch.bfloat16, torch.float32",
+    ),
+    "complex": (
+        lambda: pair(nn.Linear(D, D, dtype=torch.complex64), nn.Tanh()),
+        "0",
+        "must be floating point, got torch.complex64",
+    ),
+    "sparse": (sparse, "0", "layout torch.sparse_csr"),
+    "lazy norm": (nn.LazyBatchNorm1d, "", "not initialised: call the model once before"),
+    "lazy linear": (
+        lambda: pair(nn.LazyLinear(D)),
+        "0",
+        "not initialised: call the model once before",
+    ),
+    "attribute in the way": (
+        lambda: changed(pair(), lambda m: setattr(m, "save", "mine")),
+        "0",
+        "it has an attribute save already",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(("make", "name", "reason"), LEFT.values(), ids=list(LEFT))
+def test_left_with_a_reason(make, name, reason):
+    model = make().to(DEVICE)
+    before = kinds(model)
+    # at this level nothing is recomputed
+    report = fuse(model, save="preact", norm=name == "bn1" or not [*model.children()])
+    assert report.swapped == {}
+    assert list(report.left) == [name]
+    assert reason in report.left[name]
+    parent = model if name in ("0", "fc") else model.get_submodule(name)
+    assert report.classes[name] == type(parent).__name__
+    assert f"left 1 x {report.classes[name]}: " in str(report)
+    assert kinds(model) == before
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_what_torchscript_compiled_is_named():
+    mine = Plain(torch.jit.script(nn.GELU()))
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)))
+    model = nn.Sequential(scripted, nn.LayerNorm(D), mine)
+    report = fuse(model)
+    assert list(report.swapped) == ["1"]
+    why = "TorchScript compiled it, or a layer of it: fuse before scripting"
+    assert report.left == {"0": why, "2": why}
+    assert report.classes == {"0": "Sequential", "2": "Plain"}
+    assert model(torch.randn(2, D)).shape == (2, D)
+
+
+class Capped(nn.Module):
+    """A model that caps its logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.final_logit_softcap = nn.Embedding(8, D), nn.Linear(D, 8), 3.0
+
+    def forward(self, ids):
+        logits = self.head(self.body(ids)) / self.final_logit_softcap
+        return torch.tanh(logits) * self.final_logit_softcap
+
+
+def apart():
+    layers = (nn.Conv1d(D, D, 1), nn.GELU(), nn.Flatten(), nn.Linear(D, D), nn.ModuleList(pair()))
+    model = nn.Sequential(*layers)
+    model.add_module("absent", None)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Capped, Snake, Learnt, apart, lambda: nn.Linear(D, D)]
+    + [lambda: Conv1D(D, D), lambda: nn.MultiheadAttention(D, 2), lambda: nn.ModuleList(pair())],
+)
+def test_what_has_none_is_not_mentioned(make):
+    assert fuse(make().to(DEVICE)).left == {}
+
+
+def test_one_misfit_keeps_its_sequential_but_no_other():
+    good = pair(nn.Linear(4, 4))
+    misfit = pair(nn.Linear(D, D, dtype=torch.complex64), nn.Tanh())
+    bad = nn.Sequential(*misfit, nn.Dropout(), *pair())
+    report = fuse(nn.ModuleList([good, bad, nn.Sequential(nn.RMSNorm(D), *bad[:2])]))
+    assert sorted(report.swapped) == ["0.0", "2.0"]
+    assert list(report.left) == ["1.0", "1.3", "2.1"]
+    assert len(set(report.left.values())) == 1
+    assert type(bad) is nn.Sequential
+
+
+def test_a_norm_is_swapped_where_its_block_is_not():
+    model = MySequential(nn.LayerNorm(D), *pair(), nn.Linear(D, D))
+    report = fuse(model)
+    assert report.swapped == {"0": "nn.LayerNorm -> LayerNorm"}
+    assert list(report.left) == ["1"]
+
+
+def test_nothing_found():
+    assert fuse(nn.ModuleList([nn.Linear(D, D), nn.ReLU()])) == fusedckpt.FuseReport()
