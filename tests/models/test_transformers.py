@@ -58,8 +58,7 @@ def worst_ratio(fused, eager, batches):
     return worst
 
 
-def test_report(case):
-    report = fuse(built(case))
+def check_report(report, case):
     attention = {name for name, kind in report.kinds.items() if kind == "attention"}
     others = {name: made for name, made in report.swapped.items() if name not in attention}
     assert Counter(others.values()) == case.swapped
@@ -76,31 +75,50 @@ def test_report(case):
             assert after <= before * 0.75
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_loss_logits_and_gradients(case, dtype):
-    eager = built(case, dtype)
+def kept(model, inputs):
+    tensors = [value for value in inputs.values() if torch.is_tensor(value)]
+    with saved_tensors(exclude=tensors) as saved:
+        loss = model(**inputs).loss
+    del loss
+    return saved.nbytes
+
+
+def generated(model, inputs):
+    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    return model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+
+
+def test_swapped_computes_the_same_and_undone(case):
+    """Report, loss, logits, gradients, saved bytes and generation; unfuse restores the model."""
+    eager, inputs = built(case), case.inputs()
     fused = copy.deepcopy(eager)
-    assert fuse(fused).swapped
+    expected = fused(**inputs).loss
+    attributes = [set(m.__dict__) for m in fused.modules()]
+    check_report(fuse(fused), case)
+    worst_ratio(fused, eager, [case.inputs() for _ in range(case.batches)])
+    assert kept(fused, inputs) < kept(eager, inputs)
+    if case.generates:
+        texts = [generated(model, inputs) for model in (eager, fused)]
+        assert texts[0].shape[1] >= 6
+        assert torch.equal(*texts)
+    unfuse(fused)
+    assert [type(m) for m in fused.modules()] == [type(m) for m in eager.modules()]
+    assert [set(m.__dict__) for m in fused.modules()] == attributes
+    assert torch.equal(fused(**inputs).loss, expected)
+
+
+def test_in_bfloat16(case):
+    eager = built(case, torch.bfloat16)
+    fused = copy.deepcopy(eager)
+    assert fuse(fused, verify=False).swapped
     worst_ratio(fused, eager, [case.inputs() for _ in range(case.batches)])
 
 
-def test_less_is_kept(case):
-    eager, inputs, kept = built(case), case.inputs(), []
-    fused = copy.deepcopy(eager)
-    fuse(fused)
-    for model in (eager, fused):
-        tensors = [value for value in inputs.values() if torch.is_tensor(value)]
-        with saved_tensors(exclude=tensors) as saved:
-            loss = model(**inputs).loss
-        kept.append(saved.nbytes)
-        del loss
-    assert kept[1] < kept[0]
-
-
-def test_saved_and_loaded_again(case, tmp_path):
-    fused, inputs = built(case), case.inputs()
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "t5"])
+def test_saved_and_loaded_again(name, tmp_path):
+    fused, inputs = built(MODELS[name]), MODELS[name].inputs()
     untouched = copy.deepcopy(fused)
-    fuse(fused)
+    fuse(fused, verify=False)
     fused.save_pretrained(tmp_path)
     loaded = type(fused).from_pretrained(tmp_path).to(fused.device).eval()
     assert [type(m) for m in loaded.modules()] == [type(m) for m in untouched.modules()]
@@ -109,30 +127,3 @@ def test_saved_and_loaded_again(case, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
     fuse(loaded, verify=False)
     assert torch.equal(loaded(**inputs).loss, fused(**inputs).loss)
-
-
-def test_generates_the_same(case):
-    if not case.generates:
-        pytest.skip("it has no generate")
-    eager, inputs = built(case), case.inputs()
-    fused = copy.deepcopy(eager)
-    fuse(fused)
-    inputs.pop("labels", None)
-    texts = [
-        model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-        for model in (eager, fused)
-    ]
-    assert texts[0].shape[1] >= 6
-    assert torch.equal(*texts)
-
-
-def test_unfuse_restores_it(case):
-    model, inputs = built(case), case.inputs()
-    before, expected = [type(m) for m in model.modules()], model(**inputs).loss
-    attributes = [set(m.__dict__) for m in model.modules()]
-    assert fuse(model).swapped
-    assert [type(m) for m in model.modules()] != before
-    unfuse(model)
-    assert [type(m) for m in model.modules()] == before
-    assert [set(m.__dict__) for m in model.modules()] == attributes
-    assert torch.equal(model(**inputs).loss, expected)

@@ -59,15 +59,6 @@ def test_t5_trains_fused(name):
     for a, b in zip(step(fused, inputs)[0], ours, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     fused.gradient_checkpointing_disable()
-    optimizer = torch.optim.AdamW(fused.parameters(), lr=1e-2)
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = fused(**inputs).loss
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.7 * ours[0].item()
-    # its decoder makes a cache, and attention with dropout saves its scores on a CPU
-    assert {report.kinds[name] for name in report.fallbacks} == {"attention"}
     for model in (fused, eager):
         model.load_state_dict(same.state_dict())
     torch.testing.assert_close(fused.eval()(**inputs).loss, eager.eval()(**inputs).loss)

@@ -93,27 +93,18 @@ def test_swapped_and_trained_as_before(make, change):
 
 
 LEFT = {
-    "mobilebert": (lambda: layer("mobilebert", "NoNorm", D), "NoNorm computes no known norm"),
-    "detr": (
-        lambda: layer("detr", "DetrFrozenBatchNorm2d", D),
-        "DetrFrozenBatchNorm2d computes no known norm",
-    ),
-    "cohere, weights of heads": (
-        lambda: layer("cohere", "CohereLayerNorm", (4, 8)),
-        "weight has 2 dimensions, not one",
-    ),
-    "vitdet": (
-        lambda: layer("vitdet", "VitDetLayerNorm", D),
-        "VitDetLayerNorm is not a known form of LayerNorm",
-    ),
+    "mobilebert": lambda: layer("mobilebert", "NoNorm", D),
+    "detr": lambda: layer("detr", "DetrFrozenBatchNorm2d", D),
+    "cohere, weights of heads": lambda: layer("cohere", "CohereLayerNorm", (4, 8)),
+    "vitdet": lambda: layer("vitdet", "VitDetLayerNorm", D),
 }
 
 
-@pytest.mark.parametrize(("make", "reason"), LEFT.values(), ids=list(LEFT))
-def test_left_and_named(make, reason):
+@pytest.mark.parametrize("make", LEFT.values(), ids=list(LEFT))
+def test_left_and_named(make):
     report = fuse(make())
     assert report.swapped == {}
-    assert [found.endswith(reason) for found in report.left.values()] == [True]
+    assert list(report.left) == [""]
 
 
 def test_llama_has_nothing_to_name():

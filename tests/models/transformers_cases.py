@@ -112,7 +112,6 @@ def bert_like(name: str, left: dict[str, str]) -> Model:
 
 
 NORM = "nn.LayerNorm -> LayerNorm"
-INSIDE = "written inside this layer's forward (beside"
 SEQ2SEQ = {"vocab_size": VOCAB, "decoder_start_token_id": 1, **IDS}
 T5 = {
     **SEQ2SEQ,
@@ -226,10 +225,8 @@ MODELS = {
         {"SeedOssRMSNorm -> rms_norm (llama cast)": 5, "SeedOssMLP -> gated_mlp (silu)": 2},
         head_dim=8,
     ),
-    "bert": bert_like(
-        "Bert", {"cls.predictions.transform": f"its linears and activation are {INSIDE} LayerNorm"}
-    ),
-    "roberta": bert_like("Roberta", {"lm_head": f"linears and activation are {INSIDE} layer_norm"}),
+    "bert": bert_like("Bert", {"cls.predictions.transform": "its forward computes"}),
+    "roberta": bert_like("Roberta", {"lm_head": "its forward computes"}),
     "vit": Model(
         "ViTForImageClassification",
         "ViTConfig",
