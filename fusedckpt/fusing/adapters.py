@@ -53,10 +53,7 @@ def is_dequantising(layer: nn.Module) -> bool:
 
 
 def casts(layer: Any, x: Tensor) -> bool:
-    """Whether a linear that dequantises, or its fused form, computes in a dtype that is not x's.
-
-    It knows no autocast. Its first call sets its dtype to the input's, where that is not float16.
-    """
+    """Whether a linear that dequantises, without autocast, computes in another dtype than x."""
     if not is_dequantising(layer):
         return False
     is_set = layer.compute_type_is_set or x.dtype == torch.float16

@@ -95,10 +95,7 @@ class FusedAttention(Swapped):
         return None if name is None else ("hooked", name)
 
     def _look_at(self, y: Any, way: tuple[Any, ...]) -> None:
-        """Note that attention runs again; where none was called, later calls are as ever.
-
-        So are those that would keep outputs of linears where a region runs again.
-        """
+        """Note that attention runs again; where it gains nothing, later calls are as ever."""
         for one in objects_in(y):
             node: Any = one.grad_fn if isinstance(one, Tensor) else None
             segment = node and node.metadata.get(NODE_KEY, lambda: None)()
@@ -144,11 +141,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def find_attention(search: Search) -> None:
-    """Find attention modules.
-
-    Not modules that are swapped, or inside of one that is, nor layers with an MLP of their own; at
-    "gate" and "preact" not those that save no less there.
-    """
+    """Find attention modules that are not swapped otherwise, in a block, or around an MLP."""
     save, report = search.save, search.report
     known = {*search.inside, *(module for module, _ in search.swaps)}
     mlps = {module for module, swap in search.swaps if swap.kind == "mlp"}

@@ -228,10 +228,7 @@ class DeferredLogits(Tensor):
 
 
 def _gathers(hook: Any) -> bool:
-    """Whether a hook is of torch.distributed, as FSDP's, which runs before any backward.
-
-    Others read the gradient of the logits: they get real ones.
-    """
+    """Whether a hook is of FSDP, which runs before any backward: others need the real logits."""
     module = getattr(getattr(hook, "func", hook), "__module__", None)
     return isinstance(module, str) and module.startswith("torch.distributed.")
 

@@ -90,10 +90,7 @@ _FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__
 
 
 class Swapped(nn.Module):
-    """Forward of a swapped module: fused if proven equal for this call, else the original one.
-
-    Decided only here; why a call did not run fused is noted for `FuseReport` and `report`.
-    """
+    """Forward of a swapped module: fused if proven equal for this call, else the original one."""
 
     # how many tensors a fused call takes, and their names
     _fusedckpt_count = 1

@@ -41,10 +41,7 @@ MARK = "_fusedckpt_original"
 
 
 class Part(NamedTuple):
-    """A swapped module, or a block of a swapped Sequential, and its bytes per token, if known.
-
-    saved: before and now.
-    """
+    """A swapped module or block: kind, text, and bytes saved per token before and now, if known."""
 
     kind: str
     change: str

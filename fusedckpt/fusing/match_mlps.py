@@ -55,10 +55,7 @@ def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | 
 
 
 def recomputed_swap(module: nn.Module) -> Swap | None:
-    """Return the swap of a module that no program computes, but that can be run again.
-
-    Its forward takes one tensor, reads only parameters and simple state, and writes nothing.
-    """
+    """Return the swap of a module of one input that can be run again, as it reads simple state."""
     if not _may_be(module) or reasons.kind_of(module) != "mlp" or reasons.of_parts(module):
         return None
     found = [_first_recording(module)]

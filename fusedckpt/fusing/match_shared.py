@@ -20,10 +20,7 @@ from fusedckpt.layers.sequential import Sequential
 
 
 def find_shared(search: Search) -> None:
-    """Find linears and activations that may read a norm's recipe.
-
-    A layer whose linears and activations do is not left.
-    """
+    """Find linears and activations that may read a norm's recipe; a layer of such is not left."""
     modules, report = search.modules, search.report
     norms = (LayerNorm, RMSNorm, FusedNorm)
     kinds = [*map(type, modules.values()), *(swap.to for _, swap in search.swaps)]

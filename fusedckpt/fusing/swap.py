@@ -249,10 +249,7 @@ class _Blocks:
 
 
 def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
-    """Whether a module computes the results of its children, so that the children are skipped.
-
-    Those of a swapped block that drops inside are run while training.
-    """
+    """Whether a module computes its children, which are then skipped, unless it may run them."""
     match = attributes.get("_fusedckpt_match")
     rates = getattr(match, "rates", ())
     dropping = any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)

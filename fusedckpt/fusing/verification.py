@@ -57,10 +57,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
 
 
 def small_sizes(module: nn.Module) -> dict[int, int]:
-    """Return small sizes in place of the parameters' sizes, which are enough for a comparison.
-
-    A size that is twice another stays so.
-    """
+    """Return small sizes in place of a module's, enough for a comparison; doubles stay doubles."""
     found: dict[int, int] = {}
     for size in sorted({n for parameter in module.parameters() for n in parameter.shape}):
         half = found.get(size // 2) if size % 2 == 0 else None

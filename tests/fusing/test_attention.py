@@ -259,11 +259,10 @@ def test_functions_of_flash_attn(monkeypatch):
     del y
 
 
-@pytest.mark.parametrize(("heads", "width"), [(2, 16), (8, 64)])
-def test_a_llama_layer_saves_three_rows(heads, width):
+def test_a_llama_layer_saves_three_rows():
     """In bfloat16 6 D bytes a token, and 4 a head."""
     transformers = pytest.importorskip("transformers")
-    saved = []
+    saved, heads, width = [], 8, 64
     for layers in (1, 2):
         config = transformers.LlamaConfig(
             **{"vocab_size": 16, "hidden_size": D, "intermediate_size": width, "use_cache": False},

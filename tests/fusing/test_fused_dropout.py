@@ -142,7 +142,7 @@ def test_saved_is_the_input_and_a_seed_each(case):
     assert fuse(unfuse(copy.deepcopy(module))).swapped
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("p", [0.1, 1.0])
 def test_share_of_zeros(p):
     module = DropsInside(nn.SiLU(), p=p, out=H).to(DEVICE)
     assert fuse(module).swapped

@@ -226,7 +226,7 @@ MODELS = {
         head_dim=8,
     ),
     "bert": bert_like("Bert", {"cls.predictions.transform": "its forward computes"}),
-    "roberta": bert_like("Roberta", {"lm_head": "its forward computes"}),
+    "roberta": bert_like("Roberta", {"lm_head": "its linears and activation are no block"}),
     "vit": Model(
         "ViTForImageClassification",
         "ViTConfig",
