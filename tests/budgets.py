@@ -32,12 +32,16 @@ from fusedckpt.reporting.trial import tensors_of
 Made = tuple[nn.Module, dict[str, Any]]
 
 
-class Residual(nn.Sequential):
+class Residual(nn.Module):
     """Adds its input to the output of the modules inside."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.inner = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum."""
-        return x + super().forward(x)
+        return x + self.inner(x)
 
 
 def _mlp(width: int) -> Residual:
