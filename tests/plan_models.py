@@ -42,11 +42,6 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
-def chunks_of(plan: fusedckpt.Plan) -> int:
-    """Return into how many chunks a plan cuts MLPs."""
-    return plan.chunks
-
-
 def assert_as_near(ours: list[Tensor], theirs: list[Tensor], truth: list[Tensor]) -> None:
     """Assert the error rule, where chunks add up weight gradients in another order."""
     for mine, eager, exact in zip(ours, theirs, truth, strict=True):
