@@ -6,9 +6,8 @@ import torch
 
 from bench.cases import DEFAULT_TOKENS, SIZES
 from fusedckpt.kernels import linear, norm
-from fusedckpt.kernels.elementwise import HiddenGrad
 from fusedckpt.kernels.grouped_gemm import grouped_gemm, grouped_grad
-from fusedckpt.kernels.linear import hidden_grad, hybrid_grad
+from fusedckpt.kernels.linear import HiddenGrad, hidden_grad, hybrid_grad
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

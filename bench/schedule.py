@@ -114,9 +114,7 @@ def _widths(call: Any) -> dict[str, str]:
     """Return the features of each value, and the shape of each parameter's gradient, by name."""
     letters = {size: key for key, size in SIZES.items()}
     shapes = [() if meta is None else meta.shape for meta in call.metas]
-    found = {
-        name: letters[width] for name, (width, _) in call.described(shapes, call.metas).items()
-    }
+    found = {name: letters[width] for name, (width, _) in call.described.items()}
     found |= {f"d_{name}": width for name, width in found.items()}
     params = zip(call.program.params, shapes[call.num_inputs :], strict=True)
     for name, shape in params:

@@ -3,8 +3,7 @@
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
-from fusedckpt.blocks.norm_spec import NormSpec
-from fusedckpt.blocks.operands import LoRA
+from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.quantised import QuantisedWeight, register_quantised
 from fusedckpt.checkpointing.module_calls import is_recomputing
 from fusedckpt.checkpointing.prefetch import prefetch_recompute

@@ -7,43 +7,27 @@ program is recorded, and everywhere when FUSEDCKPT_DISABLE=1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
 from fusedckpt import functional
-from fusedckpt.blocks.eager import dropout, forcing, layer_norm, rms_norm
+from fusedckpt.blocks.eager import dropout, forcing
 
-__all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "dropout",
-    "experts",
-    "gated_mlp",
-    "layer_norm",
-    "linear_act",
-    "linear_cross_entropy",
-    "mlp",
-    "norm_linear",
-    "rms_norm",
-    "token_logprobs",
-]
+__all__ = ["dropout"]
 
 
-def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+def __getattr__(name: str) -> Any:
+    # those of the approximate activations would be exact, F.gelu and F.silu
+    if name not in functional.__all__ or name in ("regelu2", "resilu2"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = getattr(functional, name)
+
     @wraps(function)
     def call(*args: Any, seeds: Tensor | None = None, **options: Any) -> Any:
         with forcing(seeds):
             return function(*args, **options)
 
+    globals()[name] = call
     return call
-
-
-add_layer_norm, add_rms_norm = _eager(functional.add_layer_norm), _eager(functional.add_rms_norm)
-linear_act, norm_linear = _eager(functional.linear_act), _eager(functional.norm_linear)
-mlp, gated_mlp = _eager(functional.mlp), _eager(functional.gated_mlp)
-experts = _eager(functional.experts)
-linear_cross_entropy = _eager(functional.linear_cross_entropy)
-token_logprobs = _eager(functional.token_logprobs)

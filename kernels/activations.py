@@ -1,10 +1,10 @@
-"""Every activation: its Triton value and derivative, its ATen form, its names.
+"""Every activation: its Triton value and gradient, its ATen form, its names.
 
-To add an activation, write its device functions `<name>(z, EXACT) -> h` and `<name>_grad(z, dh,
-EXACT) -> (h, dz)` in float32, and add a row to ACTIVATIONS; functions, modules, fusing and tests
-read the table. EXACT: to the last digits, for results that stay in float32; else to the digits of
-half precision, in fewer registers. Selections treat NaN and inf as torch does: a zero derivative
-stops an inf in dh.
+To add an activation, write its device function `<name>(z, dh, EXACT) -> (h, dz)` in float32, and
+add a row to ACTIVATIONS; functions, modules, fusing and tests read the table. A kernel that reads h
+alone compiles without the derivative. EXACT: to the last digits, for results that stay in float32;
+else to the digits of half precision, in fewer registers. Selections treat NaN and inf as torch
+does: a zero derivative stops an inf in dh.
 """
 
 from __future__ import annotations
@@ -60,70 +60,34 @@ def mills(a):
 
 
 @triton.jit
-def sigmoid(z, EXACT: tl.constexpr):
-    return 1.0 / (1.0 + exp(-z, EXACT))
-
-
-@triton.jit
-def sigmoid_grad(z, dh, EXACT: tl.constexpr):
+def sigmoid(z, dh, EXACT: tl.constexpr):
     h, rest = sigmoids(z, EXACT)
     return h, dh * rest * h
 
 
 @triton.jit
-def identity(z, EXACT: tl.constexpr):
-    return z
-
-
-@triton.jit
-def identity_grad(z, dh, EXACT: tl.constexpr):
+def identity(z, dh, EXACT: tl.constexpr):
     return z, dh
 
 
 @triton.jit
-def relu(z, EXACT: tl.constexpr):
-    return tl.where(z < 0.0, 0.0, z)
+def relu(z, dh, EXACT: tl.constexpr):
+    return tl.where(z < 0.0, 0.0, z), tl.where(z <= 0.0, 0.0, dh)
 
 
 @triton.jit
-def relu_grad(z, dh, EXACT: tl.constexpr):
-    return relu(z, EXACT), tl.where(z <= 0.0, 0.0, dh)
-
-
-@triton.jit
-def relu2(z, EXACT: tl.constexpr):
-    h = relu(z, EXACT)
-    return h * h
-
-
-@triton.jit
-def relu2_grad(z, dh, EXACT: tl.constexpr):
-    h = relu(z, EXACT)
+def relu2(z, dh, EXACT: tl.constexpr):
+    h = tl.where(z < 0.0, 0.0, z)
     return h * h, tl.where(z <= 0.0, 0.0, dh * (2.0 * h))
 
 
 @triton.jit
-def leaky_relu(z, EXACT: tl.constexpr):
-    return tl.where(z > 0.0, z, z * 0.01)
+def leaky_relu(z, dh, EXACT: tl.constexpr):
+    return tl.where(z > 0.0, z, z * 0.01), tl.where(z > 0.0, dh, dh * 0.01)
 
 
 @triton.jit
-def leaky_relu_grad(z, dh, EXACT: tl.constexpr):
-    return leaky_relu(z, EXACT), tl.where(z > 0.0, dh, dh * 0.01)
-
-
-@triton.jit
-def gelu(z, EXACT: tl.constexpr):
-    if EXACT:
-        cdf = normal_cdf(z)
-    else:
-        r, e = mills(tl.abs(z))
-        cdf = tl.where(z < 0.0, r * e, 1.0 - r * e)
-    return z * cdf
-
-
-@triton.jit
-def gelu_grad(z, dh, EXACT: tl.constexpr):
+def gelu(z, dh, EXACT: tl.constexpr):
     if EXACT:
         cdf = normal_cdf(z)
         slope = cdf + z * (0.3989422804014327 * exp(-0.5 * z * z, EXACT))
@@ -138,95 +102,59 @@ def gelu_grad(z, dh, EXACT: tl.constexpr):
 
 
 @triton.jit
-def gelu_tanh(z, EXACT: tl.constexpr):
+def gelu_tanh(z, dh, EXACT: tl.constexpr):
     # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (z + 0.044715 z^3)
-    return z * sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z), EXACT)
-
-
-@triton.jit
-def gelu_tanh_grad(z, dh, EXACT: tl.constexpr):
     s, rest = sigmoids(1.5957691216057308 * (z + 0.044715 * z * z * z), EXACT)
     slope = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
     return z * s, dh * (s + z * s * rest * slope)
 
 
 @triton.jit
-def quick_gelu(z, EXACT: tl.constexpr):
-    return z * sigmoid(1.702 * z, EXACT)
-
-
-@triton.jit
-def quick_gelu_grad(z, dh, EXACT: tl.constexpr):
+def quick_gelu(z, dh, EXACT: tl.constexpr):
     s, rest = sigmoids(1.702 * z, EXACT)
     return z * s, dh * (s + 1.702 * (z * s) * rest)
 
 
 @triton.jit
-def silu(z, EXACT: tl.constexpr):
-    return z / (1.0 + exp(-z, EXACT))
-
-
-@triton.jit
-def silu_grad(z, dh, EXACT: tl.constexpr):
+def silu(z, dh, EXACT: tl.constexpr):
     s, rest = sigmoids(z, EXACT)
-    return z * s, dh * s * (1.0 + z * rest)
+    # z s would be rounded once more
+    return z / (1.0 + exp(-z, EXACT)), dh * s * (1.0 + z * rest)
 
 
 @triton.jit
-def tanh(z, EXACT: tl.constexpr):
+def tanh(z, dh, EXACT: tl.constexpr):
     # exp of a negative argument cannot overflow
     e = exp(-2.0 * tl.abs(z), EXACT)
+    r = 1.0 / (1.0 + e)
     h = (1.0 - e) / (1.0 + e)
     # 1 - e loses the digits of a small z: there an odd polynomial, fitted to 3e-9 relative on 0.42
     s = z * z
     p = -0.33333284 + s * (0.13330565 + s * (0.018466265 * s - 0.053483798))
-    return tl.where(tl.abs(z) < 0.4, z + z * (s * p), tl.where(z < 0.0, -h, h))
+    h = tl.where(tl.abs(z) < 0.4, z + z * (s * p), tl.where(z < 0.0, -h, h))
+    # of exact slopes nothing cancels
+    return h, dh * (4.0 * e * r * r if EXACT else 1.0 - h * h)
 
 
 @triton.jit
-def tanh_grad(z, dh, EXACT: tl.constexpr):
-    h = tanh(z, EXACT)
-    slope = 1.0 - h * h
-    if EXACT:
-        # the same, but nothing cancels
-        e = exp(-2.0 * tl.abs(z), EXACT)
-        r = 1.0 / (1.0 + e)
-        slope = 4.0 * e * r * r
-    return h, dh * slope
-
-
-@triton.jit
-def softplus(z, EXACT: tl.constexpr):
+def softplus(z, dh, EXACT: tl.constexpr):
     e = exp(tl.where(z > 20.0, 0.0, z), EXACT)
     # log(1 + e) by Kahan: the rounding of 1 + e cancels in the quotient
     u = 1.0 + e
     log1p = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
-    return tl.where(z > 20.0, z, log1p)
+    slope = 1.0 / (1.0 + exp(-z, EXACT))
+    return tl.where(z > 20.0, z, log1p), tl.where(z > 20.0, dh, dh * slope)
 
 
 @triton.jit
-def softplus_grad(z, dh, EXACT: tl.constexpr):
-    return softplus(z, EXACT), tl.where(z > 20.0, dh, dh * sigmoid(z, EXACT))
-
-
-@triton.jit
-def tanh_of_softplus(z, EXACT: tl.constexpr):
-    # tanh(log(1 + e)) = n / (n + 2), n = e (e + 2); 1 in float32 from z = 20 on, if e is a power
-    # of two: only those have an exact quotient on a GPU, and mish_grad multiplies 1 - t^2 by z
+def mish(z, dh, EXACT: tl.constexpr):
+    # t = tanh(log(1 + e)) = n / (n + 2), n = e (e + 2); 1 in float32 from z = 20 on, if e is a
+    # power of two: only those have an exact quotient on a GPU, and 1 - t^2 is multiplied by z
     e = tl.where(z > 20.0, 1073741824.0, exp(z, EXACT))
     n = e * (e + 2.0)
-    return n / (n + 2.0)
-
-
-@triton.jit
-def mish(z, EXACT: tl.constexpr):
-    return z * tanh_of_softplus(z, EXACT)
-
-
-@triton.jit
-def mish_grad(z, dh, EXACT: tl.constexpr):
-    t = tanh_of_softplus(z, EXACT)
-    return z * t, dh * (t + z * sigmoid(z, EXACT) * (1.0 - t * t))
+    t = n / (n + 2.0)
+    slope = t + z * (1.0 / (1.0 + exp(-z, EXACT))) * (1.0 - t * t)
+    return z * t, dh * slope
 
 
 # ATen forms that take several calls
@@ -248,12 +176,11 @@ def _write_quick_gelu_grad(dh: Tensor, z: Tensor, grad_input: Tensor) -> Tensor:
 class Activation:
     """One activation for every path.
 
-    `write(z, out=)` and `write_grad(dh, z, grad_input=)` are the ATen form of `value` and of the
-    gradient of `value_and_grad`; their output may be z or dh itself. `module` computes this
+    `write(z, out=)` and `write_grad(dh, z, grad_input=)` are the ATen form of `value_and_grad`;
+    their output may be z or dh itself. `module` computes this
     activation where its attributes are `module_state`.
     """
 
-    value: Any
     value_and_grad: Any
     eager: Callable[[Tensor], Tensor]
     write: Callable[..., Tensor]
@@ -265,37 +192,37 @@ class Activation:
 
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(
-        *(identity, identity_grad, lambda z: z),
+        *(identity, lambda z: z),
         write=lambda z, out: out.copy_(z),
         write_grad=lambda dh, z, grad_input: grad_input.copy_(dh),
         aliases=("linear", "none"),
     ),
     "relu": Activation(
-        *(relu, relu_grad, F.relu),
+        *(relu, F.relu),
         write=partial(torch.clamp_min, min=0),
         write_grad=partial(aten.threshold_backward.grad_input, threshold=0),
         module=nn.ReLU,
     ),
     "relu2": Activation(
-        *(relu2, relu2_grad, lambda z: F.relu(z).square()),
+        *(relu2, lambda z: F.relu(z).square()),
         write=lambda z, out: torch.clamp_min(z, 0, out=out).square_(),
         write_grad=_write_relu2_grad,
         aliases=("relu_squared", "squared_relu"),
     ),
     "leaky_relu": Activation(
-        *(leaky_relu, leaky_relu_grad, F.leaky_relu, aten.leaky_relu.out),
+        *(leaky_relu, F.leaky_relu, aten.leaky_relu.out),
         partial(aten.leaky_relu_backward.grad_input, negative_slope=0.01, self_is_result=False),
         module=nn.LeakyReLU,
         module_state={"negative_slope": 0.01},
     ),
     "gelu": Activation(
-        *(gelu, gelu_grad, F.gelu, aten.gelu.out, aten.gelu_backward.grad_input),
+        *(gelu, F.gelu, aten.gelu.out, aten.gelu_backward.grad_input),
         aliases=("gelu_python",),
         module=nn.GELU,
         module_state={"approximate": "none"},
     ),
     "gelu_tanh": Activation(
-        *(gelu_tanh, gelu_tanh_grad, lambda z: F.gelu(z, approximate="tanh")),
+        *(gelu_tanh, lambda z: F.gelu(z, approximate="tanh")),
         write=partial(aten.gelu.out, approximate="tanh"),
         write_grad=partial(aten.gelu_backward.grad_input, approximate="tanh"),
         aliases=("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"),
@@ -303,33 +230,33 @@ ACTIVATIONS: dict[str, Activation] = {
         module_state={"approximate": "tanh"},
     ),
     "quick_gelu": Activation(
-        *(quick_gelu, quick_gelu_grad, lambda z: z * torch.sigmoid(1.702 * z)),
+        *(quick_gelu, lambda z: z * torch.sigmoid(1.702 * z)),
         write=lambda z, out: torch.mul(z, torch.sigmoid(1.702 * z), out=out),
         write_grad=_write_quick_gelu_grad,
     ),
     "silu": Activation(
-        *(silu, silu_grad, F.silu, aten.silu.out, aten.silu_backward.grad_input),
+        *(silu, F.silu, aten.silu.out, aten.silu_backward.grad_input),
         aliases=("swish",),
         module=nn.SiLU,
     ),
     "sigmoid": Activation(
-        *(sigmoid, sigmoid_grad, torch.sigmoid, torch.sigmoid),
+        *(sigmoid, torch.sigmoid, torch.sigmoid),
         lambda dh, z, **to: aten.sigmoid_backward.grad_input(dh, torch.sigmoid(z), **to),
         module=nn.Sigmoid,
     ),
     "tanh": Activation(
-        *(tanh, tanh_grad, torch.tanh, torch.tanh),
+        *(tanh, torch.tanh, torch.tanh),
         lambda dh, z, **to: aten.tanh_backward.grad_input(dh, torch.tanh(z), **to),
         module=nn.Tanh,
     ),
     "softplus": Activation(
-        *(softplus, softplus_grad, F.softplus, aten.softplus.out),
+        *(softplus, F.softplus, aten.softplus.out),
         partial(aten.softplus_backward.grad_input, beta=1, threshold=20),
         module=nn.Softplus,
         module_state={"beta": 1.0, "threshold": 20.0},
     ),
     "mish": Activation(
-        *(mish, mish_grad, F.mish, aten.mish.out),
+        *(mish, F.mish, aten.mish.out),
         lambda dh, z, grad_input: grad_input.copy_(aten.mish_backward(dh, z)),
         module=nn.Mish,
     ),

@@ -96,7 +96,7 @@ def coded_act_kernel(
         code = (value > C0).to(tl.int32) + (value > C1).to(tl.int32) + (value > C2).to(tl.int32)
         # past the last column zeros were loaded
         packed |= tl.where(mask, code, 0) << (2 * i)
-        store(h + row * n + columns, ACTIVATION(value, is_exact(h)), mask)
+        store(h + row * n + columns, ACTIVATION(value, value, is_exact(h))[0], mask)
     tl.store(codes + row * quarter + rn, packed.to(tl.uint8), rn < quarter)
 
 
@@ -132,7 +132,7 @@ def coded_act(
     codes = z.new_empty(m, width_of(n), dtype=torch.uint8)
     h = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
     if kernel != "aten":
-        (grid, tile), act = launch_of(m, n), ACTIVATIONS[activation].value
+        (grid, tile), act = launch_of(m, n), ACTIVATIONS[activation].value_and_grad
         with torch.cuda.device_of(z):
             coded_act_kernel[grid](z.contiguous(), h, codes, n, act, *steps.boundaries, **tile)
         return h, codes

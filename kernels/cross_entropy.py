@@ -22,8 +22,8 @@ BLOCK = 4096
 class LogitRule(NamedTuple):
     """How logits come from the outputs u of a linear: softcap(scale u) sharpness.
 
-    softcap(z) = softcap tanh(z / softcap), or z where it is None; ignore_index: the target of rows
-    with statistics and gradients of zero; entropy: whether it is computed, else zero.
+    softcap(z) = softcap tanh(z / softcap), or z where it is None; rows with the target ignore_index
+    have statistics and gradients of zero; entropy: whether it is computed, else zero.
     """
 
     scale: float = 1.0
@@ -48,7 +48,7 @@ def bounded(u, scale, softcap):
     """Return softcap(scale u) and its slope."""
     z, slope = u * scale, u * 0.0 + scale
     if softcap is not None:
-        t = tanh(z / softcap, EXACT=True)
+        t = tanh(z / softcap, z, EXACT=True)[0]
         z, slope = softcap * t, (1.0 - t * t) * scale
     return z, slope
 
@@ -125,19 +125,24 @@ def statistics(u: Tensor, target: Tensor, rule: LogitRule, kernel: str) -> Tenso
     target = target.reshape(-1).contiguous()
     if kernel == "aten":
         for rows in row_blocks(u):
-            value, _ = logits(u[rows], rule)
-            logp = torch.log_softmax(value, 1)
-            counted = (target[rows] != rule.ignore_index)[:, None]
-            own = logp.gather(1, target[rows, None] * counted)
-            lse = value.amax(1, keepdim=True) - logp.amax(1, keepdim=True)
-            mean, entropy = logp.mean(1, keepdim=True), torch.zeros_like(own)
-            if rule.entropy:
-                entropy = torch.special.entr(logp.exp_()).sum(1, keepdim=True)
-            found = torch.cat((own, lse, mean, entropy), 1)
-            y[rows] = found.masked_fill_(~counted, 0.0)
+            y[rows] = eager_statistics(u[rows], target[rows, None], rule)
     elif u.shape[0]:
         launch(Rows(u.contiguous(), target, y, None, None), rule)
     return y
+
+
+def eager_statistics(u: Tensor, target: Tensor, rule: LogitRule) -> Tensor:
+    """Return the statistics [..., 4] of u [..., N] and target [..., 1] in torch's ops."""
+    z = logits(u, rule)[0]
+    logp, counted = torch.log_softmax(z, -1), target != rule.ignore_index
+    own = logp.gather(-1, torch.where(counted, target, 0))
+    lse = z.amax(-1, keepdim=True) - logp.amax(-1, keepdim=True)
+    mean, entropy = logp.mean(-1, keepdim=True), torch.zeros_like(own)
+    if rule.entropy:
+        p = logp.exp()
+        # 0, not NaN, of classes without probability
+        entropy = -(p * logp).masked_fill(p == 0.0, 0.0).sum(-1, keepdim=True)
+    return torch.cat((own, lse, mean, entropy), -1).masked_fill(~counted, 0.0)
 
 
 def statistics_grad(

@@ -1,9 +1,8 @@
 """Dropout by a counter-based generator: the seed and an element's index alone decide its mask.
 
-So only the seed is saved, and neither chunks nor layouts change a result. Element i of the whole
-matrix reads 32 bits: half i % 8, low halves first, of the four words that Philox4x64-10 makes of
-the seed and the counter i // 8 + 1. On a CPU numpy's generator makes the same bits, in 1.5 ns per
-element, where ATen's integers took 19 and F.dropout 9.
+So only the seed is saved, and neither chunks nor layouts change a result. Element i reads half
+i % 8 of the four words that Philox4x64-10 makes of the seed and the counter i // 8 + 1. numpy's
+generator makes the same bits in 1.5 ns per element, where ATen's integers took 19 and F.dropout 9.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 """
@@ -47,30 +46,23 @@ def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> T
     """Return x [M, N] with elements zeroed at probability p, the others divided by 1 - p.
 
     seed: int64, one element, on x's device; first_row: the row of the whole matrix at which x
-    begins; kernel: "aten", or any other name for Triton. The gradient is dx = dropout(dy).
+    begins. The gradient is dx = dropout(dy).
     """
     x, scale = x.contiguous(), 1 / (1 - p) if p < 1 else 0.0
-    y = torch.empty_like(x)
-    if kernel == "aten":
-        on_aten(x, y, p, int(seed), first=first_row * x.shape[1], scale=scale)
+    y, first, n = torch.empty_like(x), first_row * x.shape[1], x.shape[1]
+    if kernel != "aten":
+        groups = (first + x.numel() + WORDS - 1) // WORDS - first // WORDS
+        numbers = first, x.numel(), threshold_of(p), scale
+        with torch.cuda.device_of(x):
+            dropout_kernel[(triton.cdiv(groups, BLOCK),)](x, y, seed, *numbers, BLOCK=BLOCK)
         return y
-    first = first_row * x.shape[1]
-    groups = (first + x.numel() + WORDS - 1) // WORDS - first // WORDS
-    with torch.cuda.device_of(x):
-        dropout_kernel[(triton.cdiv(groups, BLOCK),)](
-            x, y, seed, first, x.numel(), threshold_of(p), scale, BLOCK=BLOCK
-        )
-    return y
-
-
-def on_aten(x: Tensor, y: Tensor, p: float, seed: int, first: int, scale: float) -> None:
-    """Write x times 0 or `scale` into y, in blocks of rows."""
     wide = torch.promote_types(x.dtype, torch.float32)
     for rows in row_blocks(x):
-        words = drawn_words(seed, first + rows.start * x.shape[1], x[rows].numel())
-        keeps = (words >= threshold_of(p)).view(-1, x.shape[1]).to(x.device)
+        words = drawn_words(int(seed), first + rows.start * n, x[rows].numel())
+        keeps = (words >= threshold_of(p)).view(-1, n).to(x.device)
         # a product, not a selection: a dropped inf or NaN becomes NaN, as in torch
         torch.mul(x[rows], keeps.to(wide).mul_(scale), out=y[rows])
+    return y
 
 
 def drawn_words(seed: int, first: int, count: int) -> Tensor:

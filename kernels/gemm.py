@@ -3,7 +3,7 @@
 w may be stored as it is or as its transpose [K, N]; both are read in place. An epilogue is two jit
 functions and a record of operands, None where absent. The first function loads the operands' rows
 `rm` (int64) and columns `rn`. The second gets the float32 accumulator, the loaded values, and the
-number of the row tile, for sums over rows. `elementwise.HIDDEN_GRAD` is the hybrid variant's.
+number of the row tile, for sums over rows. `linear.HIDDEN_GRAD` is the hybrid variant's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,72 @@ from torch import Tensor
 
 from .partials import partial_sums, store_summed, sum_partials
 from .runtime import INTERPRETED, TensorDescriptor, arch, is_exact, load, store, tl, triton
-from .tiles import family, tile_for
 
 # rows of tiles that share their columns of w in L2
 GROUP_M = tl.constexpr(8)
+
+
+class Tile(NamedTuple):
+    """Launch options by their names in the kernel; the epilogue runs in SLICES column slices."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+    SLICES: int = 1
+
+
+# the longest short contraction: two blocks of its tile fit on a multiprocessor, so that the
+# epilogue of one overlaps with the main loop of the other
+SHORT_K = 1024
+# float32 without TF32 runs on the scalar units, which need small tiles
+SCALAR = Tile(64, 64, 16, 8, 2)
+
+_LONG, _SHORT = Tile(128, 256, 64, 8, 3, 8), Tile(128, 128, 64, 8, 3, 2)
+_HYBRID_LONG, _HYBRID_SHORT = Tile(256, 128, 64, 8, 3, 8), Tile(128, 128, 64, 8, 3, 4)
+_SMALL = Tile(64, 64, 32, 8, 3)
+_TF32 = Tile(128, 128, 32, 8, 3, 2)
+_AMPERE = Tile(128, 128, 32, 8, 3, 4)
+_NARROW = Tile(128, 64, 32, 8, 3, 2)
+_CDNA = Tile(128, 128, 64, 8, 2, 2)
+# unequal sides, so that a test sees a swapped axis
+_INTERPRETED = 5 * (Tile(32, 64, 16, 4, 1, 2),)
+
+# (architecture family, bytes per element) -> tiles of long and short contractions, of both with a
+# hybrid epilogue, and of operands that tensor descriptors cannot address; the last three need
+# registers, as a hybrid epilogue reads as much as it writes
+TILES = {
+    ("sm_80", 2): (_AMPERE, _AMPERE, _NARROW, _NARROW, _SMALL),
+    ("sm_80", 4): 5 * (_SMALL,),
+    ("sm_90", 2): (_LONG, _SHORT, _HYBRID_LONG, _HYBRID_SHORT, _SMALL),
+    ("sm_90", 4): (_TF32, _TF32, _SMALL, _SMALL, _SMALL),
+    # 256 rows of dh spill
+    ("sm_100", 2): (_LONG, _SHORT, _HYBRID_SHORT, _HYBRID_SHORT, _SMALL),
+    ("sm_100", 4): (_TF32, _TF32, _SMALL, _SMALL, _SMALL),
+    ("gfx9", 2): (_CDNA, _CDNA, _NARROW, _NARROW, _SMALL),
+    ("gfx9", 4): 5 * (_SMALL,),
+    ("interpreter", 2): _INTERPRETED,
+    ("interpreter", 4): _INTERPRETED,
+}
+
+
+def family(arch: str) -> str:
+    """Return the table's name for an architecture such as `sm_86` or `gfx942`."""
+    if arch.startswith("sm_"):
+        return {9: "sm_90", 10: "sm_100"}.get(int(arch[3:]) // 10, "sm_80")
+    return "gfx9" if arch.startswith("gfx") else arch
+
+
+def tile_for(arch: str, itemsize: int, k: int, hybrid: bool, aligned: bool, precision: str) -> Tile:
+    """Return the tile of a GEMM with contraction length k on operands of `itemsize` bytes.
+
+    aligned: whether tensor descriptors address the operands; precision: "tf32" or "ieee".
+    """
+    if itemsize == 4 and precision == "ieee" and arch != "interpreter":
+        return SCALAR
+    tiles = TILES[family(arch), itemsize]
+    return tiles[2 * hybrid + (k <= SHORT_K)] if aligned else tiles[-1]
 
 
 class StoreAct(NamedTuple):
@@ -42,7 +104,7 @@ def store_act(acc, bias, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.constexpr)
     acc += bias
     if out.z is not None:
         store(out.z + offsets, acc, mask)
-    store(out.y + offsets, ACTIVATION(acc, is_exact(out.y)), mask)
+    store(out.y + offsets, ACTIVATION(acc, acc, is_exact(out.y))[0], mask)
 
 
 class StoreActGrad(NamedTuple):
@@ -208,33 +270,38 @@ def gemm(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run an epilogue over all tiles of x @ w.T; return db and db_up [N] where needed.
 
-    x [M, K] and w [N, K] have one dtype and no empty side; columns of x are adjacent, and columns
-    or rows of w. `hybrid`: the epilogue reads as much as it writes.
+    x [M, K] has adjacent columns, w [N, K] adjacent columns or rows; no side is empty. hybrid: the
+    epilogue reads as much as it writes.
     """
-    (m, k), n, target, stored = x.shape, w.shape[0], arch(), as_stored(w)
+    (m, k), n, stored = x.shape, w.shape[0], as_stored(w)
     assert x.stride(1) == 1 or k == 1
     assert 1 in w.stride() or w.numel() == 1
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     aligned = fits_descriptors(x, w)
-    tile = tile_for(target, x.element_size(), k, hybrid, aligned, precision)
-    options = {"TRANSPOSED": stored is not w, "PRECISION": precision} | tile._asdict()
+    options = options_for(x, k, hybrid, aligned) | {"TRANSPOSED": stored is not w}
     # from Hopper on, tiles are loaded by tensor descriptors that the host makes
-    options["DESCRIPTORS"] = aligned and family(target) in ("sm_90", "sm_100", "interpreter")
+    options["DESCRIPTORS"] = aligned and family(arch()) in ("sm_90", "sm_100", "interpreter")
+    block_m, block_n, block_k = (options[f"BLOCK_{side}"] for side in "MNK")
     operands: Any = x, w
     if options["DESCRIPTORS"]:
-        block = [tile.BLOCK_N, tile.BLOCK_K]
-        blocks = [tile.BLOCK_M, tile.BLOCK_K], block if stored is w else block[::-1]
+        block = [block_n, block_k] if stored is w else [block_k, block_n]
         operands = [
             TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block)
-            for t, block in zip((x, stored), blocks, strict=True)
+            for t, block in ((x, [block_m, block_k]), (stored, block))
         ]
-    row_tiles = triton.cdiv(m, tile.BLOCK_M)
+    row_tiles = triton.cdiv(m, block_m)
     sums = partial_sums(x, needs_db, row_tiles, n)
     sizes = m, n, k, x.stride(0), *w.stride()
-    grid = (row_tiles * triton.cdiv(n, tile.BLOCK_N),)
+    grid = (row_tiles * triton.cdiv(n, block_n),)
     with torch.cuda.device_of(x):
         gemm_kernel[grid](*operands, out._replace(**sums), *sizes, *epilogue, activation, **options)
     return sum_partials(sums.get("db"), sums.get("db_up"))
+
+
+def options_for(x: Tensor, k: int, hybrid: bool, aligned: bool) -> dict[str, Any]:
+    """Return the tile and precision of a launch with contraction length k: see `tile_for`."""
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    tile = tile_for(arch(), x.element_size(), k, hybrid, aligned, precision)
+    return {"PRECISION": precision} | tile._asdict()
 
 
 def as_stored(w: Tensor) -> Tensor:

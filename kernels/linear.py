@@ -1,19 +1,133 @@
 """A linear layer with its activation, and the gradients of both, in one of two variants.
 
-Fused: one GEMM kernel with an elementwise epilogue. Split: the vendor's GEMM, then an elementwise
-kernel over its output, in place; on ATen the same in blocks of rows, in the same buffers.
+Fused: a GEMM kernel with an elementwise epilogue. Split: the vendor's GEMM, then an elementwise
+kernel over its output, in place; on ATen the same in blocks of rows.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from . import elementwise
 from .activations import ACTIVATIONS, Activation
-from .elementwise import HIDDEN_GRAD, HiddenGrad
 from .gemm import ACT, ACT_GRAD, StoreAct, StoreActGrad, gemm
-from .runtime import column_sums, row_blocks
+from .partials import partial_sums, store_summed, sum_partials
+from .runtime import column_sums, is_exact, load, row_blocks, store, tl, triton
+
+FLAT = {"BLOCK": 4096, "num_warps": 8}
+TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8}
+
+
+@triton.jit
+def act_kernel(z, up, h, stride_zm, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    tile, row_z, row_h = tl.program_id(0), 0, 0
+    # without a stride all rows are one
+    if stride_zm is not None:
+        row = (tile // tl.cdiv(n, BLOCK)).to(tl.int64)
+        tile, row_z, row_h = tile % tl.cdiv(n, BLOCK), row * stride_zm, row * n
+    offsets = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    value = load(z + row_z + offsets, mask)
+    value = ACTIVATION(value, value, is_exact(h))[0]
+    if up is not None:
+        value *= load(up + row_z + offsets, mask)
+    store(h + row_h + offsets, value, mask)
+
+
+def act_into(z: Tensor, up: Tensor | None, h: Tensor, activation: Any) -> None:
+    """Write act(z), times `up` if given, into h, which is contiguous.
+
+    h may be z or up; not where these are halves of the columns of a contiguous matrix.
+    """
+    assert h.is_contiguous()
+    assert up is None or up.stride() == z.stride()
+    m, n, stride = 1, z.numel(), None
+    if not z.is_contiguous():
+        (m, n), stride = z.shape, z.stride(0)
+        assert n == 1 or z.stride(1) == 1
+    grid = (m * triton.cdiv(n, FLAT["BLOCK"]),)
+    with torch.cuda.device_of(z):
+        act_kernel[grid](z, up, h, stride, n, activation, **FLAT)
+
+
+class HiddenGrad(NamedTuple):
+    """Operands of the gradient of a hidden layer, [M, N] or None.
+
+    Reads z (the gate, where gated) and up; writes h where wanted, dz and dup, each over any operand
+    or over dh. h is contiguous; the others may be halves of the columns of a contiguous matrix. A
+    launch fills in db and db_up [row tiles, N] where wanted, and the row stride.
+    """
+
+    z: Tensor
+    up: Tensor | None
+    h: Tensor | None
+    dz: Tensor
+    dup: Tensor | None
+    db: Tensor | None = None
+    db_up: Tensor | None = None
+    stride: int = 0
+
+    def launched(self, **sums: Tensor) -> HiddenGrad:
+        """Return the operands with their stride and buffers for sums."""
+        strided = (self.z, self.up, self.dz, self.dup)
+        assert all(t is None or t.stride() == self.z.stride() or t.shape[0] == 1 for t in strided)
+        assert self.h is None or self.h.is_contiguous()
+        return self._replace(stride=self.z.stride(0), **sums)
+
+
+@triton.jit
+def load_hidden(rm, rn, mask, n, out):
+    """Return z and up, or z twice, in their own dtype."""
+    offsets = rm[:, None] * out.stride + rn[None, :]
+    z = tl.load(out.z + offsets, mask, 0.0)
+    return z, tl.load(out.up + offsets, mask, 0.0) if out.up is not None else z
+
+
+@triton.jit
+def store_hidden_grad(dh, loaded, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.constexpr):
+    """Store h, dz and dup of a tile of dh; every load comes before the first store."""
+    offsets = rm[:, None] * out.stride + rn[None, :]
+    z, up = loaded[0].to(tl.float32), loaded[1].to(tl.float32)
+    value, dz = ACTIVATION(z, dh * up if out.up is not None else dh, is_exact(out.dz))
+    if out.up is not None:
+        dup, value = dh * value, value * up
+        store_summed(out.dup, out.db_up, offsets, dup, mask, rn, n, tile_m)
+    if out.h is not None:
+        store(out.h + rm[:, None] * n + rn[None, :], value, mask)
+    store_summed(out.dz, out.db, offsets, dz, mask, rn, n, tile_m)
+
+
+HIDDEN_GRAD = load_hidden, store_hidden_grad
+
+
+@triton.jit
+def act_grad_kernel(
+    dh, stride_dh, out, m, n, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
+    rm = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rm < m)[:, None] & (rn < n)[None, :]
+    tile = load(dh + rm[:, None] * stride_dh + rn[None, :], mask)
+    loaded = load_hidden(rm, rn, mask, n, out)
+    store_hidden_grad(tile, loaded, rm, rn, mask, n, tile_m, out, ACTIVATION)
+
+
+def act_grad(
+    dh: Tensor, out: HiddenGrad, activation: Any, needs_db: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill `out` from dh [M, N], columns adjacent; return db and db_up [N] where needed."""
+    m, n = dh.shape
+    assert dh.stride(1) == 1 or n == 1
+    row_tiles = triton.cdiv(m, TILE["BLOCK_M"])
+    sums = partial_sums(dh, needs_db, row_tiles, n)
+    out, grid = out.launched(**sums), (row_tiles * triton.cdiv(n, TILE["BLOCK_N"]),)
+    with torch.cuda.device_of(dh):
+        act_grad_kernel[grid](dh, dh.stride(0), out, m, n, activation, **TILE)
+    return sum_partials(sums.get("db"), sums.get("db_up"))
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -30,7 +144,7 @@ def linear_act(
     """
     h = x.new_empty(x.shape[0], w.shape[0])
     z = torch.empty_like(h) if keep_z else None
-    gemm(x, w, StoreAct(h, b, z), ACT, ACTIVATIONS[activation].value)
+    gemm(x, w, StoreAct(h, b, z), ACT, ACTIVATIONS[activation].value_and_grad)
     return h, z
 
 
@@ -48,12 +162,12 @@ def hidden(
 ) -> Tensor:
     """Return act(z), times `up` if given, in `out` [M, N] if given, which may be z or up.
 
-    All contiguous, or z and up halves of the columns of something contiguous, and `out` neither.
+    z and up are contiguous, or halves of the columns of a contiguous matrix that `out` is not in.
     """
     act = ACTIVATIONS[activation]
     h = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
     if kernel != "aten":
-        elementwise.act(z, up, h, act.value)
+        act_into(z, up, h, act.value_and_grad)
     elif up is None:
         act.write(z, out=h)
     else:
@@ -68,12 +182,11 @@ def hidden_grad(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write the h, dz and dup of `grads` from dh [M, N], columns adjacent; return db, db_up [N].
 
-    On ATen dz may share memory with z; where not gated with dh; where h is not wanted with up.
-    h and dup may share memory with any tensor that is read.
+    On ATen dz may be z, or dh where not gated, or up where h is not wanted; h and dup any operand.
     """
     act = ACTIVATIONS[activation]
     if kernel != "aten":
-        return elementwise.act_grad(dh, grads, act.value_and_grad, needs_db)
+        return act_grad(dh, grads, act.value_and_grad, needs_db)
     on_aten = plain_on_aten if grads.up is None else gated_on_aten
     on_aten(act, dh, grads)
     db = column_sums(grads.dz) if needs_db[0] else None

@@ -1,8 +1,7 @@
 """RMSNorm and LayerNorm over rows, forward and backward from x alone: no statistic is ever stored.
 
-A row of up to MAX_BLOCK columns stays in registers (norm_rows), in backward one of up to
-MAX_GRAD_BLOCK, as a program's share of dw takes as many again, or half that in float32; longer rows
-go through in column chunks (norm_wide).
+A row of up to MAX_BLOCK columns stays in registers; in backward one of up to MAX_GRAD_BLOCK, or
+half that in float32, beside a program's share of dw. Longer rows go through in column chunks.
 """
 
 from __future__ import annotations
@@ -14,8 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norm_rows import Norm, NormGrad, norm_grad_kernel, norm_kernel
-from .norm_wide import wide_dw_kernel, wide_dx_kernel, wide_norm_kernel
+from .norm_kernels import (
+    Norm,
+    NormGrad,
+    norm_grad_kernel,
+    norm_kernel,
+    wide_dw_kernel,
+    wide_dx_kernel,
+    wide_norm_kernel,
+)
 from .partials import sum_partials
 from .runtime import arch, triton
 
@@ -44,10 +50,7 @@ class NormRule(NamedTuple):
 
 
 def rows_for(n: int, share: int = 16) -> dict[str, int]:
-    """Return the tile for rows of n <= MAX_BLOCK columns: at least eight elements per thread.
-
-    From `share` elements per thread on, warps are added, up to sixteen.
-    """
+    """Return the tile for rows of n <= MAX_BLOCK columns, of 8 elements per thread or more."""
     block_n = triton.next_power_of_2(n)
     # sixteen where rows are long: short ones' share of dw would take more than 128 registers
     block_m = max(1, (2048 if block_n >= 1024 else 1024) // block_n)
@@ -58,20 +61,11 @@ def rows_for(n: int, share: int = 16) -> dict[str, int]:
 def stages_for(*tensors: Tensor | None) -> int:
     """Return how many tiles of rows of these are under way in norm_grad at once, and one more.
 
-    Six bytes per column, such as those of bf16 x, dy and dtotal, or eight: then 32 KiB or more are
-    on their way to a multiprocessor, and at most 192 KiB of its shared memory are taken.
+    Then 32 KiB or more are loading, and at most 192 KiB of shared memory are taken.
     """
     if not arch().startswith("sm_"):
         return 1
     return 3 if sum(t.element_size() for t in tensors if t is not None) <= 6 else 2
-
-
-def register_limit() -> dict[str, int]:
-    """Return the option that gives norm_grad 128 registers a thread, as many as it is to have.
-
-    Left to itself the compiler for sm_100 takes 64 of float32 rows of 4096, and spills eight bytes.
-    """
-    return {"maxnreg": 128} if arch().startswith("sm_") else {}
 
 
 def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
@@ -98,7 +92,7 @@ def norm(
 ) -> tuple[Tensor, Tensor | None]:
     """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y.
 
-    Matrices have adjacent columns, weight and bias [N] are contiguous; so it is in `norm_grad`.
+    Matrices have adjacent columns, vectors [N] are contiguous; so it is in `norm_grad`.
     """
     m, n = x.shape
     check_operands((x, residual), (weight, bias))
@@ -150,7 +144,10 @@ def norm_grad(
     numbers = m, n, rule.eps, rule.offset
     with torch.cuda.device_of(x):
         if not wide:
-            how = tile | {"STAGES": stages_for(dy, dtotal, x)} | register_limit()
+            how = tile | {"STAGES": stages_for(dy, dtotal, x)}
+            if arch().startswith("sm_"):
+                # left to itself sm_100 takes 64 for float32 rows of 4096, and spills eight bytes
+                how["maxnreg"] = 128
             norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **how)
         else:
             # the statistics and dx row by row, then dw and db column by column
@@ -165,7 +162,7 @@ def norm_grad(
 def share_for(dy: Tensor, x: Tensor, rule: NormRule) -> int:
     """Return how many elements per thread fit 128 registers in norm_grad.
 
-    Those of float32 are not packed by two while they wait, and LayerNorm sums more.
+    float32 is not packed by two, and LayerNorm sums more.
     """
     wide = x.element_size() > 2 or (rule.kind == "layer" and dy.element_size() > 2)
     return 8 if wide else 16

@@ -26,8 +26,7 @@ def product_for(device: torch.device, dtype: torch.dtype, wanted: torch.dtype) -
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to total, which has their dtype, or is float32 where they are half precision.
 
-    No product is rounded to half precision: without a GEMM that writes float32, operands are
-    widened, in blocks that together take no more memory than total.
+    Without a GEMM that writes float32, operands are widened, in blocks no larger than total.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -46,14 +45,4 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
         return product_for(a.device, a.dtype, wide)(a, b)
     total = a.new_zeros(a.shape[0], b.shape[1], dtype=wide)
     add_product(total, a, b)
-    return total
-
-
-def sum_of_products(*pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the sum of a @ b over pairs; of several pairs in half precision as float32."""
-    if len(pairs) == 1:
-        return torch.mm(*pairs[0])
-    total = wide_product(*pairs[0])
-    for pair in pairs[1:]:
-        add_product(total, *pair)
     return total

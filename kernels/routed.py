@@ -42,9 +42,9 @@ Gating = str | ClampedSwiGLU
 class Route(NamedTuple):
     """How the slots of `index` [T, K] are sorted by expert.
 
-    order [T K]: the slot of every row; places [T, K]: the row of every slot; ends [E]: where each
-    expert's rows end; pieces: the experts that have rows, with these, None where a kernel reads
-    `ends`; kernel: "torch", "triton" or None.
+    order [T K]: the slot of every row; places [T, K]: the row of every slot; ends [E]: of experts'
+    rows; pieces: the experts that have rows, with these, or None; kernel: "torch", "triton" or
+    None.
     """
 
     order: Tensor
@@ -73,10 +73,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, *features: int) -> bool
 
 
 def kernel_for(path: str, device: torch.device, dtype: torch.dtype, *features: int) -> str | None:
-    """Return the kernel of grouped products: "torch", ours ("triton"), or None for a loop.
-
-    path: that of other kernels.
-    """
+    """Return the kernel of grouped products: "torch", ours ("triton"), or None for a loop."""
     if has_kernel(device, dtype, *features):
         return "torch"
     return None if path == "aten" or 0 in features else "triton"
@@ -153,9 +150,9 @@ def product(
     scores: Tensor | None = None,
     total: Tensor | None = None,
 ) -> Tensor:
-    """Return the rows of x times the weight [E, K, N] of their expert, added to `total` if given.
+    """Return the rows of x times the weight [E, K, N] of their expert, plus the bias [E, N].
 
-    bias: [E, N], multiplied by `scores` if given.
+    The bias is multiplied by `scores`, and all is added to `total`, where these are given.
     """
     rows = as_rows(x, route)
     if route.kernel == "torch":

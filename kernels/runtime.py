@@ -1,8 +1,7 @@
 """Triton where it exists, and the differences between compiled and interpreted kernels.
 
-`TRITON_INTERPRET=1` at import runs every kernel in Triton's interpreter, on CPU tensors. There bf16
-arithmetic is wrong and casts to bf16 truncate, so kernels load through `load`, compute in float32
-and store through `store`.
+In Triton's interpreter (`TRITON_INTERPRET=1` at import) bf16 arithmetic is wrong and casts to bf16
+truncate, so kernels load through `load`, compute in float32 and store through `store`.
 """
 
 from __future__ import annotations
@@ -48,11 +47,6 @@ def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
     if x.dim() != 2 or num_dims != 1:
         x = x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def as_dense(x: Tensor) -> Tensor:
-    """Return x as a contiguous matrix, for elementwise kernels."""
-    return as_matrix(x).contiguous()
 
 
 def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from support import DEVICE, Function, as_tuple
 from torch import Tensor
 
 from fusedckpt import ClampedSwiGLU, functional, reference
-from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import NormSpec
 
 
 @dataclass(frozen=True)

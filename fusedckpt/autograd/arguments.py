@@ -1,5 +1,6 @@
-"""Checks of one argument; every error names function, argument, expected value and given one.
+"""Checks of one argument, and of constructors.
 
+Every error names function, argument, expected value and given one.
 numpy's integers, floats and bools count as Python's. A bool is no number, a tensor no number or
 flag, and a number is finite.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGEST = 2**63 - 1
@@ -30,15 +33,13 @@ def wrong_value(name: str, key: str, expected: str, given: Any) -> NoReturn:
 
 def number(name: str, key: str, given: Any, least: float = -math.inf) -> None:
     """Refuse a value that is no finite real number, or a smaller one than `least`."""
-    if type(given) is float:
-        value = given
-    elif isinstance(given, (float, int, np.floating, np.integer)) and not isinstance(given, bool):
-        try:
-            value = float(given)
-        except OverflowError:
-            value = math.inf
-    else:
+    is_number = isinstance(given, (float, int, np.floating, np.integer))
+    if isinstance(given, bool) or not is_number:
         wrong_type(name, key, "a number", given)
+    try:
+        value = float(given)
+    except OverflowError:
+        value = math.inf
     if not (least <= value and -math.inf < value < math.inf):
         bound = "" if least == -math.inf else f" of at least {least:g}"
         wrong_value(name, key, f"a finite number{bound}", given)
@@ -104,3 +105,49 @@ def dtype(name: str, given: Any, key: str = "dtype") -> None:
         wrong_type(name, key, "a torch.dtype", given)
     if given not in DTYPES:
         wrong_value(name, key, f"one of {', '.join(map(str, DTYPES))}", given)
+
+
+check_device, check_dtype = device, dtype
+
+
+def factory(name: str, device: Any, dtype: Any) -> None:
+    """Refuse a device or dtype that parameters cannot have."""
+    if device is not None:
+        check_device(name, device)
+    if dtype is not None:
+        check_dtype(name, dtype)
+
+
+def linear_sizes(name: str, sizes: Mapping[str, Any], bias: Any, device: Any, dtype: Any) -> None:
+    """Refuse arguments of an nn.Linear."""
+    for key, size in sizes.items():
+        integer(name, key, size)
+    flag(name, "bias", bias)
+    factory(name, device, dtype)
+
+
+def module(name: str, key: str, given: Any) -> None:
+    """Refuse a child that is no module."""
+    if not isinstance(given, nn.Module):
+        wrong_type(name, key, "a module", given)
+
+
+def modules(name: str, key: str, given: tuple[Any, ...]) -> None:
+    """Refuse children of which one is no module; nn.Sequential takes None, and one OrderedDict."""
+    if key == "linears" and not given:
+        raise ValueError(f"{name}: linears must not be empty, got none")
+    is_named = key == "args" and len(given) == 1 and isinstance(given[0], OrderedDict)
+    for index, layer in given[0].items() if is_named else enumerate(given):
+        if layer is not None or key == "linears":
+            module(name, f"{key}[{index!r}]", layer)
+
+
+def block_sizes(name: str, in_features: int, out_features: int, norm: Any, residual: Any) -> None:
+    """Refuse a norm that is no module, and a residual between two widths."""
+    if norm is not None:
+        module(name, "norm", norm)
+    if flag(name, "residual", residual) and in_features != out_features:
+        raise ValueError(
+            f"{name}: residual needs as many output as input features, got out_features "
+            f"{out_features} for {in_features}"
+        )

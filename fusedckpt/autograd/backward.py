@@ -1,12 +1,7 @@
 """A Function's backward and its op: wanted gradients, donated outputs, second derivatives.
 
-`begin` says which gradients a backward computes, and from which saved tensors. Those of several
-`is_grads_batched` gradients are computed one by one; those that are differentiated again by the
-eager reference; and saved GEMM outputs are written over where nothing reads them later.
-
 Ops exist for code that watches ops, such as selective checkpoints and FLOP counters. Where nothing
-does, the Function calls the implementation itself, which spares two ways through torch's dispatcher
-and back.
+does, the Function calls the implementation itself, which is quicker.
 """
 
 from __future__ import annotations
@@ -26,10 +21,9 @@ _library = torch.library.Library("fusedckpt", "DEF")
 
 
 def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] | None:
-    """Return which gradients a Function's backward computes, and from which tensors; None for none.
+    """Return which gradients a Function's backward computes, and the saved tensors; None for none.
 
-    That is: for each argument whether its gradient is wanted; the tensors that were saved; and
-    whether nothing traces or watches ops, so that they need not be seen.
+    The last result is whether nothing traces or watches ops, so that they need not be seen.
     """
     needs, given = wanted_gradients(ctx), [dy for dy in dys if dy is not None]
     if not given or not any(needs):
@@ -47,9 +41,8 @@ def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] |
 def wanted_gradients(ctx: Any) -> list[bool]:
     """Return for each argument of a Function whether the backward that runs it wants its gradient.
 
-    Fewer than `ctx.needs_input_grad`, which is about any backward, where `torch.autograd.grad` asks
-    for some: the engine throws away gradients that lead to none of them. Torch's own functions ask
-    it likewise. Where it cannot be asked, or its answer makes no sense, all that any may want is.
+    Fewer than `ctx.needs_input_grad` where `torch.autograd.grad` asks for some; all of these where
+    the engine cannot be asked, or its answer makes no sense.
     """
     needed = list(ctx.needs_input_grad)
     # a compiled backward, and one called by hand inside of another, is not the engine's
@@ -114,9 +107,8 @@ def donating(
 ) -> Any:
     """Return compute(donates); where `donates`, it may write over the extras.
 
-    As with torch.compile's donated buffers, not if the graph is retained, if saved-tensor hooks may
-    have returned shared tensors, or if gradients are batched. A later reader, such as a backward
-    repeated after a failure or in another thread, raises by their version.
+    Not if the graph is retained, hooks may have returned shared tensors, or gradients are batched.
+    A later reader, such as a backward repeated after a failure, raises by their version.
     """
     is_ours = ctx.owns_extras and not torch.compiler.is_compiling()
     owned = [t for t in extras if t is not None] if is_ours else []
@@ -138,15 +130,14 @@ def donating(
 
 
 def twin_gradients(
-    twin: Callable[..., Tensor | tuple[Tensor, ...]],
+    twin: Callable[..., tuple[Tensor, ...]],
     inputs: Sequence[Tensor | None],
     needs: Sequence[bool],
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Return the gradients of `twin(*inputs)`, which can be differentiated again in grad mode.
 
-    `inputs` are the tensors as backward got them, so that second derivatives reach their
-    origins; each goes in through a view of its own, which keeps one tensor given twice apart.
+    inputs: as backward got them; a view of each keeps one tensor given twice apart.
     """
     is_graph = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -158,18 +149,12 @@ def twin_gradients(
             else tensor.detach().requires_grad_(need)
             for tensor, need in zip(inputs, needs, strict=True)
         ]
-        outputs = twin(*views)
-        pairs = [
-            (output, grad)
-            for output, grad in zip(
-                (outputs,) if isinstance(outputs, Tensor) else outputs, grads, strict=True
-            )
-            if grad is not None and output.requires_grad
-        ]
+        pairs = zip(twin(*views), grads, strict=True)
+        pairs = [(y, dy) for y, dy in pairs if dy is not None and y.requires_grad]
         found = torch.autograd.grad(
-            [output for output, _ in pairs],
+            [y for y, _ in pairs],
             [view for view, need in zip(views, needs, strict=True) if need and view is not None],
-            [grad for _, grad in pairs],
+            [dy for _, dy in pairs],
             create_graph=is_graph,
             allow_unused=True,
         )
@@ -191,9 +176,8 @@ class Versioned:
 
     def read(self) -> tuple[Tensor | None, ...]:
         """Return the tensors."""
-        for tensor, old, new in zip(
-            self._tensors, self._versions, versions_of(*self._tensors), strict=True
-        ):
+        versions = zip(self._tensors, self._versions, versions_of(*self._tensors), strict=True)
+        for tensor, old, new in versions:
             if tensor is not None and old != new:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
@@ -211,9 +195,8 @@ def define(
 ) -> Callable[..., list[Tensor]]:
     """Define `fusedckpt::<schema>` for every backend, and return its overload.
 
-    `implementation` computes inside of `below(BELOW)`; `fake` takes the same arguments and returns
-    empty tensors of the results' shapes and dtypes; `flops` takes the arguments with shapes in
-    place of tensors and returns the GEMM FLOPs.
+    fake: takes the same arguments and returns empty tensors of the results' shapes and dtypes;
+    flops: takes them with shapes in place of tensors and returns the GEMM FLOPs.
     """
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

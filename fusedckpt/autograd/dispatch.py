@@ -1,9 +1,5 @@
 """The path of a call: eager reference, Triton (compiled or interpreted) or ATen.
 
-A call is decided by its options, the shapes, dtypes and devices of its tensors, and the state
-around it (grad mode, autocast, ...). `settled` caches decisions by exactly these, so that equal
-calls are checked only once.
-
 Triton runs float32, bfloat16 and float16 tensors on a GPU, and on a CPU when Triton's interpreter
 is on; everything else runs on ATen, with the same saved tensors. FUSEDCKPT_DISABLE=1, read once at
 import, runs every eager reference instead. So do programs that are recorded, as by `torch.export`:
@@ -16,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -52,6 +47,11 @@ def path_of(device: torch.device, dtype: torch.dtype) -> str:
     return "triton" if device.type == "cuda" or _forced == "triton" else "aten"
 
 
+def is_aten(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether tensors of these sizes run on ATen, as all without elements do."""
+    return 0 in sizes or path_of(device, dtype) == "aten"
+
+
 @contextmanager
 def forced_path(path: str | None) -> Iterator[None]:
     """Override the path inside, for tests: "aten" anywhere, "triton" to compile on meta tensors."""
@@ -74,10 +74,9 @@ class Meta(NamedTuple):
 class Around(NamedTuple):
     """The state that decides a call besides its options and tensors.
 
-    grad: whether grad mode is on; autocast: autocast's dtype for the first tensor's device, None
-    where it is off; level: that of `saving`; chunks: that of `chunking`, for modules; twin: whether
-    only the eager reference may run; direct: whether nothing traces or watches ops, so that kernels
-    may be called without them; forced: the path and the variant that are forced, or None.
+    autocast: its dtype for the first tensor's device, None where it is off; level, chunks: of
+    `saving` and `chunking`; twin: whether only the eager reference may run; direct: whether nothing
+    traces or watches ops; forced: the path and the variant that are forced, or None.
     """
 
     grad: bool
@@ -92,6 +91,10 @@ class Around(NamedTuple):
         """Return the dtype that nn.Linear multiplies an input of `dtype` in."""
         return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
 
+    def chunks_of(self, options: Any) -> int | None:
+        """Return into how many chunks a call cuts its rows, None where shapes decide."""
+        return self.chunks if options.is_module and self.chunks is not None else options.chunks
+
 
 def variant_for(
     op: str,
@@ -103,11 +106,10 @@ def variant_for(
 ) -> str:
     """Return the variant of a layer on tensors like x: "aten", "split", or `fused`.
 
-    `sizes` are the GEMM's m, n and k; `kernel` is the call's own choice. Next comes the
-    environment's preference, then "split", or `fused` in the interpreter, so that tests run those
-    kernels. The choice is logged at level DEBUG, once for equal calls.
+    kernel: the call's choice. Next comes the environment's, then "split", or `fused` in the
+    interpreter, so that tests run those kernels. The choice is logged at level DEBUG.
     """
-    if 0 in sizes or path_of(x.device, dtype) == "aten":
+    if is_aten(x.device, dtype, *sizes):
         return "aten"
     if kernel is None and _PREFERRED in ("split", fused):
         kernel = _PREFERRED
@@ -119,8 +121,7 @@ def variant_for(
 def is_recorded(x: Any) -> bool:
     """Whether the ops on x are written down, by torch.export, jit.trace, fx or make_fx.
 
-    Not by torch.compile, which keeps our autograd Functions as they are; before torch 2.13, strict
-    export cannot be told from it.
+    Not by torch.compile; before torch 2.13, strict export cannot be told from it.
     """
     if isinstance(x, Proxy) or private.is_exporting():
         return True
@@ -144,10 +145,9 @@ def is_plain(kind: type[Tensor]) -> bool:
 def are_plain(*given: Any) -> bool:
     """Whether ours can take these tensors: dense ones, of no class with ops of its own.
 
-    A module that meets another, such as a DTensor or a quantised weight, runs its children's own
-    forward. A value that is no tensor passes: it is refused by name later.
+    A value that is no tensor passes: it is refused by name later.
     """
-    for value in given:
+    for value in given:  # a generator costs more
         if isinstance(value, Tensor) and (
             not is_plain(type(value)) or value.layout != torch.strided or value.is_nested
         ):
@@ -158,13 +158,8 @@ def are_plain(*given: Any) -> bool:
 def has_hooks(*layers: nn.Module) -> bool:
     """Whether someone counts on layers' own calls: a hook, or a forward put in its place."""
     for layer in layers:
-        if (
-            layer._forward_hooks
-            or layer._forward_pre_hooks
-            or layer._backward_hooks
-            or layer._backward_pre_hooks
-            or "forward" in layer.__dict__
-        ):
+        hooks = layer._forward_hooks or layer._forward_pre_hooks
+        if hooks or layer._backward_hooks or layer._backward_pre_hooks or "forward" in vars(layer):
             return True
     return False
 
@@ -200,36 +195,31 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     return found
 
 
-class Path(Enum):
-    """Which code computes a call.
-
-    FUSED: ours; REFERENCE: the function's eager reference, as under torch.func; OWN: the forward of
-    a module's own class, and its children's, for tensors of other classes and where a program is
-    recorded.
-    """
-
-    FUSED = "fused"
-    REFERENCE = "reference"
-    OWN = "own"
+# what `settle` returns where a module calls the forward of its own class, and its children's
+OWN = "own"
 
 
 class Settled(NamedTuple):
-    """The decision for a call: its path; where it is fused, the checked call and its phase."""
+    """The decision for a call: the checked call and its phase; None to run the eager reference.
 
-    path: Path
+    is_own: whether a module runs the forward of its own class instead, as for tensors of other
+    classes and where a program is recorded.
+    """
+
     call: Any = None
     phase: Phase | None = None
+    is_own: bool = False
 
 
 def settled(options: Any, *tensors: Any) -> Settled:
-    """Return the decision for a call.
+    """Return the decision for a call, which is remembered for equal options, tensors and state.
 
-    `options` is a record with `name`; `names` of the tensors, ending in "?" where one may be None;
-    `is_module`, as modules run in eager on tensors that functions refuse; `chosen(level)`, which
-    checks the options; and `settle(around, *metas)`, which returns the call or another path.
+    options: a record with `name`; `names` of the tensors, ending in "?" where one may be None;
+    `is_module`; `chosen(level)`, which checks the options; and `settle(around, *metas)`, which
+    returns the call, None or OWN.
     """
     if is_recorded(tensors[0]):
-        return Settled(Path.OWN if options.is_module else Path.REFERENCE)
+        return Settled(is_own=options.is_module)
     if torch.compiler.is_compiling():
         return _settled_anew(options, tensors, twin=True)
     grad, metas = torch.is_grad_enabled(), []
@@ -276,19 +266,16 @@ def _remembered(found: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *opti
 
 def _checked(options: Any, around: Around, metas: Any) -> Settled:
     found = options.settle(around, *metas)
-    return Settled(found) if isinstance(found, Path) else Settled(Path.FUSED, found)
+    return Settled(is_own=True) if found is OWN else Settled(found)
 
 
 def _settled_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Settled:
     level, chunks = levels.override.level, levels.override.chunks
-    other = None
-    if options.is_module and not are_plain(*tensors):
-        other = Path.OWN
-    elif not _takes(options, tensors):
-        other = Path.REFERENCE
-    if other is not None:
+    is_own = options.is_module and not are_plain(*tensors)
+    named = zip([key.rstrip("?") for key in options.names], tensors, strict=True)
+    if is_own or not takes_all(options.name, {key: t for key, t in named if t is not None}):
         options.chosen(level)
-        return Settled(other)
+        return Settled(is_own=is_own)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
     grad = torch.is_grad_enabled()
     around = Around(grad, autocast, level, chunks, twin=twin, direct=False, forced=())
@@ -296,16 +283,13 @@ def _settled_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Settled
     return _checked(options, around, metas)
 
 
-def _takes(options: Any, tensors: tuple[Any, ...]) -> bool:
+def takes_all(name: str, given: dict[str, Any]) -> bool:
     """Whether the kernels take a call's tensors; raise for those that eager refuses too."""
-    pairs = [(key, t) for key, t in zip(options.names, tensors, strict=True) if t is not None]
-    plain = True
-    for key, t in pairs:
-        # each may raise
-        plain &= takes(options.name, key.rstrip("?"), t)
+    # each may raise
+    plain = False not in [takes(name, key, t) for key, t in given.items()]
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return plain
-    return not any(t.is_inference() for _, t in pairs)
+    return not any(t.is_inference() for t in given.values())
 
 
 # classes of torch's with parts that a function could be called with
@@ -313,10 +297,7 @@ _PARTED = ("DTensor", "NestedTensor")
 
 
 def takes(name: str, key: str, value: Any) -> bool:
-    """Whether the kernels take a tensor; raise for one that eager refuses too.
-
-    The attributes of other tensor subclasses are not read.
-    """
+    """Whether the kernels take a tensor; raise for one that eager refuses too."""
     if not isinstance(value, Tensor):
         arguments.wrong_type(name, key, "a tensor", value)
     if not is_plain(type(value)):

@@ -86,10 +86,7 @@ def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...])
 
 
 def chosen(name: str, wishes: tuple[str | None, str | None, str], levels: tuple[str, ...]) -> str:
-    """Return the level of a call from `wishes`: its argument, `saving` and default.
-
-    The default is checked too: it may be an attribute that was set since.
-    """
+    """Return the level of a call from its argument, `saving` and default, which is checked too."""
     given, override, default = wishes
     if given is not None:
         check(name, given, levels)

@@ -1,12 +1,10 @@
 """Where a fused layer's forward runs: free, or in a checkpoint's forward or recompute.
 
-In a checkpoint's forward a layer's saved tensors are dropped, so it computes nothing for it; in the
-recompute it keeps all that spares its backward a GEMM, since the recompute is the one that backward
-is about to read. Without that, its forward would run a third time, inside its backward.
+In a checkpoint's forward a layer's saved tensors are dropped, so it computes nothing for it; the
+recompute saves all that spares its backward a GEMM. Without that, forward would run a third time.
 
 The phase is read from autograd's own stack of saved-tensor hooks, which is thread-local and nests.
-That is private to torch: where it is missing, layers keep the tensors of their level, which
-recomputes more but is never wrong.
+Where that is missing, layers save the tensors of their level, which recomputes more.
 """
 
 from __future__ import annotations
@@ -27,14 +25,11 @@ Tensors = Sequence[Tensor | None]
 
 
 class Phase:
-    """A phase in which saved tensors go through hooks: a layer keeps the tensors of its level.
+    """A phase in which saved tensors go through hooks: a layer saves the tensors of its level.
 
-    A layer keeps tensors that it was given, and extras: GEMM outputs that its backward can make
-    again from them. Extras are a layer's own, to write over in its backward, where no hooks may
-    have handed them on.
-
-    levels: the level with the extras that backward can count on, and that at which the forward
-    computes them; None for the layer's own level.
+    These are tensors that it was given, and extras: GEMM outputs that its backward can recompute,
+    and write over where no hooks may have passed them on. levels: the level with the extras that
+    backward can count on, and that at which forward computes them; None for the layer's own level.
     """
 
     recomputes = False
@@ -79,10 +74,10 @@ class _Stock(Phase):
 
 
 class _StockRecompute(_Stock):
-    """Its recompute, which ends with the last tensor that it hands over.
+    """Its recompute, which ends with the last tensor that it is given.
 
-    Where that is a layer's, it is handed over before the layer computes anything, as torch's own
-    functions hand over their inputs; its backward then makes the extras it needs by itself.
+    A layer whose tensors are the last gives them before it computes anything; its backward then
+    makes the extras that it reads.
     """
 
     def __init__(self, pack: Callable[[Tensor], Any]):
@@ -103,16 +98,10 @@ _REENTRANT = _ReentrantRecompute()
 _STOCK_FORWARD = _Stock("inputs")
 
 
-def can_see_hooks() -> bool:
-    """Whether this torch tells which hooks saved tensors go through."""
-    return private.SEES_HOOKS
-
-
 def current() -> Phase | None:
     """Return the phase in which a layer called here runs; None for no checkpoint.
 
-    To be called where grad mode is still the caller's. Under torch.compile it is None: a compiled
-    checkpoint decides by itself which ops are recomputed.
+    Grad mode must be the caller's. A compiled checkpoint decides itself what is recomputed.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not private.SEES_HOOKS:
         return None
@@ -144,10 +133,7 @@ def only_count(hooks: Hooks | None) -> bool:
 
 
 def fitting(extras: Tensors, likes: Likes) -> list[Tensor | None]:
-    """Return the extras, None for a tensor unlike its `likes`.
-
-    Selective checkpointing may return a forward's result, without extras, in the recompute.
-    """
+    """Return the extras, None for one that selective checkpointing did not recompute."""
     return [
         None if like is None or extra is None or extra.shape != torch.Size(like[0]) else extra
         for extra, like in zip(extras, likes, strict=True)

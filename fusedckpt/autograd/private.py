@@ -81,7 +81,7 @@ def backward_id() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], Any]) -> None:
-    """Call back at the end of this backward; under a GraphExecGroup, at the end of the group.
+    """Call back at the end of this backward, or of its GraphExecGroup.
 
     Without it memory that would be freed then is freed with its owner.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from functools import partial
@@ -14,18 +15,19 @@ from torch import Tensor
 from fusedckpt.autograd import backward as autograd
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
+from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.private import SEES_BATCHES
-from fusedckpt.blocks import backward_schedule, compiled, eager, norm_sharing, ops, run
+from fusedckpt.blocks import compiled, derive, eager, norm_sharing, ops, run
 from fusedckpt.blocks.builder import GATED, PACKED, Linears
 from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.dropout import draw_seeds
+from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.operands import (
     Parts,
     adapters_of,
     are_adapted,
     flat,
-    structure_of,
+    refilled,
     taken_apart,
 )
 from fusedckpt.blocks.schedule import Flags, Schedule
@@ -89,7 +91,7 @@ class Block(torch.autograd.Function):
             return (None, None, *_twin_gradients(ctx, given, dys, wanted))
         compute = run.backward if direct or ctx.others else ops.backward
         if not torch.compiler.is_compiling() and is_batch(dys):
-            grads = one_by_one(partial(_of_one, call, wanted, given), dys)
+            grads = one_by_one(lambda one: run.backward(call, wanted, one, _first(one), given), dys)
         elif any(map(_IS_GIVEN, products)):
             args = (call, wanted, dys, like, given)
             grads = autograd.donating(ctx, products, like, partial(compute, *args))
@@ -100,13 +102,6 @@ class Block(torch.autograd.Function):
             grad = grads[i]
             grads[i] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
         return (None, None, *grads)
-
-
-def _of_one(
-    call: Call, wanted: Flags, given: dict[Any, Any], dys: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Return the gradients of one of a batch."""
-    return run.backward(call, wanted, dys, _first(dys), given)
 
 
 # without a call of Python's
@@ -132,14 +127,17 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
 def run_linears(
     options: Any, x: Tensor, norm: Sequence[Any], linears: Sequence[tuple[Any, Any]]
 ) -> Any:
-    """Run a call of linears, pairs of weight and bias; None where a module calls its children."""
+    """Run a call of linears, pairs of weight and bias; None where a module calls its children.
+
+    norm: the tensors between x and the linears: a norm's, a head's target, the routing of experts.
+    """
     if eager.forced.is_on:
         return options.eager(x, norm, linears)
     tensors, whole = list(chain.from_iterable(linears)), options
     given = tensors
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
         return _compiled(options, x, norm, linears)
-    if not _DENSE.issuperset(map(type, given)) and are_adapted(linears):
+    if not _DENSE.issuperset(map(type, tensors)) and options.linears and are_adapted(linears):
         keys = options.linears.keys
         options.chosen(levels.override.level)
         parts = taken_apart(options.name, keys, linears, options.num_seeds)
@@ -151,18 +149,14 @@ def run_linears(
             # views: autograd puts their gradients together again
             parts = [parts[0].half(0), parts[0].half(1), parts[1]]
             options, tensors, given = _adapted(options, GATED, parts)
-    _, call, phase = dispatch.settled(options, x, *norm, *given)
+    call, phase, _ = dispatch.settled(options, x, *norm, *given)
     if call is None:
         return None if whole.is_module else whole.eager(x, norm, linears)
+    # a checkpoint's forward and recompute save alike, at every level
     is_free = phase is None or phase.levels is None
-    saves_half = is_free and call.level == "gate"
-    if options.linears.keys == PACKED and (saves_half or options.num_seeds):
-        # halves, so that one is saved alone, or h written over one before its dropout. A
-        # checkpoint's forward and recompute save alike, at every level
-        (weight, bias), last = linears
-        pairs = zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True)
-        options = options._replace(linears=Linears(GATED))
-        return run_linears(options, x, norm, [*pairs, last])
+    halves = options.halved(linears, is_free and call.level == "gate")
+    if halves is not None:
+        return run_linears(halves[0], x, norm, halves[1])
     return apply(call, phase, x, *norm, *tensors)
 
 
@@ -170,10 +164,15 @@ def _adapted(
     options: Any, keys: tuple[str, ...], parts: Sequence[Parts]
 ) -> tuple[Any, list[Any], list[Any]]:
     """Return the options of linears taken apart, their tensors, and None for quantised ones."""
-    options = options._replace(linears=Linears(keys, structure_of(parts)))
-    tensors = [t for linear in parts for t in flat(linear)]
-    dense = [linear._replace(base=None) for linear in parts]
-    return options, tensors, [t for linear in dense for t in flat(linear)]
+    metas = [Meta(*linear.weight[:3]) if linear.is_quantised else None for linear in parts]
+    bare = [
+        refilled(linear._replace(weight=meta), itertools.repeat(None))
+        for linear, meta in zip(parts, metas, strict=True)
+    ]
+    dense = [one._replace(weight=None) if one.is_quantised else one for one in parts]
+    options = options._replace(linears=Linears(keys, tuple(bare)))
+    tensors, given = ([t for one in each for t in flat(one)] for each in (parts, dense))
+    return options, tensors, given
 
 
 def _compiled(
@@ -181,10 +180,12 @@ def _compiled(
 ) -> Any:
     """Trace a call as its eager reference; None where a module's children are to be called."""
     tensors = [t for pair in linears for t in pair]
-    dense = [t for pair in linears for t in (pair[1:] if are_adapted([pair]) else pair)]
+    is_adapted = bool(options.linears) and are_adapted(linears)
+    adapted = [is_adapted and are_adapted([pair]) for pair in linears]
+    dense = [t for pair, skips in zip(linears, adapted, strict=True) for t in pair[skips:]]
     if options.is_module and not dispatch.are_plain(x, *norm, *dense):
         return None
-    if not are_adapted(linears):
+    if not is_adapted:
         dispatch.settled(options, x, *norm, *tensors)
     saved = options.saved_gemms([len(adapters_of(weight)) for weight, _ in linears])
     return compiled.run(lambda x: options.eager(x, norm, linears), saved, x)
@@ -219,7 +220,7 @@ def _twin_gradients(
         numbers = [index - count for index in ctx.saved.unread]
         given = given | dict(zip(numbers, ctx.unread.read(), strict=True))
     there = tuple([dy is not None for dy in dys])
-    whole = backward_schedule.backward(program, wanted, call.flags_of("inputs"), there)
+    whole = derive.backward(program, wanted, call.flags_of("inputs"), there)
     _check_twice(call, given, whole)
     # a saved sum is differentiated in place of its summands
     firsts = program.keeps or program.inputs
@@ -231,7 +232,7 @@ def _twin_gradients(
         tensor = given.get(name)
         if tensor is None:
             # no gradient depends on it
-            tensor = call.stand_in(name, like)
+            tensor = call.stand_in(name)
         tensors.append(tensor if isinstance(tensor, Tensor) else None)
 
     def twin(*tensors: Any) -> tuple[Tensor, ...]:

@@ -25,8 +25,7 @@ _FUNCTIONS = {"weight": "linear_act", "fc1_weight": "mlp", "gate_weight": "gated
 class Linears(NamedTuple):
     """The linear layers of a call, without their tensors.
 
-    keys: the names of weights; parts: where one of them is a record or dequantises, each taken
-    apart, with the Meta of a quantised weight.
+    keys: the names of weights; parts: each taken apart, where one is a record or dequantises.
     """
 
     keys: tuple[str, ...]
@@ -54,11 +53,9 @@ class Linears(NamedTuple):
 
     def of(self, metas: Sequence[Any]) -> list[Parts]:
         """Return the linears with the metas of their tensors."""
-        if self.parts:
-            values = iter(metas)
-            return [refilled(parts, values) for parts in self.parts]
-        pairs = zip(metas[::2], metas[1::2], strict=True)
-        return [Parts(weight, None, bias, (), ()) for weight, bias in pairs]
+        values = iter(metas)
+        bare = self.parts or [Parts(None, None)] * len(self.keys)
+        return [refilled(parts, values) for parts in bare]
 
 
 def bias_of(key: str) -> str:
@@ -67,10 +64,7 @@ def bias_of(key: str) -> str:
 
 
 class Builder:
-    """Collects a program's steps and the layouts of its parameters.
-
-    dtype: that linears multiply in.
-    """
+    """Collects a program's steps and parameters; dtype: that linears multiply in."""
 
     def __init__(self, around: Around, dtype: torch.dtype) -> None:
         self.around, self.dtype = around, dtype
@@ -107,9 +101,9 @@ class Builder:
 
     def linear(self, key: str, parts: Parts) -> tuple[Any, ...]:
         """Add the parameters of a linear layer: its weight, bias, and pairs of adapters."""
-        kind = Layout(2, self.dtype) if parts.base is None else Layout(0)
-        weight = self.param(key, kind, parts.weight or parts.base)
-        if parts.base is not None:
+        kind = Layout(0) if parts.is_quantised else Layout(2, self.dtype)
+        weight = self.param(key, kind, parts.weight)
+        if parts.is_quantised:
             self.others.append(len(self.params) - 1)
         bias = self.param(bias_of(key), Layout(1, self.dtype), parts.bias)
         adapters = []
@@ -123,7 +117,7 @@ class Builder:
     def apply(self, numbers: Any, wide: torch.dtype | None, read: str, out: str) -> str:
         """Add the steps of a linear layer: adapters' narrow outputs first, then y, then the sum.
 
-        wide: the dtype in which gradients of the value read add up.
+        wide: the dtype of the gradient of the value read.
         """
         weight, bias, adapters = numbers
         narrow, dtypes = [], [None if meta is None else meta.dtype for meta in self.metas]
@@ -152,12 +146,21 @@ class Builder:
         return self.add(Dropout(p, seed, dtype), out, (read,), ("seeds",))
 
     def call(
-        self, name: str, inputs: dict[str, Any], results: Sequence[str], given: Any, **options: Any
+        self,
+        name: str,
+        inputs: dict[str, Any],
+        results: Sequence[str],
+        given: Any,
+        casts: bool = False,
+        **options: Any,
     ) -> Call:
         """Return a call of the program; inputs: metas by name; given: fields of the program.
 
-        The seeds are its last parameter.
+        casts: whether x is cast to the dtype of the linears first. Seeds are the last parameter.
         """
+        if casts and inputs["x"].dtype != self.dtype:
+            options["read"] = self.dtype
+            inputs["x"] = inputs["x"]._replace(dtype=self.dtype)
         if self.num_seeds:
             self.param("seeds", Layout(0), None)
         last = len(self.params) - 1
@@ -172,11 +175,6 @@ class Builder:
         return Call(name, program, tuple(self.layouts), metas, **options)
 
 
-def all_of(linears: Sequence[Parts]) -> list[Any]:
+def flat_of(linears: Sequence[Parts]) -> list[Any]:
     """Return the metas of the linears' tensors, with quantised weights in their places."""
     return [meta for parts in linears for meta in flat(parts)]
-
-
-def shape_of(parts: Parts) -> torch.Size:
-    """Return the shape of a linear's weight, [N, K]."""
-    return (parts.weight or parts.base).shape

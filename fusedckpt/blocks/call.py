@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from fusedckpt.blocks import backward_schedule, forward_schedule
+from fusedckpt.blocks import derive
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.schedule import Flags, Schedule
 from fusedckpt.blocks.steps import Norm
@@ -41,12 +42,10 @@ _numbers = itertools.count()
 class Saved(NamedTuple):
     """The tensors that a call saves for the gradients that may be wanted.
 
-    inputs, params, results: places among the call's tensors and the forward's results; names: of
-    inputs, results, numbers of parameters, then of products; unread: places of parameters that only
-    second derivatives read; likes: shape and dtype of the products that a checkpoint counts on,
-    None for the others; forward: computes the results and the products that are due; extras: the
-    places of these products among its results, -1 for none; constant: of results that have no
-    gradient.
+    inputs, params, results, extras: places among the call's tensors and the forward's results, -1
+    for a product that is not saved; names: of these; unread: places of parameters that only second
+    derivatives read; likes: shape and dtype of the products that a checkpoint counts on, or None;
+    forward: computes results and products; constant: places of results without a gradient.
     """
 
     inputs: tuple[int, ...]
@@ -63,11 +62,10 @@ class Saved(NamedTuple):
 class Call:
     """A checked call, settled once for calls that are alike.
 
-    name: the function's, for errors; layouts: of the parameters; metas: shapes, dtypes and devices
-    of inputs and parameters; others: numbers of the parameters that are no tensors; level: the save
-    level; chunks: of rows; direct: whether nothing traces or watches ops; read: the dtype that x is
+    metas: shapes, dtypes and devices of inputs and parameters; others: numbers of the parameters
+    that are no tensors; direct: whether nothing traces or watches ops; read: the dtype that x is
     cast to first, None for none; adds_after: whether x is added to the result outside, in another
-    dtype; num_seeds: how many seeds its dropouts draw.
+    dtype.
     """
 
     def __init__(
@@ -149,45 +147,38 @@ class Call:
     def _likes(self, flags: Flags) -> tuple[Any, ...]:
         if not self.program.products:
             return ()
-        shapes = [() if meta is None else meta.shape for meta in self.metas]
-        known, leading = self.described(shapes, self.metas), self.metas[0].shape[:-1]
-        pairs = zip([known[name] for name in self.program.products], flags, strict=True)
+        leading = self.metas[0].shape[:-1]
+        pairs = zip([self.described[name] for name in self.program.products], flags, strict=True)
         return tuple([((*leading, found[0]), found[1]) if flag else None for found, flag in pairs])
 
     def forward(self, products: Flags) -> Schedule:
         """Return the schedule of a forward that gives the products that are flagged."""
-        return forward_schedule.forward(self.program, products, self.chunks > 1)
+        return derive.forward(self.program, products, self.chunks > 1)
 
     def backward(self, wanted: Flags, products: Flags, dys: Flags, donates: bool) -> Schedule:
         """Return the schedule of a backward."""
         key = wanted, products, dys, donates
         if key not in self._backward:
             flags = (wanted, products, dys, donates, self.chunks > 1)
-            self._backward[key] = backward_schedule.backward(self.program, *flags)
+            self._backward[key] = derive.backward(self.program, *flags)
         return self._backward[key]
 
-    def described(self, shapes: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Any]:
-        """Return the features and the dtype of every value, for tensors of these shapes."""
+    @cached_property
+    def described(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Return the features and the dtype of every value."""
+        shapes: list[Any] = [() if meta is None else meta.shape for meta in self.metas]
         inputs, params = shapes[: self.num_inputs], shapes[self.num_inputs :]
         widths = self.program.widths([shape[-1] for shape in inputs], params)
-        dtypes = self.program.dtypes([x.dtype for x in tensors[: self.num_inputs]])
+        dtypes = self.program.dtypes(self.dtypes[: self.num_inputs])
         return {name: (width, dtypes[name]) for name, width in widths.items()}
 
-    def stand_in(self, name: str | int, like: Tensor) -> Tensor | None:
-        """Return zeros for an input or parameter, given a dy `like`; None for an absent one.
-
-        They are one element in memory.
-        """
-        is_input = isinstance(name, str)
-        index = 0 if is_input else self.num_inputs + int(name)
-        meta = self.metas[index]
-        if meta is None or index - self.num_inputs in self.others:
+    def stand_in(self, name: str | int) -> Tensor | None:
+        """Return zeros for an input or parameter, one element in memory; None for an absent one."""
+        meta = self.metas[0 if isinstance(name, str) else self.num_inputs + name]
+        if meta is None or name in self.others:
             return None
-        shape = meta.shape
-        if is_input:
-            shape = (*like.shape[: -self.num_dims], *shape[-self.num_dims :])
         # not made from a gradient, which may be a batch of them
-        return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(shape)
+        return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
 
     def shape(self, like: Sequence[int], features: int) -> tuple[int, ...]:
         """Return the shape of a result or gradient beside one of shape `like`."""

@@ -1,13 +1,14 @@
 """A block under torch.compile: its eager reference, which saves only tensors of its level.
 
-The compiler makes the kernels, and fuses them with the code around the block. The reference runs in
-torch's checkpoint, which torch.compile traces; a policy saves the GEMM outputs that the level
-names. "inputs" needs none. Inside an outer compiled checkpoint "inputs" saves nothing of its own,
-but a policy saves its outputs there too.
+The reference runs in torch's checkpoint, which torch.compile traces; a policy saves the GEMM
+outputs that the level names. "inputs" needs none, so that inside an outer compiled checkpoint it
+saves nothing, where a policy saves its outputs.
 
 A norm runs in a checkpoint of its own, of which nothing is saved. torch saves the result of a
 checkpointed region that a later region reads; the region of a norm is numbered after all others, so
 that the blocks that read its result save its input alone, as they do in eager.
+
+Grouped products are torch ops here, each the gradient of the other; elsewhere a loop over experts.
 """
 
 from __future__ import annotations
@@ -27,9 +28,49 @@ from torch.utils.checkpoint import (
 )
 
 from fusedckpt.autograd import private
+from fusedckpt.kernels import routed
 
-# defines the op that torch.ops has below
-from fusedckpt.blocks import grouped  # noqa: F401
+
+def _route(x: Tensor, ends: Tensor) -> routed.Route:
+    """Return a route of rows that are sorted already."""
+    numbers = torch.arange(len(x), device=x.device)
+    pieces = routed.pieces_of([0, *ends.tolist()])
+    return routed.Route(numbers, numbers[:, None], ends, pieces)
+
+
+@torch.library.custom_op("fusedckpt::grouped_product", mutates_args=())
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return x [R, K] times the weight [E, K, N] of each row's expert, zero for no expert's."""
+    return routed.product(x, weight, None, _route(x, ends))
+
+
+@torch.library.custom_op("fusedckpt::grouped_weight_grad", mutates_args=())
+def grouped_weight_grad(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    """Return x' dy of each expert's rows, [E, K, N]."""
+    return routed.weight_grad(x, dy, _route(x, ends))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _of_product(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, ends = ctx.saved_tensors
+    return grouped_product(dy, weight.mT, ends), grouped_weight_grad(x, dy, ends), None
+
+
+def _of_weight_grad(ctx: Any, dw: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, dy, ends = ctx.saved_tensors
+    return grouped_product(dy, dw.mT, ends), grouped_product(x, dw, ends), None
+
+
+grouped_product.register_fake(lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
+grouped_weight_grad.register_fake(
+    lambda x, dy, ends: x.new_empty(ends.shape[0], x.shape[1], dy.shape[1])
+)
+grouped_product.register_autograd(_of_product, setup_context=_save)
+grouped_weight_grad.register_autograd(_of_weight_grad, setup_context=_save)
+
 
 _ATEN = torch.ops.aten
 _GEMMS = (
@@ -57,18 +98,14 @@ def _contexts(saved: tuple[int, ...]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _norm_contexts() -> Any:
     """Return a checkpoint's contexts, in which nothing is saved."""
-    contexts = create_selective_checkpoint_contexts(_recompute)
+    contexts = create_selective_checkpoint_contexts([])
     contexts[0].__class__ = _LastRegion
     return contexts
 
 
-class _LastRegion(type(create_selective_checkpoint_contexts(_recompute)[0])):
+class _LastRegion(type(create_selective_checkpoint_contexts([])[0])):
     """The context of a region that is numbered after all others; torch 2.11 does not ask it."""
 
     @property

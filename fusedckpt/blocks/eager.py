@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedckpt.blocks.dropout import dropout as drop
+from fusedckpt.autograd import dispatch, private
 from fusedckpt.blocks.operands import parts_of
+from fusedckpt.kernels import dropout as dropout_kernel
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.routed import Gating
+from fusedckpt.kernels.runtime import as_matrix
 
 
 # a thread-local, because Dynamo traces through it where a ContextVar would break the graph
@@ -40,16 +42,40 @@ def forcing(seeds: Tensor | None) -> Iterator[None]:
         forced.is_on, forced.seeds = before
 
 
+def draw_seeds(x: Tensor, count: int) -> Tensor | None:
+    """Draw seeds from the generator of x's device; None where torch's own dropout is to draw.
+
+    Torch's draws where a program is recorded or compiled, and under torch.func.
+    """
+    if not count or torch.compiler.is_compiling() or dispatch.is_recorded(x):
+        return None
+    if private.are_transforms_active() or not dispatch.are_plain(x):
+        return None
+    return torch.randint(2**63 - 1, (count,), device=x.device)
+
+
+def replayed(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Tensor:
+    """Return F.dropout(x, p), drawn by a seed; x [..., N] begins with `first_row` of all rows."""
+    if not p:
+        return x
+    if seed is None or x.is_meta or type(x) is not Tensor:
+        # a tensor without data: only its shape is asked for
+        return torch.nn.functional.dropout(x, p)
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    rows, kernel = as_matrix(x), dispatch.path_of(x.device, x.dtype)
+    return dropout_kernel.dropout(rows, p, seed, first_row, kernel=kernel).view(x.shape)
+
+
 def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     """Return F.dropout(x, p) for an int64 seed of one element; without a seed torch draws.
 
-    An element is kept if the bits of Philox4x64-10 at its index are at least p: see
-    `kernels/dropout.py`.
+    See `kernels/dropout.py` for the elements that a seed keeps.
     """
     if not p or seed is None:
         return F.dropout(x, p) if p else x
     wide = torch.promote_types(x.dtype, torch.float32)
-    noise = drop(torch.ones(x.shape, dtype=wide, device=x.device), p, seed)
+    noise = replayed(torch.ones(x.shape, dtype=wide, device=x.device), p, seed)
     return (x * noise).to(x.dtype)
 
 
@@ -62,13 +88,13 @@ def linear(
 ) -> Tensor:
     """Return F.linear(x, weight, bias), of a LoRA record or quantised weight cast as by peft.
 
-    seeds: of the call's dropouts; numbers: those of the adapters' among them.
+    seeds: of the call's dropouts; numbers: those of the adapters among them.
     """
     # torch dispatches on plain weights, also of other classes
     if type(weight) in (Tensor, torch.nn.Parameter):
         return F.linear(x, weight, bias)
     parts = parts_of("reference", "weight", weight, bias, seeds=numbers or itertools.count())
-    dense = parts.weight if parts.base is None else parts.base.dense(None).to(x.dtype)
+    dense = parts.weight.dense(None).to(x.dtype) if parts.is_quantised else parts.weight
     y = total = F.linear(x, dense, bias)
     for (a, b), (scale, rate, number) in zip(parts.adapters, parts.constants, strict=True):
         seed = None if seeds is None or number is None else seeds[number]
@@ -92,53 +118,27 @@ def gated(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
     return (up + offset) * (gate * torch.sigmoid(gate * alpha))
 
 
-def _sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
-    return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-
-
-def rms_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    offset: float = 0.0,
-    cast: str = "torch",
+def norm(
+    rule: NormRule | Any, x: Tensor, shape: int | Sequence[int], weight: Any, bias: Any = None
 ) -> Tensor:
-    """Return F.rms_norm with the rounding of torch, Llama or Gemma.
+    """Return x through the norm that a rule, or a record with its fields, describes.
 
-    They differ in where half precision is rounded: torch and Gemma round once, at the end; Llama
-    rounds the normalised x before the weight, and its result has the promoted dtype.
+    Half precision is rounded once, at the end, by "torch" and "gemma"; "llama" rounds the
+    normalised x before the weight, and its result has the promoted dtype.
     """
-    shape = _sizes(normalized_shape)
-    if cast == "torch":
-        if weight is not None and offset:
-            weight = weight + offset
-        return F.rms_norm(x, shape, weight, eps)
+    shape, eps = (shape,) if isinstance(shape, int) else shape, rule.eps
+    if rule.kind == "layer":
+        return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
+    if rule.cast == "torch":
+        scale = weight + rule.offset if weight is not None and rule.offset else weight
+        return F.rms_norm(x, shape, scale, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     mean_square = wide.square().mean(dim=tuple(range(-len(shape), 0)), keepdim=True)
     xhat = wide * torch.rsqrt(mean_square + eps)
-    if cast == "llama":
+    if rule.cast == "llama":
         xhat = xhat.to(x.dtype)
-        return xhat if weight is None else (weight + offset if offset else weight) * xhat
-    return (xhat if weight is None else xhat * (offset + weight.to(wide.dtype))).to(x.dtype)
-
-
-def layer_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Return F.layer_norm."""
-    return F.layer_norm(x, _sizes(normalized_shape), weight, bias, eps=eps)
-
-
-def norm(rule: NormRule | Any, x: Tensor, shape: Any, weight: Any, bias: Any = None) -> Tensor:
-    """Return x through the norm that a rule, or a record with its fields, describes."""
-    if rule.kind == "layer":
-        eps = 1e-5 if rule.eps is None else rule.eps
-        return layer_norm(x, shape, weight, bias, eps)
-    return rms_norm(x, shape, weight, rule.eps, offset=rule.offset, cast=rule.cast)
+        if weight is None:
+            return xhat
+        return (weight + rule.offset if rule.offset else weight) * xhat
+    return (xhat if weight is None else xhat * (rule.offset + weight.to(wide.dtype))).to(x.dtype)

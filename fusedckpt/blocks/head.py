@@ -1,7 +1,7 @@
 """A linear to classes and the statistics of its rows, from which layers/head.py makes losses.
 
-A program as any other: x -> linear -> statistics. Nothing is saved but x and target: in chunks of
-rows, backward makes the logits again and writes their gradient over them.
+Saves x and target: in chunks of rows, backward recomputes the logits and writes their gradient over
+them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.autograd import arguments, dispatch
-from fusedckpt.autograd.dispatch import Around, Meta, Path
+from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, validate
-from fusedckpt.blocks.builder import LINEAR, Builder, Linears, all_of
-from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.builder import LINEAR, Builder, Linears, flat_of
+from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels.cross_entropy import (
     WIDTH,
     LogitRule,
-    logits,
+    eager_statistics,
     statistics,
     statistics_grad,
 )
@@ -42,13 +41,11 @@ class Statistics(Op):
     kernel: str
     dtype: torch.dtype = torch.float32
 
+    gradients = (("r0", ("r0", "r1")),)
+
     def width(self, read: int, weight: Any) -> int:
         """Return how many statistics there are."""
         return WIDTH
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give the gradient of the logits, from them."""
-        return [Pass(wants, ("r0", "r1"))]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write the statistics."""
@@ -65,23 +62,10 @@ class Statistics(Op):
         return eager_statistics(*reads, self.rule)  # type: ignore[arg-type]  # logits and target
 
 
-def eager_statistics(u: Tensor, target: Tensor, rule: LogitRule) -> Tensor:
-    """Return the statistics [..., 4] of u [..., N] and target [..., 1] in torch's ops."""
-    z = logits(u, rule)[0]
-    logp, counted = torch.log_softmax(z, -1), target != rule.ignore_index
-    own = logp.gather(-1, torch.where(counted, target, 0))
-    entropy = torch.zeros_like(own)
-    if rule.entropy:
-        entropy = -(logp.exp() * logp).sum(-1, keepdim=True)
-    found = (own, torch.logsumexp(z, -1, keepdim=True), logp.mean(-1, keepdim=True), entropy)
-    return torch.cat(found, -1).masked_fill(~counted, 0.0)
-
-
 class HeadOptions(NamedTuple):
-    """The options of a head, as of any call of linears (programs.py), with one more tensor.
+    """The options of a head, as of any call of linears (programs.py), with a target.
 
-    name: the function's; rule: how logits come from the linear; chunks: of rows, None for as many
-    as CHUNK_BYTES says.
+    rule: how logits come from the linear; chunks: of rows, None for as many as CHUNK_BYTES says.
     """
 
     name: str
@@ -112,44 +96,41 @@ class HeadOptions(NamedTuple):
         """Return the statistics by torch's own ops; norm: the target alone."""
         return eager_statistics(eager.linear(x, *linears[0]), norm[0], self.rule)
 
+    def halved(self, linears: Any, saves_half: bool) -> None:
+        """Return None: no weight is packed."""
+
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
         """Return none: logits are recomputed."""
         return ()
 
-    def settle(self, around: Around, x: Any, target: Any, *metas: Any) -> Call | Path:
-        """Refuse a call with parts that do not fit; return the path where only eager may run."""
+    def settle(self, around: Around, x: Any, target: Any, *metas: Any) -> Any:
+        """Refuse a call with parts that do not fit; return None where only eager may run."""
         self.chosen(around.level)
         name, linears = self.name, self.linears.of(metas)
-        validate.tensors(name, ("x", *self.linears.names), (x, *all_of(linears)))
+        validate.tensors(name, ("x", *self.linears.names), (x, *flat_of(linears)))
         named = {"weight": linears[0]}
         validate.linears(name, x, named, None, 1, adds=False)
         self._check(x, target)
         dtype = around.compute_dtype(x.dtype)
         validate.multiplied(name, around, dtype, named)
         if around.twin:
-            return Path.REFERENCE
-        b, classes = Builder(around, dtype), (linears[0].weight or linears[0].base).shape[0]
-        on_aten = not classes or dispatch.path_of(x.device, dtype) == "aten"
+            return None
+        b, classes = Builder(around, dtype), linears[0].weight.shape[0]
+        on_aten = dispatch.is_aten(x.device, dtype, classes)
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
         b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
-        read = None if x.dtype == dtype else dtype
-        inputs = {"x": x if read is None else x._replace(dtype=read), "target": target}
+        inputs = {"x": x, "target": target}
         chunks = self.chunks or chunks_for(math.prod(x.shape[:-1]), classes, x.shape[-1], dtype)
-        return b.call(name, inputs, ["y"], {"dtype": dtype}, chunks=chunks, read=read)
+        return b.call(name, inputs, ["y"], {"dtype": dtype}, casts=True, chunks=chunks)
 
     def _check(self, x: Meta, target: Meta) -> None:
-        if target.dtype != torch.int64:
-            raise TypeError(f"{self.name}: target must be int64, got {target.dtype}")
+        validate.integers(self.name, "target", target, x, (torch.int64,))
         # with a last dimension where it is run
         if tuple(target.shape) not in (tuple(x.shape[:-1]), (*x.shape[:-1], 1)):
             raise ValueError(
                 f"{self.name}: target must be {list(x.shape[:-1])}, as x is {list(x.shape)}, got "
                 f"{list(target.shape)}"
-            )
-        if target.device != x.device:
-            raise ValueError(
-                f"{self.name}: target must be on the device of x, {x.device}, got {target.device}"
             )
 
 

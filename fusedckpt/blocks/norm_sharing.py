@@ -1,13 +1,10 @@
 """A layer that reads a norm's output n saves the norm's input, and normalises again in backward.
 
-The norm saves its input x anyway, so n need not be saved. The layer saves n as usual; hooks on that
-saved tensor replace it by x, and recompute n when backward reads it. Autograd puts the recomputed n
-where n was in the graph, so gradients of any order, hooks on n and other readers of n are
-unchanged. Nothing about the model is assumed: a norm notes its inputs on its node, and a reader
-uses them while n is unmodified. A layer that reads rows gathered from several ranks likewise saves
-its own rows, and gathers again.
-
-Writes to n or x through `.data` are not detected, as in autograd.
+The norm saves its input x anyway. The layer saves n as usual; hooks on that saved tensor replace it
+by x, and recompute n when backward reads it, so gradients of any order, hooks on n and other
+readers of n are unchanged. A norm notes its inputs on its node, and a reader uses them while n is
+unmodified (writes through `.data` are not detected, as in autograd). A layer that reads rows
+gathered from several ranks likewise saves its own rows, and gathers again.
 """
 
 from __future__ import annotations
@@ -28,10 +25,9 @@ from fusedckpt.blocks import ops, run
 
 
 class Source(NamedTuple):
-    """How to recompute a norm's result from its input and parameters, with the versions of all
-    three.
+    """How to recompute a norm's result from its node's first saved tensor and the parameters.
 
-    These are the result's and the parameters'; the input is the first tensor that the node keeps.
+    versions: of the result and the parameters.
     """
 
     again: Callable[..., Tensor]
@@ -44,7 +40,7 @@ class Recipe:
     """How to recompute a value: `again` of another recipe's value, if there is one, and tensors.
 
     dtype: of the value, None for its own; readers: saved tensors that are recomputed by it; left:
-    those of them not read in this backward. The value is kept for these.
+    those not read in this backward, for which the value is kept.
     """
 
     def __init__(
@@ -103,8 +99,8 @@ def _uncompiled(saved: Any) -> Tensor:
 def remember(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Note on n's node that a norm module computed it, and return n.
 
-    Not for a module with hooks, which may gather its weights only during the call, nor over several
-    dimensions, nor inside a checkpoint, where reading its input would recompute it.
+    Not for a module with hooks, which may gather its weights only during the call, nor inside a
+    checkpoint, where reading its input would recompute it.
     """
     if torch.compiler.is_compiling():
         return n
@@ -122,10 +118,9 @@ def _normalised(call: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None
 
 
 def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> Any:
-    """Run a block on `read`, which is n in its compute dtype.
+    """Run a block on `read`, which is n in its compute dtype, and which it saves first, if at all.
 
-    Only if there are no saved-tensor hooks, or only counting ones. The block has one result; if it
-    saves `read`, it saves it first.
+    Only if there are no saved-tensor hooks, or only counting ones.
     """
     found = made_from(n)
     if found is None:

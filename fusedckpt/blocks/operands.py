@@ -1,4 +1,4 @@
-"""Weights of a linear step: dense, dequantised where used, with adapters; whole and taken apart."""
+"""The parameters of a call: a norm's record; weights, dense or dequantised, and their adapters."""
 
 from __future__ import annotations
 
@@ -6,13 +6,68 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.dispatch import Meta
-from fusedckpt.blocks.quantised import quantised
+from fusedckpt.blocks.quantised import QuantisedWeight, quantised
+from fusedckpt.kernels.norm import NormRule
 
-__all__ = ["LoRA", "flat", "refilled", "taken_apart"]
+__all__ = ["LoRA", "NormSpec", "flat", "refilled", "taken_apart"]
+
+# before, torch's rms_norm was not among the functions that autocast widens
+_AUTOCASTS_RMS = torch.__version__ >= "2.12"
+
+
+class NormSpec(NamedTuple):
+    """The norm of a block, over the last dimension of its input.
+
+    kind: "rms" or "layer"; weight, bias: [D] or None (bias: layer only); eps: None means the
+    default of F.rms_norm, or 1e-5 for layer; offset, cast: as in `functional.rms_norm`.
+    """
+
+    kind: str
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float | None = None
+    offset: float = 0.0
+    cast: str = "torch"
+
+
+def widens_norm(autocast: torch.dtype | None, device: torch.device, kind: str) -> bool:
+    """Whether autocast runs a norm in float32: not on a CPU, and RMSNorm since torch 2.12."""
+    return autocast is not None and device.type != "cpu" and (kind == "layer" or _AUTOCASTS_RMS)
+
+
+def output_dtype(
+    rule: NormRule | NormSpec, x: Meta, weight: Any, autocast: torch.dtype | None
+) -> torch.dtype:
+    """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
+    if rule.cast == "llama" and weight is not None:
+        return torch.promote_types(x.dtype, weight.dtype)
+    if rule.cast != "torch" or x.dtype == torch.float64:
+        return x.dtype
+    return torch.float32 if widens_norm(autocast, x.device, rule.kind) else x.dtype
+
+
+def sums_dtype(x: Meta, weight: Any, bias: Any) -> torch.dtype:
+    """Return the dtype of their gradients: the one that they share, or else at least float32."""
+    found = {t.dtype for t in (weight, bias) if t is not None}
+    return found.pop() if len(found) == 1 else torch.promote_types(x.dtype, torch.float32)
+
+
+def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
+    """Return the constants of a checked record for inputs of `dtype`.
+
+    eps None is the machine epsilon of an RMSNorm's statistics.
+    """
+    if norm.kind == "layer":
+        return NormRule("layer", 1e-5 if norm.eps is None else float(norm.eps))
+    eps = norm.eps
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return NormRule("rms", float(eps), float(norm.offset), norm.cast)
 
 
 class LoRA(NamedTuple):
@@ -47,25 +102,26 @@ class Constants(NamedTuple):
 class Parts(NamedTuple):
     """A linear layer taken apart: its tensors, or a value about each in its place.
 
-    base: the record that dequantises to the weight, which is None then; adapters: pairs of A
-    and B, innermost first.
+    adapters: pairs of A and B, innermost first; is_quantised: whether the weight is a record that
+    dequantises, or the Meta of one.
     """
 
     weight: Any
-    base: Any
     bias: Any
-    adapters: tuple[tuple[Any, Any], ...]
-    constants: tuple[Constants, ...]
+    adapters: tuple[tuple[Any, Any], ...] = ()
+    constants: tuple[Constants, ...] = ()
+    is_quantised: bool = False
 
     def half(self, index: int) -> Parts:
         """Return the linear of the first or second half of the outputs; as views."""
 
         def rows(t: Any) -> Any:
+            if isinstance(t, QuantisedWeight):
+                return t.half(index)
             return None if t is None else t.chunk(2)[index]
 
-        base = None if self.base is None else self.base.half(index)
         adapters = tuple([(a, rows(b)) for a, b in self.adapters])
-        return Parts(rows(self.weight), base, rows(self.bias), adapters, self.constants)
+        return self._replace(weight=rows(self.weight), bias=rows(self.bias), adapters=adapters)
 
 
 def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) -> Parts:
@@ -79,11 +135,10 @@ def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) 
         seed = next(seeds) if lora.dropout else None
         constants.insert(0, Constants(float(lora.scale), float(lora.dropout), seed))
     base = quantised(weight)
-    dense = weight if base is None else None
     if base is not None:
         source = f"{key}.dense" if base is weight else f"dequantise({key})"
-        base = base.checked(name, key, source)
-    return Parts(dense, base, bias, tuple(adapters), tuple(constants))
+        weight = base.checked(name, key, source)
+    return Parts(weight, bias, tuple(adapters), tuple(constants), base is not None)
 
 
 def adapters_of(weight: Any) -> list[LoRA]:
@@ -103,15 +158,17 @@ def count_dropouts(weights: Sequence[Any], *dropouts: float) -> int:
 
 def flat(parts: Parts) -> list[Any]:
     """Return weight, bias, and A and B of every adapter."""
-    weight = parts.weight if parts.base is None else parts.base
-    return [weight, parts.bias, *(t for pair in parts.adapters for t in pair)]
+    return [parts.weight, parts.bias, *(t for pair in parts.adapters for t in pair)]
 
 
-def refilled(parts: Parts, values: Any) -> Parts:
-    """Return the parts with the next of an iterator's values in the order of `flat`."""
+def refilled(parts: Parts, values: Iterator[Any]) -> Parts:
+    """Return the parts with the next of an iterator's values in the order of `flat`.
+
+    A quantised weight stays: its value is None.
+    """
     weight, bias = next(values), next(values)
+    weight = parts.weight if parts.is_quantised else weight
     adapters = tuple([(next(values), next(values)) for _ in parts.adapters])
-    weight = weight if parts.base is None else None
     return parts._replace(weight=weight, bias=bias, adapters=adapters)
 
 
@@ -122,15 +179,6 @@ def taken_apart(
     seed = itertools.count(num_seeds)
     pairs = zip(keys, linears, strict=True)
     return [parts_of(name, key, w, b, seeds=seed) for key, (w, b) in pairs]
-
-
-def structure_of(parts: Sequence[Parts]) -> tuple[Parts, ...]:
-    """Return linears without their tensors, and with the Meta of a quantised weight."""
-    found = []
-    for linear in parts:
-        bare = refilled(linear, itertools.repeat(None))
-        found.append(bare if bare.base is None else bare._replace(base=Meta(*bare.base[:3])))
-    return tuple(found)
 
 
 def are_adapted(linears: Sequence[tuple[Any, Any]]) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -60,15 +61,17 @@ def _run_forward(tensors: list[Any], key: str, products: list[str]) -> list[Tens
 
 def _fake_forward(tensors: list[Any], key: str, products: list[str]) -> list[Tensor]:
     call, x = CALLS[key], tensors[0]
-    known = call.described([() if t is None else t.shape for t in tensors], tensors)
-    sizes = [known[name] for name in _forward_code(call, products).results]
+    sizes = [call.described[name] for name in _forward_code(call, products).results]
     return [x.new_empty(call.shape(x.shape, width), dtype=dtype) for width, dtype in sizes]
 
 
-def _flops_forward(tensors: list[Any], key: str, products: Any, **_: Any) -> int:
-    call, rows = CALLS[key], math.prod(tensors[0][:-1])
-    params, code = tensors[call.num_inputs :], _forward_code(call, products)
-    return 2 * rows * sum(call.program.macs(params[number]) for number in code.gemms)
+def _flops(call: Call, code: Schedule) -> int:
+    rows, weights = math.prod(call.metas[0].shape[:-1]), call.metas[call.num_inputs :]
+    return 2 * rows * sum(call.program.macs(weights[number].shape) for number in code.gemms)
+
+
+def _flops_forward(tensors: Any, key: str, products: Any, **_: Any) -> int:
+    return _flops(CALLS[key], _forward_code(CALLS[key], products))
 
 
 def _backward_code(call: Call, dys: Sequence[Any], products: Any, wanted: Any) -> Schedule:
@@ -96,10 +99,6 @@ def _run_backward(
     return grads  # type: ignore[return-value]  # none is None
 
 
-def _run_donating(*args: Any) -> list[Tensor]:
-    return _run_backward(*args, donates=True)
-
-
 def _absent(like: Tensor) -> Tensor:
     return like.new_empty((0,) * ABSENT_DIMS)
 
@@ -107,28 +106,18 @@ def _absent(like: Tensor) -> Tensor:
 def _fake_backward(
     dys: list[Any], products: Any, given: Any, key: str, names: Any, wanted: Any
 ) -> list[Tensor]:
-    call, found = CALLS[key], list[Tensor]()
-    like = next(dy for dy in dys if dy is not None)
-    results = _backward_code(call, dys, names, wanted).results
-    for i, (result, meta) in enumerate(zip(results, call.metas, strict=True)):
-        if result is None:
-            found.append(_absent(like))
-            continue
-        leading = like.shape[: -call.num_dims] if i < call.num_inputs else ()
-        own = meta.shape[-call.num_dims :] if i < call.num_inputs else meta.shape
-        found.append(like.new_empty((*leading, *own), dtype=meta.dtype))
-    return found
+    call, like = CALLS[key], next(dy for dy in dys if dy is not None)
+    pairs = zip(_backward_code(call, dys, names, wanted).results, call.metas, strict=True)
+    return [
+        _absent(like) if result is None else like.new_empty(meta.shape, dtype=meta.dtype)
+        for result, meta in pairs
+    ]
 
 
 def _flops_backward(
     dys: list[Any], products: Any, given: Any, key: str, names: Any, wanted: Any, **_: Any
 ) -> int:
-    call, rows = CALLS[key], math.prod(next(dy for dy in dys if dy is not None)[:-1])
-    shapes = [
-        call.metas[call.num_inputs + number].shape
-        for number in _backward_code(call, dys, names, wanted).gemms
-    ]
-    return 2 * rows * sum(map(call.program.macs, shapes))
+    return _flops(CALLS[key], _backward_code(CALLS[key], dys, names, wanted))
 
 
 _forward_op = define(
@@ -147,6 +136,6 @@ _backward_op, _donating_op = [
     )
     for name, alias, implementation in (
         ("block_backward", "", _run_backward),
-        ("block_backward_donating", "(a!)", _run_donating),
+        ("block_backward_donating", "(a!)", partial(_run_backward, donates=True)),
     )
 ]

@@ -8,7 +8,7 @@ from torch import Tensor
 from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels import routed
-from fusedckpt.kernels.elementwise import HiddenGrad
+from fusedckpt.kernels.linear import HiddenGrad
 from fusedckpt.kernels.products import add_product, product_for, wide_product
 from fusedckpt.kernels.runtime import as_weight
 
@@ -71,6 +71,7 @@ def input_grad(
     if isinstance(weight, QuantisedWeight):
         for rows in weight.pieces(dy.dtype):
             part = dy if rows is None else dy[:, rows]
+            # no name for the dense piece, which would outlive the next one's making
             total = _added_product(total, part, dense(weight, rows, dy.dtype))
         assert total is not None
         return total
@@ -125,7 +126,7 @@ def hidden_grads(
     dz: Tensor | None = None,
     du: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return h, dz, du and the column sums of dz and du; each of the first three where given.
+    """Return h, dz, du, written over those given, and the column sums of dz and du.
 
     dy: the gradient of h; or, with the weight of the next linear, that of its output.
     """

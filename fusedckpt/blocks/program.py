@@ -18,23 +18,33 @@ from torch.fx import Node
 class Op:
     """An op of steps; an elementwise one, unless it overrides.
 
-    dtype: of its output, None for that of the first value; read_dtype: in which it reads the first
-    value, None for any; has_gemm: whether it multiplies by its first parameter; recomputes: whether
-    its backward recomputes its output on the way; adds: whether its backward takes a gradient of
-    any dtype, and adds dx to a gradient of x that exists; extra_reads: the slots that the gradient
-    of x reads where the extra result is saved.
+    dtype: of its output, None for that of the first value; casts: whether it reads the first value
+    in its dtype; gradients: for each slot with one of its own, the slots that its pass reads;
+    is_joint: whether one pass gives all of them; has_gemm: whether it multiplies by its first
+    parameter; recomputes: whether its backward recomputes its output on the way; adds: whether its
+    backward takes a gradient of any dtype, and adds dx to a gradient of x that exists.
     """
 
     dtype: Any = None
+    casts = False
+    gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    is_joint = False
     has_gemm = False
     recomputes = False
     adds = False
-    extra_reads: tuple[str, ...] = ("e",)
 
     @property
     def read_dtype(self) -> torch.dtype | None:
-        """Return the dtype in which the first value is read."""
-        return None
+        """Return the dtype in which the first value is read, None for any."""
+        return self.dtype if self.casts else None
+
+    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
+        """Return the passes that give wanted gradients; a slot that none gives has that of y."""
+        found = [Pass((slot,), reads) for slot, reads in self.gradients if slot in wants]
+        if not self.is_joint or not found:
+            return found
+        gives, reads = ([slot for one in found for slot in one[part]] for part in range(2))
+        return [Pass(tuple(gives), tuple(dict.fromkeys(reads)))]
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of y, from those of the first value and the weight's shape."""
@@ -70,10 +80,8 @@ class Step(NamedTuple):
 
     def at(self, slot: str) -> Any:
         """Return the name of a slot's value or the number of its parameter, None if absent."""
-        if slot == "y":
-            return self.out
-        if slot == "e":
-            return self.extra
+        if slot in "ye":
+            return self.out if slot == "y" else self.extra
         places = self.params if slot[0] == "p" else self.reads
         return places[int(slot[1])] if int(slot[1]) < len(places) else None
 
@@ -81,10 +89,10 @@ class Step(NamedTuple):
 class Program(NamedTuple):
     """A layer: steps from inputs and parameters to results.
 
-    params: names of the parameters; products: the GEMM outputs that a save level may keep, the
-    gate's first, and codes that may replace them; keeps: results that backward reads, which are
-    saved in place of the inputs; num_dims: how many dimensions make one row; dtype: of the inputs,
-    where a linear reads them; top_k: how many rows each row has at experts, of weights [E, ., .].
+    products: the GEMM outputs that a save level may keep, the gate's first, and codes that may
+    replace them; keeps: results that are saved in place of the inputs; num_dims: how many
+    dimensions make one row; dtype: of the inputs, where a linear reads them; top_k: how many rows
+    each row has at experts.
     """
 
     inputs: tuple[str, ...]
@@ -134,9 +142,9 @@ class Program(NamedTuple):
 class Gradient(NamedTuple):
     """A pass as an op writes it: nodes by slot.
 
-    dy: the gradient of y; reads: "sum" among them is the sum over earlier chunks of p0's gradient;
-    total: the gradient of the value read that others gave; sums: the values read, "b0" and "b1",
-    with a gradient that is also summed over rows; weight: of a GEMM that the pass takes in.
+    reads: "sum" among them is the sum over earlier chunks of p0's gradient; total: the gradient of
+    the value read that others gave; sums: the values read, "b0" and "b1", with a gradient that is
+    also summed over rows; weight: of a GEMM that the pass takes in.
     """
 
     gives: tuple[str, ...]

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around, Meta, Path
+from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, run, validate
-from fusedckpt.blocks.builder import PACKED, Builder, Linears, all_of, shape_of
-from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.dropout import draw_seeds
-from fusedckpt.blocks.norm_spec import NormSpec, rule_of, sums_dtype
-from fusedckpt.blocks.operands import Parts, count_dropouts
+from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, flat_of
+from fusedckpt.blocks.eager import draw_seeds
+from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, rule_of, sums_dtype
 from fusedckpt.blocks.steps import Add, Hidden, Norm
 
 # of each function: its save levels, and its kernel variant beside "split"
@@ -41,10 +39,9 @@ class Options(NamedTuple):
         linear_act, norm_linear: x -> norm -> linears -> activation
         mlp, gated_mlp: x -> norm -> linears -> hidden layer -> last linear -> plus x
 
-    name: the name in errors about tensors, caller: about options; norm: a NormSpec without its
-    tensors, of `kinds`; over: the shape of a module's norm; save: the level that a call names,
-    default: its module's; is_module: whether it is a module's call; approximate: whether level
-    "preact" saves codes in place of a pre-activation.
+    name: in errors about tensors, caller: about options; norm: a NormSpec without its tensors, of
+    `kinds`; over: the shape of a module's norm; save: the level of a call, default: its module's;
+    approximate: whether level "preact" saves codes in place of a pre-activation.
     """
 
     name: str
@@ -96,6 +93,17 @@ class Options(NamedTuple):
                 arguments.choice(caller, "kernel", self.kernel, ("split",))
         return activation, level
 
+    def halved(self, linears: Sequence[tuple[Any, Any]], saves_half: bool) -> Any:
+        """Return the options and linears of a packed weight's halves, None to run it whole.
+
+        So one is saved alone, or h written over one before its dropout.
+        """
+        if self.linears.keys != PACKED or not (saves_half or self.num_seeds):
+            return None
+        (weight, bias), last = linears
+        pairs = zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True)
+        return self._replace(linears=Linears(GATED)), [*pairs, last]
+
     def eager(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Any:
         """Return the results by torch's own ops; norm: its tensors; linears: weights and biases."""
         weights, (before, after) = [w for w, _ in linears], (self.dropout, self.output_dropout)
@@ -122,7 +130,7 @@ class Options(NamedTuple):
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of the eager GEMMs with outputs that the level saves.
 
-        adapters: how many each linear has, of two GEMMs each, which are cheap to recompute.
+        adapters: how many each linear has; their GEMMs are cheap to recompute.
         """
         activation, level = self.chosen(levels.override.level)
         has_hidden = self.linears.last is not None or activation != "identity"
@@ -130,8 +138,8 @@ class Options(NamedTuple):
             return ()
         return (0, 1 + 2 * adapters[0]) if level == "preact" and len(adapters) > 2 else (0,)
 
-    def settle(self, around: Around, x: Any, *metas: Any) -> Call | Path:
-        """Refuse a call with parts that do not fit; return the path where only eager may run."""
+    def settle(self, around: Around, x: Any, *metas: Any) -> Any:
+        """Refuse a call with parts that do not fit; return None where only eager may run."""
         activation, level = self.chosen(around.level)
         name, keys, spec = self.name, self.linears.keys, self.norm
         count = 0 if spec is None else 2
@@ -141,7 +149,7 @@ class Options(NamedTuple):
                 arguments.wrong_type(name, "norm", "a NormSpec", spec)
             spec = spec._replace(weight=norm[0], bias=norm[1])
             validate.norm_rule(name, spec, "norm.")
-        validate.tensors(name, self.names, (x, *norm, *all_of(linears)))
+        validate.tensors(name, self.names, (x, *norm, *flat_of(linears)))
         last, halves = self.linears.last, 2 if keys == PACKED else 1
         named = dict(zip(keys, linears, strict=True))
         validate.linears(name, x, named, last, halves, adds=bool(self.residual))
@@ -154,15 +162,13 @@ class Options(NamedTuple):
         validate.multiplied(name, around, dtype, named)
         validate.runs(name, self.kernel, x, dtype)
         if around.twin:
-            return Path.REFERENCE
-        b, shape = Builder(around, dtype), shape_of(linears[-1])
+            return None
+        b, shape = Builder(around, dtype), linears[-1].weight.shape
         hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
         codes = "codes" if self.approximate and level == "preact" else None
         found = self._steps(b, x, spec, linears, hidden, codes)
         found |= {"level": level if around.grad else "inputs", "chunks": self._chunks(b, x, shape)}
-        read = None if spec is not None or x.dtype == dtype else dtype
-        x = x if read is None else x._replace(dtype=read)
-        return b.call(self.linears.function, {"x": x}, **found, read=read)
+        return b.call(self.linears.function, {"x": x}, **found, casts=spec is None)
 
     def _variant(self, x: Meta, dtype: torch.dtype, activation: str, last: Sequence[int]) -> str:
         """Return which kernels run: "aten", "split", or the function's other one."""
@@ -187,10 +193,7 @@ class Options(NamedTuple):
         hidden: Hidden,
         codes: str | None,
     ) -> dict[str, Any]:
-        """Add the steps; return the arguments of the call.
-
-        spec: of the norm, with the metas of its tensors; codes: their name, None for none.
-        """
+        """Add the steps; return the arguments of the call; codes: their name, None for none."""
         read, adds = "x", bool(self.residual) and x.dtype == b.dtype
         has_last, function = self.linears.last is not None, self.linears.function
         if spec is not None:
@@ -226,10 +229,8 @@ class Options(NamedTuple):
         """Return into how many chunks a block cuts its rows."""
         if self.linears.last is None:
             return 1
-        own = self.chunks
-        if self.is_module and b.around.chunks is not None:
-            own = b.around.chunks
         num, rows = 2 if self.linears.function == "mlp" else 3, math.prod(x.shape[:-1])
+        own = b.around.chunks_of(self)
         return own or run.chunks_for(rows, x.shape[-1], last[1], num, b.dtype.itemsize)
 
 
@@ -246,8 +247,7 @@ def split(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
 
 def norm_kernel(x: Meta, dtype: torch.dtype) -> str:
     """Return which kernels normalise tensors like x."""
-    on_aten = 0 in x.shape or dispatch.path_of(x.device, dtype) == "aten"
-    return "aten" if on_aten else "triton"
+    return "aten" if dispatch.is_aten(x.device, dtype, *x.shape) else "triton"
 
 
 class ActOptions(NamedTuple):
@@ -261,11 +261,11 @@ class ActOptions(NamedTuple):
     def chosen(self, override: str | None) -> None:
         """Has no levels."""
 
-    def settle(self, around: Around, x: Any) -> Call | Path:
+    def settle(self, around: Around, x: Any) -> Any:
         """Refuse a tensor that kernels do not take."""
         validate.tensors(self.name, self.names, (x,))
         if around.twin:
-            return Path.REFERENCE
+            return None
         b = Builder(around, x.dtype)
         b.add(Hidden(self.activation, norm_kernel(x, x.dtype)), "y", ("x",), extra="codes")
         return b.call(self.name, {"x": x}, ["y"], {"products": ("codes",)}, level="preact")
@@ -292,21 +292,17 @@ class NormOptions(NamedTuple):
     def _spec(self, weight: Any, bias: Any) -> NormSpec:
         return NormSpec(self.kind, weight, bias, self.eps, self.offset, self.cast)
 
-    def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Call | Path:
+    def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Any:
         """Refuse arguments that the eager norm would refuse."""
         name, spec = self.name, self._spec(weight, bias)
         self.chosen(around.level, weight)
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
-            return Path.OWN
+            return dispatch.OWN
         validate.tensors(name, self.names, (x, residual, weight, bias))
         b, inputs, reads, keeps = Builder(around, x.dtype), {"x": x}, "x", ()
         if residual is not None:
-            if residual.shape != x.shape:
-                raise ValueError(
-                    f"{name}: residual must have the shape of x {list(x.shape)}, got "
-                    f"{list(residual.shape)}"
-                )
+            validate.fits(name, "residual", residual, *x.shape, must="must have the shape of x,")
             inputs["residual"] = residual
             if x.dtype != residual.dtype:
                 x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))
@@ -314,7 +310,7 @@ class NormOptions(NamedTuple):
             keeps = (reads,)
         dtype = validate.norm(name, x, spec, shape, around)
         if around.twin:
-            return Path.REFERENCE
+            return None
         kernel, sums = norm_kernel(x, x.dtype), sums_dtype(x, weight, bias)
         op = Norm(rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
         b.norm(op, weight, bias, reads, out="y")

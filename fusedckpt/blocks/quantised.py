@@ -1,7 +1,4 @@
-"""Weights that dequantise: their dense shape, dtype and device, and their dequantiser, by class.
-
-No library is imported for it: a rule goes by a class's name until a weight of that class comes.
-"""
+"""Weights that dequantise, by class: a class's name is its rule, so that no library is imported."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ class QuantisedWeight(NamedTuple):
     is_sliceable: bool = False
 
     def pieces(self, dtype: torch.dtype) -> Iterator[slice | None]:
-        """Cut the rows into slices of about PIECE_BYTES when dense, if they can be cut.
-
-        None means all rows.
-        """
+        """Cut the rows into slices of about PIECE_BYTES when dense; None, all rows, if uncut."""
         n, k = self.shape
         step = max(1, PIECE_BYTES // max(1, k * dtype.itemsize), -(-n // MOST_PIECES))
         if step >= n or not self.is_sliceable:
@@ -57,11 +51,9 @@ class QuantisedWeight(NamedTuple):
     def checked(self, name: str, key: str, source: str) -> QuantisedWeight:
         """Return the record with a check of each tensor of `dense`; refuse meaningless fields.
 
-        name, key: the function and its argument, for errors; source: the name of `dense` there.
+        source: the name of `dense` in errors.
         """
-        if not isinstance(self.shape, (tuple, list)):
-            arguments.wrong_type(name, f"{key}.shape", "two sizes, [N, K]", self.shape)
-        if len(self.shape) != 2:
+        if not isinstance(self.shape, (tuple, list)) or len(self.shape) != 2:
             arguments.wrong_value(name, f"{key}.shape", "two sizes, [N, K]", self.shape)
         shape = torch.Size([arguments.integer(name, f"{key}.shape", n) for n in self.shape])
         arguments.dtype(name, self.dtype, f"{key}.dtype")

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.blocks import eager, passes
-from fusedckpt.blocks.grouped import grouped_product
-from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.compiled import grouped_product
+from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels import routed
 from fusedckpt.kernels.routed import Gating
@@ -28,10 +28,6 @@ class Route(Op):
 
     num_experts: int
     kernel: str | None
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give nothing."""
-        return []
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write the route."""
@@ -53,14 +49,11 @@ class Move(Op):
     top_k: int
     gathers: bool
     dtype: torch.dtype | None = None
+    gradients = (("r0", ("r1",)),)
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of K rows, or of one."""
         return self.top_k * read if self.gathers else read // self.top_k
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give the gradient of x."""
-        return [Pass(wants, ("r1",))]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write the rows, or the sum."""
@@ -89,21 +82,16 @@ class Grouped(Op):
     top_k: int
     is_transposed: bool
     dtype: torch.dtype | None = None
-    has_gemm = True
-
-    @property
-    def read_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the GEMMs."""
-        return self.dtype
+    has_gemm = casts = True
+    # x is freed before its gradient is computed
+    gradients = (
+        *(("p1", ("r1", "r2")), ("r2", ("p1", "r1"))),
+        *(("p0", ("r0", "r1")), ("r0", ("p0", "r1"))),
+    )
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of K rows."""
         return self.top_k * weight[2 if self.is_transposed else 1]
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give each by a pass of its own; x is freed before its gradient is computed."""
-        reads = {"p1": ("r1", "r2"), "r2": ("p1", "r1"), "p0": ("r0", "r1"), "r0": ("p0", "r1")}
-        return [Pass((slot,), reads[slot]) for slot in reads if slot in wants]
 
     def _product(self, code: Writer, weight: Node, turns: bool, x: Node, *args: Any) -> Node:
         """Write the product with a weight, or, where it turns, with its transpose."""
@@ -165,20 +153,17 @@ class Gated(Op):
 
     gating: Gating
     is_packed: bool
-    recomputes = True
+    recomputes = is_joint = True
+
+    @property
+    def gradients(self) -> tuple[tuple[str, tuple[str, ...]], ...]:  # type: ignore[override]  # fixed
+        """Read all slots; the scores' gradient comes first, added to that of a bias's scores."""
+        slots = [slot for slot in self._slots() if slot is not None]
+        return tuple([(slot, tuple(slots)) for slot in (slots[-2], *slots[:-2])])
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of K rows of h."""
         return read // 2 if self.is_packed else read
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give all by one pass, which recomputes h on the way; the scores' gradient first.
-
-        It is added to that of the scores of a bias.
-        """
-        slots = self._slots()
-        gives = sorted(wants, key=lambda slot: slot != slots[2])
-        return [Pass(tuple(gives), tuple([slot for slot in slots if slot is not None]))]
 
     def _slots(self) -> list[str | None]:
         """Return the slots of z, up, the scores and the route."""

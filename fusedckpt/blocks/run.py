@@ -29,8 +29,14 @@ def chunks_for(rows: int, d: int, f: int, num_tensors: int, itemsize: int) -> in
     One, unless `num_tensors` F-wide temporaries pass CHUNK_BYTES and cutting them saves more than
     the float32 accumulators of the weight gradients take: rows (1 - 1 / chunks) > 2 d.
     """
-    chunks = max(1, math.ceil(num_tensors * rows * f * itemsize / CHUNK_BYTES))
-    return chunks if rows * (1 - 1 / chunks) > 2 * d else 1
+    width = num_tensors * f * itemsize
+    return cut_for(rows * width, 2 * d * width)
+
+
+def cut_for(nbytes: int, sums: int) -> int:
+    """Return into how many chunks temporaries are cut, where that saves more than the sums take."""
+    chunks = max(1, math.ceil(nbytes / CHUNK_BYTES))
+    return chunks if nbytes * (1 - 1 / chunks) > sums else 1
 
 
 def row_chunks(rows: int, chunks: int) -> list[slice]:
@@ -51,9 +57,8 @@ def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
             found = list(code.run(0, *_arguments(call, code, given)))
         else:
             num_rows = math.prod(x.shape[: -call.num_dims])
-            known = call.described([() if t is None else t.shape for t in tensors], tensors)
-            sizes = [(num_rows, known[name][0], known[name][1]) for name in code.results]
-            found = [x.new_empty(rows, width, dtype=dtype) for rows, width, dtype in sizes]
+            sizes = map(call.described.__getitem__, code.results)
+            found = [x.new_empty(num_rows, width, dtype=dtype) for width, dtype in sizes]
             homes = dict(zip(code.results, found, strict=True))
             args = _arguments(call, code, given, homes=homes)
             for rows in row_chunks(num_rows, call.chunks):
@@ -152,10 +157,7 @@ def _backward_in_chunks(
 def _shaped(
     call: Call, like: Tensor, found: list[Tensor | None], whole: dict[int, Tensor | None]
 ) -> list[Tensor | None]:
-    """Return gradients on rows in the shapes of their tensors.
-
-    whole: by id of its rows, each incoming gradient.
-    """
+    """Return gradients of rows in the shapes of their tensors; whole: dys, by id of rows."""
     # one tensor for each: autograd adds in place to a view that it alone holds, also to a view of
     # an incoming gradient, or to one of two views of the gradient that a sum's inputs share
     for i, grad in enumerate(found):

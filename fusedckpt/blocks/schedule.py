@@ -21,11 +21,10 @@ Flags = tuple[bool, ...]
 class Schedule(NamedTuple):
     """A function of the number of the first row, and of the tensors that `given` lists.
 
-    given: pairs of a kind and a name or number: ("value", name), ("param", number), ("dy", name),
-    ("home", name) for room where rows of a result belong, ("sum", number) for the gradient of a
-    parameter so far; results: names of values; for a backward, of which inputs' and parameters'
-    gradients there are; gemms: the number of the weight of every GEMM; flows: the values that lead
-    to a wanted gradient.
+    given: pairs of a kind and a name or number: "value", "param", "dy", "home" (room where rows of
+    a result belong), "sum" (the gradient of a parameter so far); results: names of values, or
+    whether each gradient exists; gemms: the number of the weight of every GEMM; flows: the values
+    that lead to a wanted gradient.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -46,8 +45,8 @@ class Schedule(NamedTuple):
 class Writer:
     """A schedule in the making.
 
-    Nodes carry the dtype of their tensor, where it is known; the tensors that they may be written
-    over, the best first, by keyword of the call; and the tensor that they are an alias of.
+    Nodes carry their dtype, where it is known; the tensors that they may be written over, the best
+    first, by keyword of the call; and the tensor that they are an alias of.
     """
 
     def __init__(self, program: Program, chunked: bool):
@@ -128,9 +127,8 @@ class Writer:
     def place(self, donated: Collection[Node] = ()) -> None:
         """Have results be written over tensors that nothing reads later.
 
-        donated: given tensors that may be written over. A recomputed hidden layer takes none in a
-        pass that also gives gradients: it is freed before them, and a saved tensor is in memory
-        until the end anyway.
+        donated: given tensors that may be; not by a recomputed hidden layer, which is freed before
+        the gradients, where a saved tensor is in memory until the end anyway.
         """
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for node in order:

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.blocks import eager, passes
-from fusedckpt.blocks.dropout import dropout
-from fusedckpt.blocks.program import Gradient, Op, Pass
+from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels import aten, codes
@@ -35,8 +34,7 @@ HALF = (torch.bfloat16, torch.float16)
 class Norm(Op):
     """y = norm(x), or norm(x + residual) and the sum: see NormRule. Statistics are recomputed.
 
-    sums: the dtype of the gradients of weight and bias; kernel: "aten" or "triton"; num_dims: how
-    many dimensions are normalised together.
+    sums: the dtype of the gradients of weight and bias; kernel: "aten" or "triton".
     """
 
     rule: NormRule
@@ -44,13 +42,8 @@ class Norm(Op):
     sums: torch.dtype | None = None
     kernel: str = "aten"
     num_dims: int = 1
-    adds = True
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give all by one pass; the bias's gradient alone reads neither x nor the weight."""
-        if wants == ("p1",):
-            return [Pass(wants)]
-        return [Pass(wants, ("r0", "p0") if "r0" in wants else ("r0",))]
+    adds = is_joint = True
+    gradients = (("r0", ("r0", "p0")), ("p0", ("r0",)), ("p1", ()))
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y, and the sum where a residual is read."""
@@ -80,9 +73,8 @@ class Norm(Op):
 class Linear(Op):
     """y = x W' + b, in `dtype`; or, of an adapter, y = total + scale x W', written over the total.
 
-    grad_dtype: of the gradient of x, which several linears add to; sums: of the weight's gradient;
-    is_quantised: whether the weight is dense only while a GEMM reads it; out: of a sum, by default
-    the dtype that torch promotes to.
+    grad_dtype: of the gradient of x; sums: of the weight's gradient; is_quantised: whether the
+    weight is dense only while a GEMM reads it; out: of a sum, by default what torch promotes to.
     """
 
     dtype: torch.dtype
@@ -91,12 +83,8 @@ class Linear(Op):
     sums: torch.dtype | None = None
     is_quantised: bool = False
     out: torch.dtype | None = None
-    has_gemm = True
-
-    @property
-    def read_dtype(self) -> torch.dtype:
-        """Return the dtype of the GEMM."""
-        return self.dtype
+    has_gemm = casts = True
+    gradients = (("p1", ()), ("r0", ("p0",)), ("p0", ("r0",)))
 
     def width(self, read: int, weight: Any) -> int:
         """Return the weight's rows."""
@@ -107,11 +95,6 @@ class Linear(Op):
         if len(reads) == 1:
             return self.dtype
         return self.out or torch.promote_types(reads[1], self.dtype)
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give each by a pass of its own; the gradient of a total is that of y itself."""
-        reads = {"p1": (), "r0": ("p0",), "p0": ("r0",)}
-        return [Pass((slot,), reads[slot]) for slot in reads if slot in wants]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y."""
@@ -173,15 +156,16 @@ class Linear(Op):
 class Hidden(Op):
     """h = act(z), times u where gated; or of the two halves of z where packed.
 
-    kernel: "aten", "split", "hybrid" (its backward takes the GEMM that gives dh into its kernel) or
-    "fused" (the GEMM that gives z takes act into its own). Its extra result are the codes of z,
-    from which dz is approximate.
+    kernel: "aten", "split", "hybrid" (its backward takes in the GEMM that gives dh) or "fused" (the
+    GEMM that gives z takes in act). Its extra result are the codes of z, from which dz is
+    approximate.
     """
 
     activation: str
     kernel: str = "split"
     is_packed: bool = False
-    recomputes = True
+    recomputes = is_joint = True
+    gradients = (("r0", ("r0", "r1")), ("r1", ("r0", "r1")))
 
     def width(self, read: int, weight: Any) -> int:
         """Return the features of h."""
@@ -190,10 +174,6 @@ class Hidden(Op):
     def extra(self, read: int, dtype: Any) -> tuple[int, Any]:
         """Return the bytes of a row's codes."""
         return codes.width_of(read), torch.uint8
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give all by one pass, which recomputes h on the way."""
-        return [Pass(wants, ("r0", "r1"))]
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write h, over the tensors that it reads; not over half a row.
@@ -265,20 +245,13 @@ class Dropout(Op):
     p: float
     seed: int
     dtype: torch.dtype | None = None
-
-    @property
-    def read_dtype(self) -> torch.dtype | None:
-        """Return the dtype of y."""
-        return self.dtype
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give the gradient of x."""
-        return [Pass(wants, ("p0",))]
+    casts = True
+    gradients = (("r0", ("p0",)),)
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write dropout(x)."""
         seed = code.call(operator.getitem, params[0], self.seed)
-        return [code.call(dropout, reads[0], self.p, seed, code.row)]
+        return [code.call(eager.replayed, reads[0], self.p, seed, code.row)]
 
     def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
         """Write the gradient of x, added to one that exists."""
@@ -304,10 +277,6 @@ class Add(Op):
     def out_dtype(self, reads: Sequence[Any]) -> Any:
         """Return the dtype that torch promotes to."""
         return None if None in reads else torch.promote_types(*reads)
-
-    def passes(self, wants: tuple[str, ...]) -> list[Pass]:
-        """Give nothing: both gradients are that of y itself."""
-        return []
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write a + b."""

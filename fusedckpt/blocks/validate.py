@@ -1,8 +1,7 @@
 """Every error that a call of a layer can cause, raised before any work.
 
-`autograd/arguments.py` checks one argument, `constructors.py` the arguments of constructors;
-here is how the arguments of calls fit together. Of tensors, shapes, dtypes and devices are checked
-here; classes and layouts were, by `dispatch.settled`.
+`autograd/arguments.py` checks one argument; here is how arguments fit together. Classes and layouts
+of tensors were checked by `dispatch.settled`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks.builder import bias_of
-from fusedckpt.blocks.norm_spec import NormSpec, output_dtype, widens_norm
-from fusedckpt.blocks.operands import Parts
+from fusedckpt.blocks.operands import NormSpec, Parts, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.kernels.codes import APPROXIMATE
 
@@ -56,14 +54,32 @@ def tensors(name: str, keys: Sequence[str], metas: Sequence[Meta | None]) -> Non
             )
 
 
-def dense(name: str, given: Mapping[str, Any]) -> bool:
+def dense(name: str, given: dict[str, Any]) -> bool:
     """Refuse tensors that no call could take; return whether ours can take all."""
-    found = {key: t for key, t in given.items() if dispatch.takes(name, key, t)}
+    is_taken = dispatch.takes_all(name, given)
+    found = {key: t for key, t in given.items() if dispatch.is_plain(type(t))}
     metas = [Meta(t.shape, t.dtype, t.device) for t in found.values()]
     tensors(name, list(found), metas)
-    wanted = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    kept = list(found.values()) if wanted else []
-    return len(found) == len(given) and not any(t.is_inference() for t in kept)
+    return is_taken
+
+
+def fits(name: str, key: str, given: Any, *shape: int, must: str = "must be") -> None:
+    """Refuse a tensor of another shape; None is absent."""
+    if given is not None and tuple(given.shape) != shape:
+        raise ValueError(f"{name}: {key} {must} {list(shape)}, got {list(given.shape)}")
+
+
+def integers(name: str, key: str, given: Any, x: Meta, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse all but a tensor of integers on the device of x."""
+    if given is None:
+        arguments.wrong_type(name, key, "a tensor", None)
+    if given.dtype not in dtypes:
+        known = " or ".join([str(dtype).removeprefix("torch.") for dtype in dtypes])
+        raise TypeError(f"{name}: {key} must be {known}, got {given.dtype}")
+    if given.device != x.device:
+        raise ValueError(
+            f"{name}: {key} must be on the device of x, {x.device}, got {given.device}"
+        )
 
 
 def tensor(name: str, key: str, given: Any) -> None:
@@ -77,23 +93,31 @@ def linears(
 ) -> None:
     """Refuse linears that F.linear would refuse, or that do not fit each other.
 
-    given: by the names of their weights; last: the one that reads the hidden layer: x is added to
-    its result; halves: in how many parts the first weight's rows are.
+    last: the weight that reads the hidden layer, to whose result x is added; halves: in how many
+    parts the first weight's rows are.
     """
     shape, read, weight = x.shape, "x", x.shape
     rows: dict[str, int] = {}
     for key, parts in given.items():
-        weight, bias = (parts.weight or parts.base).shape, parts.bias
+        weight = parts.weight.shape
         if key == last:
-            features = _features(name, rows, halves)
+            features = next(iter(rows.values()))
+            if len(set(rows.values())) > 1:
+                raise ValueError(
+                    f"{name}: weights but the last must have one number of rows, got {rows}"
+                )
+            if features % halves:
+                raise ValueError(
+                    f"{name}: a packed gate_weight must have an even number of rows, 2 F, got "
+                    f"{features}"
+                )
             shape, read = (*shape[:-1], features // halves), "h"
         if len(weight) != 2 or not shape:
             problem = f"{read} must have at least one dimension and {key} two"
         elif shape[-1] != weight[1]:
             problem = f"{key} expects {weight[1]} input features, {read} has {shape[-1]}"
-        elif bias is not None and bias.shape != weight[:1]:
-            problem = f"{bias_of(key)} must be [{weight[0]}], got {list(bias.shape)}"
         else:
+            fits(name, bias_of(key), parts.bias, *weight[:1])
             rows[key.removesuffix("_weight")] = weight[0]
             continue
         raise ValueError(f"{name}: {problem} ({read} {list(shape)}, weight {list(weight)})")
@@ -103,31 +127,24 @@ def linears(
         )
 
 
-def _features(name: str, rows: Mapping[str, int], halves: int) -> int:
-    """Return the number of rows of the weights before a hidden layer."""
-    features = next(iter(rows.values()))
-    if len(set(rows.values())) > 1:
-        raise ValueError(f"{name}: weights but the last must have one number of rows, got {rows}")
-    if features % halves:
-        raise ValueError(
-            f"{name}: a packed gate_weight must have an even number of rows, 2 F, got {features}"
-        )
-    return features
+def dtypes(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Any]) -> None:
+    """Refuse tensors that GEMMs in a dtype do not take; autocast casts all but float64."""
+    for key, value in given.items():
+        if value is None or value.dtype == dtype:
+            continue
+        if around.autocast is None or torch.float64 in (value.dtype, dtype):
+            raise TypeError(
+                f"{name}: x and {key} must share a dtype, got {dtype} and {value.dtype}"
+            )
 
 
 def multiplied(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Parts]) -> None:
     """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
     for key, parts in given.items():
-        for own, value in ((key, parts.weight), (bias_of(key), parts.bias)):
-            if value is None or value.dtype == dtype:
-                continue
-            # autocast casts every floating dtype but float64
-            if around.autocast is None or torch.float64 in (value.dtype, dtype):
-                raise TypeError(
-                    f"{name}: x and {own} must share a dtype, got {dtype} and {value.dtype}"
-                )
+        weight = None if parts.is_quantised else parts.weight
+        dtypes(name, around, dtype, {key: weight, bias_of(key): parts.bias})
     for key, parts in given.items():
-        n, k = (parts.weight or parts.base).shape
+        n, k = parts.weight.shape
         for a, b in parts.adapters:
             fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
             if not fits or (b.shape[0], a.shape[1]) != (n, k):
@@ -143,7 +160,7 @@ def multiplied(name: str, around: Around, dtype: torch.dtype, given: Mapping[str
 
 def runs(name: str, kernel: str | None, x: Meta, dtype: torch.dtype) -> None:
     """Refuse a kernel that cannot run where x is."""
-    if kernel not in (None, "split") and dispatch.path_of(x.device, dtype) == "aten":
+    if kernel not in (None, "split") and dispatch.is_aten(x.device, dtype):
         raise ValueError(
             f"{name}: kernel={kernel!r} needs Triton: a GPU, or a CPU under TRITON_INTERPRET=1, and"
             f" float32, bfloat16 or float16 tensors, got {dtype} on {x.device}"
@@ -188,35 +205,23 @@ def norm(
 ) -> torch.dtype:
     """Return the dtype of norm(x); refuse arguments that F.rms_norm or F.layer_norm would.
 
-    spec: with the metas of weight and bias in their places; shape: normalized_shape.
+    spec: with metas in place of its tensors; shape: normalized_shape.
     """
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
         )
     given = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
-    found = {key: value for key, value in given.items() if value is not None}
-    for key, value in found.items():
-        if tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name}: {key} must be normalized_shape {list(shape)}, got {list(value.shape)}"
-            )
-    dtypes = {key: value.dtype for key, value in found.items()}
-    if not (spec.kind == "rms" or _fit(x, set(dtypes.values()), around)):
-        key = next(key for key, dtype in dtypes.items() if dtype != x.dtype)
-        raise TypeError(f"{name}: x and {key} must share a dtype, got {x.dtype} and {dtypes[key]}")
-    return output_dtype(spec, x, spec.weight, around.autocast)
-
-
-def _fit(x: Meta, dtypes: set[torch.dtype], around: Around) -> bool:
-    """Whether F.layer_norm takes parameters of these dtypes beside x."""
-    if x.device.type == "meta" or dtypes <= {x.dtype}:
-        return True
+    for key, value in given.items():
+        fits(name, key, value, *shape)
+    found = {value.dtype for value in given.values() if value is not None}
+    # a CPU's F.layer_norm reads float32 parameters beside half precision, and autocast widens all
+    fits_cpu = x.device.type == "cpu" and x.dtype in HALF and found == {torch.float32}
     widens = widens_norm(around.autocast, x.device, "layer")
-    if widens and torch.float64 not in (x.dtype, *dtypes):
-        return True
-    # a CPU's reads parameters of float32 beside half precision
-    return x.device.type == "cpu" and x.dtype in HALF and dtypes == {torch.float32}
+    is_cast = widens and torch.float64 not in (x.dtype, *found)
+    if spec.kind == "layer" and not (x.device.type == "meta" or is_cast or fits_cpu):
+        dtypes(name, around._replace(autocast=None), x.dtype, given)
+    return output_dtype(spec, x, spec.weight, around.autocast)
 
 
 def block(name: str, residual: Any, chunks: Any) -> None:

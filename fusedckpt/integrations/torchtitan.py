@@ -29,7 +29,8 @@ from torchtitan.models.common import TransformerBlock
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
-from fusedckpt.blocks.experts import ExpertOptions, run_experts
+from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.experts import ExpertOptions
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.wrapper import checkpoint_in_place
 from fusedckpt.fusing.swap import fuse
@@ -95,9 +96,10 @@ class _FusedExperts(GroupedExperts):
         rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
         index = torch.searchsorted(ends, rows, right=True)[:, None]
         scores = torch.ones(index.shape, device=x.device)
-        given = (x.bfloat16(), index, scores, w1, None, w3, None, w2, None)
+        pairs = [(w1, None), (w3, None), (w2, None)]
+        options = self._fusedckpt_options
         with torch.autocast(x.device.type, enabled=False):
-            return run_experts(self._fusedckpt_options, *given).type_as(x)
+            return run_linears(options, x.bfloat16(), (index, scores), pairs).type_as(x)
 
 
 @override(target=GroupedExperts.Config, description="fusedckpt.functional.experts")

@@ -52,37 +52,36 @@ def resilu2(x: Tensor) -> Tensor:
 def _run(options: ActOptions, x: Tensor) -> Tensor:
     if isinstance(x, Tensor) and not x.dim():
         return _run(options, x.view(1)).view(())
-    _, call, phase = dispatch.settled(options, x)
+    call, phase, _ = dispatch.settled(options, x)
     if call is not None:
         return apply(call, phase, x)
     return eager.hidden((x,), options.activation)
 
 
-class ReGELU2(nn.GELU):
+class _Approximate:
+    """A module without arguments, of an activation with an approximate derivative."""
+
+    options: ActOptions
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return act(input)."""
+        return _run(self.options, input)
+
+    def extra_repr(self) -> str:
+        """Show no arguments."""
+        return ""
+
+
+class ReGELU2(_Approximate, nn.GELU):
     """nn.GELU with the derivative of `functional.regelu2`, which saves two bits an element."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return gelu(input)."""
-        return _run(ActOptions("regelu2", "gelu", is_module=True), input)
-
-    def extra_repr(self) -> str:
-        """Show no arguments."""
-        return ""
+    options = ActOptions("regelu2", "gelu", is_module=True)
 
 
-class ReSiLU2(nn.SiLU):
+class ReSiLU2(_Approximate, nn.SiLU):
     """nn.SiLU with the derivative of `functional.resilu2`, which saves two bits an element."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return silu(input)."""
-        return _run(ActOptions("resilu2", "silu", is_module=True), input)
-
-    def extra_repr(self) -> str:
-        """Show no arguments."""
-        return ""
+    options = ActOptions("resilu2", "silu", is_module=True)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.blocks.experts import LEVELS, ExpertOptions, run_experts
+from fusedckpt.autograd import arguments
+from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.experts import LEVELS, ExpertOptions
 from fusedckpt.kernels.routed import ClampedSwiGLU
-from fusedckpt.layers import constructors
 
 __all__ = ["ClampedSwiGLU", "Experts", "experts"]
 
@@ -76,7 +77,8 @@ def experts(
     Source: Guo et al., "SonicMoE", arXiv 2512.14080: the gradient of a score is a sum of dh * h.
     """
     options = ExpertOptions("experts", activation, is_transposed, save, chunks=chunks)
-    return run_experts(options, x, index, scores, gate_up, gate_up_bias, down, down_bias)
+    weights = [(gate_up, gate_up_bias), (down, down_bias)]
+    return run_linears(options, x, (index, scores), weights)
 
 
 class Experts(nn.Module):
@@ -109,7 +111,7 @@ class Experts(nn.Module):
     ):
         name, sizes = type(self).__name__, {"num_experts": num_experts}
         sizes |= {"in_features": in_features, "hidden_features": hidden_features}
-        constructors.linear(name, sizes, bias, device, dtype)
+        arguments.linear_sizes(name, sizes, bias, device, dtype)
         self._options(activation, save, chunks).chosen(None)
         super().__init__()
         self.activation, self.save, self.chunks = activation, save, chunks
@@ -126,17 +128,16 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the parameters of each expert as nn.Linear draws its own."""
-        first, first_bias, down, down_bias = self._tensors()
-        for weight, bias in ((first, first_bias), (down, down_bias)):
+        for weight, bias in self._pairs():
             bound = max(1, weight.shape[2]) ** -0.5
             for parameter in (weight, bias):
                 if parameter is not None:
                     nn.init.uniform_(parameter, -bound, bound)
 
-    def _tensors(self) -> Any:
-        """Return weights and biases in turn."""
-        keys = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        return [getattr(self, key) for key in keys]
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """Return pairs of weight and bias."""
+        keys = ("gate_up_proj", "down_proj")
+        return [(getattr(self, key), getattr(self, f"{key}_bias")) for key in keys]
 
     @staticmethod
     def _options(activation: Any, save: str, chunks: int | None) -> ExpertOptions:
@@ -145,13 +146,13 @@ class Experts(nn.Module):
     def forward(self, input: Tensor, index: Tensor, scores: Tensor) -> Tensor:
         """Map [..., D] to [..., D] by the experts `index` [..., K], weighted by `scores`."""
         options = self._options(self.activation, self.save, self.chunks)
-        given = (input, index, scores, *self._tensors())
-        y = run_experts(options, *given)
-        return options.eager(*given) if y is None else y
+        given, pairs = (index, scores), self._pairs()
+        y = run_linears(options, input, given, pairs)
+        return options.eager(input, given, pairs) if y is None else y
 
     def extra_repr(self) -> str:
         """Describe the sizes and settings."""
-        first, _, down, _ = self._tensors()
+        (first, _), (down, _) = self._pairs()
         found = [f"{first.shape[0]}, {first.shape[2]}, {down.shape[2]}"]
         found += [f"{key}={getattr(self, key)}" for key in ("activation", "save")]
         return ", ".join([*found, *([] if self.chunks is None else [f"chunks={self.chunks}"])])

@@ -22,7 +22,7 @@ from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.head import HeadOptions
 from fusedckpt.blocks.operands import LoRA, are_adapted
 from fusedckpt.kernels.cross_entropy import LogitRule
-from fusedckpt.layers import constructors, vocab_parallel
+from fusedckpt.layers import parallel
 
 __all__ = ["LinearCrossEntropy", "TokenLogprobs", "linear_cross_entropy", "token_logprobs"]
 
@@ -147,11 +147,9 @@ def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: An
     arguments.choice(name, "reduction", reduction, REDUCTIONS)
     arguments.probability(name, "label_smoothing", smoothing)
     arguments.number(name, "z_loss", z_loss)
-    if num_items is None:
-        return
-    if reduction != "mean":
+    if num_items is not None and reduction != "mean":
         raise ValueError(f"{name}: num_items needs reduction='mean', got {reduction!r}")
-    if not isinstance(num_items, Tensor):
+    if num_items is not None and not isinstance(num_items, Tensor):
         arguments.number(name, "num_items", num_items)
 
 
@@ -184,11 +182,11 @@ def _by_others(
 def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:
     """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
     validate.tensor(options.name, "target", target)
-    if vocab_parallel.shares_classes(options.name, x, weight, target, bias):
+    if parallel.shares_classes(options.name, x, weight, target, bias):
         options.chosen(None)
         _check_range(options, target, weight)
         own = partial(_statistics, options._replace(rule=options.rule._replace(ignore_index=-1)))
-        return vocab_parallel.statistics(own, options.rule, x, weight, target, bias)
+        return parallel.class_statistics(own, options.rule, x, weight, target, bias)
     is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(x)
     if not (is_traced or are_adapted([(weight, bias)])):
         # refuses before any work
@@ -241,7 +239,7 @@ class LinearCrossEntropy(nn.Linear):
         for key in options:
             arguments.choice(name, "options", key, known)
         sizes = {"in_features": in_features, "out_features": out_features}
-        constructors.linear(name, sizes, bias, device, dtype)
+        arguments.linear_sizes(name, sizes, bias, device, dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.options = options
 

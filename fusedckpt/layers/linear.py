@@ -1,21 +1,21 @@
-"""Linear followed by an activation, saving x alone: backward recomputes the pre-activation."""
+"""A linear and its activation, or a norm and its linears, such as q, k and v, that save x alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import levels
+from fusedckpt.autograd import arguments, levels
 from fusedckpt.blocks import programs, validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, Linears
-from fusedckpt.blocks.operands import LoRA
-from fusedckpt.blocks.programs import Options
-from fusedckpt.layers import constructors
+from fusedckpt.blocks.operands import LoRA, NormSpec
+from fusedckpt.blocks.programs import Options, split
 
-__all__ = ["Linear", "linear_act"]
+__all__ = ["Linear", "linear_act", "norm_linear"]
 
 LEVELS = programs.LEVELS["linear_act"]
 _LINEARS = Linears(LINEAR)
@@ -66,6 +66,53 @@ def linear_act(
     return run_linears(options, x, (), [(weight, bias)])
 
 
+def norm_linear(
+    x: Tensor,
+    norm: NormSpec,
+    weights: Sequence[Tensor | LoRA],
+    biases: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, ...]:
+    """Return F.linear(norm(x), weight, bias) for every weight, saving only x for backward.
+
+    Eager saves norm(x) besides the tensors that the norm saves; here backward normalises x again,
+    once for all linears. No GEMM is recomputed.
+
+    Args:
+        x: [..., D].
+        norm: a NormSpec over D.
+        weights: [N_i, D] each, of x's dtype; under autocast of any dtype but float64. Or `LoRA`
+            records, or quantised weights, as in `mlp`.
+        biases: [N_i] or None for each weight; None for no biases.
+
+    Returns:
+        A tuple of [..., N_i], one per weight.
+
+    Raises:
+        ValueError: no weights, another number of biases, or invalid shapes or devices.
+        TypeError: tensors are not dense, not floating point, or of different dtypes.
+    """
+    if norm is None:
+        arguments.wrong_type("norm_linear", "norm", "a NormSpec", norm)
+    weights, biases = validate.projections("norm_linear", weights, biases)
+    return run_projections("norm_linear", x, norm, list(zip(weights, biases, strict=True)))
+
+
+def run_projections(
+    name: str, x: Tensor, norm: NormSpec, linears: list[tuple[Any, Any]], over: Any = None
+) -> Any:
+    """Run a norm and linears on x; None where a module calls its children.
+
+    over: the shape of a module's norm, None for a function's call.
+    """
+    keys = tuple([f"weights[{i}]" for i in range(len(linears))])
+    bare, kinds, tensors = split(norm)
+    options = Options(
+        name, name, Linears(keys), None, bare, kinds, over, is_module=over is not None
+    )
+    ys = run_linears(options, x, tensors, linears)
+    return (ys,) if isinstance(ys, Tensor) else ys
+
+
 class Linear(nn.Linear):
     """nn.Linear followed by an activation; only the input is saved for backward.
 
@@ -95,7 +142,7 @@ class Linear(nn.Linear):
         levels.check("Linear", save, LEVELS)
         validate.approximate("Linear", approximate, activation, save)
         sizes = {"in_features": in_features, "out_features": out_features}
-        constructors.linear("Linear", sizes, bias, device, dtype)
+        arguments.linear_sizes("Linear", sizes, bias, device, dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.save = save

@@ -17,8 +17,7 @@ from torch import Tensor
 from fusedckpt.blocks import programs
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
-from fusedckpt.blocks.norm_spec import NormSpec
-from fusedckpt.blocks.operands import LoRA
+from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.programs import Options, split
 
 __all__ = ["gated_mlp", "mlp"]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private
 from fusedckpt.blocks import validate
-from fusedckpt.layers import constructors
 
 __all__ = ["MSLayerNorm", "MSRMSNorm", "merge_affine", "unmerge_affine"]
 
@@ -57,8 +56,10 @@ class _MSNorm(torch.autograd.Function):
         return None if dx is None else dx.to(y.dtype), None, None
 
 
-def _width(name: str, given: Any) -> int:
-    """Return the one size of normalized_shape; refuse more."""
+def _width(name: str, given: Any, eps: Any = None) -> int:
+    """Return the one size of normalized_shape; refuse more, and an invalid eps."""
+    if eps is not None:
+        arguments.number(name, "eps", eps, 0)
     shape = validate.normalized_shape(name, given)
     if len(shape) != 1:
         raise ValueError(f"{name}: normalized_shape must be one size, got {list(shape)}")
@@ -98,9 +99,8 @@ class MSRMSNorm(nn.RMSNorm):
     """nn.RMSNorm without a weight; all else is as in `MSLayerNorm`."""
 
     def __init__(self, normalized_shape: int | tuple[int], eps: float | None = None) -> None:
-        if eps is not None:
-            arguments.number("MSRMSNorm", "eps", eps, 0)
-        super().__init__(_width("MSRMSNorm", normalized_shape), eps, elementwise_affine=False)
+        width = _width("MSRMSNorm", normalized_shape, eps)
+        super().__init__(width, eps, elementwise_affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., normalized_shape]; return the dtype of x."""
@@ -170,7 +170,7 @@ def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
     width = _width(name, norm.normalized_shape)
     if norm.weight is None:
         raise ValueError(f"{name}: norm has no weight to merge")
-    constructors.modules(name, "linears", linears)
+    arguments.modules(name, "linears", linears)
     for i, one in enumerate(linears):
         if type(one).forward is not nn.Linear.forward:
             arguments.wrong_type(name, f"linears[{i}]", "an nn.Linear", one)
@@ -186,7 +186,7 @@ def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
 class _Readers(private.TorchDispatchMode):
     """Notes readers of a norm's results besides its linears, and of the linears' weights.
 
-    owners: names of modules, by storages of their parameters; weights: storages of the linears'.
+    owners: names of modules, by storages of their parameters.
     """
 
     def __init__(self, owners: dict[int, str], weights: set[int]) -> None:
@@ -222,7 +222,7 @@ def _by_storage(values: Any) -> dict[int, Tensor]:
 
 def _check_readers(norm: nn.Module, linears: Any, model: Any, args: Any) -> None:
     """Run the model; refuse other readers of the norm, and linears that read something else."""
-    constructors.module("merge_affine", "model", model)
+    arguments.module("merge_affine", "model", model)
     owners = {
         storage: name
         for name, module in model.named_modules()

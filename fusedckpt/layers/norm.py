@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch
-from fusedckpt.autograd.dispatch import Path
 from fusedckpt.blocks import compiled, eager, norm_sharing, validate
 from fusedckpt.blocks.block import apply
-from fusedckpt.blocks.norm_spec import NormSpec
+from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
-from fusedckpt.layers import constructors, fallbacks, parallel
+from fusedckpt.layers import fallbacks, parallel
 
 __all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -28,11 +27,13 @@ Shape = int | Sequence[int]
 def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, bias: Any) -> Any:
     """Run the Function for a call, or its eager reference."""
     shape, call, phase = options.normalized_shape, None, None
+    if options.name.startswith("add"):
+        validate.tensor(options.name, "residual", residual)
     if isinstance(shape, tuple) and bool in map(type, shape):
         # True equals 1, which would be remembered: a value that is no tuple is looked at anew
         options = options._replace(normalized_shape=list(shape))
     if not eager.forced.is_on:
-        _, call, phase = dispatch.settled(options, x, residual, weight, bias)
+        call, phase, _ = dispatch.settled(options, x, residual, weight, bias)
     if call is not None:
         inputs = (x,) if residual is None else (x, residual)
         return apply(call, phase, *inputs, weight, bias)
@@ -55,7 +56,7 @@ def _eager(options: NormOptions, x: Tensor, shape: Any, weight: Any, bias: Any) 
 
 def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias: Any) -> Tensor:
     """Run a module's call; note the inputs for readers of its result, or why eager ran."""
-    path, call, phase = dispatch.settled(options, x, None, weight, bias)
+    call, phase, is_own = dispatch.settled(options, x, None, weight, bias)
     if call is not None:
         y = apply(call, phase, x, weight, bias)
         return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
@@ -64,7 +65,7 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
         y = parallel.on_rows(partial(_called, norm, options), len(shape), x, weight, bias)
         if y is not None:
             return y
-    if path is Path.OWN:
+    if is_own:
         fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
     return _eager(options, x, shape, weight, bias)
 
@@ -136,7 +137,6 @@ def add_rms_norm(
     Saves only x + residual, the second output. x and residual must have the same shape; dtypes
     promote as in x + residual. For other arguments and errors see `rms_norm`.
     """
-    validate.tensor("add_rms_norm", "residual", residual)
     options = NormOptions("add_rms_norm", "rms", normalized_shape, eps, offset=offset, cast=cast)
     return _run(options, x, residual, weight, bias=None)
 
@@ -154,7 +154,6 @@ def add_layer_norm(
     Saves only x + residual, the second output. x and residual must have the same shape; dtypes
     promote as in x + residual. For other arguments and errors see `layer_norm`.
     """
-    validate.tensor("add_layer_norm", "residual", residual)
     options = NormOptions("add_layer_norm", "layer", normalized_shape, eps)
     return _run(options, x, residual, weight, bias=bias)
 
@@ -183,7 +182,7 @@ class RMSNorm(nn.RMSNorm):
         affine = arguments.flag("RMSNorm", "elementwise_affine", elementwise_affine)
         spec = NormSpec("rms", affine or None, None, eps, offset, cast)  # type: ignore[arg-type]  # no weight yet
         validate.norm_rule("RMSNorm", spec)
-        constructors.factory("RMSNorm", device, dtype)
+        arguments.factory("RMSNorm", device, dtype)
         shape = validate.normalized_shape("RMSNorm", normalized_shape)
         self.offset = offset
         super().__init__(shape, eps, affine, device, dtype=dtype)  # type: ignore[arg-type]
@@ -207,10 +206,9 @@ class RMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.RMSNorm does, with the options that differ from it."""
-        extra = f", offset={self.offset}" if self.offset else ""
-        return (
-            super().extra_repr() + extra + (f", cast={self.cast}" if self.cast != "torch" else "")
-        )
+        offset = f", offset={self.offset}" if self.offset else ""
+        cast = f", cast={self.cast}" if self.cast != "torch" else ""
+        return super().extra_repr() + offset + cast
 
 
 class LayerNorm(nn.LayerNorm):
@@ -231,7 +229,7 @@ class LayerNorm(nn.LayerNorm):
         arguments.number("LayerNorm", "eps", eps, 0)
         affine = arguments.flag("LayerNorm", "elementwise_affine", elementwise_affine)
         bias = arguments.flag("LayerNorm", "bias", bias)
-        constructors.factory("LayerNorm", device, dtype)
+        arguments.factory("LayerNorm", device, dtype)
         super().__init__(shape, eps, affine, bias, device=device, dtype=dtype)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -50,7 +50,11 @@ def unpack_gate_up(packed: Tensor, layout: str = "gate_up", dim: int = 0) -> tup
         TypeError: not a tensor.
     """
     dim = _check("unpack_gate_up", dim, {"layout": layout}, packed=packed)
-    return _unpack(packed, layout, dim)
+    if layout == "interleaved":
+        gate, up = packed.unflatten(dim, (packed.shape[dim] // 2, 2)).unbind(dim + 1)
+        return gate, up
+    first, second = packed.chunk(2, dim)
+    return (first, second) if layout == "gate_up" else (second, first)
 
 
 def repack_gate_up(packed: Tensor, layout: str, to: str = "gate_up", dim: int = 0) -> Tensor:
@@ -62,27 +66,17 @@ def repack_gate_up(packed: Tensor, layout: str, to: str = "gate_up", dim: int = 
     one. Differentiable, but meant for converting checkpoints, not weights in every step.
     """
     dim = _check("repack_gate_up", dim, {"layout": layout, "to": to}, packed=packed)
-    return _pack(*_unpack(packed, layout, dim), to, dim)
+    return _pack(*unpack_gate_up(packed, layout, dim), to, dim)
 
 
 def _pack(gate: Tensor, up: Tensor, layout: str, dim: int) -> Tensor:
     if layout == "interleaved":
-        dim %= gate.dim()
         return torch.stack((gate, up), dim + 1).flatten(dim, dim + 1)
     return torch.cat((gate, up) if layout == "gate_up" else (up, gate), dim)
 
 
-def _unpack(packed: Tensor, layout: str, dim: int) -> tuple[Tensor, Tensor]:
-    if layout == "interleaved":
-        pairs = packed.unflatten(dim, (packed.shape[dim] // 2, 2))
-        gate, up = pairs.unbind(dim % packed.dim() + 1)
-        return gate, up
-    first, second = packed.chunk(2, dim)
-    return (first, second) if layout == "gate_up" else (second, first)
-
-
 def _check(name: str, dim: Any, layouts: dict[str, Any], **given: Any) -> int:
-    """Return the dimension that counts the rows, which are even in `packed`."""
+    """Return the dimension that counts the rows, which are even in `packed`; not negative."""
     for key, layout in layouts.items():
         choice(name, key, layout, LAYOUTS)
     for key, value in given.items():
@@ -90,7 +84,7 @@ def _check(name: str, dim: Any, layouts: dict[str, Any], **given: Any) -> int:
             wrong_type(name, key, "a tensor", value)
         if value.dim() == 0:
             raise ValueError(f"{name}: {key} must have at least one dimension, got []")
-        dim = integer(name, "dim", dim, -value.dim(), most=value.dim() - 1)
+        dim = integer(name, "dim", dim, -value.dim(), most=value.dim() - 1) % value.dim()
         if key == "packed" and value.shape[dim] % 2:
             raise ValueError(
                 f"{name}: packed must have 2 F rows in dimension {dim}, got {value.shape[dim]} "

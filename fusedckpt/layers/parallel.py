@@ -4,6 +4,9 @@ A block gathers its input, runs its autograd Function on this rank's shards of t
 reduces its output. DTensor moves the data and places the gradients. With sequence parallelism the
 block saves only this rank's rows; backward gathers all rows in the collective that gathers the
 output's gradient: the same number of collectives as unfused, with twice the bytes in that one.
+
+Of a head with its classes sharded each rank makes its own logits alone; the statistics of all
+classes follow by three reductions of a number for each token, or four with the entropy.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.private import at_end_of_backward, raw_saved
 from fusedckpt.blocks.norm_sharing import Recipe, Source, made_from
+from fusedckpt.kernels.cross_entropy import LogitRule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class Layout(NamedTuple):
-    """How a block's input and output are placed on the ranks that shard its weights.
+    """How a block's input and output are placed on the ranks of a mesh that shard its weights.
 
-    mesh: of one dimension; input: the placement of a plain input; output: the placement of the
-    result; is_local: whether the result is a plain tensor.
+    input: the placement of a plain input; is_local: whether the result is a plain tensor.
     """
 
     mesh: DeviceMesh
@@ -66,8 +69,8 @@ def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
 def shards_of(linears: Sequence[tuple[Any, Any]], layout: Layout) -> list[Any]:
     """Return this rank's parts of a block's weights and biases.
 
-    The first linears are split by output features, the last one by input features. Tensors with
-    other placements, or uneven shards, are returned unchanged.
+    The first linears are split by output features, the last by input features. Tensors with other
+    placements, or uneven shards, are returned unchanged.
     """
     *first, (weight, bias) = linears
     shards = [(_shard_of(w, layout, 0), _shard_of(b, layout, 0)) for w, b in first]
@@ -102,8 +105,8 @@ class _Portion(torch.autograd.Function):
 def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
     """Return the sum over ranks of a block's results for all rows, placed as the layout says.
 
-    Collectives: one to gather x if its rows are sharded, and one to reduce the output; their duals
-    in backward. The block saves this rank's rows of x if x or the output is sharded, else x.
+    One collective gathers x if its rows are sharded, and one reduces the output; backward has their
+    duals. The block saves this rank's rows of x if x or the output is sharded, else x.
     """
     found, mesh = library(), layout.mesh
     made, source = made_from(x), getattr(x.grad_fn, "source", None)
@@ -138,10 +141,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
 
 
 class _Rows:
-    """How the rows of a tensor are sharded over the ranks, and gathered.
-
-    ahead: all rows, if backward gathered them with another tensor and they were not read yet.
-    """
+    """How rows are sharded over ranks; ahead: all rows, gathered and not yet read."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, shape: Sequence[int]):
         self.mesh, self.dim, self.shape = mesh, dim, shape
@@ -249,3 +249,64 @@ def on_rows(norm: Callable[..., Any], features: int, x: Any, *parameters: Any) -
     own = [None if p is None else p.to_local(grad_placements=grads) for p in parameters]
     y = norm(x.to_local(), *own)
     return y if not isinstance(y, Tensor) else _sharded(y, x.device_mesh, x.placements, x.shape)
+
+
+def shares_classes(name: str, x: Any, weight: Any, target: Any, bias: Any) -> bool:
+    """Whether the weight and the bias are sharded by classes; refuse tensors that do not fit."""
+    if not is_sharded(weight):
+        return False
+    split = (library().Shard(0),)
+    if weight.placements != split:
+        return False
+    mesh = weight.device_mesh
+    if not is_sharded(x) or x.device_mesh != mesh:
+        raise ValueError(
+            f"{name}: x must be a DTensor on the mesh of weight, which is sharded by its classes, "
+            f"got {type(x).__name__}"
+        )
+    if type(target) is not Tensor or target.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name}: target must be a plain tensor {list(x.shape[:-1])}, the same on every rank, "
+            f"got a {type(target).__name__} {list(target.shape)}"
+        )
+    if bias is not None and getattr(bias, "placements", None) != split:
+        raise ValueError(f"{name}: bias must be sharded as weight is")
+    if weight.shape[0] % mesh.size():
+        raise ValueError(
+            f"{name}: weight must have as many classes on each of {mesh.size()} ranks, got "
+            f"{weight.shape[0]}"
+        )
+    return True
+
+
+def class_statistics(
+    own: Callable[..., Tensor], rule: LogitRule, x: Any, weight: Any, target: Tensor, bias: Any
+) -> Tensor:
+    """Return [..., 4] of each token, the same on every rank; see `kernels/cross_entropy.py`.
+
+    own: the same of one rank's tensors, with -1 as the target of tokens that are ignored.
+    """
+    mesh, found = weight.device_mesh, library()
+    x = x.redistribute(placements=[found.Replicate()])
+    x = x.to_local(grad_placements=[found.Partial()])
+    classes = weight.shape[0] // mesh.size()
+    place, counted = target - mesh.get_local_rank() * classes, target != rule.ignore_index
+    is_own = (place >= 0) & (place < classes) & counted
+    place = torch.where(is_own, place, counted.long() - 1)
+    local = own(x, weight.to_local(), place, None if bias is None else bias.to_local())
+    logp, lse, mean, entropy = local.unbind(-1)
+
+    def total(part: Tensor, by: str = "sum") -> Tensor:
+        partial = found.DTensor.from_local(part, mesh, [found.Partial(by)], run_check=False)
+        return partial.redistribute(placements=[found.Replicate()]).to_local()
+
+    top = total(lse.detach(), "max")
+    share = (lse - top).exp()
+    # a rank's part may read no total but top: gradients of totals are not summed over ranks
+    shares = total(share)
+    whole = top + shares.log()
+    target_logit = total(torch.where(is_own, logp + lse, 0.0))
+    mean_logit = total(mean + lse) / mesh.size()
+    expected = total(share * (lse - entropy)) / shares if rule.entropy else whole
+    every = (target_logit - whole, whole, mean_logit - whole, whole - expected)
+    return torch.stack(every, -1).masked_fill(~counted.unsqueeze(-1), 0.0)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears
 from fusedckpt.blocks.programs import Options, split
 from fusedckpt.kernels.activations import name_of
-from fusedckpt.layers import constructors, fallbacks
+from fusedckpt.layers import fallbacks
 from fusedckpt.layers.blocks import letter_of, spec_of
 from fusedckpt.layers.mlp import MLP_LEVELS
 
@@ -69,7 +69,7 @@ class Sequential(nn.Sequential):
     def __init__(self, *args: Any, save: str = "inputs", chunks: int | None = None):
         levels.check("Sequential", save, MLP_LEVELS)
         validate.block("Sequential", False, chunks)
-        constructors.modules("Sequential", "args", args)
+        arguments.modules("Sequential", "args", args)
         super().__init__(*args)
         self.save, self.chunks = save, chunks
 

@@ -1,8 +1,7 @@
 """The tensor parallel styles of an MLP's linears: placements of their inputs and outputs.
 
-A fused MLP does not call its linears, so it must do the work of their hooks. The hooks of torch's
-styles, of transformers and of torchtitan are recognised by their code; an MLP with any other hooks
-runs the forward of its class.
+A fused MLP does not call its linears, so it does the work of their hooks. Those of torch's styles,
+of transformers and of torchtitan are recognised by their code; with others its own forward runs.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ _KINDS = {"ColwiseParallel": "columns", "RowwiseParallel": "rows"}
 
 
 class Style(NamedTuple):
-    """The layouts around a linear with a weight split by its "columns", or by its "rows".
+    """The layouts around a linear with a weight split by its output features or its input features.
 
-    That is, as the styles' names have it: by its output features, or by its input features. input:
-    the layout of a plain input; output: that of the result; is_local: whether it is given as plain.
+    split: "columns" or "rows"; input: the layout of a plain input; output: that of the result.
     """
 
     split: str
@@ -39,10 +37,7 @@ class Style(NamedTuple):
 
 
 def layout_of(*linears: nn.Module | None) -> Layout | None:
-    """Return how the input and output of an MLP of these linears are laid out over ranks.
-
-    None where anything else is around one of them.
-    """
+    """Return how an MLP of these linears is laid out over ranks, None for anything else."""
     styles = []
     for linear in linears:
         style = None if linear is None else style_of(linear)

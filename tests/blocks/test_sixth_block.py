@@ -19,8 +19,7 @@ from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.norm_spec import NormSpec, rule_of
-from fusedckpt.blocks.operands import Parts
+from fusedckpt.blocks.operands import NormSpec, Parts, rule_of
 from fusedckpt.blocks.steps import Hidden, Norm
 
 T, D, FF, OUT = 37, 5, 7, 11
@@ -37,11 +36,11 @@ def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> Call:
     x, w1, b1, weight, w2, b2 = metas
     dtype = x.dtype
     b = Builder(Around(True, None, None, None, False, True, ()), dtype)
-    fc1 = b.linear("fc1_weight", Parts(w1, None, b1, (), ()))
+    fc1 = b.linear("fc1_weight", Parts(w1, b1))
     z = b.apply(fc1, None, "x", "z")
     h = b.add(Hidden("relu2", "aten"), "h", (z,))
     n = b.norm(Norm(rule_of(NormSpec("rms"), dtype), dtype), weight, None, reads=h)
-    fc2 = b.linear("fc2_weight", Parts(w2, None, b2, (), ()))
+    fc2 = b.linear("fc2_weight", Parts(w2, b2))
     y = b.apply(fc2, None, n, "y")
     given = {"products": (z,), "dtype": dtype}
     return b.call("relu2_mlp", {"x": x}, [y], given, level=level, chunks=chunks)

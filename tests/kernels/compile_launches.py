@@ -8,8 +8,7 @@ from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import coded_act, coded_grad
 from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
 from fusedckpt.kernels.dropout import dropout
-from fusedckpt.kernels.elementwise import HiddenGrad
-from fusedckpt.kernels.linear import hidden, hidden_grad, hybrid_grad
+from fusedckpt.kernels.linear import HiddenGrad, hidden, hidden_grad, hybrid_grad
 
 
 def rare_norms(n: int) -> None:

@@ -9,8 +9,7 @@ from torch import nn
 
 from fusedckpt.fusing.accuracy import allowed
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL, name_of
-from fusedckpt.kernels.elementwise import HiddenGrad
-from fusedckpt.kernels.linear import hidden, hidden_grad
+from fusedckpt.kernels.linear import HiddenGrad, hidden, hidden_grad
 from fusedckpt.kernels.runtime import HAS_TRITON
 
 each = pytest.mark.parametrize("name", ACTIVATIONS)

@@ -17,9 +17,8 @@ if not HAS_TRITON:
 
 from fusedckpt.kernels import gemm, linear
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.kernels.elementwise import HiddenGrad
-from fusedckpt.kernels.linear import hybrid_grad
-from fusedckpt.kernels.tiles import SHORT_K, TILES
+from fusedckpt.kernels.gemm import SHORT_K, TILES
+from fusedckpt.kernels.linear import HiddenGrad, hybrid_grad
 
 DTYPES = (torch.float32, *HALF)
 # m, n, k

@@ -11,8 +11,8 @@ from support import randn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, linear_act
+from fusedckpt.kernels.gemm import SCALAR, SHORT_K, TILES, Tile, family, tile_for
 from fusedckpt.kernels.runtime import HAS_TRITON
-from fusedckpt.kernels.tiles import SCALAR, SHORT_K, TILES, Tile, family, tile_for
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The backward of a block, derived from its program, the wanted gradients and the saved tensors.
+"""The schedules of a block, derived from its program, the wanted gradients and the saved tensors.
 
-The steps are walked back; values that are not given are recomputed. Rules that involve more than
-one step stand here:
+For the backward the steps are walked back; values that are not given are recomputed. Rules that
+involve more than one step stand here:
 
 - A weight gradient that reads a recomputed value waits for the pass that makes the value anyway.
 - The gradient of a bias comes from the pass that makes the gradient it sums, where that can.
@@ -20,6 +20,7 @@ from torch.fx import Node
 from fusedckpt.blocks import passes
 from fusedckpt.blocks.program import Gradient, Pass, Program, Step
 from fusedckpt.blocks.schedule import Flags, Schedule, Writer, label_of
+from fusedckpt.blocks.steps import Add, Hidden, Norm
 
 
 class Walk(Writer):
@@ -78,19 +79,14 @@ class Walk(Writer):
                     due, waiting = waiting, []
                     if due:
                         one = one._replace(gives=(*one.gives, "y"))
-                if one.gives == ("r0",) and self.reads_extra(step):
-                    one = one._replace(reads=step.op.extra_reads)
+                reads_codes = step.extra in self.saved or step.reads[0] not in self.saved
+                if one.gives == ("r0",) and step.extra is not None and reads_codes:
+                    one = one._replace(reads=("e",))
                 self.emit(step, one, dy)
             for entry in due:
                 self.emit(*entry)
         for entry in waiting:
             self.emit(*entry)
-
-    def reads_extra(self, step: Step) -> bool:
-        """Whether the gradient of x is that from the extra result, unless x itself is saved."""
-        if step.extra is None:
-            return False
-        return step.extra in self.saved or step.reads[0] not in self.saved
 
     def comes(self, value: Any) -> bool:
         """Whether a pass yet to run makes a value, or the values that it is recomputed from."""
@@ -181,7 +177,8 @@ class Walk(Writer):
         total = self.grads.get(value)  # type: ignore[arg-type]  # None is no value
         if op.adds and value in self.totals:
             total = self.gradient(value)
-        sums = [f"b{i}" for i, name in enumerate(step.reads) if op.recomputes and self.is_due(name)]
+        biases = map(self.bias_of, step.reads) if op.recomputes else ()
+        sums = [f"b{i}" for i, bias in enumerate(biases) if self.wants_param(bias)]
         return Gradient(one.gives, dy, reads, total, frozenset(sums), weight)
 
     def bias_of(self, value: str) -> int | None:
@@ -191,10 +188,6 @@ class Walk(Writer):
             # an adapter's output, which was added to that of its linear
             maker = self.makers.get(maker.reads[1])
         return maker.params[1] if maker is not None and maker.op.has_gemm else None
-
-    def is_due(self, value: str) -> bool:
-        """Whether a pass that gives the gradient of a value sums it for a bias."""
-        return self.wants_param(self.bias_of(value))
 
     def add(self, number: Any, node: Node) -> None:
         """Note a parameter's gradient; of chunks, add it to that so far."""
@@ -215,9 +208,8 @@ def backward(
 ) -> Schedule:
     """Derive a backward, which returns gradients of inputs, then of parameters.
 
-    wanted: of inputs, then parameters; products: which GEMM outputs it is given; dys: for which
-    results it gets a gradient; donates: whether it may write over the products; chunked: for chunks
-    of rows, over which the parameters' gradients are summed.
+    wanted: of these; products: which GEMM outputs it is given; dys: for which results it gets a
+    gradient; donates: whether it may write over the products; chunked: for chunks of rows.
     """
     kept = [name for name, keep in zip(program.products, products, strict=True) if keep]
     walk = Walk(program, wanted, frozenset((*kept, *program.keeps)), dys, chunked)
@@ -230,3 +222,43 @@ def backward(
     results = [None if node is None else True for node in outputs]
     donated = {walk.nodes[name] for name in kept if donates and name in walk.nodes}
     return walk.compiled(outputs, results, donated, flows=frozenset(walk.flows))
+
+
+@lru_cache(maxsize=4096)
+def forward(program: Program, products: Flags, chunked: bool = False) -> Schedule:
+    """Derive a forward that returns the results and the products that are flagged.
+
+    chunked: for chunks of rows, which belong in places of all rows.
+    """
+    writer, steps = Writer(program, chunked), list(program.steps)
+    kept = [name for name, keep in zip(program.products, products, strict=True) if keep]
+    names = (*program.results, *kept)
+    for name in program.inputs:
+        writer.keep(name, writer.given("value", name))
+    while steps:
+        step = steps.pop(0)
+        after = steps[0] if steps and steps[0].reads == (step.out,) else None
+        is_sum = isinstance(step.op, Add)
+        # one kernel computes x + residual with its norm, or a GEMM with its activation
+        if after and (isinstance(after.op, Norm) if is_sum else _is_fused(after.op)):
+            steps.pop(0)
+            reads, params = writer.reads(step), writer.params(step)
+            writer.count_gemm(step)
+            if is_sum:
+                nodes = after.op.forward(writer, reads, writer.params(after))
+            else:
+                nodes = after.op.with_gemm(writer, reads[0], params, step.out in names)
+            for name, node in zip((after.out, step.out), nodes, strict=True):
+                writer.keep(name, node)
+        elif step.extra in names:
+            found = step.op.with_extra(writer, writer.reads(step), writer.params(step))
+            for name, node in zip((step.out, step.extra), found, strict=True):
+                writer.keep(name, node)
+        else:
+            writer.make(step)
+    outputs = [writer.nodes[name] for name in names]
+    return writer.compiled(outputs, names, homes=names if chunked else ())
+
+
+def _is_fused(op: Any) -> bool:
+    return isinstance(op, Hidden) and op.kernel == "fused"
