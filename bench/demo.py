@@ -20,7 +20,7 @@ WAYS = ("eager", "checkpoint", "fuse", "fuse+ckpt")
 
 def options(add: Options) -> None:
     """Add the options."""
-    add.count("steps", "training steps", 32, 200)
+    add.count("steps", "training steps", 24, 200)
     add.count("batch", "sequences per step", 16, 8)
     text = "what to train: the demo's own transformer, or one of transformers' classes"
     add.one("model", text, "own", choices=("own", *tasks.CLASSES))

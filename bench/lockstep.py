@@ -87,7 +87,7 @@ def costs(one: Trial, batch: tasks.Batch) -> Row:
     (x, y), model = batch, one.work.model
     with saved_tensors(exclude=[x, y, *model.parameters(), *model.buffers()]) as saved:
         one.work.loss(model(x), y)
-    peak = peak_bytes(lambda: one.work.backward(model, Batch((x,), {}, y)), x.device)
+    peak = peak_bytes(lambda: one.work.loss(model(x), y).backward(), x.device)
     model.zero_grad(set_to_none=True)
     # the first steps compile kernels and fill caches
     one.ms = one.ms[min(WARMUP, len(one.ms) - 1) :]

@@ -21,7 +21,7 @@ import fusedckpt
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command
-from bench import clock, env, fit, gpu
+from bench import env, fit, gpu
 from bench.gpu import PARTS, Step
 
 COUNT = "expected a positive integer, got"
@@ -115,12 +115,6 @@ def test_an_environment_names_commit_libraries_and_tf32(monkeypatch):
     assert (facts["commit"], facts["flash-attn"], facts["tf32"]) == ("0123abc", "2.8", True)
     assert "liger-kernel" not in facts
     assert env.summary(facts).endswith("flash-attn 2.8; TF32 matmuls")
-
-
-def test_ceilings_are_rates():
-    matmul, copy = clock.ceilings(torch.device("cpu"), torch.float32, shrink=32)
-    assert 0 < matmul < 1e3
-    assert 0 < copy < 1e5
 
 
 CPU = ["gpu", "--allow-cpu", "--tiny"]

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from bench import compare, figures, table
 from bench.__main__ import main
-from bench.results import Row, append, groups, key_of, least_ms, ratios, read, title
+from bench.results import Row, append, groups, least_ms, ratios, read
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -86,12 +86,6 @@ def test_sources_are_named_where_they_differ():
     assert "TF32 matmuls; 2026-01-02, commit fedcba987654; CUDA graphs" in second
 
 
-def test_sequences_are_in_titles():
-    (one,) = group(row("eager"), case="stack", seq=24)
-    assert title(one) == "stack, tiny: 48 tokens, D = 32, F = 80, float32, sequences of 24"
-    assert key_of(one) != key_of(group(row("eager"), case="stack")[0])
-
-
 def test_figures_are_drawn_from_files(tmp_path, capsys):
     names = ("eager", "torch.compile 0", "fusedckpt inputs", "torch(eager) per layer", "Liger")
     rows = [row(name, 3 + i, 900 - 90 * i) for i, name in enumerate(names)]
@@ -125,18 +119,6 @@ def test_committed_results_can_be_drawn_and_compared(tmp_path, monkeypatch, caps
     path = str(RESULTS / "cpu/run.jsonl")
     assert main(["compare", path, path]) == 0
     assert "no change in 10 cases" in capsys.readouterr().out
-
-
-def test_families_have_one_colour_in_every_picture():
-    names = ("torch.compile 0", "ours(fused)", "quack", "fusedckpt inputs")
-    labels = [figures.family(name).label for name in names]
-    assert labels == ["torch.compile", "fusedckpt.checkpoint", "other libraries", "fusedckpt"]
-    # the demo's names
-    assert figures.family("fuse") == figures.family("fusedckpt inputs")
-    assert figures.family("fuse+ckpt") == figures.family("ours(fused)")
-    assert figures.family("checkpoint") == figures.family("torch(eager) per layer")
-    demos = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan")
-    assert len({figures.colour_of(name) for name in demos}) == len(demos)
 
 
 def test_the_front_is_what_nothing_beats():
