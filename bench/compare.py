@@ -85,7 +85,7 @@ def changes(before: Rows, after: Rows, threshold: float) -> Iterator[Row]:
                 pair = [ratios(x[what], e or ()) for x, e in zip((a, b), eagers, strict=True)]
                 if _moved(*pair, threshold):
                     words = f"{what.removesuffix('_ms')} of eager"
-                    yield _change(name, words, *map(median, pair))
+                    yield _change(name, words, median(pair[0]), median(pair[1]))
             for what in SIZES:
                 if None not in (a[what], b[what]) and a[what] != b[what]:
                     words = what.replace("_", " ").replace("backward peak", "backward")
