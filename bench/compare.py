@@ -82,10 +82,10 @@ def changes(before: Rows, after: Rows, threshold: float) -> Iterator[Row]:
             for what in TIMES:
                 eagers = before[0][what], after[0][what]
                 # eager's are all 1
-                pair = [ratios(x[what], e or ()) for x, e in zip((a, b), eagers, strict=True)]
-                if _moved(*pair, threshold):
+                one, other = ratios(a[what], eagers[0] or ()), ratios(b[what], eagers[1] or ())
+                if _moved(one, other, threshold):
                     words = f"{what.removesuffix('_ms')} of eager"
-                    yield _change(name, words, median(pair[0]), median(pair[1]))
+                    yield _change(name, words, median(one), median(other))
             for what in SIZES:
                 if None not in (a[what], b[what]) and a[what] != b[what]:
                     words = what.replace("_", " ").replace("backward peak", "backward")

@@ -20,7 +20,7 @@ import torch
 import fusedckpt
 from bench.cases import CASES, DEFAULT_TOKENS, SIZES, Case, Size, draw
 from bench.implementations import implementations_of
-from bench.measure import DeviceLost, Implementation, Work
+from bench.measure import NO_GRAPH, DeviceLost, Implementation, Work
 from bench.options import POSITIVE, Options
 from bench.results import Row, append
 from bench.table import show_rows
@@ -152,7 +152,9 @@ def _attempt(say: Say, measurement: Measurement, job: Job, lost: Mapping[str, st
     """Measure a job, and say its rows, or why nothing more can be measured in this process."""
     implementations, facts = job.implementations(), Row()
     for one in implementations:
-        one.failure = lost.get(one.name, one.failure)
+        why = lost.get(one.name)
+        one.is_launched = NO_GRAPH in (why or "")
+        one.failure = one.failure if one.is_launched else why or one.failure
 
     def begin(one: Implementation) -> None:
         if one.failure is None:
@@ -220,13 +222,14 @@ def rows_of(job: Job, measurement: Measurement, tick: Callable[[str], None]) -> 
         if "rows" in heard:
             return heard["rows"]
         name, why = heard.get("at"), f"crashed: {heard.get('lost', ended)}"
-        if name is None or name in lost:
+        if name is None or NO_GRAPH not in lost.get(name, NO_GRAPH):
             failed = job.implementations()
             for one in failed:
                 one.failure = one.failure or why
             return [measurement.row(job, one, {}) for one in failed]
         lost[name] = why
-        print(f"{job.title}: {name} {why}; once more without it", file=sys.stderr)
+        how = "launched from Python" if NO_GRAPH in why else "without it"
+        print(f"{job.title}: {name} {why}; once more {how}", file=sys.stderr)
 
 
 def _fails(row: Row) -> bool:

@@ -26,6 +26,10 @@ from fusedckpt.memory import peak_bytes, saved_tensors
 WARMUP = 2
 
 
+# where a capture failed, after which torch may allocate and draw no more in this process
+NO_GRAPH = "no CUDA graph"
+
+
 class DeviceLost(RuntimeError):
     """An error after which a GPU does nothing more for this process."""
 
@@ -65,7 +69,7 @@ class Implementation:
 
     failure: why it is not measured, or not any more. pack: inputs -> those that the function takes,
     where it wants weights laid out in its own way; unpack: its gradients -> the case's.
-    facts: columns of its row; samples: ms of forward, backward and both.
+    is_launched: not captured; facts: columns of its row; samples: ms of forward, backward and both.
     """
 
     name: str
@@ -74,6 +78,7 @@ class Implementation:
     pack: Callable[[Tensors], Tensors] | None = None
     unpack: Callable[[Tensors], Tensors] | None = None
     is_wrong: bool = False
+    is_launched: bool = False
     errors: list[float] = field(default_factory=list)
     facts: Row = field(default_factory=dict)
     samples: list[list[float]] = field(default_factory=list)
@@ -107,12 +112,12 @@ class Implementation:
                 return own.backward(outputs)
 
             self._steps = (forward, backward)
-            if pool is not None:
+            if pool is not None and not self.is_launched:
                 try:
                     self._steps = capture(partial(own.forward, self.fn), own.backward, pool)
                 except Exception as error:
-                    text = f"no CUDA graph ({error}): --no-graphs launches it from Python"
-                    raise DeviceLost(text) from error
+                    raise DeviceLost(f"{NO_GRAPH}: {error}") from error
+                self.facts["is_graph"] = True
         return self._steps
 
     def time(self, work: Work, watch: Stopwatch, pool: Any = None) -> None:
@@ -155,7 +160,7 @@ class Implementation:
             "is_wrong": self.is_wrong,
             **dict(zip(("forward_ms", "backward_ms", "both_ms"), times, strict=True)),
             **dict.fromkeys(("saved_bytes", "peak_bytes", "backward_peak_bytes", "attentions")),
-            "errors": self.errors,
+            **{"errors": self.errors, "is_graph": False},
             **self.facts,
         }
 

@@ -49,7 +49,7 @@ def _measure(job: Job, implementations: list[Implementation], begin: Begin) -> R
     work, eager, chosen = job.work(job.tokens), job.case.eager(job.size), job.chosen
     graphs = job.device.type == "cuda" and not chosen.no_graphs
     measure(work, implementations, eager, chosen.repeat, begin, graphs)
-    return {"is_graph": graphs}
+    return {}
 
 
 def _row(job: Job, one: Implementation, facts: Row) -> Row:
@@ -58,7 +58,6 @@ def _row(job: Job, one: Implementation, facts: Row) -> Row:
         **job.columns(),
         **{"tokens": job.tokens, "seq": job.case.seq(job.size, job.tokens), "kv": job.size.kv},
         **load_of(job.case, job.size, job.tokens, job.dtype),
-        **{"is_graph": False, **facts},
         **one.row(),
     }
 

@@ -102,6 +102,10 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     ]
     if absent:
         found.append(f"not installed: {', '.join(absent)}")
+    timed = [row for row in rows if row["both_ms"] is not None]
+    launched = [row["name"] for row in timed if not row.get("is_graph")]
+    if launched and len(launched) < len(timed):
+        found.append(f"launched, not replayed from a graph: {', '.join(launched)}")
     return found
 
 

@@ -65,10 +65,13 @@ def test_ratios_of_a_table_are_taken_within_rounds():
 
 def test_notes_say_what_the_numbers_do_not(capsys):
     absent = [row(name, failure="not installed") for name in "AB"]
-    rows = group(row("eager"), row("lost", failure="RuntimeError: no"), *absent)
+    lost = row("lost", failure="RuntimeError: no")
+    rows = group(row("eager"), row("ours", is_graph=True), lost, *absent)
     table.show_rows(rows)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-3:-1] == ["lost: RuntimeError: no", "not installed: A, B"]
+    assert capsys.readouterr().out.splitlines()[-4:-1] == [
+        *("lost: RuntimeError: no", "not installed: A, B"),
+        "launched, not replayed from a graph: eager",
+    ]
     table.show_rows(rows, markdown=True)
     text = capsys.readouterr().out
     assert "| eager | 1.140 |" in text

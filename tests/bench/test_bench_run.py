@@ -268,6 +268,8 @@ def call(job, found, begin):
     for one in found:
         if one.failure is None:
             begin(one)
+            if one.name == "eager" and not one.is_launched:
+                raise measure.DeviceLost(f"{measure.NO_GRAPH}: it waits")
             one.fn(torch.ones(2))
     return {}
 
@@ -288,7 +290,9 @@ def test_what_kills_its_process_costs_one_row(capsys):
         **{"eager": None, "last": None},
         **{"abort": "crashed: SIGABRT", "leave": "crashed: exit status 3"},
     }
-    assert "abort crashed: SIGABRT; once more without it" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "abort crashed: SIGABRT; once more without it" in told
+    assert "eager crashed: no CUDA graph: it waits; once more launched from Python" in told
 
 
 def test_what_hangs_is_ended():
