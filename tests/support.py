@@ -20,6 +20,8 @@ import pytest
 import quick_interpreter
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedckpt.fusing.accuracy import Errors
@@ -54,10 +56,15 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
+def leaves_of(inputs: Inputs) -> list[Tensor]:
+    """Return those inputs that require grad."""
+    return [x for x in inputs if x is not None and x.requires_grad]
+
+
 def results(fn: Function, inputs: Inputs, douts: Sequence[Tensor]) -> list[Tensor]:
     """Return outputs, then the gradient of every input that requires one."""
     outputs = as_tuple(fn(*inputs))
-    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    wanted = leaves_of(inputs)
     found = []
     if wanted:
         pairs = [
@@ -124,6 +131,26 @@ def saved_bytes(fn: Function, inputs: Inputs) -> int:
         outputs = fn(*inner)
     del outputs
     return saved.nbytes
+
+
+class Watched(TorchDispatchMode):
+    """Notes the ops that run, with their arguments; with `copies`, as they are before an op."""
+
+    def __init__(self, copies: bool = False):
+        super().__init__()
+        self.copies, self.seen = copies, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, tree_map(copied, args) if self.copies else args))
+        return func(*args, **(kwargs or {}))
+
+    def ours(self) -> list[Any]:
+        """Return those of fusedckpt."""
+        return [(func, args) for func, args in self.seen if func.namespace == "fusedckpt"]
+
+
+def copied(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 def flops(fn: Callable[[], Any]) -> int:

@@ -3,40 +3,21 @@
 import pytest
 import torch
 from cases import CASES
-from support import as_tuple, randn
+from support import Watched, as_tuple, copied, leaves_of, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 OPS = torch.ops.fusedckpt
 
 
-class Calls(TorchDispatchMode):
-    """Notes the calls of our ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fusedckpt":
-            # before a donating one writes
-            self.seen.append((func, torch.utils._pytree.tree_map(copied, args)))
-        return func(*args, **(kwargs or {}))
-
-
-def copied(x):
-    return x.detach().clone() if isinstance(x, torch.Tensor) else x
-
-
 def calls_of(case, dtype=torch.float32, retain=True):
     inputs = case.inputs((6,), 5, 7, dtype)
-    leaves = [x for x in inputs if x is not None]
-    with Calls() as calls:
+    # before a donating one writes
+    with Watched(copies=True) as watched:
         outputs = as_tuple(case.fused(*inputs))
         douts = [torch.ones_like(y) for y in outputs]
-        torch.autograd.grad(outputs, leaves, douts, retain_graph=retain)
-    return calls.seen
+        torch.autograd.grad(outputs, leaves_of(inputs), douts, retain_graph=retain)
+    return watched.ours()
 
 
 @each

@@ -5,19 +5,16 @@ from itertools import product
 
 import pytest
 import torch
-from support import DEVICE, HALF, compare, randn
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import DEVICE, HALF, Watched, compare, randn
 
 from fusedckpt import NormSpec, functional, reference
 from fusedckpt.autograd import dispatch
 from fusedckpt.blocks.operands import sums_dtype
 from fusedckpt.functional import add_rms_norm, gated_mlp, layer_norm, mlp, norm_linear
-from fusedckpt.kernels import aten, products
-from fusedckpt.kernels.norm import MAX_BLOCK, NormRule
+from fusedckpt.kernels import products
+from fusedckpt.kernels.norm import MAX_BLOCK
 
 half = pytest.mark.parametrize("dtype", HALF, ids=str)
-EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("n", [45, MAX_BLOCK + 7])
@@ -89,8 +86,7 @@ def test_chunks_add_up_in_float32(gated, dtype, path):
 
 
 @half
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("norm", "residual"), [(False, False), (True, True)])
 def test_the_gradient_of_a_packed_weights_input_is_one_product(residual, norm, dtype, path):
     """Gate's half and up's cancel, and in float16 each is past the largest number."""
     rows, d, f = 40, 20, 256
@@ -115,26 +111,6 @@ def test_the_gradient_of_a_packed_weights_input_is_one_product(residual, norm, d
         make,
         lambda y: torch.rand_like(y) + 0.25,
     )
-
-
-@half
-@pytest.mark.parametrize("affine", [False, True])
-def test_layer_norm_sums_its_weight_gradients_in_float32(affine, dtype):
-    """As the kernels do; over chunks half precision would be rounded in every one."""
-    x, dy = (randn(300, 40, dtype=dtype, requires_grad=False) for _ in range(2))
-    weight = randn(40, dtype=dtype, requires_grad=False) if affine else None
-    found = aten.norm_grad(dy, None, x, weight, NormRule("layer", 1e-5), (True, affine, True))
-    leaves = [x.double(), torch.ones_like(x[0]).double(), torch.zeros_like(x[0]).double()]
-    if affine:
-        leaves[1] = weight.double()
-    for leaf in leaves:
-        leaf.requires_grad_()
-    truth = torch.autograd.grad(F.layer_norm(leaves[0], (40,), *leaves[1:]), leaves, dy.double())
-    for ours, exact in zip(found[1:], truth[1:], strict=True):
-        if ours is not None:
-            assert ours.dtype == torch.float32
-            error = (ours - exact).square().mean().sqrt()
-            assert error <= 8 * EPS * exact.square().mean().sqrt()
 
 
 @pytest.fixture
@@ -227,29 +203,18 @@ def test_autocast_adds_gradients_of_n_as_wide_as_n(path):
     compare(partial(call, functional), partial(call, reference), make)
 
 
-class Casts(TorchDispatchMode):
-    """Counts the casts around our ops, and the ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = self.casts = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops += func is torch.ops.fusedckpt.block_backward.default
-        self.casts += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mask", list(product((False, True), repeat=3))[1:])
 @half
-def test_sums_are_written_in_the_dtype_of_the_weight(dtype, mask, path):
-    x, w, b = (randn(*s, dtype=dtype) for s in ((6, 20), (20,), (20,)))
-    for tensor, need in zip((x, w, b), mask, strict=True):
-        tensor.requires_grad_(need)
-    for y in (layer_norm(x, 20, w, b), norm_linear(x, NormSpec("layer", w, b), [w[None]])[0]):
-        with Casts() as seen:
-            y.backward(torch.ones_like(y))
-        assert (seen.ops, seen.casts) == (1, 0)
+def test_sums_are_written_in_the_dtype_of_the_weight(dtype, path):
+    for mask in list(product((False, True), repeat=3))[1:]:
+        shapes = zip(((6, 20), (20,), (20,)), mask, strict=True)
+        x, w, b = (randn(*s, dtype=dtype, requires_grad=need) for s, need in shapes)
+        for y in (layer_norm(x, 20, w, b), norm_linear(x, NormSpec("layer", w, b), [w[None]])[0]):
+            with Watched() as watched:
+                y.backward(torch.ones_like(y))
+            # no casts around the op
+            ops = [func for func, _ in watched.seen]
+            assert ops.count(torch.ops.fusedckpt.block_backward.default) == 1
+            assert torch.ops.aten._to_copy.default not in ops
 
 
 @pytest.mark.parametrize(
@@ -264,8 +229,7 @@ def test_sums_are_written_in_the_dtype_of_the_weight(dtype, mask, path):
 )
 def test_sums_for_two_dtypes_stay_wide(weight, bias, sums):
     """As autocast on a GPU allows."""
-    x, *parameters = (
-        None if dtype is None else torch.empty(20, dtype=dtype) for dtype in (sums, weight, bias)
-    )
-    assert sums_dtype(x, *parameters) == sums
-    assert sums_dtype(x.double(), None, None) == torch.float64
+    dtypes = sums, weight, bias
+    given = [None if dtype is None else torch.empty(20, dtype=dtype) for dtype in dtypes]
+    assert sums_dtype(*given) == sums
+    assert sums_dtype(given[0].double(), None, None) == torch.float64
