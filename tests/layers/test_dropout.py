@@ -5,17 +5,17 @@ from functools import partial
 
 import pytest
 import torch
-from support import DEVICE, as_tuple, compare, randn, results, saved_bytes
+from adapted_cases import ADAPTED, adapted
+from support import DEVICE, as_tuple, leaves_of, randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
-from fusedckpt import LoRA, NormSpec, functional, reference
+from fusedckpt import LoRA, functional, reference
 from fusedckpt.kernels import dropout as kernels
 from fusedckpt.kernels.runtime import HAS_TRITON, row_blocks
 
 T, D, F, R = 12, 21, 33, 4
-FIRST, LAST = [(F, D), (R, D), (F, R)], [(D, F), (R, F), (D, R)]
 
 
 def seed_of(number: int) -> torch.Tensor:
@@ -82,177 +82,54 @@ def test_blocks_of_rows_draw_on():
     assert torch.equal(whole[-9:], part)
 
 
-@pytest.mark.parametrize("device", [DEVICE, torch.device("meta")])
-def test_no_rows_and_no_data(path, device):
-    x, w, a, b = (torch.ones(s, device=device, requires_grad=True) for s in ((0, D), *FIRST))
-    for rows in (0, 3):
-        y = functional.linear_act(x.new_ones(rows, D), lora(w, a, b, 0.3), activation=None)
-        torch.autograd.grad(y.sum(), (a, b))
-        assert y.shape == (rows, F)
+def test_no_data():
+    w, x = adapted(F, D, dropout=0.3), torch.ones(3, D, device="meta")
+    w = LoRA(*(t.to("meta") for t in w[:3]), *w[3:])
+    y = functional.linear_act(x, w, activation=None)
+    torch.autograd.grad(y.sum(), w.A)
+    assert y.shape == (3, F)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("rows", [0, 3])
-@pytest.mark.parametrize(("d", "f"), [(0, F), (D, 0), (0, 0)])
-def test_no_columns(path, d, f, rows, residual):
-    """Dropout of x, of the hidden layer or of the result, of no columns."""
-    shapes = (rows, d), (f, d), (R, d), (f, R), (d, f), (R, f), (d, R)
-    given, dy = [randn(*shape) for shape in shapes], torch.randn(rows, d, device=DEVICE)
-    drops = {"dropout": 0.3, "output_dropout": 0.2}
-    found = []
-    for module in (functional, reference):
-        torch.manual_seed(5)
-        x, w, a, b, v, c, e = given
-        fc1, fc2 = lora(w, a, b, 0.3), lora(v, c, e, 0.1)
-        y = module.mlp(x, fc1, None, fc2, None, residual=residual, **drops)
-        grads = torch.autograd.grad(y, given, dy, retain_graph=True)
-        batch = torch.stack([dy, 2 * dy])
-        found.append([y, *grads, *torch.autograd.grad(y, given, batch, is_grads_batched=True)])
-    torch.testing.assert_close(*found)
-
-
-def lora(w, a, b, p):
-    return LoRA(w, a, b, 1.5, p)
-
-
-def _linear_act(module, options, x, w, a, b):
-    return module.linear_act(x, lora(w, a, b, 0.3), **options)
-
-
-def _norm_linear(module, options, x, n, w, a, b, v, c, d):
-    norm, weights = NormSpec("rms", n), [lora(w, a, b, 0.3), lora(v, c, d, 0.1)]
-    return module.norm_linear(x, norm, weights, **options)
-
-
-def _mlp(module, options, x, n, w, a, b, v):
-    fc1 = lora(w, a, b, 0.3)
-    drops = {"dropout": 0.2, "output_dropout": 0.1}
-    norm = NormSpec("rms", n)
-    return module.mlp(x, fc1, None, v, None, norm=norm, residual=True, **drops, **options)
-
-
-def _gated(module, options, x, g, a, b, u, c, d, v, e, f):
-    gate, up = lora(g, a, b, 0.3), lora(u, c, d, 0.1)
-    return module.gated_mlp(x, gate, up, lora(v, e, f, 0.2), dropout=0.4, **options)
-
-
-def _packed(module, options, x, w, a, b, v):
-    return module.gated_mlp(x, lora(w, a, b, 0.3), None, v, **options)
-
-
-CALLS = {
-    "linear_act": (_linear_act, FIRST, {}),
-    "linear_act-preact": (_linear_act, FIRST, {"save": "preact"}),
-    "norm_linear": (_norm_linear, [(D,), *FIRST, *FIRST], {}),
-    "mlp": (_mlp, [(D,), *FIRST, (D, F)], {}),
-    "mlp-chunks": (_mlp, [(D,), *FIRST, (D, F)], {"chunks": 3}),
-    "mlp-preact": (_mlp, [(D,), *FIRST, (D, F)], {"save": "preact"}),
-    "gated_mlp": (_gated, [*FIRST, *FIRST, *LAST], {}),
-    "gated_mlp-gate-chunks": (_gated, [*FIRST, *FIRST, *LAST], {"save": "gate", "chunks": 2}),
-    "packed": (_packed, [(2 * F, D), (R, D), (2 * F, R), (D, F)], {}),
+CASES = [case for case in ADAPTED if case.name.startswith(("dropout", "both"))]
+CHECKPOINTS = {
+    "ours": fusedckpt.checkpoint,
+    "torch": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "twice": lambda fn, *args: fusedckpt.checkpoint(partial(fusedckpt.checkpoint, fn), *args),
 }
 
 
-@pytest.fixture(params=CALLS)
-def call(request):
-    """The function, its reference, and a maker of inputs; both draw the same seeds."""
-    fn, shapes, options = CALLS[request.param]
-
-    def seeded(module, given, *inputs):
-        torch.manual_seed(5)
-        return fn(module, given, *inputs)
-
-    def inputs(dtype=torch.float32):
-        tensors = [randn(T, D, dtype=dtype)]
-        for shape in shapes:
-            w = randn(*shape, dtype=torch.float64, requires_grad=False) / shape[-1] ** 0.5
-            tensors.append(w.to(dtype).requires_grad_())
-        return tensors
-
-    return partial(seeded, functional, options), partial(seeded, reference, {}), inputs
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_reference_of_the_same_seed(call, path, dtype):
-    fused, eager, inputs = call
-    y = as_tuple(fused(*inputs()))[0]
-    assert "Block" in type(y.grad_fn).__name__ or "Add" in type(y.grad_fn).__name__
-    compare(fused, eager, partial(inputs, dtype))
-
-
-def test_reruns_are_bit_equal(call):
-    fused, _, inputs = call
-    given = inputs()
-    douts = [torch.randn_like(y) for y in as_tuple(fused(*given))]
-    first, second = (results(fused, given, douts) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("name", ["fusedckpt", "torch", "reentrant", "module"])
-def test_checkpoints_replay_it(call, name):
-    fused, _, inputs = call
-    given = inputs()
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_checkpoints_replay_it(case, name, monkeypatch):
+    """They bring the generator back, behind other draws and before some."""
+    given, seed = case.inputs((T,), D, F), torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda _: None)
 
     def fn(*tensors):
-        # behind other draws, and before some
-        return tuple(y + torch.rand_like(y) for y in as_tuple(fused(*tensors)))
+        return tuple(y + torch.rand_like(y) for y in as_tuple(case.fused(*tensors)))
 
-    fn = partial(_unseeded, fn)
-    ys = _seeded(fn, *given)
-    wanted = [*ys, *torch.autograd.grad([y.sum() for y in ys], given)]
-    wrap = {
-        "fusedckpt": partial(fusedckpt.checkpoint, fn),
-        "torch": partial(checkpoint, fn, use_reentrant=False),
-        "reentrant": partial(checkpoint, fn, use_reentrant=True),
-        "module": partial(fusedckpt.checkpoint, partial(fusedckpt.checkpoint, fn)),
-    }[name]
-    ys = _seeded(wrap, *given)
-    torch.autograd.backward([y.sum() for y in ys])
-    for a, b in zip([*ys, *(x.grad for x in given)], wanted, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def _seeded(fn, *given):
-    torch.manual_seed(11)
-    return fn(*given)
-
-
-def _unseeded(fn, *given):
-    """Leave it to the checkpoint to bring the generator back."""
-    before, torch.manual_seed = torch.manual_seed, lambda _: None
-    try:
-        return fn(*given)
-    finally:
-        torch.manual_seed = before
-
-
-def test_double_backward(call):
-    fused, eager, inputs = call
-
-    def gradients(fn):
-        @torch.enable_grad()
-        def of(*given):
-            total = sum(y.tanh().mean() for y in as_tuple(fn(*given)))
-            found = torch.autograd.grad(total, given, create_graph=True)
-            return tuple(grad.sin() for grad in found)
-
-        return of
-
-    compare(gradients(fused), gradients(eager), inputs)
+    found = []
+    for wrap in (lambda fn, *args: fn(*args), CHECKPOINTS[name]):
+        seed(11)
+        ys = wrap(fn, *given)
+        torch.autograd.backward([y.sum() for y in ys])
+        found.append([*ys, *(x.grad for x in leaves_of(given))])
+        for x in given:
+            if x is not None:
+                x.grad = None
+    torch.testing.assert_close(*found)
 
 
 def test_as_many_draws_at_every_level():
     """What a layer keeps does not change what later layers draw."""
-    fn, shapes, _ = CALLS["gated_mlp"]
-    given, states = [randn(T, D), *(randn(*shape) for shape in shapes)], []
-    for level in ("inputs", "gate", "preact"):
-        torch.manual_seed(1)
-        fn(functional, {"save": level}, *given)
-        states.append(torch.rand(3))
-    with torch.no_grad():
-        torch.manual_seed(1)
-        fn(functional, {}, *given)
-        states.append(torch.rand(3))
+    x, states = randn(T, D), []
+    weights = adapted(F, D, dropout=0.3), adapted(F, D, dropout=0.1), adapted(D, F, dropout=0.2)
+    for level in ("inputs", "gate", "preact", None):
+        with torch.set_grad_enabled(level is not None):
+            torch.manual_seed(1)
+            functional.gated_mlp(x, *weights, dropout=0.4, save=level)
+            states.append(torch.rand(3))
     assert all(torch.equal(states[0], state) for state in states)
 
 
@@ -303,13 +180,3 @@ def test_compiled_and_transformed_draw_torchs_own():
     mapped = torch.func.vmap(lambda x: functional.linear_act(x, w), randomness="different")
     first, second = mapped(given)
     assert not torch.equal(first, second)
-
-
-def test_cheaper_than_a_mask():
-    """What is saved for a dropout is eight bytes, whatever the size."""
-
-    def fn(x):
-        return functional.mlp(x, fc1, None, fc2, None, dropout=0.3)
-
-    fc1, fc2 = nn.Parameter(randn(F, D)), nn.Parameter(randn(D, F))
-    assert saved_bytes(fn, [randn(T, D)]) == 4 * T * D + 8

@@ -10,8 +10,6 @@ from fusedckpt.functional import gated_mlp
 from fusedckpt.kernels import gemm, runtime
 from fusedckpt.layers.packing import unpack_gate_up
 
-each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
 
 def transposed(x):
     return x.mT.contiguous().mT if x.dim() > 1 else x
@@ -44,13 +42,10 @@ def overlapping(x):
     return x.as_strided(x.shape, (1,) * x.dim())
 
 
-@pytest.mark.parametrize(
-    "arrange",
-    [transposed, columns, padded, repeated, one_number, overlapping],
-    ids=lambda f: f.__name__,
-)
-@each
-def test_given(case, arrange, path):
+GIVEN = [transposed, columns, padded, repeated, one_number, overlapping]
+
+
+def assert_given(case, arrange):
     """Matrices and vectors alike, and incoming gradients."""
 
     def make():
@@ -75,11 +70,10 @@ def repeated_where_equal(x):
     return same if torch.equal(x, same) else x
 
 
-@pytest.mark.parametrize(
-    "arrange", [transposed, columns, padded, repeated_where_equal], ids=lambda f: f.__name__
-)
-@each
-def test_kept(case, arrange, path):
+KEPT = [transposed, columns, padded, repeated_where_equal]
+
+
+def assert_kept(case, arrange):
     """Hooks may hand out what was kept in another layout."""
 
     def under_hooks(*inputs):
@@ -101,6 +95,17 @@ def test_kept(case, arrange, path):
     compare(under_hooks, case.eager, make)
 
 
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: CASES[index].name)
+def test_layouts(index, path):
+    """All on ATen; on the kernels one that is given and one that is kept."""
+    chosen = slice(None) if path == "aten" else slice(index % 6, index % 6 + 1)
+    for arrange in GIVEN[chosen]:
+        assert_given(CASES[index], arrange)
+    chosen = slice(None) if path == "aten" else slice(index % 4, index % 4 + 1)
+    for arrange in KEPT[chosen]:
+        assert_kept(CASES[index], arrange)
+
+
 @pytest.mark.parametrize("save", ["inputs", "gate", "preact"])
 def test_biases_out_of_an_interleaved_one(save, path):
     def make():
@@ -117,11 +122,6 @@ def test_biases_out_of_an_interleaved_one(save, path):
     compare(fused, eager, make)
 
 
-T, D, N = 6, 8, 12
-NORM = (1, "rms", 1e-6, 0.0, "torch")
-MLP = ("rms", 1e-6, 0.0, "torch", "silu", True, torch.float32, 2, None)
-
-
 def test_tensor_descriptors_read_rows_that_lie_apart():
     w = randn(8, 8, requires_grad=False)
     assert gemm.fits_descriptors(w, w)
@@ -132,9 +132,7 @@ def test_tensor_descriptors_read_rows_that_lie_apart():
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (4, 6), (0, 3), (3, 0)], ids=str)
-@pytest.mark.parametrize(
-    "strides", [(3, 5), (0, 0), (1, 0), (0, 1), (1, 7), (7, 1), (1, 1)], ids=str
-)
+@pytest.mark.parametrize("strides", [(3, 5), (0, 0), (1, 0), (0, 1), (1, 7), (7, 1), (1, 1)])
 def test_weights_lie_as_the_gemm_reads_them(shape, strides):
     w = torch.randn(100).as_strided(shape, strides)
     for found in (runtime.as_weight(w, w.dtype), runtime.as_weight(w.t(), w.dtype).t()):

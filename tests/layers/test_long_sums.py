@@ -1,6 +1,7 @@
 """Norms sum long rows, many rows, and numbers of one sign, as well as eager does."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -54,22 +55,21 @@ def compare_norms(name, shape, rows, gradients, weighted, dtype=torch.float32, n
     compare(partial(call, functional), partial(call, reference), make, GRADIENTS[gradients])
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["bare", "weighted"])
-@pytest.mark.parametrize("gradients", GRADIENTS)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("n", [45, 1023, 16384])
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_keep_eagers_digits(name, n, rows, gradients, weighted):
+def test_norms_keep_eagers_digits(name, rows):
     with forced_path("aten"):
-        compare_norms(name, (n,), rows, gradients, weighted)
+        for n, gradients, weighted in product((45, 1023, 16384), GRADIENTS, (False, True)):
+            compare_norms(name, (n,), rows, gradients, weighted)
 
 
-@pytest.mark.parametrize("gradients", GRADIENTS)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("n", [1023, MAX_BLOCK + 7])
 @pytest.mark.parametrize("name", NORMS[:2])
-def test_kernels_keep_eagers_digits(name, n, rows, gradients):
-    compare_norms(name, (n,), rows, gradients, True, num_rows=4)
+def test_kernels_keep_eagers_digits(name, rows):
+    """Short rows with some incoming gradients, rows of several blocks with others."""
+    for index, gradients in enumerate(GRADIENTS):
+        n = (1023, MAX_BLOCK + 7)[(index + list(ROWS).index(rows)) % 2]
+        compare_norms(name, (n,), rows, gradients, True, num_rows=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 from quantised_weight import Int8Rows, forget, quantise
-from support import DEVICE, as_tuple, compare, flops, randn, saved_bytes
+from support import DEVICE, as_tuple, compare, randn, saved_bytes
 from torch import nn
 
 import fusedckpt
-from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional, reference, register_quantised
+from fusedckpt import LoRA, NormSpec, functional, reference
 from fusedckpt.blocks import quantised
 from fusedckpt.memory import peak_bytes
 
@@ -23,85 +23,45 @@ def forgotten():
     forget()
 
 
-def linear_act(module, x, w, a, b, **options):
-    return module.linear_act(x, LoRA(w(F, D), a, b), **options)
+def weights(name):
+    sizes = {"linear_act": [(F, D)], "packed": [(2 * F, D), (D, F)], "mlp": [(F, D), (D, F)]}
+    return [quantise(randn(*s) / s[1] ** 0.5) for s in sizes.get(name, [(F, D), (F, D), (D, F)])]
 
 
-def norm_linear(module, x, n, a, b, make=None, w=None):
-    return module.norm_linear(x, NormSpec("rms", n), [LoRA(w(F, D), a, b), w(D, D)])
+def call(name, module, x, given, **options):
+    """Run a function over weights, the first of which has an adapter."""
+    torch.manual_seed(0)
+    n, k = given[0].shape
+    a, b = (torch.randn(s, device=DEVICE).to(x.dtype) / 4 for s in ((R, k), (n, R)))
+    first, rest = LoRA(given[0], a, b), given[1:]
+    if name == "linear_act":
+        return module.linear_act(x, first, **options)
+    if name == "norm_linear":
+        return module.norm_linear(x, NormSpec("rms"), [first, rest[0]])
+    if name == "mlp":
+        return module.mlp(x, first, None, rest[0], None, residual=True, **options)
+    up = [None] if name == "packed" else []
+    return module.gated_mlp(x, first, *up, *rest, **options)
 
 
-def mlp(module, x, a, b, w=None, **options):
-    return module.mlp(x, LoRA(w(F, D), a, b), None, w(D, F), None, residual=True, **options)
-
-
-def gated_mlp(module, x, a, b, w=None, **options):
-    return module.gated_mlp(x, w(F, D), LoRA(w(F, D), a, b, 2.0), w(D, F), **options)
-
-
-def packed(module, x, a, b, w=None, **options):
-    return module.gated_mlp(x, LoRA(w(2 * F, D), a, b), None, w(D, F), **options)
-
-
-AB, AB2 = [(R, D), (F, R)], [(R, D), (2 * F, R)]
 CALLS = {
-    "linear_act": (lambda m, x, a, b, w, **o: linear_act(m, x, w, a, b, **o), AB, {}),
-    "norm_linear": (norm_linear, [(D,), *AB], {}),
-    "mlp": (mlp, AB, {}),
-    "mlp-chunks": (mlp, AB, {"chunks": 3}),
-    "mlp-preact": (mlp, AB, {"save": "preact"}),
-    "gated_mlp": (gated_mlp, AB, {}),
-    "gated_mlp-gate": (gated_mlp, AB, {"save": "gate"}),
-    "packed": (packed, AB2, {}),
+    "linear_act": {},
+    "norm_linear": {},
+    "mlp": {"chunks": 3},
+    "mlp preact": {"save": "preact"},
+    "gated_mlp": {"save": "gate"},
+    "packed": {},
 }
 
 
-@pytest.fixture(params=CALLS)
-def call(request):
-    """The function over quantised weights, torch over dense ones that equal them, and inputs."""
-    fn, shapes, options = CALLS[request.param]
-    weights = {}
-
-    def weight(n, k, dense=False, dtype=torch.float32):
-        if (n, k, dtype) not in weights:
-            generator = torch.Generator().manual_seed(n * k)
-            w = torch.randn(n, k, generator=generator).to(DEVICE) / k**0.5
-            weights[n, k, dtype] = quantise(w.to(dtype))
-        w = weights[n, k, dtype]
-        return (w.int_data * w.scale[:, None]) if dense else w
-
-    def fused(*inputs):
-        given = {} if fn is norm_linear else options
-        return fn(functional, *inputs, w=partial(weight, dtype=inputs[0].dtype), **given)
-
-    def eager(*inputs):
-        # float64 starts from the weights of the dtype that is tested
-        dtype = inputs[0].dtype
-        source = eager.dtype if dtype == torch.float64 else dtype
-
-        def dense(n, k):
-            return weight(n, k, dense=True, dtype=source).to(dtype)
-
-        return fn(reference, *inputs, w=dense)
-
-    def inputs(dtype=torch.float32):
-        eager.dtype = dtype
-        drawn = [randn(T, D, requires_grad=False)]
-        drawn += [randn(*s, requires_grad=False) / s[-1] ** 0.5 for s in shapes]
-        return [x.to(dtype).requires_grad_() for x in drawn]
-
-    return fused, eager, inputs
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients(call, path, dtype):
-    fused, eager, inputs = call
-    compare(fused, eager, partial(inputs, dtype))
-
-
-def test_no_dense_weight_is_kept(call):
-    fused, _, inputs = call
-    ys = as_tuple(fused(*inputs()))
+@pytest.mark.parametrize("name", CALLS)
+def test_dense_while_it_is_read(name, dtype):
+    """Values and gradients are those of a dense weight, of which one exists at a time."""
+    options, name = CALLS[name], name.split()[0]
+    given = [quantise(w.dequantize().to(dtype)) for w in weights(name)]
+    forget()
+    ys = as_tuple(call(name, functional, randn(T, D, dtype=dtype), given, **options))
     made = len(Int8Rows.made)
     # each was gone before the next was made, see `dequantize`
     assert made > 0
@@ -109,24 +69,12 @@ def test_no_dense_weight_is_kept(call):
     sum(y.sum() for y in ys).backward()
     assert len(Int8Rows.made) > made
     assert Int8Rows.num_alive() == 0
-
-
-@pytest.mark.parametrize("save", ["inputs", "preact"])
-def test_saved_bytes(save):
-    weights = [quantise(randn(*s)) for s in ((F, D), (F, D), (D, F))]
-
-    def fn(x):
-        return functional.gated_mlp(x, *weights, save=save)
-
-    # at preact nothing reads x: no weight has a gradient
-    kept = D if save == "inputs" else 2 * F
-    assert saved_bytes(fn, [randn(T, D)]) == 4 * T * kept
-
-
-def test_no_gemm_for_a_weights_gradient():
-    up, down, x = quantise(randn(F, D)), quantise(randn(D, F)), randn(T, D)
-    y = functional.mlp(x, up, None, down, None)
-    assert flops(lambda: y.sum().backward()) == 3 * 2 * T * D * F
+    dense = [w.int_data * w.scale[:, None] for w in given]
+    compare(
+        lambda x: call(name, functional, x, given, **options),
+        lambda x: call(name, reference, x, [w.to(x.dtype) for w in dense]),
+        lambda: [randn(T, D, dtype=dtype)],
+    )
 
 
 @pytest.mark.parametrize("name", ["linear_act", "gated_mlp", "packed"])
@@ -181,24 +129,6 @@ def test_peak_of_a_step():
     assert peak_bytes(step, DEVICE) <= 2 * dense + 4 * rows + 8 * 4 * t * d
 
 
-class Halved(torch.Tensor):
-    """Another class, which only a registration tells of."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def test_a_registered_class(monkeypatch):
-    monkeypatch.setattr(quantised, "_registered", {})
-    w = randn(F, D, requires_grad=False)
-    x, given = randn(T, D), (w * 2).as_subclass(Halved)
-    register_quantised(Halved, lambda weight: weight.as_subclass(torch.Tensor) / 2)
-    y = functional.linear_act(x, given)
-    assert "Block" in type(y.grad_fn).__name__
-    torch.testing.assert_close(y, reference.linear_act(x, w))
-
-
 class Rounded(Int8Rows):
     """Dequantises, but rounds what it multiplies."""
 
@@ -224,23 +154,6 @@ def test_a_weight_that_was_written_raises(save):
     w.scale.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_a_record():
-    w = randn(F, D, requires_grad=False)
-    record = QuantisedWeight(w.shape, w.dtype, w.device, lambda rows: w)
-    x = randn(T, D)
-    y, wanted = functional.linear_act(x, record), reference.linear_act(x, w)
-    torch.testing.assert_close(y, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, wanted)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "fn", "message"), [(int, len, "subclass of Tensor"), (Halved, 3, "a function")]
-)
-def test_registering_nonsense(kind, fn, message):
-    with pytest.raises(TypeError, match=message):
-        register_quantised(kind, fn)
 
 
 def test_modules_take_quantised_children():
@@ -274,6 +187,9 @@ def test_changed_activations_are_left(key):
 
 def torchao_weight(config):
     api = pytest.importorskip("torchao.quantization")
+    if config == "nf4":
+        nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+        return nf4.to_nf4(torch.randn(64, 64, dtype=torch.bfloat16), 64, 64)
     module = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16()
     try:
         api.quantize_(module, getattr(api, config)())
@@ -282,10 +198,10 @@ def torchao_weight(config):
     return module[0].weight
 
 
-@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "nf4"])
 def test_torchao(config, monkeypatch):
     w = torchao_weight(config)
-    dense = w.dequantize()
+    dense = w.get_original_weight() if config == "nf4" else w.dequantize()
     x = torch.randn(T, 64, dtype=torch.bfloat16, requires_grad=True)
     y = functional.linear_act(x, w, activation="identity")
     assert "Block" in type(y.grad_fn).__name__
@@ -304,18 +220,6 @@ def test_torchao_dynamic_is_left():
     x = torch.randn(T, 64, dtype=torch.bfloat16)
     y = functional.linear_act(x, w, activation="identity")
     assert torch.equal(y, nn.functional.linear(x, w))
-
-
-def test_nf4():
-    pytest.importorskip("torchao")
-    module = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
-    nf4 = pytest.importorskip(module)
-    w = nf4.to_nf4(torch.randn(128, 128, dtype=torch.bfloat16), 64, 256)
-    x = torch.randn(T, 128, dtype=torch.bfloat16, requires_grad=True)
-    y = functional.linear_act(x, w, activation="identity")
-    assert "Block" in type(y.grad_fn).__name__
-    assert torch.equal(y, nn.functional.linear(x, w.get_original_weight()))
-    y.sum().backward()
 
 
 @pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])

@@ -12,7 +12,15 @@ from quantised_weight import quantise
 from support import DEVICE, compare, randn
 from torch import Tensor
 
-from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional, reference, register_quantised
+from fusedckpt import (
+    Linear,
+    LoRA,
+    NormSpec,
+    QuantisedWeight,
+    functional,
+    reference,
+    register_quantised,
+)
 from fusedckpt.blocks import quantised
 
 T, D, F, R = 5, 4, 6, 2
@@ -101,9 +109,10 @@ def test_dense_that_ignores_its_slice(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_dense_of_any_floating_dtype(dtype):
+@pytest.mark.parametrize("fields", [{}, {"shape": [F, D]}, {"device": str(DEVICE)}])
+def test_dense_of_any_floating_dtype(dtype, fields):
     w = torch.randn(F, D, device=DEVICE).to(dtype)
-    given = record(F, D, lambda rows: w)
+    given = record(F, D, lambda rows: w, **fields)
     compare(
         partial(functional.linear_act, weight=given),
         lambda x: reference.linear_act(x, w.to(x.dtype)),
@@ -111,33 +120,20 @@ def test_dense_of_any_floating_dtype(dtype):
     )
 
 
-@pytest.mark.parametrize("fields", [{"shape": [F, D]}, {"device": str(DEVICE)}, {"shape": (F, D)}])
-def test_other_spellings_of_fields(fields):
-    w = zeros(F, D) + 1
-    x = randn(T, D)
-    y = functional.linear_act(x, record(F, D, lambda rows: w, **fields))
-    torch.testing.assert_close(y, reference.linear_act(x, w))
+ODD = {
+    "record": lambda: record(7, D),
+    "sliceable": lambda: record(7, D, is_sliceable=True),
+    "class": lambda: quantise(randn(7, D)),
+    "under an adapter": lambda: LoRA(record(7, D), zeros(R, D), zeros(7, R)),
+    "dense": lambda: zeros(7, D),
+}
 
 
-def odd_rows():
-    a, b, c = zeros(R, D), zeros(7, R), zeros(7)
-    return {
-        "record": lambda x, v: functional.gated_mlp(x, record(7, D), None, v),
-        "sliceable": lambda x, v: functional.gated_mlp(
-            x, record(7, D, is_sliceable=True), None, v, gate_bias=c
-        ),
-        "class": lambda x, v: functional.gated_mlp(x, quantise(randn(7, D)), None, v),
-        "under an adapter": lambda x, v: functional.gated_mlp(x, LoRA(record(7, D), a, b), None, v),
-        "dense": lambda x, v: functional.gated_mlp(x, LoRA(zeros(7, D), a, b), None, v),
-        "dropout": lambda x, v: functional.gated_mlp(x, zeros(7, D), None, v, dropout=0.1),
-    }
-
-
-@pytest.mark.parametrize("name", odd_rows())
+@pytest.mark.parametrize("name", ODD)
 def test_odd_rows_of_a_packed_weight(name):
     message = r"^gated_mlp: a packed gate_weight must have an even number of rows, 2 F, got 7$"
     with pytest.raises(ValueError, match=message):
-        odd_rows()[name](randn(T, D), zeros(D, 3))
+        functional.gated_mlp(randn(T, D), ODD[name](), None, zeros(D, 3))
 
 
 def test_fields_are_checked_before_any_weight_is_dense():
@@ -159,30 +155,26 @@ class Narrow(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize("returned", RETURNED)
-@pytest.mark.parametrize("kind", ["weight", "packed", "module"])
-def test_a_class_that_dequantises_to_another_tensor(monkeypatch, kind, returned):
+@pytest.fixture
+def registered(monkeypatch):
     monkeypatch.setattr(quantised, "_registered", {})
-    register_quantised(Narrow, lambda weight: RETURNED[returned]())
+    return lambda dense: register_quantised(Narrow, lambda weight: dense())
+
+
+@pytest.mark.parametrize("returned", RETURNED)
+def test_a_class_that_dequantises_to_another_tensor(registered, returned):
+    registered(RETURNED[returned])
     w, x = zeros(F, D).as_subclass(Narrow), randn(T, D)
-    calls = {
-        "weight": lambda: functional.mlp(x, w, None, zeros(D, F), None),
-        "packed": lambda: functional.gated_mlp(x, w, None, zeros(D, F // 2)),
-        "module": lambda: module_of(w)(x),
-    }
-    message = r"^\w+: dequantise\(\w*weight\) must return a dense floating-point tensor \[6, 4\]"
-    with pytest.raises((TypeError, ValueError), match=message):
-        calls[kind]()
-
-
-def module_of(weight: Tensor) -> torch.nn.Module:
-    from fusedckpt import Linear
-
     module = Linear(D, F, bias=False, activation="gelu").to(DEVICE)
-    module.weight = torch.nn.Parameter(weight, requires_grad=False)
-    # a Parameter of the class is one of it
-    assert isinstance(module.weight, Narrow)
-    return module
+    module.weight = torch.nn.Parameter(w, requires_grad=False)
+    message = r"^\w+: dequantise\(\w*weight\) must return a dense floating-point tensor \[6, 4\]"
+    for call in (
+        lambda: functional.mlp(x, w, None, zeros(D, F), None),
+        lambda: functional.gated_mlp(x, w, None, zeros(D, F // 2)),
+        lambda: module(x),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -194,9 +186,8 @@ def module_of(weight: Tensor) -> torch.nn.Module:
         (lambda: zeros(F, D + 1), "mlp: fc1_weight expects 5 input features, x has 4"),
     ],
 )
-def test_a_class_whose_tensors_are_not_like_their_dense_form(monkeypatch, weight, message):
-    monkeypatch.setattr(quantised, "_registered", {})
-    register_quantised(Narrow, lambda weight: zeros(F, D))
+def test_a_class_whose_tensors_are_not_like_their_dense_form(registered, weight, message):
+    registered(lambda: zeros(F, D))
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         functional.mlp(randn(T, D), weight().as_subclass(Narrow), None, zeros(D, F), None)
 
