@@ -1,4 +1,4 @@
-"""One of two ranks: a tensor parallel MLP under torch.compile. Run by test_compiled.py."""
+"""One of two ranks: a tensor parallel MLP under torch.compile. Run by test_ranks.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One of two ranks: MLPs and norms on the shards of DTensors, beside one process and unfused ones.
 
-Run by test_tensor_parallel.py.
+Run by test_ranks.py.
 """
 
 from __future__ import annotations
@@ -261,45 +261,35 @@ def check_left(ranks: Ranks) -> None:
     sharded = (
         "gate_proj.weight is a DTensor of layout torch.strided, which only its own forward takes"
     )
-    mesh = ranks.mesh
-
-    def hooked(model: nn.Module) -> None:
-        parallelize_module(model, mesh, replicated(model))
-        model.gate_proj.register_forward_hook(lambda *_: None)
-
-    def halved(model: nn.Module) -> None:
-        parallelize_module(model, mesh, {"gate_proj": ColwiseParallel(output_layouts=Replicate())})
+    mesh, wide = ranks.mesh, ColwiseParallel(output_layouts=Replicate())
 
     class Own(ColwiseParallel):
         @staticmethod
         def _prepare_input_fn(layouts: Any, wanted: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
             return ColwiseParallel._prepare_input_fn(layouts, wanted, mod, inputs, mesh)
 
-    def subclassed(model: nn.Module) -> None:
-        styles = {**replicated(model), "gate_proj": Own()}
-        parallelize_module(model, mesh, styles)
-
-    def only_hooked(model: nn.Module) -> None:
-        model.gate_proj.register_forward_hook(lambda *_: None)
-
-    reasons = {hooked: sharded, halved: sharded, subclassed: sharded, only_hooked: hook}
-    for parallelize, reason in reasons.items():
+    for reason, styles, is_hooked in (
+        (sharded, replicated, True),
+        (sharded, lambda _: {"gate_proj": wide}, False),
+        (sharded, lambda model: {**replicated(model), "gate_proj": Own()}, False),
+        (hook, lambda _: {}, True),
+    ):
         torch.manual_seed(0)
         model = GatedMLP()
         expected = ranks.expected(model, replicated)
         report = fusedckpt.fuse(model, verify=False)
-        parallelize(model)
+        if given := styles(model):
+            parallelize_module(model, mesh, given)
+        if is_hooked:
+            model.gate_proj.register_forward_hook(lambda *_: None)
         same(ranks.results(model, replicated), expected)
         assert report.fallbacks == {"": reason}, report.fallbacks
-
-
-def check_left_layouts(ranks: Ranks) -> None:
     model = GatedMLP()
     for parameter in model.parameters():
         torch.distributed.broadcast(parameter.data, 0)
     expected = model(ranks.x).chunk(2, -1)[ranks.rank]
     report = fusedckpt.fuse(model, verify=False)
-    parallelize_module(model, ranks.mesh, plan(model, {}, {"output_layouts": Shard(-1)}))
+    parallelize_module(model, mesh, plan(model, {}, {"output_layouts": Shard(-1)}))
     same([model(ranks.x)], [expected])
     reason = "its input or output is not sharded by whole rows"
     assert report.fallbacks == {"": reason}, report.fallbacks
@@ -327,5 +317,4 @@ def main(rank: int) -> None:
     check_second_order(ranks)
     check_writes(ranks)
     check_left(ranks)
-    check_left_layouts(ranks)
     check_left_norms(ranks)

@@ -1,0 +1,19 @@
+"""Layers on two ranks: in tensor and sequence parallel, compiled, and the head split by classes."""
+
+import compiled_ranks
+import head_ranks
+import parallel_ranks
+import pytest
+import torch
+from support import run_ranks
+
+
+def main(rank: int) -> None:
+    for module in (parallel_ranks, compiled_ranks, head_ranks):
+        module.main(rank)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_on_two_ranks(tmp_path):
+    """Values, gradients, saved bytes and collectives."""
+    run_ranks(main, tmp_path)
