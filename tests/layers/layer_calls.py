@@ -26,32 +26,49 @@ class Target(NamedTuple):
     kinds: dict[str, str]
 
 
+# what kind of value an argument takes, where it is no tensor
+KINDS = {
+    **dict.fromkeys(("in_features", "hidden_features", "out_features"), "size"),
+    **dict.fromkeys(("bias", "elementwise_affine", "entropy", "residual", "is_sliceable"), "flag"),
+    **dict.fromkeys(("cast", "kind", "layout", "level", "reduction", "to"), "name"),
+    **dict.fromkeys(("backend", "kernel", "save"), "none or name"),
+    **dict.fromkeys(("label_smoothing", "dropout", "output_dropout"), "probability"),
+    **dict.fromkeys(("offset", "scale", "z_loss"), "offset"),
+    **dict.fromkeys(("eps", "softcap"), "none or eps"),
+    **{"temperature": "eps", "chunks": "none or chunks", "activation": "activation"},
+    **{"norm": "none or norm", "weights": "tensors", "biases": "none or tensors"},
+    **{"normalized_shape": "shape", "shape": "sizes", "dense": "callable", "dim": "dim"},
+    **{"device": "none or device", "dtype": "none or dtype", "segments": "segments"},
+    **{"linears": "module", "args": "none or module"},
+}
+
+
+def target(name: str, call: Callable[..., Any], valid: dict[str, Any], keys: str) -> Target:
+    """Return a target of keys: `x!` is a tensor that cannot be None, `x:kind` of another kind."""
+    found = {}
+    for word in keys.split():
+        key, _, kind = word.replace("!", ":tensor").partition(":")
+        is_tensor = isinstance(valid.get(key), Tensor)
+        found[key] = kind.replace("|", " or ") or ("none or tensor" if is_tensor else KINDS[key])
+    return Target(name, call, valid, found)
+
+
 LINEAR = {"x": t(N, D), "weight": t(F, D), "bias": t(F)}
 NORM = {"x": t(N, D), "normalized_shape": D, "weight": t(D)}
+LAYER, ADDED = NORM | {"bias": t(D)}, NORM | {"residual": t(N, D)}
 MLP = {"x": t(N, D), "fc1_weight": t(F, D), "fc1_bias": t(F), "fc2_weight": t(D, F)}
 MLP["fc2_bias"] = t(D)
 GATED = {"x": t(N, D), "gate_weight": t(F, D), "up_weight": t(F, D), "down_weight": t(D, F)}
 GATED |= {"gate_bias": t(F), "up_bias": t(F), "down_bias": t(D)}
 ADAPTED = {"weight": t(2 * F, D), "A": t(2, D), "B": t(2 * F, 2)}
 HEAD = {"x": t(N, D), "weight": t(F, D), "target": t(N, dtype=torch.int64), "bias": t(F)}
-LOGITS = {"scale": "offset", "softcap": "none or eps", "chunks": "none or chunks"}
 SIZES = {"in_features": D, "hidden_features": F}
-RMS = {"eps": "none or eps", "offset": "offset", "cast": "name"}
-FACTORY = {"device": "none or device", "dtype": "none or dtype"}
-CALL = {"save": "none or name", "kernel": "none or name", "activation": "activation"}
-DROPOUTS = ("dropout", "output_dropout")
-BLOCK = CALL | {"norm": "none or norm", "residual": "flag", "chunks": "none or chunks"}
-MODULE = {"save": "name", "activation": "activation", "residual": "flag"}
-MODULE["chunks"] = "none or chunks"
-
-
-def tensors(valid: dict[str, Any], *required: str) -> dict[str, str]:
-    """Kinds of the tensors of a function, of which the named ones cannot be None."""
-    return {
-        key: "tensor" if key in required else "none or tensor"
-        for key, value in valid.items()
-        if isinstance(value, Tensor)
-    }
+RMS, DROPOUTS = "eps offset cast", "dropout output_dropout"
+BLOCK = f"save kernel activation norm residual chunks {DROPOUTS}"
+MODULE, BIASES = "save:name activation residual chunks", "gate_bias up_bias down_bias"
+LOGITS, SMOOTH = "scale softcap chunks", "label_smoothing"
+SHAPE, LINEAR_SIZES = {"normalized_shape": D}, {"in_features": D, "out_features": F}
+LAYER_WEIGHTS, PACKED = {"weight": t(D), "bias": t(D)}, {"packed": t(F, D)}
 
 
 def spec(call: Callable[..., Any], kind: str, **valid: Any) -> Callable[..., Any]:
@@ -77,11 +94,11 @@ def packed_lora(gate_bias: Any = None, **fields: Any) -> Any:
 
 def attribute(build: Callable[[], Any], *x: Any) -> Callable[..., Any]:
     """Set attributes of a module, then call it."""
-    module = build()
-    before = dict(module.__dict__)
+    module = build().to(DEVICE)
+    before, children = dict(module.__dict__), dict(module._modules)
 
     def call(**attributes: Any) -> Any:
-        module.__dict__.update(before)
+        module.__dict__.update(before | {"_modules": dict(children)})
         for key, value in attributes.items():
             setattr(module, key, value)
         return module(*x)
@@ -91,6 +108,10 @@ def attribute(build: Callable[[], Any], *x: Any) -> Callable[..., Any]:
 
 def linear(**options: Any) -> fusedckpt.Linear:
     return fusedckpt.Linear(D, F, device=DEVICE, **options)
+
+
+def in_order(args: Any, **options: Any) -> nn.Module:
+    return fusedckpt.Sequential(args, **options)
 
 
 class Plain(nn.Module):
@@ -111,222 +132,88 @@ def fused(model: nn.Module) -> nn.Module:
 
 
 X = t(N, D)
+PROJECTIONS = {"x": X, "norm": NormSpec("rms", t(D)), "weights": [t(F, D)], "biases": [t(F)]}
+BOTH = {"gate": t(F, D), "up": t(F, D)}
+BY_NAME = {
+    "linear_cross_entropy": (HEAD, f"x! weight! bias {LOGITS} reduction backend z_loss {SMOOTH}"),
+    "token_logprobs": (HEAD, f"{LOGITS} temperature entropy"),
+    "linear_act": (LINEAR, "x! weight! bias save kernel activation"),
+    "rms_norm": (NORM, f"x! weight normalized_shape {RMS}"),
+    "layer_norm": (LAYER, "x! weight bias normalized_shape eps:eps"),
+    "add_rms_norm": (ADDED, f"x! residual! weight normalized_shape {RMS}"),
+    "add_layer_norm": (LAYER | ADDED, "x! residual! weight bias normalized_shape eps:eps"),
+    "mlp": (MLP, f"x! fc1_weight! fc2_weight! fc1_bias fc2_bias {BLOCK}"),
+    "gated_mlp": (GATED, f"x! gate_weight! down_weight! {BIASES} up_weight {BLOCK}"),
+    "norm_linear": (PROJECTIONS, "x! norm:norm weights biases"),
+    "pack_gate_up": (BOTH, "gate:rows up:rows layout dim"),
+    "unpack_gate_up": (PACKED, "packed:rows layout dim"),
+    "repack_gate_up": (PACKED | {"layout": "gate_up"}, "packed:rows layout to dim"),
+    "prefetch_recompute": ({"outputs": X}, "segments"),
+    "paths": ({"device": DEVICE, "dtype": torch.float32}, "device:device dtype:dtype"),
+}
+ONE = {"x": X, "weights": [t(F, D)]}
+ADAPTER = "weight! A! B! gate_bias scale dropout"
+REGISTER = partial(fusedckpt.register_quantised, DTensor, len)
 FUNCTIONS = [
-    Target(
-        "linear_cross_entropy",
-        functional.linear_cross_entropy,
-        HEAD,
-        tensors(HEAD | {"target": None}, "x", "weight")
-        | LOGITS
-        | {"reduction": "name", "backend": "none or name", "z_loss": "offset"}
-        | {"label_smoothing": "probability"},
-    ),
-    Target(
-        "token_logprobs",
-        functional.token_logprobs,
-        HEAD,
-        LOGITS | {"temperature": "eps", "entropy": "flag"},
-    ),
-    Target("linear_act", functional.linear_act, LINEAR, tensors(LINEAR, "x", "weight") | CALL),
-    Target(
-        "rms_norm",
-        functional.rms_norm,
-        NORM,
-        tensors(NORM, "x") | RMS | {"normalized_shape": "shape"},
-    ),
-    Target(
-        "layer_norm",
-        functional.layer_norm,
-        NORM | {"bias": t(D)},
-        tensors(NORM | {"bias": t(D)}, "x") | {"normalized_shape": "shape", "eps": "eps"},
-    ),
-    Target(
-        "add_rms_norm",
-        functional.add_rms_norm,
-        NORM | {"residual": X},
-        tensors(NORM | {"residual": X}, "x", "residual") | RMS | {"normalized_shape": "shape"},
-    ),
-    Target(
-        "add_layer_norm",
-        functional.add_layer_norm,
-        NORM | {"residual": X, "bias": t(D)},
-        tensors(NORM | {"residual": X, "bias": t(D)}, "x", "residual")
-        | {"normalized_shape": "shape", "eps": "eps"},
-    ),
-    Target("mlp", functional.mlp, MLP, tensors(MLP, "x", "fc1_weight", "fc2_weight") | BLOCK),
-    Target(
-        "gated_mlp",
-        functional.gated_mlp,
-        GATED,
-        tensors({**GATED, "up_weight": None}, "x", "gate_weight", "down_weight")
-        | BLOCK
-        | {"up_weight": "none or tensor"},
-    ),
-    Target(
-        "norm_linear",
-        functional.norm_linear,
-        {"x": X, "norm": NormSpec("rms", t(D)), "weights": [t(F, D)], "biases": [t(F)]},
-        {"x": "tensor", "norm": "norm", "weights": "tensors", "biases": "none or tensors"},
-    ),
     *(
-        Target(
-            "mlp" if call is functional.mlp else "norm_linear",
-            spec(call, "rms", **valid),
-            {"weight": t(D)},
-            {"kind": "name", "weight": "none or tensor"} | RMS,
-        )
-        for call, valid in (
-            (functional.mlp, MLP),
-            (functional.norm_linear, {"x": X, "weights": [t(F, D)]}),
-        )
+        target(key, getattr(functional, key, None) or getattr(fusedckpt, key), *row)
+        for key, row in BY_NAME.items()
     ),
-    Target(
-        "gated_mlp",
-        spec(functional.gated_mlp, "layer", **GATED),
-        {"weight": t(D), "bias": t(D)},
-        {"bias": "none or tensor", "eps": "none or eps", "offset": "offset", "cast": "name"},
-    ),
-    Target(
-        "pack_gate_up",
-        fusedckpt.pack_gate_up,
-        {"gate": t(F, D), "up": t(F, D)},
-        {"gate": "rows", "up": "rows", "layout": "name", "dim": "dim"},
-    ),
-    Target(
-        "unpack_gate_up",
-        fusedckpt.unpack_gate_up,
-        {"packed": t(F, D)},
-        {"packed": "rows", "layout": "name", "dim": "dim"},
-    ),
-    Target(
-        "repack_gate_up",
-        fusedckpt.repack_gate_up,
-        {"packed": t(F, D), "layout": "gate_up"},
-        {"packed": "rows", "layout": "name", "to": "name", "dim": "dim"},
-    ),
-    *(
-        Target(call.__name__, call, valid, dict.fromkeys(DROPOUTS, "probability"))
-        for call, valid in ((functional.mlp, MLP), (functional.gated_mlp, GATED))
-    ),
-    Target("mlp", mlp_of, {}, {"shape": "sizes", "dtype": "dtype", "device": "device"}),
-    Target("mlp", mlp_of, {}, {"dense": "callable", "is_sliceable": "flag"}),
-    Target(
-        "gated_mlp",
-        packed_lora,
-        {"gate_bias": t(2 * F)},
-        dict.fromkeys(("weight", "A", "B"), "tensor")
-        | {"gate_bias": "none or tensor", "scale": "offset", "dropout": "probability"},
-    ),
-    Target(
-        "register_quantised",
-        partial(fusedckpt.register_quantised, DTensor, len),
-        {},
-        {"is_sliceable": "flag"},
-    ),
-    Target(
-        "prefetch_recompute", fusedckpt.prefetch_recompute, {"outputs": X}, {"segments": "segments"}
-    ),
-    Target("saving", lambda level: fusedckpt.saving(level).__enter__(), {}, {"level": "name"}),
-    Target(
-        "paths",
-        fusedckpt.paths,
-        {"device": DEVICE, "dtype": torch.float32},
-        {"device": "device", "dtype": "dtype"},
-    ),
+    target("mlp", spec(functional.mlp, "rms", **MLP), {"weight": t(D)}, f"kind weight {RMS}"),
+    target("norm_linear", spec(functional.norm_linear, "rms", **ONE), {}, f"kind {RMS}"),
+    target("gated_mlp", spec(functional.gated_mlp, "layer", **GATED), LAYER_WEIGHTS, f"bias {RMS}"),
+    target("mlp", mlp_of, {}, "shape dtype:dtype device:device dense is_sliceable"),
+    target("gated_mlp", packed_lora, ADAPTED | {"gate_bias": t(2 * F)}, ADAPTER),
+    target("register_quantised", REGISTER, {}, "is_sliceable"),
+    target("saving", lambda level: fusedckpt.saving(level).__enter__(), {}, "level"),
 ]
+MADE = "in_features:size hidden_features:size out_features:none|size bias:flag norm:none|module"
+MADE = f"{MADE} save:name activation residual chunks device dtype"
 CONSTRUCTORS = [
-    Target(
-        "Linear",
-        fusedckpt.Linear,
-        {"in_features": D, "out_features": F},
-        {"in_features": "size", "out_features": "size", "bias": "flag", "save": "name"}
-        | {"activation": "activation"}
-        | FACTORY,
+    target(kind.__name__, kind, valid, keys)
+    for kind, valid, keys in (
+        (fusedckpt.Linear, LINEAR_SIZES, "in_features out_features bias save:name activation"),
+        (fusedckpt.Linear, LINEAR_SIZES, "device dtype"),
+        (fusedckpt.RMSNorm, SHAPE, f"normalized_shape elementwise_affine {RMS} device dtype"),
+        (fusedckpt.LayerNorm, SHAPE, "normalized_shape eps:eps elementwise_affine bias"),
+        (fusedckpt.LayerNorm, SHAPE, "device dtype"),
+        (fusedckpt.MLP, SIZES, MADE),
+        (fusedckpt.GatedMLP, SIZES, MADE),
+    )
+]
+PARTS, PART_KEYS = {"norm": nn.RMSNorm(D), "linears": nn.Linear(D, F)}, "norm:module linears"
+CONSTRUCTORS += [
+    target(
+        "NormLinear", lambda **a: fusedckpt.NormLinear(*a.values()), PARTS, "norm:module linears"
     ),
-    Target(
-        "RMSNorm",
-        fusedckpt.RMSNorm,
-        {"normalized_shape": D},
-        {"normalized_shape": "shape", "elementwise_affine": "flag"} | RMS | FACTORY,
-    ),
-    Target(
-        "LayerNorm",
-        fusedckpt.LayerNorm,
-        {"normalized_shape": D},
-        {"normalized_shape": "shape", "eps": "eps", "elementwise_affine": "flag", "bias": "flag"}
-        | FACTORY,
-    ),
+    target("Sequential", in_order, {"args": nn.Linear(D, F)}, "args save:name chunks"),
+    target("Sequential", lambda args: in_order(OrderedDict(first=args)), {}, "args"),
+]
+CALLED = {
+    "Linear": linear(),
+    "mlp": fusedckpt.MLP(D, F),
+    "MLP": fusedckpt.MLP(D, F, norm=nn.RMSNorm(D)),
+    "gated_mlp": fusedckpt.GatedMLP(D, F),
+    "layer_norm": fusedckpt.LayerNorm(D),
+    "NormLinear": fusedckpt.NormLinear(nn.LayerNorm(D), nn.Linear(D, F)),
+    "linear_act": fusedckpt.Sequential(nn.Linear(D, F), nn.GELU()),
+}
+# a module's errors are its own, or those of the function that it calls
+ATTRIBUTES = [
+    ("Linear", linear, "save:name activation"),
+    ("gated_mlp", lambda: fused(SwiGLU(D, F)), "save:name"),
+    ("fuse", lambda: fused(Plain()), "save:name"),
+    ("rms_norm", lambda: fusedckpt.RMSNorm(D), RMS),
+    ("layer_norm", lambda: fusedckpt.LayerNorm(D), "eps:eps"),
+    ("Sequential", lambda: fusedckpt.Sequential(linear(), nn.GELU()), "save:name"),
+    # fused as a whole, and with a child that is called
     *(
-        Target(
-            kind.__name__,
-            kind,
-            SIZES,
-            dict.fromkeys(SIZES, "size")
-            | {"out_features": "none or size", "bias": "flag", "norm": "none or module"}
-            | MODULE
-            | FACTORY,
-        )
+        (kind.__name__, lambda k=kind, n=norm: k(D, F, norm=n), MODULE)
         for kind in (fusedckpt.MLP, fusedckpt.GatedMLP)
-    ),
-    Target(
-        "NormLinear",
-        lambda norm, linears: fusedckpt.NormLinear(norm, linears),
-        {"norm": nn.RMSNorm(D), "linears": nn.Linear(D, F)},
-        {"norm": "module", "linears": "module"},
-    ),
-    Target(
-        "Sequential",
-        lambda args, save="inputs", chunks=None: fusedckpt.Sequential(
-            args, save=save, chunks=chunks
-        ),
-        {"args": nn.Linear(D, F)},
-        {"args": "none or module", "save": "name", "chunks": "none or chunks"},
-    ),
-    Target(
-        "Sequential",
-        lambda args: fusedckpt.Sequential(OrderedDict(first=args)),
-        {},
-        {"args": "none or module"},
+        for norm in (None, nn.Identity())
     ),
 ]
 MODULES = [
-    Target("Linear", attribute(linear, X), {}, {"save": "name", "activation": "activation"}),
-    *(
-        Target(name, module.to(DEVICE), {"input": X}, {"input": "tensor"})
-        for name, module in (
-            ("Linear", linear()),
-            ("mlp", fusedckpt.MLP(D, F)),
-            ("MLP", fusedckpt.MLP(D, F, norm=nn.RMSNorm(D))),
-            ("gated_mlp", fusedckpt.GatedMLP(D, F)),
-            ("layer_norm", fusedckpt.LayerNorm(D)),
-            ("NormLinear", fusedckpt.NormLinear(nn.LayerNorm(D), nn.Linear(D, F))),
-            ("linear_act", fusedckpt.Sequential(nn.Linear(D, F), nn.GELU())),
-        )
-    ),
-    Target("gated_mlp", attribute(lambda: fused(SwiGLU(D, F)), X), {}, {"save": "name"}),
-    Target("fuse", attribute(lambda: fused(Plain()), X), {}, {"save": "name"}),
-    Target("rms_norm", attribute(lambda: fusedckpt.RMSNorm(D, device=DEVICE), X), {}, RMS),
-    Target(
-        "layer_norm",
-        attribute(lambda: fusedckpt.LayerNorm(D, device=DEVICE), X),
-        {},
-        {"eps": "eps"},
-    ),
-    *(
-        Target(
-            kind.__name__,
-            attribute(lambda kind=kind, norm=norm: kind(D, F, device=DEVICE, norm=norm), X),
-            {},
-            MODULE,
-        )
-        for kind in (fusedckpt.MLP, fusedckpt.GatedMLP)
-        # fused as a whole, and with a child that is called
-        for norm in (None, nn.Identity())
-    ),
-    Target(
-        "Sequential",
-        attribute(lambda: fusedckpt.Sequential(linear(), nn.GELU()), X),
-        {},
-        {"save": "name"},
-    ),
+    *(target(name, m.to(DEVICE), {"input": X}, "input!") for name, m in CALLED.items()),
+    *(target(name, attribute(build, X), {}, keys) for name, build, keys in ATTRIBUTES),
 ]
