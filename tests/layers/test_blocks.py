@@ -38,7 +38,7 @@ def eager(block, x):
 
 def assert_same(block, reference=eager):
     x = randn(T, D, dtype=torch.float64)
-    leaves = [x, *block.parameters()]
+    leaves = [x, *(p for p in block.parameters() if p.requires_grad)]
     results = []
     for call in (lambda: block(x), lambda: reference(block, x)):
         y = call()
@@ -46,32 +46,18 @@ def assert_same(block, reference=eager):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("kind", CLASSES)
-def test_matches_its_children(kind, norm, bias, residual):
-    block = build(kind, norm, bias=bias, residual=residual)
-    assert_same(block)
-    if norm != "custom":
-        x = randn(T, D, dtype=torch.float64)
-        assert saved_bytes(block, [x]) == 8 * T * D
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_other_output_width_and_chunks(kind):
-    block = kind(D, F, 7, device=DEVICE, dtype=torch.float64, chunks=3, activation="relu")
-    assert_same(block)
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_levels(kind):
-    x = randn(T, D, dtype=torch.float64)
-    block = build(kind, "rms", save="preact")
-    wide = F if kind is MLP else 2 * F
-    assert saved_bytes(block, [x]) == 8 * T * (D + wide)
-    with fusedckpt.saving("inputs"):
-        assert saved_bytes(block, [x]) == 8 * T * D
+def test_matches_its_children(kind, norm, bias):
+    for residual in (False, True):
+        block = build(kind, norm, bias=bias, residual=residual)
+        assert_same(block)
+        if norm != "custom":
+            x = randn(T, D, dtype=torch.float64)
+            assert saved_bytes(block, [x]) == 8 * T * D
+    options = {"chunks": 3, "activation": "relu", "device": DEVICE, "dtype": torch.float64}
+    assert_same(kind(D, F, 7, bias=bias, norm=NORMS[norm](), **options))
 
 
 def parametrized(block, child):
@@ -82,6 +68,25 @@ def parametrized(block, child):
     parametrize.register_parametrization(block.get_submodule(child), "weight", Halved())
 
 
+class Beside(nn.Module):
+    """A frozen linear and a trainable low-rank branch beside it (arXiv 2106.09685)."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        options = {"bias": False, "device": DEVICE, "dtype": torch.float64}
+        self.a = nn.Linear(base.in_features, 3, **options)
+        self.b = nn.Linear(3, base.out_features, **options)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+def replaced(block, child):
+    old = block.get_submodule(child)
+    setattr(block, child, nn.Sequential(old) if child == "norm" else Beside(old))
+
+
 def hooked(block, child):
     block.get_submodule(child).register_forward_hook(lambda module, args, y: y * 3)
 
@@ -90,16 +95,10 @@ def pre_hooked(block, child):
     block.get_submodule(child).register_forward_pre_hook(lambda module, args: (args[0] * 3,))
 
 
-def replaced(block, child):
-    old = block.get_submodule(child)
-    new = nn.Sequential(old, nn.Dropout(0.0))
-    setattr(block, child, new)
-
-
 @pytest.mark.parametrize("change", [parametrized, hooked, pre_hooked, replaced])
-@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_changed_child_is_called(kind, residual, change):
+def test_a_changed_child_is_called(kind, change):
+    residual = kind is MLP
     names = ("fc1", "fc2") if kind is MLP else ("gate_proj", "up_proj", "down_proj")
     for child in ("norm", *names):
         block = build(kind, "rms", residual=residual)
@@ -138,68 +137,6 @@ def test_norm_linear(norm):
     assert_same(joined, lambda joined, x: children(joined.block, x))
 
 
-RANK = 3
-
-
-class LoRA(nn.Module):
-    """A frozen `base` and a trainable low-rank branch beside it (arXiv 2106.09685)."""
-
-    def __init__(self, base, in_features, out_features):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        options = {"bias": False, "device": DEVICE, "dtype": torch.float64}
-        self.a = nn.Linear(in_features, RANK, **options)
-        self.b = nn.Linear(RANK, out_features, **options)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
-
-
-def trained(module, x, call):
-    """Return call's result and the gradients of all that is trainable, x's too where wanted."""
-    wanted = [t for t in (x, *module.parameters()) if t.requires_grad]
-    y = call(x)
-    return [y, *torch.autograd.grad(y.square().sum(), wanted)]
-
-
-@pytest.mark.parametrize("x_grad", [False, True])
-@pytest.mark.parametrize("level", ["inputs", "preact"])
-@pytest.mark.parametrize("norm", ["none", "rms"])
-@pytest.mark.parametrize("kind", CLASSES)
-def test_lora_beside_a_frozen_block(kind, norm, level, x_grad):
-    """The branch keeps x and its own low-rank product; the block adds what dx reads, if wanted."""
-    block = build(kind, norm, save=level)
-    model = LoRA(block, D, D)
-    x = randn(T, D, dtype=torch.float64, requires_grad=x_grad)
-    reference = trained(model, x, lambda x: eager(block, x) + model.b(model.a(x)))
-    torch.testing.assert_close(trained(model, x, model), reference)
-    wide = 0 if level == "inputs" or not x_grad else F if kind is MLP else 2 * F
-    assert saved_bytes(model, [x]) == 8 * T * (D + RANK + wide)
-    # the block alone: x, but where the level keeps all that dx reads
-    reads_x = x_grad and (level == "inputs" or norm == "rms")
-    assert saved_bytes(block, [x]) == 8 * T * (D * reads_x + wide)
-
-
-@pytest.mark.parametrize("x_grad", [False, True])
-@pytest.mark.parametrize("kind", CLASSES)
-def test_lora_around_a_frozen_linear_in_a_block(kind, x_grad):
-    """An adapter in a child's place is called, and nothing is kept for a frozen weight."""
-    block = build(kind, activation="silu").requires_grad_(False)
-    child = "fc1" if kind is MLP else "gate_proj"
-    old = block.get_submodule(child)
-    base = fusedckpt.Linear(D, F, old.bias is not None, DEVICE, torch.float64)
-    base.load_state_dict(old.state_dict())
-    setattr(block, child, LoRA(base, D, F))
-    x = randn(T, D, dtype=torch.float64, requires_grad=x_grad)
-    reference = trained(block, x, lambda x: eager(block, x))
-    torch.testing.assert_close(trained(block, x, block), reference)
-    assert saved_bytes(base, [x]) == 0
-    # x and the low-rank product for the branch, what SiLU reads; gated, what the product reads: the
-    # activated gate is read only where up has a gradient
-    wide = F if kind is MLP else (3 * F if x_grad else 2 * F)
-    assert saved_bytes(block, [x]) == 8 * T * (D + RANK + wide)
-
-
 def test_names_of_common_models():
     assert list(build(MLP, "rms").state_dict()) == [
         "norm.weight",
@@ -214,12 +151,3 @@ def test_names_of_common_models():
         "down_proj.weight",
     ]
     assert "activation=silu, residual=False, save=inputs" in repr(build(GatedMLP))
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_compiles_without_a_graph_break(kind):
-    torch._dynamo.reset()
-    block = build(kind, "rms", residual=True)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    x = randn(T, D, dtype=torch.float64)
-    torch.testing.assert_close(compiled(x), block(x))

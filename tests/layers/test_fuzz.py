@@ -1,14 +1,10 @@
 """The fuzz itself: that what it draws holds, and that it sees what does not."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from fusedckpt.kernels.runtime import IS_INTERPRETED
-from tests.fuzz import kept, loop, trial
+from tests.fuzz import loop, trial
 from tests.fuzz.config import Config, parse
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import judge
@@ -18,18 +14,13 @@ SEED = 1
 NORMS = Config("shared", present=("norm_weight",), readers=("linear", "linear"))
 
 
-@pytest.mark.parametrize("index", [*range(8), 15])
+@pytest.mark.parametrize("index", [*range(5), 15])
 def test_random_configurations_hold(index, path):
     kind = "interpreter" if path == "triton" and IS_INTERPRETED else "aten"
     with loop.surroundings(kind):
-        assert judge(draw(SEED, index, kind)) is None
-
-
-def test_a_configuration_is_known_by_its_number_and_its_text():
-    drawn = [draw(1, index, "interpreter") for index in range(50)]
-    assert drawn == [draw(1, index, "interpreter") for index in range(50)]
-    assert [parse(str(config)) for config in drawn] == drawn
-    assert len({config.function for config in drawn}) > 10
+        config = draw(SEED, index, kind)
+        assert parse(str(config)) == config
+        assert judge(config) is None
 
 
 class Through(torch.autograd.Function):
@@ -53,12 +44,6 @@ def wrong_gradient(c, t, call):
     return tuple(Through.apply(y, lambda dy: dy * (1 + 1e-4)) for y in call(c, t))
 
 
-def wrong_second_gradient(c, t, call):
-    """Right the first time, as a buffer that was written over would be."""
-    times = iter((1.0, 1.01))
-    return tuple(Through.apply(y, lambda dy: dy * next(times)) for y in call(c, t))
-
-
 def dropped_bias(c, t, call):
     return call(c, t | {"bias": t["bias"].detach()})
 
@@ -72,22 +57,8 @@ def written_gradient(c, t, call):
     return tuple(Through.apply(y, torch.Tensor.zero_) for y in call(c, t))
 
 
-def written_operand(c, t, call):
-    found = call(c, t)
-    t["x"].data.view(-1)[0] += 1
-    return found
-
-
 def wide_result(c, t, call):
     return tuple(y.float() for y in call(c, t))
-
-
-def hidden_nan(c, t, call):
-    return tuple(y.nan_to_num() for y in call(c, t))
-
-
-def detached(c, t, call):
-    return tuple(y.detach() for y in call(c, t))
 
 
 def kept_too_much(c, t, call):
@@ -103,14 +74,10 @@ FAULTS = [
     ("error", wrong_gradient, Config()),
     ("error", wrong_gradient, Config("Linear", backward="backward_twice")),
     ("error", wrong_gradient, Config(dtype="float64", rows=(), d=1, f=1)),
-    ("error", wrong_second_gradient, Config(backward="grad_twice")),
     ("none", dropped_bias, Config(present=("bias",))),
     ("none", zeros_for_none, NORMS.but(douts=("plain", "none"))),
     ("changes", written_gradient, Config()),
-    ("changes", written_operand, Config()),
     ("type", wide_result, Config(dtype="bfloat16")),
-    ("finite", hidden_nan, Config(values=(("x", "nan"),))),
-    ("requires", detached, Config()),
     ("bytes", kept_too_much, Config(weighs=True)),
     ("raises", refusal, Config()),
 ]
@@ -131,16 +98,6 @@ def test_a_planted_fault_is_seen(kind, fault, config, monkeypatch):
     assert failure.kind == kind
 
 
-def test_what_eager_refuses_must_be_refused(monkeypatch):
-    config = Config(dtypes=(("weight", "bfloat16"),))
-    with loop.surroundings("aten"):
-        assert judge(config) is None
-        monkeypatch.setattr(trial.ours, "call", lambda c, t: (t["x"],))
-        failure = judge(config)
-    assert failure is not None
-    assert failure.kind == "accepts"
-
-
 def test_a_failure_is_made_plain(monkeypatch):
     call = trial.ours.call
 
@@ -158,7 +115,12 @@ def test_a_failure_is_made_plain(monkeypatch):
     assert least == Config("mlp", 7, d=5, chunks=3)
 
 
-def test_a_failure_is_printed_with_its_command(monkeypatch, capsys):
+def test_what_a_search_prints(monkeypatch, capsys):
+    """It ends with counts, and a failure has the command that runs it again."""
+    assert loop.search(SEED, 0, None, 3, "aten", 1) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("aten: 3 configurations (")
+    assert out.rstrip().endswith(f"per second, seed {SEED}")
     call = trial.ours.call
     monkeypatch.setattr(trial.ours, "call", lambda c, t: wrong_row(c, t, call))
     assert loop.search(SEED, 0, None, 100, "aten", 1) == 1
@@ -168,24 +130,3 @@ def test_a_failure_is_printed_with_its_command(monkeypatch, capsys):
     assert command.strip() == "python -m tests.fuzz --path aten"
     assert loop.reproduce(text.strip("'"), "aten") == 1
     assert "1 failures" in lines[-1]
-
-
-def test_the_command_ends_with_counts():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", "--count", "3", "--seed", str(SEED)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("aten: 3 configurations (")
-    assert done.stdout.rstrip().endswith(f"per second, seed {SEED}")
-
-
-def test_bytes_are_known_of_every_function_but_compositions():
-    known = {
-        c.function
-        for c in (draw(2, index, "aten") for index in range(3000))
-        if kept.kept_bytes(c) is not None
-    }
-    assert known == {*kept.LEVELS, *kept.ALWAYS_X}

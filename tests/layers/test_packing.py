@@ -64,24 +64,3 @@ def test_gated_mlp_reads_what_was_repacked(layout):
     torch.testing.assert_close(
         torch.autograd.grad(found.sum(), given), torch.autograd.grad(expected.sum(), given)
     )
-
-
-def test_glu_of_torch_packs_up_first():
-    weight, x = randn(2 * F, D), randn(3, D)
-    gate, up = unpack_gate_up(weight, "up_gate")
-    torch.testing.assert_close(
-        torch.nn.functional.glu(x @ weight.mT), torch.sigmoid(x @ gate.mT) * (x @ up.mT)
-    )
-
-
-def test_gpt_oss_interleaves():
-    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-    config = modeling.GptOssConfig(
-        hidden_size=D, intermediate_size=F, num_local_experts=1, num_experts_per_tok=1
-    )
-    experts = modeling.GptOssExperts(config)
-    gate_up = numbered(2, 2 * F).float() / 9
-    gate, up = unpack_gate_up(gate_up, "interleaved", dim=-1)
-    bounded = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
-    expected = (bounded[1] + 1) * bounded[0] * torch.sigmoid(bounded[0] * experts.alpha)
-    torch.testing.assert_close(experts._apply_gate(gate_up), expected)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 from sequentials import assert_as_torch, kinds, mlp, sequential
@@ -41,11 +39,7 @@ def test_hooks_on_a_child_fire(index, register):
     assert kinds(model) == "mlp"
     assert_as_torch(model)
     assert len(seen) == 2
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_hooks_that_change_results(index):
-    model = sequential(nn.LayerNorm(D), *mlp())
+    # and change results
     model[index].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
     model[index].register_forward_hook(lambda _, args, y: y * 3)
     model[index].register_full_backward_hook(lambda _, dx, dy: (dx[0] / 2,))
@@ -63,25 +57,19 @@ def test_hooks_on_all_modules_change_nothing():
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_replaced_forward_of_a_child(index):
-    model = sequential(nn.LayerNorm(D), *mlp())
-    expected, x = model(rows()), rows()
+def test_changed_child(index):
+    """By a forward or a parametrization of its own, or by a hook that makes its weight."""
 
-    def forward(self, x):
-        return type(self).forward(self, x) * 2
-
-    model[index].forward = types.MethodType(forward, model[index])
-    assert_as_torch(model, x)
-    assert not torch.allclose(model(x), expected)
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_parametrized_child(index):
     class Double(nn.Module):
         def forward(self, w):
             return w * 2
 
-    model = sequential(nn.LayerNorm(D), *mlp())
+    model, x = sequential(nn.LayerNorm(D), *mlp()), rows()
+    expected = model(x)
+    model[index].forward = lambda x, child=model[index]: type(child).forward(child, x) * 2
+    assert_as_torch(model, x)
+    assert not torch.allclose(model(x), expected)
+    del model[index].forward
     if index == 2:
         index = 1
     parametrize.register_parametrization(model[index], "weight", Double())
@@ -92,16 +80,12 @@ def test_parametrized_child(index):
     assert_as_torch(model)
 
 
-def test_weights_made_by_a_hook():
-    # in eval mode it does not change from call to call
-    model = sequential(*mlp()).eval()
-    torch.nn.utils.spectral_norm(model[0])
-    assert_as_torch(model)
-
-
 def test_child_replaced_after_construction():
-    model = sequential(*mlp())
-    assert_as_torch(model)
+    model, x = sequential(*mlp()), rows()
+    before = model(x)
+    model[1].approximate = "tanh"
+    assert_as_torch(model, x)
+    assert not torch.equal(model(x), before)
     for activation, runs_as in {
         nn.SiLU(): "mlp",
         nn.Softmax(-1): "layer layer layer",
@@ -117,14 +101,6 @@ def test_child_replaced_after_construction():
     model.to(DEVICE, torch.float64)
     assert kinds(model) == "linear_act layer"
     assert_as_torch(model)
-
-
-def test_activation_changed_after_construction():
-    model = sequential(*mlp())
-    before, x = model(rows()), rows()
-    model[1].approximate = "tanh"
-    assert_as_torch(model, x)
-    assert not torch.equal(model(x), before)
 
 
 def test_edited_like_a_list():

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from own_classes import SwiGLU
 from support import as_tuple
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,33 +30,17 @@ class EagerLinear(nn.Linear):
         return F.gelu(super().forward(x))
 
 
-class EagerMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.fc1, self.fc2 = nn.LayerNorm(D), nn.Linear(D, H), nn.Linear(H, D)
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Fan(nn.ModuleList):
+    """A norm and the linears that read it."""
 
     def forward(self, x):
-        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
-
-
-class EagerGatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(D, H, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(H, D, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class EagerNormLinear(nn.Module):
-    def __init__(self, norm, *linears):
-        super().__init__()
-        self.norm, self.linears = norm, nn.ModuleList(linears)
-
-    def forward(self, x):
-        n = self.norm(x)
-        return tuple(linear(n) for linear in self.linears)
+        n = self[0](x)
+        return tuple(linear(n) for linear in list(self)[1:])
 
 
 def in_order():
@@ -67,12 +52,12 @@ LAYERS = {
     "layer_norm": (lambda: LayerNorm(D), lambda: nn.LayerNorm(D)),
     "norm_linear": (
         lambda: NormLinear(RMSNorm(D), nn.Linear(D, 4), nn.Linear(D, 6)),
-        lambda: EagerNormLinear(nn.RMSNorm(D), nn.Linear(D, 4), nn.Linear(D, 6)),
+        lambda: Fan([nn.RMSNorm(D), nn.Linear(D, 4), nn.Linear(D, 6)]),
     ),
-    "mlp": (lambda: MLP(D, H, norm=LayerNorm(D), residual=True), EagerMLP),
+    "mlp": (lambda: MLP(D, H, norm=LayerNorm(D), residual=True), lambda: Residual(*in_order())),
     "norm-gated_mlp": (
         lambda: nn.Sequential(RMSNorm(D), GatedMLP(D, H, save="gate")),
-        lambda: nn.Sequential(nn.RMSNorm(D), EagerGatedMLP()),
+        lambda: nn.Sequential(nn.RMSNorm(D), SwiGLU(D, H)),
     ),
     "sequential": (lambda: Sequential(*in_order()), lambda: nn.Sequential(*in_order())),
 }
@@ -82,7 +67,8 @@ LAYERS = {
 def alike(request):
     """Our layer and the eager one with the same weights, and an input."""
     ours, eager = (make().double() for make in LAYERS[request.param])
-    ours.load_state_dict(eager.state_dict())
+    # parameters of both are in one order
+    ours.load_state_dict(dict(zip(ours.state_dict(), eager.state_dict().values(), strict=True)))
     with forced_path("aten"):
         yield ours, eager, torch.randn(5, 4, D, dtype=torch.float64)
 
@@ -119,13 +105,6 @@ def parametrized(layer):
         parametrize.register_parametrization(module, "weight", Twice())
 
 
-def deparametrized(layer):
-    parametrized(layer)
-    for module in layer.modules():
-        if parametrize.is_parametrized(module):
-            parametrize.remove_parametrizations(module, "weight")
-
-
 def normed(apply):
     def change(layer):
         for module in weighted(layer):
@@ -143,23 +122,11 @@ def pruned(layer):
         prune.random_unstructured(module, "weight", 0.5)
 
 
-def pruned_for_good(layer):
-    pruned(layer)
-    for module in layer.modules():
-        if prune.is_pruned(module) and hasattr(module, "weight_orig"):
-            prune.remove(module, "weight")
-
-
 CHANGES = {
     "parametrized": parametrized,
-    "deparametrized": deparametrized,
-    "weight_norm": normed(parametrizations.weight_norm),
     "weight_norm, as hooks": normed(nn.utils.weight_norm),
     "spectral_norm": normed(parametrizations.spectral_norm),
-    "spectral_norm, as hooks": normed(nn.utils.spectral_norm),
-    "orthogonal": normed(parametrizations.orthogonal),
     "pruned": pruned,
-    "pruned for good": pruned_for_good,
     "shared memory": nn.Module.share_memory,
 }
 
@@ -178,14 +145,6 @@ def after_meta(layer):
     values = {key: value.clone() for key, value in layer.state_dict().items()}
     layer = layer.to("meta")
     layer(torch.empty(3, D, dtype=torch.float64, device="meta"))
-    layer = layer.to_empty(device="cpu")
-    layer.load_state_dict(values)
-    return layer
-
-
-def assigned(layer):
-    values = {key: value.clone() for key, value in layer.state_dict().items()}
-    layer = layer.to("meta")
     layer.load_state_dict(values, assign=True)
     return layer
 
@@ -196,10 +155,8 @@ def after_use(layer):
 
 
 COPIES = {
-    "deepcopy": copy.deepcopy,
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
     "meta": after_meta,
-    "assign": assigned,
     "used": after_use,
 }
 
@@ -273,16 +230,6 @@ def test_fake_tensors(alike):
     assert act(ours, x) == act(eager, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dtypes_that_change(alike, dtype):
-    ours, eager, x = alike
-    for layer in (ours, eager):
-        layer.to(dtype)
-    for a, b in zip(trained(ours, x.to(dtype)), trained(eager, x.to(dtype)), strict=True):
-        assert a.dtype == b.dtype == dtype
-        assert a.shape == b.shape
-
-
 def test_threads_that_train_at_once(alike):
     layer, _, x = alike
     expected = trained(layer, x)
@@ -316,35 +263,5 @@ def test_a_backward_inside_a_backward(alike, same):
         after = loss * 1
         after.register_hook(again)
         return [*torch.autograd.grad(after, [x, *layer.parameters()]), *found]
-
-    assert_alike(alike, act)
-
-
-def test_optimizers_inside_backward(alike):
-    def act(layer, x):
-        def step(parameter):
-            with torch.no_grad():
-                parameter -= 0.01 * parameter.grad
-            parameter.grad = None
-
-        for parameter in layer.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
-        for _ in range(3):
-            loss_of(layer(x)).backward()
-        return [parameter.detach() for parameter in layer.parameters()]
-
-    assert_alike(alike, act)
-
-
-def test_ensembles_and_gradients_per_sample(alike):
-    def act(layer, x):
-        parameters, buffers = stack_module_state([layer, copy.deepcopy(layer)])
-        model = copy.deepcopy(layer).to("meta")
-
-        def loss(parameters, buffers, x):
-            return loss_of(functional_call(model, (parameters, buffers), (x,)))
-
-        every = vmap(vmap(grad(loss), (None, None, 0)), (0, 0, None))
-        return list(every(parameters, buffers, x).values())
 
     assert_alike(alike, act)
