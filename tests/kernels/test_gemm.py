@@ -1,15 +1,17 @@
-"""The GEMM's main loop and epilogues with several tiles each way, and several steps along K.
+"""GEMMs and their epilogues with several tiles each way; grouped GEMMs; sums over rows.
 
-Real tiles: those of the chip under test, or in the interpreter those of sm_90.
+Real tiles: those of the chip under test, or in the interpreter those of sm_90. Grouped GEMMs are
+compared with a loop over experts, in all layouts of weights, on the interpreter's own tiles.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support import DEVICE, HALF, squared
+from support import DEVICE, HALF, launches
 from torch import Tensor
 
+from fusedckpt.fusing.accuracy import Errors
 from fusedckpt.kernels.runtime import HAS_TRITON
 
 if not HAS_TRITON:
@@ -18,14 +20,19 @@ if not HAS_TRITON:
 from fusedckpt.kernels import gemm, linear
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.gemm import SHORT_K, TILES
+from fusedckpt.kernels.grouped_gemm import grouped_gemm, grouped_grad
 from fusedckpt.kernels.linear import HiddenGrad, hybrid_grad
+from fusedckpt.kernels.norm import NormRule, norm_grad
+from fusedckpt.kernels.partials import sum_partials
 
 DTYPES = (torch.float32, *HALF)
+# rows of each expert, K, N: several tiles, none, one expert, one row; 4 last rows are of no expert
+SIZES = [((40, 0, 33, 1, 0), 45, 70), ((0, 0, 0), 3, 5), ((17,), 64, 130), ((0, 1), 1, 1)]
 # m, n, k
 SHAPES = {"short": (300, 520, 200), "long": (300, 264, 1064), "pointers": (300, 265, 203)}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def real_tiles(monkeypatch):
     """Give the interpreter the tiles of sm_90; a chip has its own."""
     for size in (2, 4):
@@ -33,7 +40,7 @@ def real_tiles(monkeypatch):
 
 
 @pytest.fixture
-def covered(monkeypatch):
+def covered(monkeypatch, real_tiles):
     """Collect how many tiles along M and N and steps along K every launch takes."""
     found = []
     launch, choose = gemm.gemm, gemm.tile_for
@@ -67,10 +74,9 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 def agree(ours: Tensor | None, theirs: Tensor, truth: Tensor) -> None:
     """Hold the rule of support.compare."""
     assert ours is not None
-    assert ours.isfinite().all()
-    mine, eager = (squared(t.double() - truth) ** 0.5 for t in (ours, theirs))
-    count, scale = truth.numel() ** 0.5, squared(truth) ** 0.5
-    assert mine <= 2 * eager + 8 * torch.finfo(torch.float32).eps * max(count, scale)
+    errors = Errors(ours.dtype)
+    errors.add(ours, theirs.to(ours.dtype), truth)
+    assert errors.problem() is None, errors.problem()
 
 
 def eager_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> list[Tensor]:
@@ -80,8 +86,11 @@ def eager_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> list[Ten
     return [h.detach(), z.detach(), dz, dz.sum(0)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*zip(SHAPES, DTYPES, strict=True), ("pointers", torch.float32), ("long", torch.float32)],
+    ids=str,
+)
 def test_fused_linear(kind, dtype, covered):
     m, n, k = SHAPES[kind]
     x, w, b, dy = (draw(*s, dtype=dtype) for s in ((m, k), (n, k), (n,), (m, n)))
@@ -109,9 +118,18 @@ def eager_hidden(dy: Tensor, down: Tensor, z: Tensor, up: Tensor | None) -> list
     return [h.detach(), *grads, *(grad.sum(0) for grad in grads)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "gated", "dtype"),
+    [
+        ("short", False, torch.float32),
+        ("short", True, torch.bfloat16),
+        ("long", False, torch.float16),
+        ("long", True, torch.float32),
+        ("pointers", False, torch.bfloat16),
+        ("pointers", True, torch.float16),
+    ],
+    ids=str,
+)
 def test_hybrid(kind, gated, dtype, covered):
     m, n, k = SHAPES[kind]
     dy, down, z, up = (draw(*s, dtype=dtype) for s in ((m, k), (k, n), (m, n), (m, n)))
@@ -127,3 +145,85 @@ def test_hybrid(kind, gated, dtype, covered):
         agree(*found)
     assert len(covered) == 1
     assert all(count > 1 for counts in covered for count in counts)
+
+
+def parts(counts: tuple[int, ...]) -> tuple[Tensor, list[slice]]:
+    ends = torch.tensor(counts).cumsum(0).int().to(DEVICE)
+    return ends, [slice(e - c, e) for e, c in zip(ends.tolist(), counts, strict=True)]
+
+
+def products(rows, x, w, y, bias=None, scores=None):
+    """Write what grouped_gemm adds to y in a loop."""
+    for e, part in enumerate(rows):
+        z = x[part] @ w[e]
+        if bias is not None:
+            z = z + (bias[e] if scores is None else scores[part, None] * bias[e])
+        y[part] = (y[part] + z).to(y.dtype)
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("turned", [False, True], ids=["NK", "KN"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_products(sizes, turned, dtype):
+    counts, k, n = sizes
+    ends, rows = parts(counts)
+    shape = (len(counts), k, n) if turned else (len(counts), n, k)
+    w, bias = draw(*shape, dtype=dtype), draw(len(counts), n, dtype=dtype)
+    x, total = (draw(sum(counts) + 4, width, dtype=dtype) for width in (k, n))
+    scores = torch.rand(len(x), device=DEVICE)
+    w = w if turned else w.mT
+    for extra, adds in (((), False), ((bias,), False), ((bias, scores), True)):
+        first = total if adds else torch.zeros_like(total)
+        theirs = products(rows, x, w, first.clone(), *extra)
+        truth = products(rows, *(t.double() for t in (x, w, first, *extra)))
+        ours = total.clone() if adds else torch.empty_like(total)
+        grouped_gemm(x, w, ends, ours, *extra, adds=adds)
+        own = slice(0, sum(counts))
+        agree(ours[own], theirs[own], truth[own])
+        # rows of no expert are not written
+        assert not adds or torch.equal(ours[own.stop :], total[own.stop :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradients_of_weights(sizes, dtype):
+    counts, m, n = sizes
+    ends, rows = parts(counts)
+    x, dy = (draw(sum(counts) + 4, width, dtype=dtype) for width in (m, n))
+
+    def grads(x, dy, start, dtype):
+        return torch.stack([start + x[part].t() @ dy[part] for part in rows]).to(dtype)
+
+    for wide, start in ((dtype, 0.0), (torch.float32, 0.5)):
+        dw = torch.full((len(counts), m, n), start, dtype=wide, device=DEVICE)
+        grouped_grad(x, dy, ends, dw, adds=bool(start))
+        theirs = grads(x.to(wide), dy.to(wide), start, wide)
+        agree(dw, theirs, grads(x.double(), dy.double(), start, torch.float64))
+        again = torch.full_like(dw, start)
+        grouped_grad(x, dy, ends, again, adds=bool(start))
+        assert torch.equal(again, dw)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 45), (300, 70)], ids=str)
+@pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)], ids=str)
+def test_sums_over_rows(shape, given):
+    pair = [torch.randn(shape, device=DEVICE) if there else None for there in given]
+    with launches() as count:
+        found = sum_partials(*pair)
+    assert count == {"sum_partials_kernel": 1}
+    for total, partial in zip(found, pair, strict=True):
+        assert (total is None) == (partial is None)
+        if total is not None:
+            torch.testing.assert_close(total, partial.double().sum(0).float())
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_norm_writes_the_dtype_that_is_asked_for(dtype):
+    x, w, dy = (torch.randn(s, device=DEVICE).to(dtype) for s in ((70, 40), (40,), (70, 40)))
+    operands = (dy, None, x, w, NormRule("layer", 1e-5), (True, True, True))
+    wide, narrow = norm_grad(*operands), norm_grad(*operands, dtype)
+    assert torch.equal(wide[0], narrow[0])
+    for full, rounded in zip(wide[1:], narrow[1:], strict=True):
+        assert full.dtype == torch.float32
+        assert torch.equal(full.to(dtype), rounded)
