@@ -21,7 +21,7 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.chain import Chain, Level, Unit
 from fusedckpt.planning.meter import Differs, Meter, Reading, Times, once, step_kind
-from fusedckpt.planning.roles import INSIDE, PLAIN, PRODUCTS, run_at
+from fusedckpt.planning.roles import ATTENTION, INSIDE, PLAIN, PRODUCTS, run_at
 from fusedckpt.planning.survey import WRITES, Found
 from fusedckpt.reporting.step import Step
 
@@ -103,15 +103,16 @@ class _Costs:
         yield group
 
     def measure(self, selective: bool) -> None:
-        """Measure units at the levels that they offer, at PRODUCTS, and INSIDE segments."""
+        """Measure units at the levels that they offer, at PRODUCTS or ATTENTION, and INSIDE."""
         offered = [unit.levels for unit in self._found]
         names = [x for x in reversed(LEVELS) if any(x in levels for levels in offered)] or [PLAIN]
         rounds = [[x if x in levels else levels[0] for levels in offered] for x in names]
-        if selective:
+        extra = [PRODUCTS if selective else ATTENTION if u.attends else "" for u in self._found]
+        if any(extra):
             # a unit after which one writes its input is left, too
             writes = [unit.fixed == WRITES for unit in (*self._found[1:], self._found[0])]
-            pairs = zip(self._found, writes, rounds[0], strict=True)
-            rounds.append([x if u.fixed or after else PRODUCTS for u, after, x in pairs])
+            rows = zip(self._found, writes, extra, rounds[0], strict=True)
+            rounds.append([x if u.fixed or after else own or x for u, after, own, x in rows])
         if any(unit.joined for unit in self._found) and names != [PLAIN]:
             pairs = zip(rounds[0], offered, strict=True)
             rounds.append([x if levels == (PLAIN,) else INSIDE for x, levels in pairs])
@@ -156,13 +157,15 @@ class _Costs:
 
         both = {name: mean("enter", name) + mean("back", name) for name in readings}
         ms = fmean(forward[i] for i in alike)
+        again = fmean(self._alone.ms("back", i) for i in alike) - mean("back", first)
+        low, high = (share * ms for share in _RERUN)
+        again = min(max(scale * again, low), high + _OVERHEAD)
         extra, least = {first: 0.0}, 0.0
         for name in sorted(names, key=lambda name: -self._kept(alike[0], readings[name])):
             least = max(scale * (both[name] - both[first]), least + _NOT_FREE * ms)
-            extra[name] = least
-        again = fmean(self._alone.ms("back", i) for i in alike) - mean("back", first)
-        low, high = (share * ms for share in _RERUN)
-        return _Ms(ms, extra, min(max(scale * again, low), high + _OVERHEAD))
+            # a recompute without attention takes no longer than one with it
+            extra[name] = min(least, again) if name == ATTENTION else least
+        return _Ms(ms, extra, again)
 
     def _kept(self, i: int, reading: Reading) -> int:
         before, after = (reading.kept(k) - self._alone.kept(k) for k in (i, i + 1))

@@ -192,7 +192,7 @@ def _read(found: Any) -> Plan:
     found["chain"] = Chain(**found["chain"])
     found["items"] = tuple(Item(**item) for item in found["items"])
     plan = Plan(**found)
-    outcome, known = simulate(plan.chain, plan.items), {roles.PLAIN, roles.PRODUCTS, *LEVELS}
+    outcome, known = simulate(plan.chain, plan.items), {*roles.OWN_LEVELS, *LEVELS}
     if not {level.name for unit in plan.chain.units for level in unit.levels} <= known:
         raise ValueError(f"expected levels among {sorted(known)}")
     if plan.predicted_bytes != outcome.peak or not isclose(plan.extra_ms, outcome.extra):

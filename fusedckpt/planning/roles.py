@@ -45,8 +45,9 @@ _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
 # of the segments of a plan: units may draw from Python's and NumPy's generators
 OPTIONS = Options(preserve_python_rng=True)
 
-# the level of a module without fused layers, and the level that saves outputs of matrix products
-PLAIN, PRODUCTS = "plain", "products"
+# the level of a module without fused layers, the level that saves outputs of matrix products, and
+# the one whose recompute does not run attention
+PLAIN, PRODUCTS, ATTENTION = OWN_LEVELS = "plain", "products", "attention"
 # as layers save in a segment's recompute: its hooks keep norms from sharing the tensors they save
 INSIDE = "inside"
 
@@ -140,8 +141,13 @@ class _Gathering:
 
 
 def run_at(level: str) -> Role:
-    """Return the role of a unit that saves a level: PLAIN, PRODUCTS or one of fused layers."""
-    others: dict[str, Role] = {PRODUCTS: _keep_products, INSIDE: _inside}
+    """Return the role of a unit that saves a level: of the above, or of fused layers."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
+    others: dict[str, Role] = {
+        PRODUCTS: functools.partial(_recompute, {"context_fn": contexts}),
+        ATTENTION: functools.partial(_recompute, {"save_regions": (ATTENTION,)}),
+        INSIDE: _inside,
+    }
     return others.get(level) or functools.partial(_run_at, level)
 
 
@@ -168,13 +174,12 @@ def _cut(role: Role, chunks: int, forward: Callable[..., Any], args: Any, kwargs
     return role(Chunked(forward, chunks), args, kwargs)
 
 
-def _keep_products(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Keep the outputs of matrix products and convolutions, recompute the rest: a role."""
+def _recompute(options: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Checkpoint a forward with options that say which results stay saved: a role."""
     if is_plain_call() or current() is not None:
         return forward(*args, **kwargs)
-    contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
     run = functools.partial(forward, **kwargs)
-    return checkpoint(run, *args, context_fn=contexts, preserve_python_rng=True)
+    return checkpoint(run, *args, preserve_python_rng=True, **options)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")

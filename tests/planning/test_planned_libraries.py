@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from plan_models import (
 
 import fusedckpt
 from fusedckpt.memory import nbytes_of, peak_bytes
+from fusedckpt.planning.chain import Item, simulate
 
 HF = {
     "llama": {"intermediate_size": 64, "num_attention_heads": 2, "hidden_size": 32},
@@ -85,8 +87,35 @@ def test_fused_attention_at_its_levels(kind):
         found.apply(model)
         assert_as_near(step(model, **inputs), unplanned, exact)
         found.undo()
-    levels = {level.name: level for level in found.chain.units[0].levels}
-    assert levels["inputs"].kept < levels["preact"].kept
+    first, *others = found.chain.units[0].levels
+    assert first.name == "preact"
+    assert others
+    assert all(level.kept < first.kept for level in others)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_units_that_do_not_run_attention_again(fused):
+    model, x = transformer(3, fused=fused), tokens()
+    unplanned = step(copy.deepcopy(model), x)
+    found = planned(model, x, policy="none")
+    for unit in found.chain.units:
+        level, least = unit.level("attention"), unit.level(unit.fastest.name)
+        assert 0 < level.kept < least.kept
+        assert 0 < level.extra <= unit.again.extra
+    items = tuple(Item(i, i + 1, "attention") for i in range(3))
+    found = replace(found, items=items)
+    found.apply(model)
+    assert_equal(step(model, x), unplanned)
+    assert forwards_of_attention(lambda: step(model, x)) == 3
+    predicted = simulate(found.chain, items).peak
+    assert 0.99 <= predicted / fusedckpt.report(model, x).peak_bytes <= 1.03
+
+
+def forwards_of_attention(fn):
+    with torch.profiler.profile() as profiler:
+        fn()
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    return sum(event.name == name for event in profiler.events())
 
 
 def test_beside_hugging_faces_own_checkpoints():

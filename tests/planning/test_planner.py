@@ -64,7 +64,8 @@ def test_a_model_that_does_not_fit_is_measured_some_units_at_a_time(monkeypatch)
     monkeypatch.setattr(Meter, "saving", lambda self, *a: steps.append(a[1]) or saving(self, *a))
     monkeypatch.setattr("fusedckpt.planning.measure.spare_bytes", lambda device: 0)
     parts = planned(model, x, policy="all").chain
-    assert steps == [[0], [1], [2], [3]]
+    # where all is saved, and where all but attention is recomputed
+    assert steps == 2 * [[0], [1], [2], [3]]
     for one, other in zip(whole.units, parts.units, strict=True):
         ours, theirs = one.levels[0], other.levels[0]
         assert (ours.kept, ours.backward) == pytest.approx((theirs.kept, theirs.backward), rel=0.01)

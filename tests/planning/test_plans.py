@@ -27,7 +27,8 @@ def plan() -> Plan:
     """A segment of one unit and one of two, and a unit that keeps a level."""
     with forced_path("aten"):
         found = fusedckpt.plan(transformer(4, fused=True), tokens(), policy="all", progress=False)
-    items = Item(0, 1), Item(1, 3), Item(3, 4, "inputs")
+    level = found.chain.units[3].levels[-1].name
+    items = Item(0, 1), Item(1, 3), Item(3, 4, level)
     outcome = simulate(found.chain, items)
     return replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
 
