@@ -53,7 +53,8 @@ def experts(
         x: [..., D], float32, bfloat16, float16 or float64.
         index: [..., K], int64 or int32: the experts of each token. An expert of E or more, as
             expert parallelism marks experts of other ranks, adds nothing.
-        scores: [..., K], floating point; they get a gradient.
+        scores: [..., K], floating point; they get a gradient. They multiply the hidden layer: in
+            float16 one above 1 may overflow where eager, which multiplies the result, does not.
         gate_up: [E, 2 F, D] of x's dtype, under autocast of any dtype but float64; gate's rows
             first.
         down: [E, D_out, F].

@@ -198,6 +198,9 @@ def leaves_of(c: Config, number: int = 0) -> Operands:
         if name.endswith("weight") and len(shape) > 1:
             value /= max(1, shape[1 if c.is_transposed else -1]) ** 0.5
         value = special(value, values.get(name), c.dtype, generator)
+        if name == "scores" and c.dtype == "float16":
+            # a larger one may overflow h, which it multiplies
+            value = value.clamp(-1, 1)
         dtype = getattr(torch, dtypes.get(name, c.dtype))
         tensor = lay_out(value.to(dtype), layouts.get(name))
         trains = name not in c.frozen
