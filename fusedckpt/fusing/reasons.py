@@ -11,9 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
@@ -58,7 +55,19 @@ _OTHERS = (
 )
 # functions that a norm's code calls
 _NORMALISES = frozenset(("rsqrt", "layer_norm", "rms_norm"))
-_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
+)
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 
 
 def of_call(module: nn.Module, fallback: Fallback) -> str:
@@ -182,7 +191,7 @@ def kind_of(module: nn.Module) -> str | None:
     if not count or _is_linear(module) or type(module).forward is nn.Module.forward:
         return None
     # in a convolutional net, activations follow convolutions, and a lone linear is the head
-    is_head = linears < 2 and any(isinstance(inner, _ConvNd) for inner in module.modules())
+    is_head = linears < 2 and any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules())
     # a lone tanh caps logits
     if is_head or not _activates(module, _ACTIVATIONS | ({"tanh"} if count > 1 else frozenset())):
         return None
@@ -228,7 +237,7 @@ def acts_beside(module: nn.Module) -> bool:
 
 def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
     """Yield a Sequential's linears that an activation follows, and why each is apart from it."""
-    skipped = (nn.Identity, _DropoutNd)
+    skipped = (nn.Identity, *_DROPOUTS)
     layers = [pair for pair in parent.named_children() if not isinstance(pair[1], skipped)]
     for (name, linear), (_, act) in pairwise(layers):
         if _is_linear(linear) and (acts(act) or isinstance(act, _OTHERS)):
