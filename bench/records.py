@@ -36,6 +36,10 @@ def _trade(row: Row, reference: Row) -> str:
     return f"{round((reference['peak_mib'] - row['peak_mib']) / added, 2) + 0.0:.2f}"
 
 
+def _recomputed(row: Row) -> str:
+    return "-" if row["recomputed"] is None else f"{100 * row['recomputed']:.0f}"
+
+
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.3f} .. {max(values):.3f}"
 
@@ -54,7 +58,7 @@ def columns_of(rows: Sequence[Row]) -> Columns:
         "asked_mib": ("budget\nMiB", number("asked_mib")),
         "predicted_mib": ("predicted\nMiB", number("predicted_mib")),
         "peak_mib": ("peak\nMiB", number("peak_mib")),
-        "recomputed": ("recomputed\n%", lambda row: f"{100 * row['recomputed']:.0f}"),
+        "recomputed": ("recomputed\n%", _recomputed),
         "curve": ("MiB\nper ms", lambda row: _trade(row, first)),
         "ms": ("ms", lambda row: significant(median(row["ms"]))),
         "loss_difference": (f"of\n{first['name']}", lambda row: f"{slowdown(row, first):.2f}x"),

@@ -10,6 +10,7 @@ import math
 import sysconfig
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,18 @@ def model_of(chosen: Namespace) -> nn.Module:
         }
         model = kind(config(**options))
     return model.to(chosen.device, getattr(torch, chosen.dtype))
+
+
+def _example(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model of six layers of 256, and 8 x 256 bytes of text as its inputs and labels."""
+    sizes = {"layers": 6, "dim": 256, "seq": 256, "batch": 8, "dtype": "float32"}
+    chosen = Namespace(model=kind, seed=0, device="cpu", **sizes)
+    inputs, _ = batches_of(chosen, 1)[0]
+    return model_of(chosen), {"input_ids": inputs, "labels": inputs}
+
+
+# for bench ways --model bench.tasks:llama
+llama, gpt2 = partial(_example, "llama"), partial(_example, "gpt2")
 
 
 def _side(seq: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import needs_inductor
 from torch import nn
 from torch.nn import functional as F
 
@@ -291,6 +292,12 @@ class Net(nn.Module):
 def make():
     return Net(), torch.randn(32, 16)
 
+def without_dropout():
+    net = Net()
+    for block in net.blocks:
+        block[2].p = 0.0
+    return net, torch.randn(32, 16)
+
 def fails_wrapped():
     return Net(wrong=True), (), {"x": torch.randn(32, 16)}
 
@@ -328,6 +335,19 @@ def test_ways_of_a_model_of_yours(file, capsys):
     out = capsys.readouterr().out
     assert "fuse: " in out
     assert "model.config.use_cache was set to False" in out
+
+
+@needs_inductor
+def test_ways_that_are_compiled(file, capsys):
+    options = [f"--model={file}:without_dropout", "--compile", "--repeat=1", "--steps=1"]
+    (rows,) = bench(file.parent, "ways", *options)
+    compiled = [row for name, row in rows.items() if "compile" in name]
+    assert len(compiled) >= 5
+    # no FLOPs, which nothing counts in compiled code
+    assert all(row["recomputed"] is None for row in compiled)
+    assert all(row["loss_difference"] <= 1e-5 for row in compiled)
+    assert rows["compile 0"]["saved_mib"] < rows["compile"]["saved_mib"]
+    assert rows["fuse+compile"]["saved_mib"] < rows["fuse preact+compile"]["saved_mib"]
 
 
 def test_budgets_that_no_plan_fits_and_ways_that_fail_are_told(file, monkeypatch, capsys):
