@@ -160,7 +160,8 @@ def test_steps_end_in_time_and_one_archive_has_it_all(tmp_path, capsys, steps):
     assert "not ok: bad, slow, killed" in said
     with tarfile.open(archive) as file:
         assert {*file.getnames()} == {"gpu.json", *(f"{name}.log" for name in expected)}
-        assert file.extractfile("good.log").read() == b"7\n"
+        # behind it, the child may tell how it was interrupted
+        assert file.extractfile("good.log").read().startswith(b"7\n")
     # another call takes the steps that did not end, also in a copy of the checkout
     steps[1:3] = [step("slow", "print(1)"), step("killed", "print(2)")]
     assert command.main([*CPU, f"--out={out}"]) == 1
