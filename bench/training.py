@@ -128,6 +128,11 @@ class Workload(NamedTuple):
         loss.backward()
         return loss.detach()
 
+    def once(self, run: Callable[..., Any]) -> None:
+        """Take a step on the first batch that leaves no trace, such as one that compiles."""
+        with trial(_Run(run, self.model)):
+            self.backward(run)
+
     def copied(self) -> nn.Module:
         """Return a copy of the model that shares its parameters and buffers."""
         shared = [*self.model.parameters(), *self.model.buffers()]
@@ -249,8 +254,7 @@ def compare(
         tick(way.name)
         try:
             if way.is_compiled:
-                with trial(_Run(way.run, work.model)):
-                    work.backward(way.run)
+                work.once(way.run)
             # the counter does not see what compiled code calls
             flops = None if way.is_compiled else work.flops(way.run)
             report = work.report(way.run)
