@@ -118,7 +118,7 @@ def _normalised(call: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None
 
 
 def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> Any:
-    """Run a block on `read`, which is n in its compute dtype, and which it saves first, if at all.
+    """Run a block on `read`, its first input, which is n in its compute dtype.
 
     Only if there are no saved-tensor hooks, or only counting ones.
     """
@@ -129,12 +129,13 @@ def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> 
         # hooks can be set only on tensors saved without hooks
         if private.top_hooks() is None:
             y = function(read, *args)
-            saved = y.grad_fn.saved_tensors
-            if y.grad_fn.saved.inputs and (raw := private.raw_saved(y.grad_fn)):
+            saved, inputs = y.grad_fn.saved_tensors, y.grad_fn.saved.inputs
+            if 0 in inputs and (raw := private.raw_saved(y.grad_fn)):
                 recipe = Recipe(n.grad_fn.source.again, None, found, read.dtype)  # type: ignore[union-attr]  # noted
+                place = inputs.index(0)
                 # the pack hook is called at once, and frees n
-                raw[0].register_hooks(lambda _: recipe, unpack)
-                saved = *found, *saved[1:]
+                raw[place].register_hooks(lambda _: recipe, unpack)
+                saved = *found, *saved[:place], *saved[place + 1 :]
             for tensor in saved:
                 if tensor is not None and count is not None:
                     count(tensor)
