@@ -231,7 +231,7 @@ def _head(function: str, bias: bool, **options: Any) -> Case:
         return getattr(module, function)(x, weight, target, *bias, **options)
 
     return Case(
-        f"{function}-{'bias' if bias else 'plain'}",
+        f"{function}-{options.get('save', 'bias' if bias else 'plain')}",
         partial(call, functional),
         partial(call, reference),
         lambda rows, d, f: [(*rows, d), (f, d), *([(f,)] if bias else [])],
@@ -241,6 +241,7 @@ def _head(function: str, bias: bool, **options: Any) -> Case:
 LOSS = {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.1}
 HEADS = [
     _head("linear_cross_entropy", bias=True, chunks=2, **LOSS),
+    _head("linear_cross_entropy", bias=False, save="preact", **LOSS),
     _head("token_logprobs", bias=False, scale=0.5, softcap=3.0, temperature=0.7, entropy=True),
 ]
 EXPERTS = [

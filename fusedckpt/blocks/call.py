@@ -63,9 +63,10 @@ class Call:
     """A checked call, settled once for calls that are alike.
 
     metas: shapes, dtypes and devices of inputs and parameters; others: numbers of the parameters
-    that are no tensors; direct: whether nothing traces or watches ops; read: the dtype that x is
-    cast to first, None for none; adds_after: whether x is added to the result outside, in another
-    dtype.
+    that are no tensors; level: what it saves; inside: what it saves and recomputes in a checkpoint,
+    None for what the phase says; direct: whether nothing traces or watches ops; read: the dtype
+    that x is cast to first, None for none; adds_after: whether x is added to the result outside, in
+    another dtype.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Call:
         *,
         others: tuple[int, ...] = (),
         level: str = "inputs",
+        inside: str | None = None,
         chunks: int = 1,
         direct: bool = False,
         read: torch.dtype | None = None,
@@ -84,7 +86,8 @@ class Call:
         num_seeds: int = 0,
     ):
         self.name, self.program, self.layouts, self.metas = name, program, layouts, metas
-        self.others, self.level, self.chunks, self.direct = others, level, chunks, direct
+        self.others, self.level, self.inside = others, level, inside
+        self.chunks, self.direct = chunks, direct
         self.read, self.adds_after, self.num_seeds = read, adds_after, num_seeds
         # whether it may save a norm's input in place of the norm's output
         self.shares = len(program.results) == 1 and not isinstance(program.steps[0].op, Norm)
@@ -106,7 +109,9 @@ class Call:
         """Return the tensors to save; levels: a phase's, None for the call's own."""
         key = needs, levels
         if key not in self._saved:
-            self._saved[key] = self._settled(needs, *(levels or (self.level, self.level)))
+            if levels is None or self.inside is not None:
+                levels = ((levels and self.inside) or self.level,) * 2
+            self._saved[key] = self._settled(needs, *levels)
         return self._saved[key]
 
     def _settled(self, needs: Flags, counted: str, computed: str) -> Saved:

@@ -1,7 +1,7 @@
 """A linear to classes and the statistics of its rows, from which layers/head.py makes losses.
 
 Saves x and target: in chunks of rows, backward recomputes the logits and writes their gradient over
-them.
+them. At level "preact" it saves the logits, too, in one chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusedckpt.autograd import arguments, dispatch
+from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, validate
 from fusedckpt.blocks.builder import LINEAR, Builder, Linears, flat_of
@@ -29,6 +29,7 @@ from fusedckpt.kernels.cross_entropy import (
     statistics_grad,
 )
 
+LEVELS = ("inputs", "preact")
 # logits of a chunk: as many bytes as this, or a fourth of the weight's
 CHUNK_BYTES = 64 << 20
 
@@ -65,12 +66,14 @@ class Statistics(Op):
 class HeadOptions(NamedTuple):
     """The options of a head, as of any call of linears (programs.py), with a target.
 
-    rule: how logits come from the linear; chunks: of rows, None for as many as CHUNK_BYTES says.
+    rule: how logits come from the linear; chunks: of rows, None for as many as CHUNK_BYTES says;
+    save: the level of a call.
     """
 
     name: str
     rule: LogitRule
     chunks: int | None = None
+    save: str | None = None
     linears: Linears = Linears(LINEAR)
     is_module: bool = False
     num_seeds: int = 0
@@ -80,8 +83,8 @@ class HeadOptions(NamedTuple):
         """The tensors of a call."""
         return ("x", "target", *self.linears.names)
 
-    def chosen(self, override: str | None) -> None:
-        """Refuse invalid options."""
+    def chosen(self, override: str | None) -> str:
+        """Return the save level; refuse invalid options."""
         name, rule = self.name, self.rule
         arguments.number(name, "scale", rule.scale)
         if rule.softcap is not None:
@@ -91,6 +94,7 @@ class HeadOptions(NamedTuple):
         arguments.integer(name, "ignore_index", rule.ignore_index, least=-(2**63))
         if self.chunks is not None:
             arguments.integer(name, "chunks", self.chunks, 1)
+        return levels.chosen(name, (self.save, override, "inputs"), LEVELS)
 
     def eager(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Tensor:
         """Return the statistics by torch's own ops; norm: the target alone."""
@@ -100,12 +104,12 @@ class HeadOptions(NamedTuple):
         """Return None: no weight is packed."""
 
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
-        """Return none: logits are recomputed."""
-        return ()
+        """Return the number of the GEMM that makes the logits, where they are saved."""
+        return (0,) if self.chosen(levels.override.level) == "preact" else ()
 
     def settle(self, around: Around, x: Any, target: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
-        self.chosen(around.level)
+        level = self.chosen(around.level)
         name, linears = self.name, self.linears.of(metas)
         validate.tensors(name, ("x", *self.linears.names), (x, *flat_of(linears)))
         named = {"weight": linears[0]}
@@ -120,9 +124,13 @@ class HeadOptions(NamedTuple):
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
         b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
-        inputs = {"x": x, "target": target}
-        chunks = self.chunks or chunks_for(math.prod(x.shape[:-1]), classes, x.shape[-1], dtype)
-        return b.call(name, inputs, ["y"], {"dtype": dtype}, casts=True, chunks=chunks)
+        level, chunks = level if around.grad else "inputs", self.chunks or 1
+        if level == "inputs" and self.chunks is None:
+            chunks = chunks_for(math.prod(x.shape[:-1]), classes, x.shape[-1], dtype)
+        # in a checkpoint's recompute not all logits are to exist at once
+        how: Any = {"level": level, "inside": "inputs", "chunks": chunks, "casts": True}
+        given = {"dtype": dtype, "products": ("z",)}
+        return b.call(name, {"x": x, "target": target}, ["y"], given, **how)
 
     def _check(self, x: Meta, target: Meta) -> None:
         validate.integers(self.name, "target", target, x, (torch.int64,))

@@ -21,6 +21,7 @@ from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.private import pytree
+from fusedckpt.blocks.head import LEVELS
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.search import Search
@@ -44,13 +45,14 @@ _VIEWS = frozenset(("view", "reshape", "flatten", "contiguous"))
 class Operands(NamedTuple):
     """The logits post * tanh(pre * F.linear(hidden, weight, bias)); without tanh if post is None.
 
-    cast: the dtype of autocast, None where it is off.
+    cast: the dtype of autocast, None where it is off; head: the module that has the weight.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     cast: torch.dtype | None
+    head: DeferredHead
     pre: float = 1.0
     post: float | None = None
 
@@ -69,9 +71,10 @@ class Operands(NamedTuple):
         """Return F.cross_entropy of the logits, rows of a dtype."""
         scale = self.pre if self.post is None else self.pre * self.post
         given = {**options, "scale": scale, "softcap": self.post}
+        run = partial(_rows_loss, self.weight, self.bias, given)
         with cast_by(self.hidden.device, self.cast):
             rows = target.reshape(self.hidden.shape[:-1])
-            loss = linear_cross_entropy(self.hidden, self.weight, rows, self.bias, **given)
+            loss = self.head._fusedckpt_loss(run, self.hidden, rows)
         # autocast runs the loss in float32
         loss = loss if autocast_dtype(loss.device) else loss.to(dtype)
         return loss.reshape(target.shape) if loss.dim() else loss
@@ -233,6 +236,10 @@ def _gathers(hook: Any) -> bool:
     return isinstance(module, str) and module.startswith("torch.distributed.")
 
 
+def _rows_loss(weight: Any, bias: Any, options: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden, weight, target, bias, **options)
+
+
 def _called(func: Any, args: Any, x: Tensor) -> Tensor:
     return func(x, *args)
 
@@ -258,16 +265,22 @@ class DeferredHead(nn.Module):
 
     _fusedckpt_prefix = "Deferred"
     _parameters: Any
+    save_levels = LEVELS
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, deferred where they may be."""
         if not self.training or not torch.is_grad_enabled() or not _may_defer(self, input):
             return super().forward(input)
         weight, bias = self.weight, self.bias
-        operands = Operands(input, weight, bias, autocast_dtype(input.device))  # type: ignore[arg-type]  # nn.Linear's
+        cast = autocast_dtype(input.device)
+        operands = Operands(input, weight, bias, cast, self)  # type: ignore[arg-type]  # nn.Linear's
         dtype = operands.cast or input.dtype
         like = torch.empty(*input.shape[:-1], weight.shape[0], dtype=dtype, device="meta")  # type: ignore[union-attr]
         return DeferredLogits.of(Deferred(operands), like)
+
+    def _fusedckpt_loss(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        """Compute a loss: the work of the module, which a plan may let run otherwise."""
+        return run(*args)
 
 
 def _may_defer(head: Any, x: Any) -> bool:

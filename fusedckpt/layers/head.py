@@ -1,7 +1,8 @@
 """Cross entropy and log-probabilities of a linear to classes, without its logits.
 
 Logits exist for one chunk of rows at a time, in forward and again in backward: 4 GEMMs, where eager
-takes 3 and saves logits and their log-softmax.
+takes 3 and saves logits and their log-softmax. At level "preact" the logits are saved, and nothing
+else: 3 GEMMs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments, dispatch, private
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.head import HeadOptions
+from fusedckpt.blocks.head import LEVELS, HeadOptions
 from fusedckpt.blocks.operands import LoRA, are_adapted
 from fusedckpt.kernels.cross_entropy import LogitRule
 from fusedckpt.layers import parallel
@@ -44,6 +45,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     num_items: Tensor | float | None = None,
+    save: str | None = None,
     chunks: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -64,17 +66,20 @@ def linear_cross_entropy(
             softcap z = scale u.
         z_loss: adds z_loss * logsumexp(z) ** 2 to a token's loss.
         num_items: divides the sum, in place of the number of tokens with a loss; of "mean" only.
+        save: "inputs" (the default), or "preact": the linear's outputs, too.
         chunks: into how many chunks the tokens are cut; by default so that a chunk's logits take
-            64 MiB, or a fourth of the weight's bytes. Gradients of weights then add up in float32.
+            64 MiB, or a fourth of the weight's bytes; one where logits are saved. Gradients of
+            weights then add up in float32.
         backend: "fused" (the default); "torch", F.linear_cross_entropy in chunks; or "cce", the
             cut_cross_entropy package, which drops small gradients. They take no label_smoothing,
-            scale, z_loss or chunks, and only "cce" a softcap.
+            scale, z_loss, save or chunks, and only "cce" a softcap.
 
     Returns:
         A scalar, or [...] for reduction="none"; float32, or float64 of float64.
 
     Saves x and target, D elements and 8 bytes per token, and with a z_loss 16 bytes more; backward
-    runs the linear once more. Rows are computed in float32.
+    runs the linear once more. At "preact" it saves V elements more, and runs no linear again. Rows
+    are computed in float32.
 
     Raises:
         ValueError: invalid shapes, devices or options, or a target out of range; on a GPU such a
@@ -89,11 +94,12 @@ def linear_cross_entropy(
     _check(name, reduction, label_smoothing, z_loss, num_items)
     if backend not in (None, "fused"):
         given = {"scale": (scale, 1), "softcap": (softcap, None), "z_loss": (z_loss, 0)}
-        given |= {"label_smoothing": (label_smoothing, 0), "chunks": (chunks, None)}
+        given |= {"label_smoothing": (label_smoothing, 0)}
+        given |= {"save": (save, None), "chunks": (chunks, None)}
         loss = _by_others(name, backend, (x, weight, target, bias), ignore_index, given)
     else:
         rule = LogitRule(scale, softcap, ignore_index=ignore_index)
-        found = _statistics(HeadOptions(name, rule, chunks), x, weight, target, bias)
+        found = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
         loss = (label_smoothing - 1) * found[..., 0]
         if label_smoothing:
             loss = loss - label_smoothing * found[..., 2]
@@ -118,6 +124,7 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     ignore_index: int = -100,
+    save: str | None = None,
     chunks: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return log_softmax(softcap(scale * F.linear(x, weight, bias)) / temperature) at the targets.
@@ -138,7 +145,7 @@ def token_logprobs(
         arguments.wrong_value(name, "temperature", "a positive number", temperature)
     both = arguments.flag(name, "entropy", entropy)
     rule = LogitRule(scale, softcap, 1 / temperature, ignore_index, both)
-    found = _statistics(HeadOptions(name, rule, chunks), x, weight, target, bias)
+    found = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
     return (found[..., 0], found[..., 3]) if both else found[..., 0]
 
 
@@ -224,6 +231,7 @@ class LinearCrossEntropy(nn.Linear):
     Keyword arguments are those of `functional.linear_cross_entropy`.
     """
 
+    save_levels = LEVELS
     function: Callable[..., Any] = staticmethod(linear_cross_entropy)
 
     def __init__(

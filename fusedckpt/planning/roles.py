@@ -38,6 +38,7 @@ from fusedckpt.checkpointing.calls import (
     storage_of,
 )
 from fusedckpt.checkpointing.segment import Segment, checkpoint, is_plain_call
+from fusedckpt.fusing.deferred import DeferredHead
 from fusedckpt.fusing.subclass import made_of, subclass
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
@@ -63,17 +64,29 @@ class Planned(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its role."""
-        own = self.__dict__.get(_FORWARD) or super().forward
-        return self.__dict__[_ROLE](
-            _Gathering(self, own) if _is_sharded(self) else own, args, kwargs
-        )
+        return self._in_role(self.__dict__.get(_FORWARD) or super().forward, args, kwargs)
+
+    def _in_role(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        run = _Gathering(self, own) if _is_sharded(self) else own
+        return self.__dict__[_ROLE](run, args, kwargs)
+
+
+class PlannedHead(Planned):
+    """The methods of a head with deferred logits: the loss runs in its role."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the logits."""
+        return (self.__dict__.get(_FORWARD) or super(Planned, self).forward)(*args, **kwargs)
+
+    def _fusedckpt_loss(self, run: Callable[..., Any], *args: Any) -> Any:
+        return self._in_role(run, args, {})
 
 
 @cache
 def _unplanned(kind: Any) -> Any:
     """Return the class that a planned one was, also where a subclass was made of that since."""
     ours, original = made_of(kind) or (None, None)
-    if ours is Planned:
+    if ours is not None and issubclass(ours, Planned):
         return original
     bases = tuple(
         _unplanned(base) if issubclass(base, Planned) else base for base in kind.__bases__
@@ -84,7 +97,8 @@ def _unplanned(kind: Any) -> Any:
 
 def assign(module: nn.Module, role: Role) -> None:
     """Let `module` run in `role`."""
-    module.__class__ = subclass(Planned, type(module))
+    ours = PlannedHead if isinstance(module, DeferredHead) else Planned
+    module.__class__ = subclass(ours, type(module))
     module.__dict__[_ROLE] = role
     if "forward" in module.__dict__:
         module.__dict__[_FORWARD] = module.__dict__.pop("forward")

@@ -49,17 +49,19 @@ def candidates(model: nn.Module) -> list[str]:
     """Return the names of the modules that may be units, in order of definition.
 
     The entries of an nn.Sequential, nn.ModuleList or nn.ModuleDict, and of those inside them, but
-    that an nn.Sequential of layers beside as many others is a unit. Where the rest
-    of the model has more layers with parameters than these (a body of attributes, a head that is a
-    Sequential), the rest, too. Where there are none of these: the fused layers; else the model's
-    own children. A module that is there twice has its first name.
+    that an nn.Sequential of layers beside as many others is a unit; and modules outside of these
+    that offer levels, such as a head with its loss. Where the rest of the model has more layers
+    with parameters than these (a body of attributes, a head that is a Sequential), the rest, too.
+    Where there are none of these: the fused layers; else the model's own children. A module that is
+    there twice has its first name.
     """
     count = len(model) if _is_container(model) else 0  # type: ignore[arg-type]  # sized
     found = [*_walk("", model, count)]
     inside = [(name, m) for name, m, is_inside in found if is_inside]
     rest = [m for _, m, is_inside in found if not is_inside]
-    if inside and _layers(rest) > _layers(m for _, m in inside):
-        inside = [(name, m) for name, m, _ in found]
+    if inside:
+        takes_all = _layers(rest) > _layers(m for _, m in inside)
+        inside = [(n, m) for n, m, is_inside in found if is_inside or takes_all or levels_of(m)[1:]]
     inside = inside or [*_fused("", model)] or [*model.named_children()]
     first = {module: name for name, module in reversed(inside)}
     return [name for name, module in inside if first.pop(module, None) == name]

@@ -113,7 +113,9 @@ def test_a_target_out_of_range(target):
         ({"weight": torch.zeros(V, D + 1)}, ValueError, "weight expects 18 input features"),
         ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items needs reduction='mean'"),
         ({"backend": "liger"}, ValueError, "backend must be one of fused, torch, cce"),
+        ({"save": "gate"}, ValueError, "save must be one of inputs, preact, got 'gate'"),
         ({"backend": "torch", "softcap": 3.0}, ValueError, "backend='torch' has no softcap"),
+        ({"backend": "torch", "save": "preact"}, ValueError, "backend='torch' has no save"),
         ({"backend": "cce"}, ValueError, "needs cut_cross_entropy"),
     ],
 )
@@ -124,20 +126,20 @@ def test_bad_input(changes, error, message):
         functional.linear_cross_entropy(**given | changes)
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_saved_bytes_and_gemms_of_every_mask(chunks):
+@pytest.mark.parametrize(("save", "chunks"), [("inputs", 1), ("inputs", 3), ("preact", None)])
+def test_saved_bytes_and_gemms_of_every_mask(save, chunks):
     """A mask drops what no gradient reads; targets are 8 bytes, the divisor of a mean 8 more."""
     target = targets(T, V)
     gemm = 2 * T * D * V
     for mask in product((False, True), repeat=3):
         x, *weights = inputs(mask=mask)
         given = [x, *(nn.Parameter(w, w.requires_grad) for w in weights)]
-        call = partial(ours, target * 1, chunks=chunks)
-        expected = any(mask) * (8 * T + 8) + 4 * T * D * any(mask)
-        assert saved_bytes(call, given) == expected, mask
+        call = partial(ours, target * 1, save=save, chunks=chunks)
+        rows = 4 * T * (D if save == "inputs" else V + D * mask[1])
+        assert saved_bytes(call, given) == any(mask) * (8 * T + 8 + rows), mask
         wanted = [t for t in given if t.requires_grad]
         run = lambda: torch.autograd.grad(call(*given), wanted) if wanted else call(*given)  # noqa: E731, B023
-        count = 1 + any(mask) + mask[0] + mask[1]
+        count = 1 + any(mask) * (save == "inputs") + mask[0] + mask[1]
         if DEVICE.type == "cpu":
             with forced_path("aten"):
                 assert gemm_flops(run) == count * gemm, mask
@@ -146,12 +148,14 @@ def test_saved_bytes_and_gemms_of_every_mask(chunks):
 
 @pytest.mark.parametrize(("reduction", "count"), [("sum", 4), ("mean", 5)])
 @pytest.mark.parametrize("checkpoint", [fusedckpt.checkpoint, torch_checkpoint])
-def test_checkpoints(checkpoint, reduction, count):
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_checkpoints(save, checkpoint, reduction, count):
     """A recompute stops before the logits, unless the division of a mean follows them."""
     call, (x, w, b) = partial(ours, targets(T, V), reduction=reduction), inputs()
 
     def run():
-        loss = checkpoint(call, x, w, b, use_reentrant=False)
+        with fusedckpt.saving(save):
+            loss = checkpoint(call, x, w, b, use_reentrant=False)
         return torch.autograd.grad(loss, (x, w, b))
 
     torch.testing.assert_close(run(), torch.autograd.grad(call(x, w, b), (x, w, b)))

@@ -48,6 +48,26 @@ def test_the_norm_adds_nothing(norm, save, kept):
     assert saved_bytes(both, [rows()]) == 8 * 5 * D
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_layers_with_several_inputs(norm, save, frozen):
+    """Experts save a routing, too, and a head its targets, in any order, or these alone."""
+    index = torch.arange(10, device=DEVICE).view(5, 2) % 4
+    experts = fusedckpt.Experts(4, D, F, save=save).to(DEVICE, torch.float64)
+    head = fusedckpt.LinearCrossEntropy(D, 7, save=save).to(DEVICE, torch.float64)
+    scores, target = randn(5, 2, dtype=torch.float64), torch.arange(5, device=DEVICE)
+    for layer, given in ((experts, (index, scores)), (head, (target,))):
+        layer.requires_grad_(not frozen)
+        x = rows()
+        wanted = [x, *norm.parameters(), *(p for p in layer.parameters() if p.requires_grad)]
+        expected = grads(layer(norm(x) * 1, *given), *wanted)
+        for ours, theirs in zip(grads(layer(norm(x), *given), *wanted), expected, strict=True):
+            assert torch.equal(ours, theirs)
+        own = saved_bytes(lambda x: layer(x, *given), [rows()])  # noqa: B023
+        own += (save == "preact" and frozen) * 8 * 5 * D
+        assert saved_bytes(lambda x: layer(norm(x), *given), [x]) == own  # noqa: B023
+
+
 def assert_near(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 

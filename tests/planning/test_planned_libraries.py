@@ -17,6 +17,7 @@ from plan_models import (
     transformer,
     units_of,
 )
+from torch import nn
 
 import fusedckpt
 from fusedckpt.memory import nbytes_of, peak_bytes
@@ -91,6 +92,54 @@ def test_fused_attention_at_its_levels(kind):
     assert first.name == "preact"
     assert others
     assert all(level.kept < first.kept for level in others)
+
+
+@pytest.mark.parametrize("kind", ["llama", "own"])
+def test_a_head_at_its_levels(kind):
+    """Where all fits it saves the logits, and runs no GEMM again; else only its input."""
+    x = tokens()
+    if kind == "own":
+        model, inputs = Headed(), {"tokens": x}
+    else:
+        model, inputs = hugging_face(kind), {"input_ids": x, "labels": x, "use_cache": False}
+    plain = copy.deepcopy(model)
+    fusedckpt.fuse(model, head=True)
+    exact, unplanned = step(copy.deepcopy(plain).double(), **inputs), step(plain, **inputs)
+    found = planned(model, policy="none", **inputs)
+    name, head = "lm_head" if kind == "llama" else "head", found.chain.units[-1]
+    assert head.name == name
+    first, last = head.level("preact"), head.level("inputs")
+    assert first.kept - last.kept == 4 * 128 * x.numel()
+    assert (found.items[-1].level, found.items[-1].stop) == ("preact", 4)
+    for budget in (found.measured_bytes, found.measured_bytes - 1):
+        found = planned(model, budget=budget, **inputs)
+        assert_predicted(found)
+        assert found.measured_bytes <= budget
+        found.apply(model)
+        assert_as_near(step(model, **inputs), unplanned, exact)
+        found.undo()
+        model.zero_grad()
+    least = [unit.levels[-1].name for unit in found.chain.units]
+    items = tuple(Item(i, i + 1, name) for i, name in enumerate(least))
+    found = replace(found, items=items)
+    found.apply(model)
+    peak = fusedckpt.report(model, **inputs).peak_bytes
+    assert 0.99 <= simulate(found.chain, items).peak / peak <= 1.03
+
+
+class Headed(nn.Module):
+    """A language model that computes its loss without logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = transformer(3)
+        self.head = fusedckpt.LinearCrossEntropy(64, 128)
+
+    def forward(self, tokens):
+        x = self.inner.embedding(tokens)
+        for block in self.inner.blocks:
+            x = block(x)
+        return self.head(self.inner.norm(x), tokens)
 
 
 @pytest.mark.parametrize("fused", [False, True])
