@@ -27,12 +27,11 @@ class Config:
     d: int = 3
     f: int = 2
     out: int = 4
-    # what optional operands are there, and how operands are laid out, valued and typed
+    # what optional operands are there, and how operands are laid out and valued
     present: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     layouts: Pairs = ()
     values: Pairs = ()
-    dtypes: Pairs = ()
     tied: bool = False
     # operands are views of the leaves instead of leaves
     views: bool = False
@@ -52,10 +51,9 @@ class Config:
     chunks: int | None = None
     # "fused" stands for "hybrid" where that is the layer's
     kernel: str | None = None
-    # of modules: children of torch's own classes; what a Sequential holds; who reads a norm
-    native: bool = False
+    # what a Sequential holds; who reads a norm
     stack: str = "lal"
-    readers: tuple[str, ...] = ("linear",)
+    readers: tuple[str, ...] = ("Linear",)
     # how it is run
     mode: str = "grad"
     autocast: str | None = None
@@ -64,8 +62,6 @@ class Config:
     backward: str = "grad"
     # of the incoming gradients, in turns; "none": an output that nobody uses
     douts: tuple[str, ...] = ("plain",)
-    # whether saved bytes are counted, where they are known
-    weighs: bool = False
 
     def has(self, name: str) -> bool:
         """Whether an optional operand is there."""

@@ -6,44 +6,25 @@ import random
 from typing import Any
 
 from .config import Config
-from .operands import shapes_of
+from .eager import ACTIVATIONS
+from .operands import LAYOUTS, shapes_of
 
 FUNCTIONS = (
     *("linear_act", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"),
-    *("norm_linear", "mlp", "gated_mlp", "packed_mlp"),
-    *("Linear", "RMSNorm", "LayerNorm", "NormLinear", "MLP", "GatedMLP", "Sequential", "shared"),
+    *("norm_linear", "mlp", "gated_mlp", "packed_mlp", "experts", "Sequential", "shared"),
 )
-ACTIVATIONS = (
-    *(None, "identity", "linear", "none", "relu", "relu2", "relu_squared", "squared_relu"),
-    *("leaky_relu", "gelu", "gelu_python", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new"),
-    *("gelu_fast", "gelu_python_tanh", "quick_gelu", "silu", "swish", "sigmoid", "tanh"),
-    *("softplus", "mish"),
-)
-# of configurations one is of experts, drawn beside the others
-EXPERTS_EVERY = 16
 OPTIONAL = (
     *("bias", "norm_weight", "norm_bias", "fc1_bias", "fc2_bias"),
     *("gate_bias", "up_bias", "down_bias", "bias0", "bias1", "bias2"),
 )
 # those that an nn.Module of torch's computes
 IN_MODULES = (
-    "relu",
-    "leaky_relu",
-    "gelu",
-    "gelu_tanh",
-    "silu",
-    "sigmoid",
-    "tanh",
-    "softplus",
-    "mish",
+    *("relu", "leaky_relu", "gelu", "gelu_tanh", "silu"),
+    *("sigmoid", "tanh", "softplus", "mish"),
 )
 STACKS = ("la", "lal", "nlal", "nl", "nla", "l", "n", "lalal", "nlanl", "nlalnlal", "alan")
-READERS = ("linear", "linear_act", "mlp", "gated_mlp", "norm_linear", "n")
-LAYOUTS = (
-    *("offset", "step", "column", "expanded", "expanded_last", "scalar"),
-    *("transposed", "permuted", "wider", "alternate", "overlapping"),
-)
-VALUES = ("zeros", "ones", "tiny", "large", "huge", "inf", "-inf", "nan", "some_zeros")
+READERS = ("Linear", "linear_act", "mlp", "gated_mlp", "norm_linear", "n")
+VALUES = ("zeros", "tiny", "large", "huge", "inf", "-inf", "nan", "some_zeros")
 SMALL = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 23, 31, 32, 33)
 MIDDLE = (45, 61, 64, 65, 70, 96, 127, 130)
 LONG = (257, 300, 512, 641, 1000, 1031, 2048, 3001)
@@ -52,19 +33,18 @@ LONG = (257, 300, 512, 641, 1000, 1031, 2048, 3001)
 def draw(seed: int, index: int, path: str) -> Config:
     """Return the configuration number `index` of a seed."""
     rng = random.Random(f"{seed}:{index}")
-    sizes = _sizes(rng)
     function = rng.choice(FUNCTIONS)
-    if index % EXPERTS_EVERY == EXPERTS_EVERY - 1:
-        function = "experts"
+    # float64 has no kernels, nor ATen a fused variant
+    doubles, kernels = (1, ("split",)) if path == "aten" else (0.3, ("split", "fused"))
     config = Config(
         function=function,
         seed=rng.randrange(1 << 30),
-        dtype=_dtype(rng, path),
-        **sizes,
+        dtype=rng.choices(("float32", "bfloat16", "float16", "float64"), (2, 2, 1.5, doubles))[0],
+        **_sizes(rng),
         present=_subset(rng, OPTIONAL),
         tied=rng.random() < 0.05,
         views=rng.random() < 0.25,
-        activation=rng.choice(IN_MODULES if function == "Sequential" else ACTIVATIONS),
+        activation=rng.choice(IN_MODULES if function == "Sequential" else [*ACTIVATIONS]),
         norm=rng.choice((None, "rms", "layer")),
         eps=rng.choice((None, None, 1e-6, 1e-5, 1e-3, 1)),
         offset=rng.choice((0.0, 0.0, 1.0, -0.5, 1)),
@@ -73,8 +53,7 @@ def draw(seed: int, index: int, path: str) -> Config:
         save=rng.choice((None, None, "inputs", "gate", "preact", "preact")),
         saving=_rarely(rng, 0.15, "inputs", "gate", "preact"),
         chunks=_rarely(rng, 0.4, 1, 2, 3, 5, 100),
-        kernel=_kernel(rng, path),
-        native=rng.random() < 0.5,
+        kernel=_rarely(rng, 0.5, *kernels),
         stack=rng.choice(STACKS),
         readers=tuple(rng.choice(READERS) for _ in range(rng.choice((1, 1, 2, 3)))),
         mode=rng.choice(("grad",) * 30 + ("no_grad", "inference")),
@@ -85,48 +64,32 @@ def draw(seed: int, index: int, path: str) -> Config:
             ("grad",) * 8 + ("backward",) * 4 + ("grad_twice", "backward_twice", "double") * 2
         ),
         douts=tuple(_dout(rng) for _ in range(3)),
-        weighs=rng.random() < 0.2,
         experts=rng.choice((1, 2, 3, 5, 8)),
         top_k=rng.choice((1, 2, 2, 3)),
         is_transposed=rng.random() < 0.5,
     )
-    return _dress(rng, config)
-
-
-def _dress(rng: random.Random, config: Config) -> Config:
-    """Draw what depends on which operands there are."""
+    # what depends on which operands there are
     names = list(shapes_of(config))
-    frozen: tuple[str, ...] = ()
-    if rng.random() < 0.4:
-        frozen = _subset(rng, names)
-    layouts = ()
-    if rng.random() < 0.6:
-        share = rng.choice((0.2, 0.5, 1.0))
-        layouts = tuple((name, rng.choice(LAYOUTS)) for name in names if rng.random() < share)
-    values = ()
-    if rng.random() < 0.12:
-        values = ((rng.choice([*names, "dout"]), rng.choice(VALUES)),)
-    dtypes = ()
-    if rng.random() < 0.06:
-        others = ("float32", "bfloat16", "float16", "float64")
-        dtypes = tuple((name, rng.choice(others)) for name in names if rng.random() < 0.4)
-    return config.but(frozen=frozen, layouts=layouts, values=values, dtypes=dtypes)
+    frozen = _subset(rng, names) if rng.random() < 0.4 else ()
+    share = rng.choice((0, 0, 0.2, 0.5, 1))
+    layouts = tuple((name, rng.choice([*LAYOUTS])) for name in names if rng.random() < share)
+    value = (rng.choice([*names, "dout"]), rng.choice(VALUES))
+    return config.but(
+        frozen=frozen, layouts=layouts, values=(value,) if rng.random() < 0.12 else ()
+    )
 
 
 def _sizes(rng: random.Random) -> dict[str, Any]:
-    def size(small: float = 0.85) -> int:
-        if rng.random() < 0.02:
-            return 0
-        return rng.choice(SMALL if rng.random() < small else MIDDLE)
+    def size() -> int:
+        return 0 if rng.random() < 0.02 else rng.choice(SMALL if rng.random() < 0.85 else MIDDLE)
 
     rows = tuple(rng.choice((1, 2, 3, 5)) for _ in range(rng.choice((0, 2, 2, 3, 4))))
     if rng.random() < 0.5:
         rows = (size(),)
     elif rng.random() < 0.04:
         rows = (*rows, 0)
-    sizes = {"rows": rows, "d": size(), "f": size(), "out": size(), "group": None}
-    if rng.random() < 0.15:
-        sizes["group"] = rng.choice((1, 2, 3, 5))
+    sizes = {"rows": rows, "d": size(), "f": size(), "out": size()}
+    sizes["group"] = _rarely(rng, 0.15, 1, 2, 3, 5)
     if rng.random() < 0.03:
         # one long side, the others short
         short = {key: rng.choice((1, 2, 3, 5)) for key in ("d", "f", "out")}
@@ -136,21 +99,8 @@ def _sizes(rng: random.Random) -> dict[str, Any]:
     return sizes
 
 
-def _dtype(rng: random.Random, path: str) -> str:
-    doubles = 1 if path == "aten" else 0.3
-    return rng.choices(("float32", "bfloat16", "float16", "float64"), (2, 2, 1.5, doubles))[0]
-
-
-def _kernel(rng: random.Random, path: str) -> str | None:
-    if path == "aten":
-        return _rarely(rng, 0.2, "split")
-    return _rarely(rng, 0.66, "split", "fused")
-
-
 def _dout(rng: random.Random) -> str:
-    if rng.random() < 0.5:
-        return "plain"
-    return rng.choice((*LAYOUTS, "zeros", "sparse", "none", "none"))
+    return "plain" if rng.random() < 0.5 else rng.choice((*LAYOUTS, "sparse", "none", "none"))
 
 
 def _subset(rng: random.Random, names: Any) -> tuple[str, ...]:

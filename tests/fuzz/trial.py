@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from .config import Config
 from .eager import EAGER, Outputs
 from .operands import (
     Operands,
-    bytes_of,
     gradients_for,
     kind_of,
     lay_out,
@@ -40,14 +40,15 @@ class Results:
     error: Exception | None = None
 
 
-@dataclass
-class Trial:
-    """Ours beside eager and the truth, and what ours did to tensors that were not its own."""
+class Trial(NamedTuple):
+    """Ours beside eager and the truth, and whether ours wrote to tensors that are not its own.
+
+    written: eager once more, in float32 and with norms written out, where asked for.
+    """
 
     ours: Results
     eager: Results
     truth: Results
-    # eager once more, in float32 and with norms written out, where asked for
     written: Results | None
     changes: bool
 
@@ -64,18 +65,9 @@ def settle(c: Config) -> Config:
     if c.function == "experts":
         # backward multiplies by a score after the GEMM, eager before: float16 overflows elsewhere
         values = tuple(pair for pair in values if pair[1] != "huge")
-    return c.but(
-        eps=_settle_eps(c),
-        layouts=layouts,
-        values=values,
-        around=around,
-        backward=backward,
-        # torch's LayerNorm reads kept statistics as if they were contiguous, and its checkpoint
-        # takes a linear for another one where x, in another layout, runs another GEMM
-        hooks=None if c.native else c.hooks,
-        frozen=tuple(name for name in c.frozen if name in names),
-        dtypes=tuple(pair for pair in c.dtypes if pair[0] in names),
-    )
+    frozen = tuple(name for name in c.frozen if name in names)
+    given = {"layouts": layouts, "values": values, "frozen": frozen}
+    return c.but(eps=_settle_eps(c), around=around, backward=backward, **given)
 
 
 def _settle_eps(c: Config) -> float | None:
@@ -107,9 +99,7 @@ def _settle_backward(c: Config) -> tuple[str | None, str]:
 def attempt(c: Config, number: int = 0, writes: bool = False) -> Trial:
     """Run draw `number` of a configuration by all that are compared."""
     leaves = leaves_of(c, number)
-    theirs = {
-        name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in leaves.items()
-    }
+    theirs = {key: t.detach().requires_grad_(t.requires_grad) for key, t in leaves.items()}
     eager = _eagerly(c, theirs)
     works = eager.error is None
     douts = gradients_for(c, eager.outputs, number)
@@ -128,14 +118,45 @@ def attempt(c: Config, number: int = 0, writes: bool = False) -> Trial:
     if eager.error is None:
         truth = _exactly(c, leaves, douts, torch.float64)
         # float64 is the truth itself: its error is float32's, on another scale
-        if writes or _widest(leaves) == torch.float64:
+        if writes or c.dtype == "float64":
             written = _exactly(c.but(cast="written"), leaves, douts, torch.float32)
     return Trial(mine, eager, truth, written, changes)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return all memory behind a tensor as bytes, what lies between its elements too."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _eagerly(c: Config, leaves: Operands) -> Results:
     with _mode(c):
         return _forward(lambda: EAGER[c.function](c, _viewed(c, tie(c, leaves))))
+
+
+def _exactly(
+    c: Config, leaves: Operands, douts: list[Tensor | None], dtype: torch.dtype
+) -> Results:
+    """Run eager in one dtype throughout, with the eps that c's own dtype would give."""
+    exact = c.but(autocast=None)
+    if c.eps is None and kind_of(c) == "rms":
+        own = torch.promote_types(getattr(torch, c.dtype), torch.float32)
+        exact = exact.but(eps=torch.finfo(own).eps)
+    wide = {
+        name: leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
+        for name, leaf in leaves.items()
+    }
+    results = _eagerly(exact, wide)
+    _finish(exact, results, wide, [None if dout is None else dout.to(dtype) for dout in douts])
+    return results
+
+
+AROUND: dict[str | None, Callable[..., Any]] = {
+    None: lambda fn, x: fn(x),
+    "ours": fusedckpt.checkpoint,
+    "twice": lambda fn, x: fusedckpt.checkpoint(partial(fusedckpt.checkpoint, fn), x),
+    "torch": partial(stock.checkpoint, use_reentrant=False),
+    "reentrant": partial(stock.checkpoint, use_reentrant=True),
+}
 
 
 def _ours(c: Config, leaves: Operands) -> Results:
@@ -145,23 +166,19 @@ def _ours(c: Config, leaves: Operands) -> Results:
     def fn(x: Tensor) -> Outputs:
         return ours.call(c, t | {"x": x})
 
-    def twice(x: Tensor) -> Outputs:
-        return fusedckpt.checkpoint(fn, x)
-
-    call: Callable[[], Any] = {
-        None: lambda: fn(t["x"]),
-        "ours": lambda: fusedckpt.checkpoint(fn, t["x"]),
-        "twice": lambda: fusedckpt.checkpoint(twice, t["x"]),
-        "torch": lambda: stock.checkpoint(fn, t["x"], use_reentrant=False),
-        "reentrant": lambda: stock.checkpoint(fn, t["x"], use_reentrant=True),
-    }[c.around]
     with ExitStack() as stack:
         stack.enter_context(_mode(c))
         if c.saving is not None:
             stack.enter_context(fusedckpt.saving(c.saving))
         if c.hooks is not None:
-            stack.enter_context(_hooks(c.hooks))
-        return _forward(call)
+            pack = partial(_packed, c.hooks)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))
+        return _forward(lambda: AROUND[c.around](fn, t["x"]))
+
+
+def _packed(kind: str, x: Tensor) -> Tensor:
+    """Return a saved tensor in other memory, and mostly in another layout."""
+    return lay_out(x.clone(), kind if x.is_floating_point() else None)
 
 
 @contextmanager
@@ -188,23 +205,11 @@ def _viewed(c: Config, t: Operands) -> Operands:
         return t
     found: dict[int, Tensor] = {}
     return {
-        name: found.setdefault(id(leaf), leaf.view_as(leaf))
-        if name == "x" or c.function in ours.FUNCTIONS
-        else leaf
+        name: leaf
+        if name != "x" and c.function in ours.MODULES
+        else found.setdefault(id(leaf), leaf.view_as(leaf))
         for name, leaf in t.items()
     }
-
-
-@contextmanager
-def _hooks(kind: str) -> Iterator[None]:
-    """Return saved tensors in other memory, and mostly in another layout."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        is_copy = kind == "copy" or not tensor.is_floating_point()
-        return tensor.detach().clone() if is_copy else lay_out(tensor.clone(), kind)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
 
 
 def _finish(c: Config, results: Results, leaves: Operands, douts: list[Tensor | None]) -> None:
@@ -226,9 +231,8 @@ def _finish(c: Config, results: Results, leaves: Operands, douts: list[Tensor | 
 def _grad(wanted: Operands, ys: list[Tensor], dys: list[Tensor], times: int = 1) -> dict:
     found: dict[str, Tensor | None] = {}
     for time in range(times):
-        keeps = time < times - 1
-        inputs = list(wanted.values())
-        grads = torch.autograd.grad(ys, inputs, dys, retain_graph=keeps, allow_unused=True)
+        options = {"retain_graph": time < times - 1, "allow_unused": True}
+        grads = torch.autograd.grad(ys, list(wanted.values()), dys, **options)
         found |= {f"d{time or ''} {name}": g for name, g in zip(wanted, grads, strict=True)}
     return found
 
@@ -248,11 +252,10 @@ def _double(wanted: Operands, ys: list[Tensor], dys: list[Tensor]) -> dict:
     deep = [g for g in grads if g is not None and g.requires_grad]
     if deep:
         again, weights = [*inputs, *dys], [_ramp(g) for g in deep]
-        second = torch.autograd.grad(deep, again, weights, allow_unused=True)
-        names = [*wanted, *(f"dout{i}" for i in range(len(dys)))]
         # whether a second derivative is zero or None depends on how a formula is written
-        for name, like, grad in zip(names, again, second, strict=True):
-            found[f"dd {name}"] = torch.zeros_like(like) if grad is None else grad
+        second = torch.autograd.grad(deep, again, weights, materialize_grads=True)
+        names = [*wanted, *(f"dout{i}" for i in range(len(dys)))]
+        found |= {f"dd {name}": grad for name, grad in zip(names, second, strict=True)}
     return found
 
 
@@ -261,32 +264,10 @@ def _ramp(like: Tensor) -> Tensor:
     return ramp.view(like.shape).to(like.dtype)
 
 
-_BACKWARD: dict[str, Callable[[Operands, list[Tensor], list[Tensor]], dict]] = {
+_BACKWARD: dict[str, Callable[..., dict]] = {
     "grad": _grad,
-    "grad_twice": lambda *args: _grad(*args, times=2),
+    "grad_twice": partial(_grad, times=2),
     "backward": _accumulate,
-    "backward_twice": lambda *args: _accumulate(*args, times=2),
+    "backward_twice": partial(_accumulate, times=2),
     "double": _double,
 }
-
-
-def _widest(leaves: Operands) -> torch.dtype:
-    """Return the widest dtype among the operands, at least float32."""
-    doubles = any(leaf.dtype == torch.float64 for leaf in leaves.values())
-    return torch.float64 if doubles else torch.float32
-
-
-def _exactly(
-    c: Config, leaves: Operands, douts: list[Tensor | None], dtype: torch.dtype
-) -> Results:
-    """Run eager in one dtype throughout, with the eps that c's own dtype would give."""
-    exact = c.but(autocast=None)
-    if c.eps is None and kind_of(c) == "rms":
-        exact = exact.but(eps=torch.finfo(_widest(leaves)).eps)
-    wide = {
-        name: leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
-        for name, leaf in leaves.items()
-    }
-    results = _eagerly(exact, wide)
-    _finish(exact, results, wide, [None if dout is None else dout.to(dtype) for dout in douts])
-    return results
