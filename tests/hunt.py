@@ -23,8 +23,8 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,17 +39,15 @@ SCALES = (1, 10, 100, 1000)
 TOL = 1e-4
 
 
-@dataclass
-class Count:
-    """What was found in a library."""
+class Found(NamedTuple):
+    """What was found in a library: counts by column, what is false, and why classes were left."""
 
-    seen: int = 0
-    built: int = 0
-    swapped: int = 0
-    modules: int = 0
-    false: Counter[int] = field(default_factory=Counter)
-    lines: list[str] = field(default_factory=list)
-    left: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str]
+    lines: list[str]
+    left: Counter[str]
+
+
+COLUMNS = ["classes", "built", "swapped", "modules", *(f"false x{scale}" for scale in SCALES)]
 
 
 def main() -> int:
@@ -61,41 +59,35 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(f"{'library':16} {'classes':>7} {'built':>6} {'swapped':>8} {'modules':>8}", end="")
-    print("".join(f" {f'false x{scale}':>11}" for scale in SCALES), flush=True)
+    print(f"{'library':16}", *(f"{name:>11}" for name in COLUMNS), flush=True)
     is_false = False
     for name in options.library:
         found = hunt(name, options.seconds)
         if found is None:
             print(f"{name:16} is not installed", flush=True)
             continue
-        counts = f"{found.seen:7d} {found.built:6d} {found.swapped:8d} {found.modules:8d}"
-        print(f"{name:16} {counts}", end="")
-        print("".join(f" {found.false[scale]:11d}" for scale in SCALES), flush=True)
-        is_false = is_false or bool(found.false)
-        for line in found.lines:
-            print(f"  {line}")
-        if options.left:
-            for reason, count in found.left.most_common():
-                print(f"  left {count:4d} x {reason}")
+        print(f"{name:16}", *(f"{found.counts[key]:11}" for key in COLUMNS), flush=True)
+        is_false |= any(found.counts[key] for key in COLUMNS if "false" in key)
+        print(*(f"  {line}\n" for line in found.lines), sep="", end="")
+        for reason, count in found.left.most_common() if options.left else ():
+            print(f"  left {count:4d} x {reason}")
     return int(is_false)
 
 
-def hunt(library: str, seconds: float) -> Count | None:
+def hunt(library: str, seconds: float) -> Found | None:
     """Try every class of a library."""
     with _quiet():
         _without_compiled_ops()
-    try:
-        with _quiet():
+        try:
             package = importlib.import_module(library)
-    except ImportError:
-        return None
-    found, start = Count(), time.monotonic()
+        except ImportError:
+            return None
+    found, start = Found(Counter(), [], Counter()), time.monotonic()
     for kind in _classes(package, library):
         if time.monotonic() - start > seconds:
             found.lines.append(f"stopped after {seconds:.0f} s")
             break
-        found.seen += 1
+        found.counts["classes"] += 1
         with _quiet():
             module = build(kind)
             if module is not None:
@@ -157,36 +149,35 @@ def _submodules(package: Any) -> Iterator[types.ModuleType]:
             yield importlib.import_module(entry.name)
 
 
-def try_one(kind: type[nn.Module], module: nn.Module, found: Count) -> None:
+def try_one(kind: type[nn.Module], module: nn.Module, found: Found) -> None:
     """Fuse a module, and run what was swapped beside what was not."""
-    found.built += 1
+    found.counts["built"] += 1
     name = f"{kind.__module__}.{kind.__qualname__}"
     try:
         eager = copy.deepcopy(module)
     except Exception:
         return
-    before = _state(module)
+    before, wrong = _state(module), None
     try:
         report = fuse(module)
     except Exception as error:
-        found.lines.append(f"{name}: fuse raised {type(error).__name__}: {error}")
-        found.false[1] += 1
+        wrong = f"fuse raised {type(error).__name__}: {error}"
+    else:
+        wrong = None if before == _state(module) else "fuse changed its parameters or buffers"
+    if wrong is not None:
+        found.lines.append(f"{name}: {wrong}")
+        found.counts["false x1"] += 1
         return
-    if before != _state(module):
-        found.lines.append(f"{name}: fuse changed its parameters or buffers")
-        found.false[1] += 1
     found.left.update(f"{reason}   ({name})" for reason in report.left.values())
-    found.swapped += bool(report.swapped)
     swapped = [n for n, m in module.named_modules() if "_fusedckpt_original" in m.__dict__]
-    found.modules += len(swapped)
-    for path in swapped:
-        pair = module.get_submodule(path), eager.get_submodule(path)
-        for scale in SCALES:
-            wrong = difference(*pair, scale)
-            if wrong is not None:
-                found.false[scale] += 1
-                change = report.swapped.get(path, "")
-                found.lines.append(f"{name} {path} x{scale}: {change}: {wrong}")
+    found.counts["swapped"] += bool(report.swapped)
+    found.counts["modules"] += len(swapped)
+    for path, scale in product(swapped, SCALES):
+        wrong = difference(module.get_submodule(path), eager.get_submodule(path), scale)
+        if wrong is not None:
+            found.counts[f"false x{scale}"] += 1
+            change = report.swapped.get(path, "")
+            found.lines.append(f"{name} {path} x{scale}: {change}: {wrong}")
 
 
 def _state(module: nn.Module) -> list[Any]:

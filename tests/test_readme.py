@@ -40,7 +40,7 @@ def test_results_are_the_committed_ones():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measured on a CPU")
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "qwen3_moe"])
 def test_models_save_as_the_table_says(name):
     pytest.importorskip("transformers", reason="needs the test extra")
     from bench.fused_share import DENSE, EXPERTS, HARDER, measured

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 # imported once, before the forks
-import numpy  # noqa: F401  # pyright: ignore
+import numpy.random  # noqa: F401  # pyright: ignore
 import torch
+import torch._dynamo
 import torch.distributed.tensor
 import torch.fx.experimental.proxy_tensor
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint as stock
 
 with contextlib.suppress(ImportError):
-    import triton.language  # noqa: F401
+    import triton.tools.tensor_descriptor  # noqa: F401
 
 WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 PRIVATE = Path(__file__).parents[2] / "fusedckpt" / "autograd" / "private.py"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -156,20 +156,15 @@ def function_of(block: str, norm: NormSpec | None, linears: Sequence[Any]) -> Ca
 
 
 def masks_of(roles: Sequence[str], is_few: bool = False) -> list[tuple[bool, ...]]:
-    """Return masks over leaves of these roles: none, all, each leaf alone, and all but each.
+    """Return masks over leaves of these roles: none, all, and each leaf alone.
 
-    Unless few are asked for, every mask of up to 6 leaves; of more, every mask of roles, too.
+    Unless few are asked for, all but each leaf, and each pair of roles, too.
     """
-    count, names = len(roles), sorted(set(roles))
-    found = {(False,) * count, (True,) * count}
-    for leaf in range(count):
-        alone = tuple(index == leaf for index in range(count))
-        found |= {alone, tuple(not flag for flag in alone)}
-    if is_few:
-        return sorted(found)
-    if count <= 6:
-        return list(product((False, True), repeat=count))
-    for flags in product((False, True), repeat=len(names)):
-        wanted = dict(zip(names, flags, strict=True))
-        found.add(tuple(wanted[role] for role in roles))
+    count = len(roles)
+    alone = [tuple(index == leaf for index in range(count)) for leaf in range(count)]
+    found = {(False,) * count, (True,) * count, *alone}
+    if not is_few:
+        found |= {tuple(not flag for flag in mask) for mask in alone}
+        pairs = combinations(sorted(set(roles)), 2)
+        found |= {tuple(role in pair for role in roles) for pair in pairs}
     return sorted(found)

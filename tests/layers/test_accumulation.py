@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedckpt
-from fusedckpt import functional
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.memory import saved_tensors
 
 BATCH, DIM, HIDDEN, CLASSES = 12, 24, 40, 5
 EPS = torch.finfo(torch.float32).eps
@@ -88,48 +86,3 @@ def test_a_planned_model_accumulates_as_an_unplanned_one(data):
     found = gradients(model, plain, x, y, 4)
     plan.undo()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_micro_batch_keeps_its_share(data):
-    model, x, _ = data
-
-    def kept(rows: int) -> int:
-        # not a leaf, as an input of a layer within a model
-        with saved_tensors() as saved:
-            output = segments(model, x[:rows] * 1)
-        del output
-        return saved.nbytes
-
-    # the inputs of two segments
-    assert kept(BATCH) == 2 * BATCH * DIM * 4
-    assert kept(4) == kept(BATCH) // 3
-
-
-@pytest.mark.parametrize("function", [functional.add_rms_norm, functional.add_layer_norm])
-def test_leaves_of_a_sum_get_gradients_of_their_own(function):
-    """x and the residual have one gradient; the second backward adds to each in place."""
-    norm = F.layer_norm if function is functional.add_layer_norm else F.rms_norm
-    fused, eager = (
-        [torch.ones(2, 3, 8, device=DEVICE).requires_grad_() for _ in "xr"] for _ in "fe"
-    )
-    for scale in (1.0, 3.0):
-        weights = scale * torch.randn(2, 3, 8, device=DEVICE)
-        for (x, r), total in ((fused, function), (eager, lambda x, r, n: (norm(x + r, n), x + r))):
-            y, added = total(x, r, (8,))
-            (y * weights + added).sum().backward()
-    for mine, theirs in zip(fused, eager, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
-    assert fused[0].grad.data_ptr() != fused[1].grad.data_ptr()
-
-
-@pytest.mark.parametrize("shape", [(8,), (2, 3, 8)], ids=str)
-def test_an_incoming_gradient_is_not_written(shape):
-    """It is the gradient of x and of the residual, where the norm's result is not used."""
-    x, r = (torch.ones(shape, device=DEVICE).requires_grad_() for _ in "xr")
-    _, added = functional.add_rms_norm(x, r, (8,))
-    incoming = torch.ones(shape, device=DEVICE)
-    for times in (1, 2):
-        added.backward(incoming, retain_graph=True)
-        assert incoming.eq(1).all()
-        assert x.grad.eq(times).all()
-        assert r.grad.eq(times).all()

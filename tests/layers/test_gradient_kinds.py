@@ -1,4 +1,4 @@
-"""Every function at every level: batches of gradients, gradients of gradients, and both at once."""
+"""Every function at every level: batches of gradients, and those differentiated again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fusedckpt.autograd.levels import LEVELS
 # how gradients are batched, and whether they are differentiated again
 KINDS = {
     "batched": ("is_grads_batched", False),
-    "twice": (None, True),
     "batched twice": ("is_grads_batched", True),
     "vmap": ("vmap", False),
 }

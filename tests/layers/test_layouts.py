@@ -97,13 +97,10 @@ def assert_kept(case, arrange):
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: CASES[index].name)
 def test_layouts(index, path):
-    """All on ATen; on the kernels one that is given and one that is kept."""
-    chosen = slice(None) if path == "aten" else slice(index % 6, index % 6 + 1)
-    for arrange in GIVEN[chosen]:
-        assert_given(CASES[index], arrange)
-    chosen = slice(None) if path == "aten" else slice(index % 4, index % 4 + 1)
-    for arrange in KEPT[chosen]:
-        assert_kept(CASES[index], arrange)
+    """All on ATen; on the kernels one, which is given or kept."""
+    checks = [(assert_given, a) for a in GIVEN] + [(assert_kept, a) for a in KEPT]
+    for check, arrange in checks if path == "aten" else [checks[index % len(checks)]]:
+        check(CASES[index], arrange)
 
 
 @pytest.mark.parametrize("save", ["inputs", "gate", "preact"])

@@ -50,19 +50,6 @@ def test_launches(kernel, save):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_variants_agree_with_eager(dtype):
-    for kernel, save in (("fused", "inputs"), ("fused", "preact"), ("split", "inputs")):
-        compare(
-            lambda x, w, b, kernel=kernel, save=save: linear_act(
-                x, w, b, "silu", save=save, kernel=kernel
-            ),
-            lambda x, w, b: F.silu(F.linear(x, w, b)),
-            lambda: parameters(dtype=dtype),
-        )
-
-
-@needs_triton
 def test_no_triton_no_fused_kernel():
     x, w, b = parameters(dtype=torch.float64)
     with pytest.raises(ValueError, match="kernel='fused' needs Triton"):

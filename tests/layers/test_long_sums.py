@@ -59,22 +59,22 @@ def compare_norms(name, shape, rows, gradients, weighted, dtype=torch.float32, n
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_keep_eagers_digits(name, rows):
     with forced_path("aten"):
-        for n, gradients, weighted in product((45, 1023, 16384), GRADIENTS, (False, True)):
-            compare_norms(name, (n,), rows, gradients, weighted)
+        for n, (index, gradients) in product((45, 1023, 16384), enumerate(GRADIENTS)):
+            compare_norms(name, (n,), rows, gradients, (n + index) % 2 == 0)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", NORMS[:2])
 def test_kernels_keep_eagers_digits(name, rows):
-    """Short rows with some incoming gradients, rows of several blocks with others."""
-    for index, gradients in enumerate(GRADIENTS):
-        n = (1023, MAX_BLOCK + 7)[(index + list(ROWS).index(rows)) % 2]
-        compare_norms(name, (n,), rows, gradients, True, num_rows=4)
+    """Short rows with an incoming gradient, rows of several blocks with another."""
+    for index, n in enumerate((1023, MAX_BLOCK + 7)):
+        gradients = [*GRADIENTS][(2 * list(ROWS).index(rows) + index) % len(GRADIENTS)]
+        compare_norms(name, (n,), rows, gradients, True, num_rows=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
 @pytest.mark.parametrize("rows", ["around zero", "outlier"])
-@pytest.mark.parametrize("shape", [(64, 56, 56), (64, 112, 112), (3, 66_821)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 56, 56), (3, 66_821)], ids=str)
 @pytest.mark.parametrize("name", NORMS[:2])
 def test_norms_over_images_keep_eagers_digits(name, shape, rows, dtype):
     with forced_path("aten"):
@@ -85,4 +85,4 @@ def test_norms_over_images_keep_eagers_digits(name, shape, rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_weights_sum_many_rows(name, dtype):
     with forced_path("aten"):
-        compare_norms(name, (260,), "around 3", "equal", True, dtype, num_rows=1 << 14)
+        compare_norms(name, (260,), "around 3", "equal", True, dtype, num_rows=1 << 13)

@@ -21,9 +21,11 @@ DTYPES = (torch.float32, *HALF)
 each_pair = pytest.mark.parametrize(("dtype", "adapter"), list(product(DTYPES, DTYPES)))
 
 
-@each_pair
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LORA, ids=lambda case: case.name)
-def test_adapters_of_another_dtype(case, dtype, adapter):
+def test_adapters_of_another_dtype(case, dtype):
+    adapter = DTYPES[(DTYPES.index(dtype) + LORA.index(case)) % 3]
+
     def inputs():
         drawn = case.inputs((T,), D, F)
         kinds = [adapter if t is not None and RANK in t.shape else dtype for t in drawn]

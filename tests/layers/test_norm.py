@@ -25,7 +25,7 @@ def weight(n=N, dtype=torch.float32, requires_grad=True):
     return nn.Parameter(randn(n, dtype=dtype).detach(), requires_grad=requires_grad)
 
 
-WIDE = [(3, MAX_GRAD_BLOCK), (3, MAX_GRAD_BLOCK + 1), (2, 12345), (3, MAX_BLOCK + 1), (1, 65536)]
+WIDE = [(3, MAX_GRAD_BLOCK), (3, MAX_GRAD_BLOCK + 1), (2, 12345), (3, MAX_BLOCK + 1), (1, 32769)]
 
 
 @needs_triton

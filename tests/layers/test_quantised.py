@@ -1,19 +1,26 @@
-"""Quantised weights: dense while a GEMM reads them, in forward and backward, and never kept."""
+"""Quantised weights: dense while a GEMM reads them, never kept, refused where they are not so.
 
+`adapted_cases.py` has their values, gradients, masks and levels.
+"""
+
+from __future__ import annotations
+
+import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from quantised_weight import Int8Rows, forget, quantise
 from support import DEVICE, as_tuple, compare, randn, saved_bytes
-from torch import nn
+from torch import Tensor, nn
 
 import fusedckpt
-from fusedckpt import LoRA, NormSpec, functional, reference
+from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional, reference, register_quantised
 from fusedckpt.blocks import quantised
 from fusedckpt.memory import peak_bytes
 
-T, D, F, R = 17, 24, 40, 4
+T, D, F, R = 17, 4, 6, 2
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +61,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
-def test_dense_while_it_is_read(name, dtype):
+def test_dense_while_it_is_read(name):
     """Values and gradients are those of a dense weight, of which one exists at a time."""
+    dtype = torch.float32 if "save" in CALLS[name] else torch.bfloat16
     options, name = CALLS[name], name.split()[0]
     given = [quantise(w.dequantize().to(dtype)) for w in weights(name)]
     forget()
@@ -171,84 +178,175 @@ def test_modules_take_quantised_children():
     assert saved_bytes(module, [x]) == 4 * T * D
 
 
-def test_a_weight_that_trains_is_left():
-    """What has a gradient of its own is for its class to compute."""
-    w = nn.Parameter(quantise(randn(F, D)).data, requires_grad=True)
-    assert quantised.quantised(w) is None
-
-
 @pytest.mark.parametrize("key", ["act_quant_kwargs", "act_quant_scale", "act_pre_scale"])
 def test_changed_activations_are_left(key):
+    # what has a gradient of its own is for its class to compute
+    assert quantised.quantised(nn.Parameter(quantise(randn(F, D)).data)) is None
     w = quantise(randn(F, D))
     setattr(w, key, object())
     assert quantised.quantised(w) is None
     assert "activations" in str(quantised.why_left(w))
 
 
-def torchao_weight(config):
-    api = pytest.importorskip("torchao.quantization")
-    if config == "nf4":
-        nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
-        return nf4.to_nf4(torch.randn(64, 64, dtype=torch.bfloat16), 64, 64)
-    module = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16()
-    try:
-        api.quantize_(module, getattr(api, config)())
-    except ImportError as error:
-        pytest.skip(str(error))
-    return module[0].weight
+def zeros(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(shape, **{"device": DEVICE} | options)
 
 
-@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "nf4"])
-def test_torchao(config, monkeypatch):
-    w = torchao_weight(config)
-    dense = w.get_original_weight() if config == "nf4" else w.dequantize()
-    x = torch.randn(T, 64, dtype=torch.bfloat16, requires_grad=True)
-    y = functional.linear_act(x, w, activation="identity")
-    assert "Block" in type(y.grad_fn).__name__
-    assert torch.equal(y, nn.functional.linear(x, dense))
+def record(n: int, k: int, dense: Any = None, **fields: Any) -> QuantisedWeight:
+    w = randn(n, k, requires_grad=False)
+    dense = dense or (lambda rows: w if rows is None else w[rows])
+    given = {"shape": (n, k), "dtype": w.dtype, "device": w.device, "dense": dense}
+    return QuantisedWeight(**given | fields)
+
+
+# what a message calls a weight [F, D], and a call of it
+NAMED = {
+    "linear_act: weight": functional.linear_act,
+    "mlp: fc2_weight": lambda x, w: functional.mlp(x, zeros(D, D), None, w, None),
+    "norm_linear: weights[1]": lambda x, w: functional.norm_linear(
+        x, NormSpec("rms"), [zeros(D, D), w]
+    ),
+    "gated_mlp: gate_weight": lambda x, w: functional.gated_mlp(x, w, None, zeros(D, F // 2)),
+    "linear_act: weight ": lambda x, w: functional.linear_act(x, LoRA(w, zeros(R, D), zeros(F, R))),
+}
+# what `dense` returns in place of [F, D]
+RETURNED = {
+    "fewer rows": lambda: zeros(F - 1, D),
+    "one row": lambda: zeros(1, D),
+    "more rows": lambda: zeros(F + 1, D),
+    "fewer columns": lambda: zeros(F, D - 1),
+    "one column": lambda: zeros(F, 1),
+    "transposed": lambda: zeros(D, F),
+    "flat": lambda: zeros(F * D),
+    "a batch": lambda: zeros(1, F, D),
+    "integers": lambda: zeros(F, D, dtype=torch.int8),
+    "complex": lambda: zeros(F, D, dtype=torch.complex64),
+    "sparse": lambda: zeros(F, D).to_sparse(),
+    "another device": lambda: zeros(F, D, device="meta"),
+    "nothing": lambda: None,
+    "a list": lambda: zeros(F, D).tolist(),
+}
+
+
+@pytest.mark.parametrize("returned", RETURNED)
+def test_dense_returns_another_tensor(returned):
+    w = record(F, D, lambda rows: RETURNED[returned]())
+    for name, call in NAMED.items():
+        source = re.escape(f"{name.strip()}.dense must return a dense floating-point tensor [6, 4]")
+        with pytest.raises((TypeError, ValueError), match=f"^{source} on .*, got "):
+            call(randn(T, D), w)
+
+
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_dense_returns_another_tensor_in_backward(save):
+    returned = [zeros(F, D)]
+    w = record(F, D, lambda rows: returned[0])
+    y = functional.linear_act(randn(T, D), w, save=save)
+    returned[0] = zeros(F - 1, D)
+    with pytest.raises(ValueError, match=r"^linear_act: weight.dense must return .*\[6, 4\]"):
+        y.sum().backward()
+
+
+def test_dense_that_ignores_its_slice(monkeypatch):
     monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
+    w = zeros(8, D)
+    with pytest.raises(ValueError, match=r"must return .*\[2, 4\] on .*, got .*\[8, 4\]"):
+        functional.linear_act(randn(T, D), record(8, D, lambda rows: w, is_sliceable=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dense_of_any_floating_dtype(dtype):
+    w = torch.randn(F, D, device=DEVICE).to(dtype)
+    given = record(F, D, lambda rows: w, shape=[F, D], device=str(DEVICE))
     compare(
-        lambda x: functional.linear_act(x, w, activation="identity"),
-        lambda x: nn.functional.linear(x, dense.to(x.dtype)),
-        lambda: [randn(T, 64, dtype=torch.bfloat16)],
+        partial(functional.linear_act, weight=given),
+        lambda x: reference.linear_act(x, w.to(x.dtype)),
+        lambda: [randn(T, D)],
     )
 
 
-def test_torchao_dynamic_is_left():
-    w = torchao_weight("Int8DynamicActivationInt8WeightConfig")
-    assert quantised.quantised(w) is None
-    x = torch.randn(T, 64, dtype=torch.bfloat16)
-    y = functional.linear_act(x, w, activation="identity")
-    assert torch.equal(y, nn.functional.linear(x, w))
+ODD = {
+    "record": lambda: record(7, D),
+    "class": lambda: quantise(randn(7, D)),
+    "under an adapter": lambda: LoRA(record(7, D), zeros(R, D), zeros(7, R)),
+    "dense": lambda: zeros(7, D),
+}
 
 
-@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
-def test_bitsandbytes(kind):
-    nn_ = pytest.importorskip("bitsandbytes.nn")
-    options = {"compute_dtype": torch.bfloat16} if kind == "Linear4bit" else {}
-    if kind == "Linear8bitLt":
-        options["has_fp16_weights"] = False
-    linear = getattr(nn_, kind)(64, 32, bias=False, **options)
-    dense = linear.weight.detach().clone()
-    linear = linear.to("cpu")
-    x = torch.randn(T, 64, dtype=torch.bfloat16, requires_grad=True)
-    y = functional.linear_act(x, linear.weight, activation="identity")
-    assert "Block" in type(y.grad_fn).__name__
-    # as near to what was quantised as so few bits are
-    wanted = x.float() @ dense.float().T
-    relative = (y.float() - wanted).norm() / wanted.norm()
-    assert relative < {"Linear4bit": 0.15, "Linear8bitLt": 0.02}[kind]
-    if kind == "Linear4bit":
-        torch.testing.assert_close(y, linear(x), rtol=0.02, atol=0.02)
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    (theirs,) = torch.autograd.grad(linear(x).sum(), x)
-    torch.testing.assert_close(dx, theirs, rtol=0.05, atol=0.05)
-    if kind == "Linear4bit":
-        # a layout of its own, for inference
-        linear.weight.quant_state.packing_format_for_cpu = True
-        assert quantised.quantised(linear.weight) is None
-    # the 8-bit module has taken the scale from its weight
-    if kind == "Linear8bitLt":
-        assert quantised.quantised(linear.weight) is None
-        record = quantised.int8(linear.weight.data, linear.state.SCB)
-        assert torch.equal(functional.linear_act(x, record, activation="identity"), y)
+@pytest.mark.parametrize("name", ODD)
+def test_odd_rows_of_a_packed_weight(name):
+    message = r"^gated_mlp: a packed gate_weight must have an even number of rows, 2 F, got 7$"
+    with pytest.raises(ValueError, match=message):
+        functional.gated_mlp(randn(T, D), ODD[name](), None, zeros(D, 3))
+
+
+def test_fields_are_checked_before_any_weight_is_dense():
+    made = []
+    first, last = record(F, D, made.append), record(D, F + 1, made.append)
+    with pytest.raises(ValueError, match="fc2_weight expects 7 input features, h has 6"):
+        functional.mlp(randn(T, D), first, None, last, None)
+    last = record(D, F, made.append, device="meta")
+    with pytest.raises(ValueError, match="fc2_weight must be on the device of x"):
+        functional.mlp(randn(T, D), first, None, last, None)
+    assert made == []
+
+
+class Narrow(torch.Tensor):
+    """A class whose tensors look as their dense forms do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(quantised, "_registered", {})
+    return lambda dense: register_quantised(Narrow, lambda weight: dense())
+
+
+@pytest.mark.parametrize("returned", RETURNED)
+def test_a_class_that_dequantises_to_another_tensor(registered, returned):
+    registered(RETURNED[returned])
+    w, x = zeros(F, D).as_subclass(Narrow), randn(T, D)
+    module = fusedckpt.Linear(D, F, bias=False, activation="gelu").to(DEVICE)
+    module.weight = nn.Parameter(w, requires_grad=False)
+    message = r"^\w+: dequantise\(\w*weight\) must return a dense floating-point tensor \[6, 4\]"
+    for call in (
+        lambda: functional.mlp(x, w, None, zeros(D, F), None),
+        lambda: functional.gated_mlp(x, w, None, zeros(D, F // 2)),
+        lambda: module(x),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (lambda: zeros(F, D, dtype=torch.int8), "mlp: fc1_weight.dtype must be one of"),
+        (lambda: zeros(F, D, 1), r"mlp: fc1_weight.shape must be two sizes, \[N, K\]"),
+        (lambda: zeros(F, D, device="meta"), "mlp: fc1_weight must be on the device of x"),
+        (lambda: zeros(F, D + 1), "mlp: fc1_weight expects 5 input features, x has 4"),
+    ],
+)
+def test_a_class_whose_tensors_are_not_like_their_dense_form(registered, weight, message):
+    registered(lambda: zeros(F, D))
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        functional.mlp(randn(T, D), weight().as_subclass(Narrow), None, zeros(D, F), None)
+
+
+@pytest.mark.parametrize("given", ["record", "adapter"])
+@pytest.mark.parametrize("key", ["x", "fc1_bias", "fc2_bias", "norm.weight", "fc1_weight.A"])
+def test_records_where_tensors_belong(given, key):
+    w = record(F, D) if given == "record" else LoRA(zeros(F, D), zeros(R, D), zeros(F, R))
+    call = {"x": randn(T, D), "fc1_weight": zeros(F, D), "fc1_bias": None}
+    call |= {"fc2_weight": zeros(D, F), "fc2_bias": None}
+    if key == "norm.weight":
+        call["norm"] = NormSpec("rms", w)
+    elif key == "fc1_weight.A":
+        call["fc1_weight"] = LoRA(zeros(F, D), w, zeros(F, R))
+    else:
+        call[key] = w
+    with pytest.raises(TypeError, match=f"^mlp: {key} must be a tensor, got {type(w).__name__}"):
+        functional.mlp(**call)

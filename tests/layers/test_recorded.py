@@ -45,7 +45,7 @@ LAYERS = {
     ),
     "fused": fused,
 }
-# strict export cannot be told from torch.compile before
+# one of both by layer; strict export cannot be told from torch.compile before
 STRICT = (False, True) if torch.__version__ >= "2.13" else (False,)
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
@@ -77,7 +77,7 @@ def reloaded(save, load, program):
 @every_layer
 def test_an_exported_layer_trains(name):
     layer, x = LAYERS[name]().double(), rows(5, 4)
-    for strict in STRICT:
+    for strict in STRICT[[*LAYERS].index(name) % 2 :][:1] or STRICT:
         shapes = ({0: Dim("batch"), 1: Dim("tokens")},)
         program = torch.export.export(layer, (x,), strict=strict, dynamic_shapes=shapes)
         assert not is_ours(program.graph)

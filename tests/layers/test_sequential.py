@@ -1,4 +1,4 @@
-"""Sequential against nn.Sequential over the same layers: results, kept bytes, FLOPs, edits."""
+"""Sequential against nn.Sequential: results, saved bytes, FLOPs, layers hooked or replaced."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from sequentials import assert_as_torch, kinds, mlp, sequential
 from support import DEVICE, flops, randn, saved_bytes
 from swap_cases import D, F, assert_equal, rows
 from torch import nn
+from torch.nn.utils import parametrize
 
 import fusedckpt
 from fusedckpt import Sequential
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.layers.sequential import runs
 from fusedckpt.memory import saved_tensors
+
+
+def mlp(activation: nn.Module | None = None, bias: bool = True) -> list[nn.Module]:
+    return [nn.Linear(D, F, bias), activation or nn.GELU(), nn.Linear(F, D, bias)]
+
+
+def sequential(*layers: nn.Module, save: str = "inputs") -> Sequential:
+    return Sequential(*layers, save=save).to(DEVICE, torch.float64)
+
+
+def kinds(model: nn.Sequential) -> str:
+    return " ".join(run.kind for run in runs(list(model)))
+
+
+def assert_as_torch(model: Sequential, x: torch.Tensor | None = None) -> None:
+    """Hold a model against nn.Sequential of its very layers."""
+    assert_equal(model, nn.Sequential(*model), rows() if x is None else x)
 
 
 def used_twice() -> list[nn.Module]:
@@ -142,24 +160,12 @@ def test_flops(layers, at_inputs, at_preact):
         assert flops(lambda model=eager: model(x).sum().backward()) == gemm * at_preact
 
 
-def test_frozen_parts():
-    model = sequential(nn.LayerNorm(D), *mlp(), nn.RMSNorm(D), nn.Linear(D, 3), nn.Tanh())
-    eager, x = nn.Sequential(*model), rows()
-    for layer in model:
-        model.requires_grad_(True)
-        layer.requires_grad_(False)
-        wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
-        ours, theirs = (torch.autograd.grad(m(x).square().sum(), wanted) for m in (model, eager))
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_state_dict_is_that_of_torch():
     named = OrderedDict(
         norm=nn.LayerNorm(D), fc=nn.Linear(D, F), act=nn.GELU(), out=nn.Linear(F, D)
     )
     model, eager = sequential(*mlp()), nn.Sequential(*mlp()).to(DEVICE, torch.float64)
     assert_equal(Sequential(named).double().to(DEVICE), nn.Sequential(named), rows())
-    assert list(Sequential(named).state_dict()) == list(nn.Sequential(named).state_dict())
     assert model.state_dict()._metadata == eager.state_dict()._metadata
     assert list(model.state_dict()) == list(eager.state_dict())
     eager.load_state_dict(model.state_dict(), strict=True)
@@ -214,3 +220,107 @@ def test_compile_and_levels():
     for level, elements in {"preact": 2 * D + 2 * F, "gate": 2 * D, "inputs": 2 * D}.items():
         with fusedckpt.saving(level):
             assert saved_bytes(model, [x]) == 8 * len(x) * elements
+
+
+HOOKS = [
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("index", range(4))
+def test_hooks_on_a_child_fire(index, register):
+    model, seen = sequential(nn.LayerNorm(D), *mlp()), []
+    handle = getattr(model[index], register)(lambda *_: seen.append(index))
+    expected = [
+        "layer mlp",
+        "layer layer layer layer",
+        "norm_linear layer layer",
+        "layer linear_act layer",
+    ]
+    assert kinds(model) == expected[index]
+    assert_as_torch(model)
+    # ours and nn.Sequential's
+    assert seen == [index] * 2
+    handle.remove()
+    assert kinds(model) == "mlp"
+    assert_as_torch(model)
+    assert len(seen) == 2
+    # and change results
+    model[index].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    model[index].register_forward_hook(lambda _, args, y: y * 3)
+    model[index].register_full_backward_hook(lambda _, dx, dy: (dx[0] / 2,))
+    assert_as_torch(model)
+
+
+def test_hooks_on_all_modules_change_nothing():
+    model, seen = sequential(*mlp(), nn.Dropout(0.0)), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        assert saved_bytes(model, [rows()]) == 8 * 5 * D
+    finally:
+        handle.remove()
+    assert seen == [model[3], model]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_changed_child(index):
+    """By a forward or a parametrization of its own, or by a hook that makes its weight."""
+
+    class Double(nn.Module):
+        def forward(self, w):
+            return w * 2
+
+    model, x = sequential(nn.LayerNorm(D), *mlp()), rows()
+    expected = model(x)
+    model[index].forward = lambda x, child=model[index]: type(child).forward(child, x) * 2
+    assert_as_torch(model, x)
+    assert not torch.allclose(model(x), expected)
+    del model[index].forward
+    if index == 2:
+        index = 1
+    parametrize.register_parametrization(model[index], "weight", Double())
+    assert kinds(model) != "mlp"
+    assert_as_torch(model)
+    parametrize.remove_parametrizations(model[index], "weight")
+    assert kinds(model) == "mlp"
+    assert_as_torch(model)
+
+
+def test_child_replaced_after_construction():
+    model, x = sequential(*mlp()), rows()
+    before = model(x)
+    model[1].approximate = "tanh"
+    assert_as_torch(model, x)
+    assert not torch.equal(model(x), before)
+    for activation, runs_as in {
+        nn.SiLU(): "mlp",
+        nn.Softmax(-1): "layer layer layer",
+        nn.LeakyReLU(0.3): "layer layer layer",
+        nn.LeakyReLU(): "mlp",
+        type("MyGELU", (nn.GELU,), {})(): "layer layer layer",
+    }.items():
+        model[1] = activation
+        assert kinds(model) == runs_as
+        assert_as_torch(model)
+    model[1].forward = None
+    model[1], model[2] = nn.Tanh(), type("MyLinear", (nn.Linear,), {})(F, 3)
+    model.to(DEVICE, torch.float64)
+    assert kinds(model) == "linear_act layer"
+    assert_as_torch(model)
+
+
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_slices_and_single_layers(save):
+    model = sequential(nn.LayerNorm(D), *mlp(), save=save)
+    for part in (slice(1, 3), slice(1, None), slice(None, 2), slice(None), slice(0, 0)):
+        assert type(model[part]) is Sequential
+        assert model[part].save == save
+        assert list(model[part]) == list(model)[part]
+        assert_as_torch(model[part])
+    for index, kind in enumerate((nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear)):
+        assert type(model[index]) is kind
+    assert_equal(model + nn.Sequential(nn.Tanh()), nn.Sequential(*model, nn.Tanh()), rows())
