@@ -32,6 +32,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = (torch.bfloat16, torch.float16)
 # seconds that a test waits for another process or thread before it fails instead of hanging
 HANGS = 600
+# modules that a server of ranks imports once, where they are installed
+IMPORTED = [
+    *("support", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+    *("torch.distributed.tensor.parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+]
 
 # inductor's code for a CPU is C++, which it compiles with this
 needs_inductor = pytest.mark.skipif(
@@ -217,12 +222,12 @@ def launches() -> Iterator[Counter[str]]:
 def run_ranks(main: Callable[[int], None], folder: Path, count: int = 2) -> list[str]:
     """Call `main` with its number on each rank of a gloo group, assert that all succeed.
 
-    Ranks are forked from a server that has imported torch. Returns what each wrote.
+    Ranks are forked from a server that has imported IMPORTED. Returns what each wrote.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("needs gloo")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.pipelining"])
+    context.set_forkserver_preload(IMPORTED)
     outputs = [folder / f"rank{rank}" for rank in range(count)]
     ranks = [
         context.Process(target=_be_rank, args=(main, rank, count, folder / "store", output))

@@ -56,7 +56,7 @@ def assert_eager_equal_after_fuse(model: nn.Module) -> FuseReport:
     """Fuse `model` and hold it against a copy that was not."""
     model = model.to(DEVICE, torch.float64)
     eager = copy.deepcopy(model)
-    report = fuse(model)
+    report = fuse(model, verify=False)
     assert_equal(model, eager, rows())
     unfuse(model)
     assert kinds(model) == kinds(eager)

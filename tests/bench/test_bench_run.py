@@ -33,7 +33,7 @@ def rows_of(result: list[dict], case: str = "mlp") -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory, bench_run):
-    status, result = bench_run(tmp_path_factory.mktemp("run"))
+    status, result = bench_run(tmp_path_factory.mktemp("run"), "--repeat=1")
     assert status == 0
     return result
 
@@ -66,7 +66,7 @@ def test_every_case_is_checked_weighed_and_timed(result, name):
         assert len(row["errors"]) >= 3
         assert 0 < row["backward_peak_bytes"] <= row["peak_bytes"]
         for times in (row["forward_ms"], row["backward_ms"], row["both_ms"]):
-            assert len(times) == 3
+            assert len(times) == 1
             assert min(times) > 0
     saved = [rows[way]["saved_bytes"] for way in (*ours, "eager")]
     # linear_act saves x and z at its last level, as eager does

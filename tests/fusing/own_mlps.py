@@ -151,6 +151,17 @@ class Block(nn.Sequential):
         super().__init__(*layers)
 
 
+class Inlined(Plain):
+    """OPT's layer: the MLP's linears beside a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x):
+        return x + super().forward(self.norm(x))
+
+
 class QuickGELU(nn.Module):
     def forward(self, z):
         return z * torch.sigmoid(1.702 * z)

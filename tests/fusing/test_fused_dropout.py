@@ -181,6 +181,7 @@ def test_checkpoints_replay_it(case, wrap):
     assert equal(gradients(wrap(fn), x, weights), gradients(fn, x, weights))
 
 
+@pytest.mark.parametrize("case", ["twice", "packed"], indirect=True)
 def test_compiled_in_one_graph(case):
     module, _, _, weights = case
     torch._dynamo.reset()

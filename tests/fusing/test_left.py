@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_classes import LoraLinear
-from own_mlps import Conv1D, Gated, Plain
+from own_mlps import Conv1D, Gated, Inlined, Plain
 from support import DEVICE
 from swap_cases import kinds
 from torch import nn
@@ -50,17 +50,6 @@ class Computing(nn.Module):
 class TwoInputs(Plain):
     def forward(self, x, mask):  # pyright: ignore[reportIncompatibleMethodOverride]  # on purpose
         return super().forward(x) * mask
-
-
-class Inlined(Plain):
-    """OPT's layer: the MLP's linears beside a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(D)
-
-    def forward(self, x):
-        return x + super().forward(self.norm(x))
 
 
 class Raw(nn.Module):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from own_mlps import Gated, Plain, Rate, is_fused
+from own_mlps import DropsAfter, Gated, Plain, Rate, is_fused
 from support import DEVICE, randn, saved_bytes
 from swap_cases import results
 from torch import nn
@@ -65,7 +65,7 @@ def seeded(fn, *args):
     return fn(*args)
 
 
-@pytest.mark.parametrize("make", [SeedOss, ByTorch, InPlace])
+@pytest.mark.parametrize("make", [SeedOss, ByTorch, InPlace, DropsAfter])
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 def test_it_trains_fused_and_draws_what_it_did(make, p):
     module, eager = pair(make, p=0.1)
@@ -75,11 +75,13 @@ def test_it_trains_fused_and_draws_what_it_did(make, p):
     assert "not run fused" not in str(said)
     # the rate is that of the call
     for model in (module, eager):
-        setattr(model, "residual_dropout" if make is SeedOss else "drop_rate", p)
+        if make is DropsAfter:
+            model.drop.p = p
+        else:
+            setattr(model, "residual_dropout" if make is SeedOss else "drop_rate", p)
     for training in (True, False):
         ours, theirs = (seeded(results, m.train(training), x) for m in (module, eager))
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert is_fused(module, x)
     module.train()(x)
     assert said.fallbacks == {}

@@ -64,13 +64,16 @@ def grads(model: nn.Module, x: torch.Tensor, times: int = 1) -> list[torch.Tenso
     return [y.detach(), *found]
 
 
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("act", [nn.GELU(), nn.ReLU(), nn.Tanh(), Gain()], ids=str)
 @pytest.mark.parametrize("times", [1, 2])
 def test_gradients_are_those_of_the_layer(act, times):
     eager, fused = pair(act)
     x = randn(2, T, D, dtype=torch.float64)
-    for ours, theirs in zip(grads(fused, x, times), grads(eager, x, times), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert_same(grads(fused, x, times), grads(eager, x, times))
 
 
 @pytest.mark.parametrize(("save", "kept"), [("inputs", 2 * D), ("preact", 2 * D + F)])
@@ -122,8 +125,7 @@ def test_frozen_layers(frozen):
         y = model(x)
         wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
         found.append(torch.autograd.grad(y.square().sum(), wanted))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert_same(*found)
 
 
 def test_a_second_derivative():
@@ -133,8 +135,7 @@ def test_a_second_derivative():
         wanted = [x, model.fc1.weight, model.fc2.weight]
         first = torch.autograd.grad(model(x).square().sum(), wanted, create_graph=True)
         found.append(torch.autograd.grad(sum(g.square().sum() for g in first), wanted))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["norm2.weight", "fc1.weight"])
@@ -182,8 +183,7 @@ def test_inside_a_checkpoint(use_reentrant):
         model.zero_grad()
         y.square().sum().backward()
         found.append([p.grad for p in model.parameters()])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert_same(*found)
 
 
 def test_the_report_counts_the_whole_model():
@@ -220,8 +220,7 @@ def test_layers_with_hooks_are_not_run_again(name):
     while not hasattr(fc2, "_raw_saved_mat1"):
         fc2 = fc2.next_functions[0][0]
     assert fc2._saved_mat1.shape[-1] == F
-    for ours, theirs in zip(grads(fused, x), grads(eager, x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert_same(grads(fused, x), grads(eager, x))
     bytes_saved = saved_bytes(lambda x: fused(x * 1), [x])
     assert bytes_saved > 8 * 2 * T * 2 * D
 
@@ -236,5 +235,4 @@ def test_compiled_as_one_graph():
     wanted = [x, *fused.parameters()]
     found = torch.autograd.grad(compiled(x).square().sum(), wanted)
     assert counter.frame_count == 1
-    for ours, theirs in zip(found, grads(eager, x)[1:], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert_same(found, grads(eager, x)[1:])

@@ -74,13 +74,6 @@ def test_every_activation_module(name, act):
     assert report.swapped == NET_SWAPS | {"1.0": f"nn.Linear + {name} + nn.Linear -> mlp"}
 
 
-def test_float32_on_every_path(path):
-    model = net().float()
-    eager = copy.deepcopy(model)
-    fuse(model)
-    assert_equal(model, eager, randn(33, D), tol=1e-5)
-
-
 @pytest.mark.parametrize(("save", "kept"), [("inputs", 0), ("preact", F)])
 def test_saved_bytes(save, kept):
     model, x = net()[:2], rows().detach()

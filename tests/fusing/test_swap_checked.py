@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from own_mlps import D, Gated, H, Packed, Plain, Split
+from own_mlps import D, Gated, H, Inlined, Packed, Plain, Split
 from own_norms import Llama
 from support import DEVICE, randn, saved_bytes
 from swap_cases import assert_equal, kinds
@@ -18,17 +18,6 @@ from fusedckpt.fusing import verification
 class Scaled(Plain):
     def forward(self, x):
         return super().forward(x) * 1.01
-
-
-class Inlined(Plain):
-    """OPT's layer: the MLP's linears beside a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(D)
-
-    def forward(self, x):
-        return x + super().forward(self.norm(x))
 
 
 class Own(Plain):

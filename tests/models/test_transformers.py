@@ -8,13 +8,8 @@ import torch
 from transformers_cases import MODELS
 
 from fusedckpt import fuse, unfuse
-from fusedckpt.fusing.accuracy import Errors, allowed
+from fusedckpt.fusing.accuracy import Errors
 from fusedckpt.memory import saved_tensors
-
-
-@pytest.fixture(params=MODELS, scope="module")
-def case(request):
-    return MODELS[request.param]
 
 
 def built(case, dtype=torch.float32):
@@ -30,7 +25,7 @@ def cast(inputs, dtype):
 
 
 def results(model, inputs):
-    """Loss, first output, and every parameter's gradient."""
+    """Return loss, first output, and every parameter's gradient."""
     dtype = next(model.parameters()).dtype
     model.zero_grad()
     out = model(**cast(inputs, dtype))
@@ -39,23 +34,18 @@ def results(model, inputs):
     return {"loss": out.loss.detach(), "logits": out[1].detach(), **grads}
 
 
-def worst_ratio(fused, eager, batches):
-    """Hold loss, logits and gradients to the contract; return the worst error beside eager's."""
+def assert_near(fused, eager, case):
+    """Hold loss, logits and gradients to the contract."""
     truth_model = copy.deepcopy(eager).double()
     sums: dict[str, Errors] = {}
-    for inputs in batches:
+    for inputs in (case.inputs(), case.inputs()):
         ours, theirs = results(fused, inputs), results(eager, inputs)
         truth = results(truth_model, inputs)
         assert ours.keys() == theirs.keys() == truth.keys()
         for name, t in truth.items():
             sums.setdefault(name, Errors(theirs[name].dtype)).add(ours[name], theirs[name], t)
-    worst = 0.0
     for name, errors in sums.items():
         assert errors.problem() is None, f"{name}: {errors.problem()}"
-        mine, eagers, scale = errors.rms()
-        # below the floor a ratio is noise
-        worst = max(worst, mine / eagers if eagers > allowed(0, scale, errors.dtype) else 0.0)
-    return worst
 
 
 def check_report(report, case):
@@ -88,14 +78,19 @@ def generated(model, inputs):
     return model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
 
 
-def test_swapped_computes_the_same_and_undone(case):
+@pytest.mark.parametrize("name", MODELS)
+def test_swapped_computes_the_same_and_undone(name):
     """Report, loss, logits, gradients, saved bytes and generation; unfuse restores the model."""
+    case = MODELS[name]
     eager, inputs = built(case), case.inputs()
     fused = copy.deepcopy(eager)
     expected = fused(**inputs).loss
     attributes = [set(m.__dict__) for m in fused.modules()]
-    check_report(fuse(fused), case)
-    worst_ratio(fused, eager, [case.inputs() for _ in range(case.batches)])
+    report = fuse(fused)
+    check_report(report, case)
+    assert_near(fused, eager, case)
+    # attention of a decoder makes a cache
+    assert {report.kinds[name] for name in report.fallbacks} <= {"attention"}
     assert kept(fused, inputs) < kept(eager, inputs)
     if case.generates:
         texts = [generated(model, inputs) for model in (eager, fused)]
@@ -107,14 +102,19 @@ def test_swapped_computes_the_same_and_undone(case):
     assert torch.equal(fused(**inputs).loss, expected)
 
 
-def test_in_bfloat16(case):
-    eager = built(case, torch.bfloat16)
+HALF = ("llama", "gemma3", "phi3", "olmo2", "qwen3_moe", "glm4_moe", "gpt_oss", "gpt2", "apertus")
+HALF += ("nemotron", "cohere2", "bert", "clip", "t5", "t5_gated", "whisper")
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_in_bfloat16(name):
+    eager = built(MODELS[name], torch.bfloat16)
     fused = copy.deepcopy(eager)
     assert fuse(fused, verify=False).swapped
-    worst_ratio(fused, eager, [case.inputs() for _ in range(case.batches)])
+    assert_near(fused, eager, MODELS[name])
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
 def test_saved_and_loaded_again(name, tmp_path):
     fused, inputs = built(MODELS[name]), MODELS[name].inputs()
     untouched = copy.deepcopy(fused)

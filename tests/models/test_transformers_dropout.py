@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from support import DEVICE, randn, saved_bytes
 from torch import nn
-from transformers_cases import MODELS, tokens, transformers
+from transformers_cases import MODELS, tokens
 
 from fusedckpt import fuse, reference
 from fusedckpt.memory import saved_tensors
@@ -62,27 +61,3 @@ def test_t5_trains_fused(name):
     for model in (fused, eager):
         model.load_state_dict(same.state_dict())
     torch.testing.assert_close(fused.eval()(**inputs).loss, eager.eval()(**inputs).loss)
-
-
-def test_wav2vec2_keeps_two_seeds():
-    """Its MLP drops the hidden layer and the result."""
-    from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2FeedForward
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    drops = {"activation_dropout": 0.1, "hidden_dropout": 0.2}
-    module = Wav2Vec2FeedForward(transformers.Wav2Vec2Config(**sizes, **drops)).to(DEVICE)
-    same, x = copy.deepcopy(module), randn(2, 7, 32)
-    report = fuse(module)
-    assert report.swapped == {"": "Wav2Vec2FeedForward -> mlp (gelu)"}
-    assert saved_bytes(module, [x]) == 4 * 2 * 7 * 32 + 16
-    assert report.fallbacks == {}
-    torch.manual_seed(3)
-    y = module(x)
-    torch.manual_seed(3)
-    # both are drawn before
-    seeds = torch.randint(2**63 - 1, (2,), device=DEVICE)
-    dense, out = same.intermediate_dense, same.output_dense
-    weights = dense.weight, dense.bias, out.weight, out.bias
-    wanted = reference.mlp(x, *weights, dropout=0.1, output_dropout=0.2, seeds=seeds)
-    torch.testing.assert_close(y, wanted)
-    assert torch.equal(y == 0, wanted == 0)

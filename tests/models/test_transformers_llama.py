@@ -27,10 +27,10 @@ def llama():
     return transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
 
 
-def kept(model, rows=2, **more):
-    ids = torch.randint(VOCAB, (rows, TOKENS // rows), device=DEVICE)
+def kept(model):
+    ids = torch.randint(VOCAB, (2, TOKENS // 2), device=DEVICE)
     with saved_tensors(exclude=[ids]) as saved:
-        loss = model(input_ids=ids, labels=ids, **more).loss
+        loss = model(input_ids=ids, labels=ids).loss
     assert loss.requires_grad
     return saved.nbytes / TOKENS
 
@@ -44,20 +44,6 @@ def kept_by_attention(model):
         y = attention(hidden_states=x, position_embeddings=positions, attention_mask=None)
     assert y[0].requires_grad
     return LAYERS * saved.nbytes / TOKENS
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="which kernel attention takes is known on a CPU")
-def test_report_begins_with_the_bytes_that_a_step_saves(llama):
-    before = kept(llama, rows=1, use_cache=False)
-    whole = fuse(llama).whole
-    # it counts ids, and no log-sum-exp of attention
-    uncounted = LAYERS * 4 * 4 - 8
-    after = kept(llama, rows=1, use_cache=False)
-    assert whole is not None
-    assert [whole.before, whole.after] == pytest.approx(
-        [before - uncounted, after - uncounted],
-        abs=0.5,  # tables that do not grow with tokens
-    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +61,6 @@ def test_a_fraction_is_kept(llama, save, share, per_layer):
     attention = kept_by_attention(llama)
     assert attention == kept_by_attention(eager)
     before, after = (kept(model) - attention for model in (eager, llama))
-    print(f"{save}: {before:.0f} -> {after:.0f} bytes per token, attention {attention:.0f}")
     assert after <= share * before
     # exactly: the layers, the last norm's two tensors, and what the head keeps in any case
     heads = 1 * 2 * D + 2 * D

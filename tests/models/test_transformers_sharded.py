@@ -49,15 +49,6 @@ def shared(monkeypatch):
     return seen
 
 
-def test_data_parallel(pair):
-    eager, fused, inputs = pair
-    wrapped = torch.nn.parallel.DistributedDataParallel(fused)
-    wrapped(**inputs).loss.backward()
-    eager(**inputs).loss.backward()
-    for ours, theirs in zip(fused.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("apart", [False, True], ids=["layers", "every module"])
 def test_fully_sharded(pair, apart, monkeypatch):
     from torch.distributed.device_mesh import init_device_mesh

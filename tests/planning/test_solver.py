@@ -67,8 +67,8 @@ def replay(chain: Chain, items) -> tuple[int, float]:
 
 def test_the_simulator_and_the_solver_agree_with_a_replay_of_every_plan():
     draw = random.Random(2)
-    for number in range(150):
-        chain = random_chain(draw, 1 + number % 4 if number < 140 else 5)
+    for number in range(100):
+        chain = random_chain(draw, 1 + number % 4 if number < 94 else 5)
         plans = [(items, replay(chain, items)) for items in every_plan(chain)]
         for items, outcome in plans[:: 1 + len(plans) // 20]:
             found = simulate(chain, items)
@@ -118,7 +118,7 @@ def test_a_peak_worked_out_by_hand():
         simulate(Chain((a, replace(b, joined=False))), [Item(0, 2)])
 
 
-@pytest.mark.parametrize("count", [1, 6, 12, 24, 50])
+@pytest.mark.parametrize("count", [1, 6, 30])
 def test_more_budget_never_costs_time(count):
     for chain in (random_chain(random.Random(count), count, most=10**6), llama_like(count)):
         least, most = least_peak(chain).peak, by_rule(chain, "none").peak
@@ -164,7 +164,7 @@ def test_bytes_have_no_unit():
 
 @pytest.mark.parametrize(
     ("count", "most", "noise"),
-    [(100, 1_000_000, 0.1), (100, 1_000_000, 0.0), (1000, 10_000_000, 0.0)],
+    [(100, 1_000_000, 0.1), (100, 1_000_000, 0.0), (400, 4_000_000, 0.0)],
 )
 def test_is_quick_and_near_the_bound(count, most, noise):
     chain = llama_like(count, noise)
