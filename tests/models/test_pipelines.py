@@ -16,11 +16,16 @@ import fusedckpt
 
 D, F, ROWS, MICRO, STEPS = 8, 12, 16, 4, 2
 BLOCKS = 4
-# of each rank's stages, which of all, for the schedules that place them so
-PLACES = {
-    ("ScheduleGPipe", "Schedule1F1B"): ((0,), (1,)),
-    ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"): ((0, 2), (1, 3)),
-    ("ScheduleZBVZeroBubble",): ((0, 3), (1, 2)),
+# of each rank's stages, which of all, and the ways to run them
+SCHEDULES = {
+    "ScheduleGPipe": (((0,), (1,)), ("fused", "planned")),
+    "Schedule1F1B": (((0,), (1,)), ("eager", "checkpointed")),
+    "ScheduleInterleaved1F1B": (((0, 2), (1, 3)), ("preact", "planned")),
+    "ScheduleInterleavedZeroBubble": (
+        ((0, 2), (1, 3)),
+        ("eager", "fused", "preact", "checkpointed", "planned"),
+    ),
+    "ScheduleZBVZeroBubble": (((0, 3), (1, 2)), ("fused", "checkpointed")),
 }
 # GEMMs of a layer's backward: in one, and in two, inputs first (2 + 2, 3 + 4, 2 + 3)
 GEMMS = {
@@ -152,17 +157,12 @@ def check(schedule: str, way: str, own: dict[int, nn.Sequential], count: int) ->
 
 
 def main(rank: int) -> None:
-    made = []
-    for schedules, places in PLACES.items():
+    for schedule, (places, ways) in SCHEDULES.items():
         count = sum(map(len, places))
-        for way, make in WAYS.items():
-            parts = stages(whole(), count, places[rank])
-            made.append((schedules, way, {i: make(part) for i, part in parts.items()}, count))
-    for schedules, way, own, count in made:
-        for schedule in schedules:
+        for way in ways if SPLITS_BACKWARD or "ZeroBubble" not in schedule else ():
             print(schedule, way, flush=True)
-            if SPLITS_BACKWARD or "ZeroBubble" not in schedule:
-                check(schedule, way, own, count)
+            parts = stages(whole(), count, places[rank])
+            check(schedule, way, {i: WAYS[way](part) for i, part in parts.items()}, count)
 
 
 def test_schedules(tmp_path):

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import fusedckpt
 
-D, ROWS, LAYERS, MICRO, ROUNDS = 8, 16, 3, 4, 3
+D, ROWS, LAYERS, MICRO = 8, 16, 3, 4
 # seconds that a layer's forward takes, and a transfer
 LAYER, LINK = 0.01, 0.03
 EVENTS: list[str] = []
@@ -147,14 +147,14 @@ def check_events(rank: int, ahead: bool, events: list[str]) -> None:
     assert events == [event for part in forward + backward for event in part], events
 
 
-def main(rank: int, width: int = D, link: float = LINK) -> None:
+def main(rank: int, width: int = D, link: float = LINK, rounds: int = 1) -> None:
     Stage.link = link
     step = made(width, rank)
     # the first looks at shapes
     step(False)
     times: dict[bool, list[float]] = {False: [], True: []}
     grads: list[list[Tensor]] = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         grads.clear()
         for ahead, taken in times.items():
             seconds, events, found = step(ahead)
@@ -176,5 +176,5 @@ def test_recomputing_while_a_gradient_is_on_its_way(tmp_path):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        timed = partial(main, width=int(sys.argv[1]), link=float(sys.argv[2]))
+        timed = partial(main, width=int(sys.argv[1]), link=float(sys.argv[2]), rounds=3)
         print(*run_ranks(timed, Path(folder)))
