@@ -8,15 +8,7 @@ from cases import CASES
 from checkpoints import assert_same
 from support import DEVICE, as_tuple, flops, gemm_flops, randn
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
@@ -168,18 +160,6 @@ def test_gemms_under_compile():
     # forward, all but the last layer's last GEMM again, and two GEMMs for each in backward
     assert gemms == 28
     torch.testing.assert_close(list(found), list(expected))
-
-
-@pytest.mark.parametrize("impl", CheckpointImpl)
-def test_inside_distributed_wrapper(impl):
-    model = nn.Sequential(*blocks(fusedckpt.GatedMLP, "inputs"))
-    x = randn(ROWS, D)
-    expected = gradients(model, [x])
-    wrap, found = partial(checkpoint_wrapper, checkpoint_impl=impl), set(model)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=found.__contains__)
-    gemms, found = counted(model, [x])
-    assert gemms == (44 if impl is CheckpointImpl.NO_REENTRANT else 48)
-    assert_same(found, expected)
 
 
 # torch's own, where it has one, and what stands for it

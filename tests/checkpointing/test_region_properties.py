@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import assert_as_plain, assert_same, counted, linears, step
+from checkpoints import assert_as_plain, assert_same, linears
 from support import DEVICE, flops, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -100,22 +100,6 @@ def test_another_recompute_raises(place, change):
     y = checkpoint(m, x)
     with pytest.raises(RuntimeError):
         y.sum().backward()
-
-
-def test_arguments_that_are_no_tensors_and_retained_graphs():
-    m, _ = made()
-    run, calls = counted(lambda x, *, parts, scale, name: (m(x * scale) + parts["y"][0], name))
-    call = lambda x, y, wrap: wrap(run, x, parts={"y": [y]}, scale=2, name="s")  # noqa: E731
-    x, y = randn(6, 8), randn(6, 8)
-    expected = step(lambda x, y: call(x, y, lambda fn, *a, **k: fn(*a, **k)), x, y)
-    assert_same(step(partial(call, wrap=checkpoint), x, y), expected)
-    output, name = call(x, y, checkpoint)
-    assert name == "s"
-    calls.clear()
-    for _ in range(2):
-        found = torch.autograd.grad(output.square().sum(), [x, y], retain_graph=True)
-        assert_same(found, expected[1:3])
-    assert len(calls) == 2
 
 
 def test_a_region_that_raises_raises_again():

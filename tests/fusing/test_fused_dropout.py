@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 from functools import partial
 
 import pytest
@@ -157,12 +156,6 @@ def test_share_of_zeros(p):
     torch.testing.assert_close(y * (1 - p), torch.where(y == 0, 0.0, h))
 
 
-def _own(other, module, weights):
-    """Return the parameters of a copy that are at the places of some of a module's."""
-    given = {id(p): q for p, q in zip(module.parameters(), other.parameters(), strict=True)}
-    return [given[id(p)] for p in weights]
-
-
 WRAPS = {
     "torch": lambda fn: partial(checkpoint, fn, use_reentrant=False),
     "nested": lambda fn: partial(fusedckpt.checkpoint, partial(fusedckpt.checkpoint, fn)),
@@ -191,18 +184,6 @@ def test_compiled_in_one_graph(case):
     assert not torch.equal(found[0], gradients(compiled, x, weights, seed=6)[0])
     module.eval()
     torch.testing.assert_close(gradients(compiled, x, weights), gradients(module, x, weights))
-
-
-def test_copies_files_and_back(case):
-    module, _, _, weights = case
-    x = randn(T, D)
-    expected = gradients(module, x, weights)
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert equal(gradients(other, x, _own(other, module, weights)), expected)
-        assert other.state_dict().keys() == module.state_dict().keys()
-    eager = unfuse(copy.deepcopy(module))
-    assert "Fused" not in type(eager).__name__
-    assert not is_fused(eager, x)
 
 
 def test_the_rate_is_that_of_the_call():

@@ -88,24 +88,17 @@ class Double(nn.Module):
         return 2 * x
 
 
-class MyLinear(nn.Linear):
+def doubling(kind):
+    """Return a subclass that returns twice as much."""
+
     def forward(self, input):
-        return super().forward(input) * 2
+        return kind.forward(self, input) * 2
+
+    return type(f"My{kind.__name__}", (kind,), {"forward": forward})
 
 
-class MyGELU(nn.GELU):
-    def forward(self, input):
-        return super().forward(input) * 2
-
-
-class MySequential(nn.Sequential):
-    def forward(self, input):
-        return super().forward(input) * 2
-
-
-class MyRMSNorm(nn.RMSNorm):
-    def forward(self, x):
-        return super().forward(x) * 2
+KINDS = nn.Linear, nn.GELU, nn.Sequential, nn.RMSNorm
+MyLinear, MyGELU, MySequential, MyRMSNorm = map(doubling, KINDS)
 
 
 def linears(count):

@@ -1,6 +1,7 @@
 """fuse: F.dropout on an MLP's result trains fused; another one is named, with its bytes."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -26,29 +27,36 @@ class SeedOss(Gated):
         return F.dropout(y, p=self.residual_dropout, training=self.training)
 
 
-class ByTorch(Plain):
-    """Positional, in place of nothing, by torch's own function."""
+class Dropping(Plain):
+    """Drops its result by a function of that, a rate and its mode."""
 
-    def __init__(self, p=P):
+    def __init__(self, drop, p=P):
         super().__init__()
-        self.drop_rate = p
+        self.drop_rate, self.drop = p, drop
 
     def forward(self, x):
-        return torch.dropout(super().forward(x), self.drop_rate, self.training)
+        return self.drop(super().forward(x), self.drop_rate, self.training)
 
 
-class InPlace(ByTorch):
-    def forward(self, x):
-        y = Plain.forward(self, x)
-        return F.dropout(y, self.drop_rate, self.training, True) if self.drop_rate > 0 else y
+def in_place(y, p, training):
+    return F.dropout(y, p, training, True) if p > 0 else y
 
 
-class Both(ByTorch):
+MAKES = {
+    "SeedOss": (SeedOss, "residual_dropout"),
+    # positional, by torch's own function
+    "torch's": (partial(Dropping, torch.dropout), "drop_rate"),
+    "in place": (partial(Dropping, in_place), "drop_rate"),
+    "module": (DropsAfter, "drop.p"),
+}
+
+
+class Both(Plain):
     """A module on the hidden layer, a number on the result."""
 
-    def __init__(self, p=P):
-        super().__init__(p)
-        self.inner = nn.Dropout(p)
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop_rate = nn.Dropout(P), P
 
     def forward(self, x):
         y = self.second(self.inner(self.act(self.first(x))))
@@ -65,9 +73,9 @@ def seeded(fn, *args):
     return fn(*args)
 
 
-@pytest.mark.parametrize("make", [SeedOss, ByTorch, InPlace, DropsAfter])
+@pytest.mark.parametrize(("make", "rate"), MAKES.values(), ids=list(MAKES))
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
-def test_it_trains_fused_and_draws_what_it_did(make, p):
+def test_it_trains_fused_and_draws_what_it_did(make, rate, p):
     module, eager = pair(make, p=0.1)
     x = randn(T, D, dtype=torch.float64)
     said = fuse(module)
@@ -75,10 +83,8 @@ def test_it_trains_fused_and_draws_what_it_did(make, p):
     assert "not run fused" not in str(said)
     # the rate is that of the call
     for model in (module, eager):
-        if make is DropsAfter:
-            model.drop.p = p
-        else:
-            setattr(model, "residual_dropout" if make is SeedOss else "drop_rate", p)
+        owner, _, name = rate.rpartition(".")
+        setattr(model.get_submodule(owner), name, p)
     for training in (True, False):
         ours, theirs = (seeded(results, m.train(training), x) for m in (module, eager))
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -108,49 +114,27 @@ def test_two_dropouts_run_fused_by_seeds():
     assert abs(share - P) < 0.05
 
 
-class Squared(ByTorch):
-    def forward(self, x):
-        return F.dropout(Plain.forward(self, x), self.drop_rate**2, self.training)
-
-
-class Capped(ByTorch):
-    def forward(self, x):
-        return F.dropout(Plain.forward(self, x), min(self.drop_rate, 0.5), self.training)
-
-
-class Alpha(ByTorch):
-    def forward(self, x):
-        return F.alpha_dropout(Plain.forward(self, x), self.drop_rate, self.training)
-
-
-class Channels(ByTorch):
-    def forward(self, x):
-        return F.dropout1d(Plain.forward(self, x), self.drop_rate, self.training)
-
-
-class Twice(ByTorch):
-    def forward(self, x):
-        y = F.dropout(Plain.forward(self, x), self.drop_rate, self.training)
-        return F.dropout(y, self.drop_rate, self.training)
-
-
-class Everywhere(ByTorch):
+class Everywhere(Plain):
     """One number for the hidden layer and for the result."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.drop_rate = p
 
     def forward(self, x):
         h = F.dropout(self.act(self.first(x)), self.drop_rate, self.training)
         return F.dropout(self.second(h), self.drop_rate, self.training)
 
 
-OTHERS = {
-    "squared": (Squared, "drop_rate"),
-    "capped": (Capped, "drop_rate"),
-    "alpha": (Alpha, "drop_rate"),
-    "channels": (Channels, "drop_rate"),
-    "twice": (Twice, "drop_rate"),
-    "inside, too": (Everywhere, "drop_rate"),
-    "inside": (Rate, "dropout"),
+DROPS = {
+    "squared": lambda y, p, training: F.dropout(y, p**2, training),
+    "capped": lambda y, p, training: F.dropout(y, min(p, 0.5), training),
+    "alpha": lambda y, p, training: F.alpha_dropout(y, p, training),
+    "channels": lambda y, p, training: F.dropout1d(y, p, training),
+    "twice": lambda y, p, training: F.dropout(F.dropout(y, p, training), p, training),
 }
+OTHERS = {name: (partial(Dropping, drop), "drop_rate") for name, drop in DROPS.items()}
+OTHERS |= {"inside, too": (Everywhere, "drop_rate"), "inside": (Rate, "dropout")}
 
 
 @pytest.mark.parametrize(("make", "name"), OTHERS.values(), ids=list(OTHERS))
@@ -179,26 +163,21 @@ def test_others_are_named_with_their_bytes_before_and_after_a_step(make, name):
     assert "not run fused" not in str(fuse(module, save="preact"))
 
 
-class Always(ByTorch):
-    def forward(self, x):
-        return F.dropout(Plain.forward(self, x), self.drop_rate)
-
-
 class Config:
     rate = 0.0
 
 
-class OfConfig(ByTorch):
+class OfConfig(Plain):
     def __init__(self, p):
-        super().__init__(p)
+        super().__init__()
         self.config = Config()
         self.config.rate = p
 
     def forward(self, x):
-        return F.dropout(Plain.forward(self, x), self.config.rate, self.training)
+        return F.dropout(super().forward(x), self.config.rate, self.training)
 
 
-@pytest.mark.parametrize("make", [Always, OfConfig])
+@pytest.mark.parametrize("make", [partial(Dropping, lambda y, p, _: F.dropout(y, p)), OfConfig])
 def test_what_draws_by_another_rule_is_left(make):
     assert "draws random numbers" in fuse(make(P).to(DEVICE)).left[""]
 
@@ -206,11 +185,11 @@ def test_what_draws_by_another_rule_is_left(make):
 def test_parts_in_different_modes_run_the_original():
     """Whose mode decides, the recording did not see."""
 
-    class OfChild(ByTorch):
+    class OfChild(Dropping):
         def forward(self, x):
             return F.dropout(Plain.forward(self, x), self.drop_rate, self.second.training)
 
-    module, eager = pair(OfChild)
+    module, eager = pair(OfChild, drop=None)
     said, x = fuse(module, save="preact"), randn(T, D, dtype=torch.float64)
     torch.testing.assert_close(seeded(module, x), seeded(eager, x), rtol=1e-12, atol=1e-12)
     assert said.fallbacks == {}

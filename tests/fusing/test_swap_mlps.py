@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from own_classes import LoraLinear
 from own_mlps import (
     Block,
     Conv1D,
@@ -150,44 +149,6 @@ def test_a_transposed_weight_is_not_copied():
     ]
     # .grad takes the layout of its weight: that copies each gradient once
     assert len(copies) <= 2
-
-
-def hook(module):
-    module.first.register_forward_hook(lambda *_: None)
-
-
-def replace_linear(module):
-    module.second = nn.Sequential(module.second)
-
-
-def replace_activation(module):
-    module.act = nn.ReLU()
-
-
-def replace_forward(module):
-    forward = module.first.forward
-    module.first.forward = lambda x: forward(x) * 2
-
-
-def make_lora(module):
-    module.first = LoraLinear(module.first)
-
-
-@pytest.mark.parametrize(
-    "edit", [hook, replace_linear, replace_activation, replace_forward, make_lora]
-)
-def test_children_changed_after_fuse(edit):
-    module = Plain().to(DEVICE, torch.float64)
-    eager, x = copy.deepcopy(module), randn(5, D, dtype=torch.float64)
-    fuse(module)
-    for each in (module, eager):
-        torch.manual_seed(0)
-        edit(each)
-    assert not is_fused(module, x)
-    module.requires_grad_(True)
-    eager.requires_grad_(True)
-    assert_equal(module, eager, x)
-    assert type(unfuse(module)) is Plain
 
 
 def test_other_calls_raise_what_they_did():

@@ -180,17 +180,6 @@ def test_beside_hugging_faces_own_checkpoints():
     assert_equal(step(model, **inputs), step(plain, **inputs))
 
 
-@pytest.mark.parametrize("outside", [False, True])
-def test_under_autocast(outside):
-    model, x = transformer(3, fused=True), tokens()
-    plain = copy.deepcopy(model)
-    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
-        found = planned(model, x, policy="sqrt")
-    found.apply(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_equal(step(model, x), step(plain, x))
-
-
 def test_weights_that_autocast_has_cast_are_counted():
     model, x = transformer(3), tokens()
     with torch.autocast("cpu", torch.bfloat16):

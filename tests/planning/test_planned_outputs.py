@@ -110,27 +110,3 @@ class Rest(nn.Module):
 def test_what_else_units_return(also, then):
     policy = "none" if then == "used" else "sqrt"
     assert_as_predicted(Rest(also, then), torch.randn(1024, WIDTH), policy)
-
-
-class Itself(nn.MultiheadAttention):
-    """Its way depends on whether query, key and value are one tensor."""
-
-    def forward(self, x, key, value):
-        assert x is key is value
-        return super().forward(x, key, value, need_weights=False)[0]
-
-
-class Attentions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Itself(WIDTH, 4, batch_first=True) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x, x, x)
-        return x, None
-
-
-@pytest.mark.parametrize("policy", ["none", "sqrt"])
-def test_an_argument_that_is_passed_several_times_is_one(policy):
-    assert_as_predicted(Attentions(), torch.randn(8, 64, WIDTH), policy)

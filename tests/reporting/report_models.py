@@ -99,3 +99,12 @@ CASES = ["mlp", "containers", "checkpoint", "reentrant", "fused", "gpt2", "half"
 def call(model, args, kwargs):
     """Call a model so that it can take nothing out of the caller's dicts."""
     return model(*(dict(arg) if isinstance(arg, dict) else arg for arg in args), **kwargs)
+
+
+def step(model, args, kwargs, loss, optimizer=None):
+    # as in a training loop, these live on
+    output = call(model, args, kwargs)
+    value = loss(output)
+    value.backward()
+    if optimizer is not None:
+        optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -20,17 +21,19 @@ from report_models import (
     given,
     gpt2,
     mlp,
+    squares,
+    step,
 )
 from support import randn
 from torch import nn
 
 import fusedckpt
-from fusedckpt.memory import saved_tensors
+from fusedckpt.memory import peak_bytes, saved_tensors
 from fusedckpt.reporting.memory_report import report
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_modules_sum_up_to_what_is_saved(name):
+def test_bytes_and_peaks_are_those_of_the_same_step(name):
     model, args, kwargs, loss = case(name)
     found = report(model, *args, **kwargs)
     tensors = [*args, *kwargs.values()]
@@ -43,6 +46,39 @@ def test_modules_sum_up_to_what_is_saved(name):
     assert list(found.saved_by_module.values()) == sorted(found.saved_by_module.values())[::-1]
     names = {name for name, _ in model.named_modules()} | {"(model)", "(loss)"}
     assert names.issuperset(found.saved_by_module)
+    # what was there before is all that the report adds
+    there = found.parameter_bytes + found.buffer_bytes + found.input_bytes
+    assert found.resident_bytes == there
+    model.zero_grad()
+    assert found.peak_bytes - there == peak_bytes(lambda: step(model, args, kwargs, loss))
+
+
+@pytest.mark.parametrize("name", ["containers", "gpt2", "fused"])
+def test_peak_with_an_optimizer_is_that_of_a_later_step(name):
+    model, args, kwargs, loss = case(name)
+    optimizer = torch.optim.Adam(model.parameters())
+    run = partial(step, model, args, kwargs, loss, optimizer)
+    found = report(model, *args, optimizer=optimizer, **kwargs)
+    assert not optimizer.state
+    run()
+    optimizer.zero_grad()
+    assert found.peak_bytes - found.resident_bytes == peak_bytes(run)
+    optimizer.zero_grad()
+    again = report(model, *args, optimizer=optimizer, **kwargs)
+    assert again.peak_bytes == found.peak_bytes
+    assert again.resident_bytes == found.resident_bytes
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_peak_on_a_gpu_is_the_allocators():
+    model, x = mlp().cuda(), given(R, D).cuda()
+    run = partial(step, model, (x,), {}, squares)
+    # the first step sets up libraries
+    run()
+    model.zero_grad()
+    found = report(model, x)
+    assert found.device == "cuda:0"
+    assert found.peak_bytes - found.resident_bytes == peak_bytes(run, "cuda")
 
 
 def test_bytes_by_kind():
