@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -193,3 +194,52 @@ def test_everything_is_as_before(fails_at):
         with pytest.raises(KeyError):
             planned(model, x, policy="sqrt", optimizer=optimizer, loss=loss)
     assert_same(before, state_of(model, optimizer))
+
+
+class Stateful(nn.Linear):
+    """A unit with all kinds of state that planning may change in a module."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.calls, self.list, self.dict, self.nested = 0, [0], {"calls": 0}, {"a": [0, {"b": 0}]}
+        self.counter, self.set, self.deque = Counter(), set(), deque(maxlen=3)
+        self.tensor, self.array = torch.zeros(3), np.zeros(3)
+        self.torch, self.python = torch.Generator().manual_seed(1), random.Random(1)
+        self.numpy = [np.random.default_rng(1), np.random.RandomState(1)]
+
+    def forward(self, x):
+        return super().forward(x) * self.changed()
+
+    def changed(self):
+        self.calls += 1
+        self.list[0] += 1
+        self.dict["calls"] += 1
+        self.nested["a"][1]["b"] += 1
+        self.counter["calls"] += 1
+        self.set.add(self.calls), self.deque.append(self.calls)
+        self.tensor.add_(1)
+        self.array += 1
+        return 1 + sum(self.drawn())
+
+    def drawn(self):
+        x = torch.rand((), generator=self.torch).item()
+        return [x, self.python.random(), self.numpy[0].random(), self.numpy[1].random()]
+
+    def state(self):
+        held = self.calls, self.list, self.dict, self.nested, self.counter, self.set, self.deque
+        return copy.deepcopy(held), self.tensor.clone().tolist(), self.array.copy().tolist()
+
+
+@pytest.mark.parametrize("policy", ["memory", "speed"])
+def test_state_of_any_kind_is_as_before(policy):
+    model, twin = nn.Sequential(nn.Linear(8, 8), Stateful()), Stateful()
+    unit, x = model[1], torch.randn(4, 8)
+    for _ in range(4):
+        model(x)
+    before, objects = unit.state(), {k: id(v) for k, v in vars(unit).items()}
+    planned(model, x, policy=policy)
+    assert unit.state() == before
+    assert {k: id(v) for k, v in vars(unit).items()} == objects
+    for _ in range(4):
+        twin.drawn()
+    assert unit.drawn() == twin.drawn()

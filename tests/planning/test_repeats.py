@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter, deque
 from itertools import cycle
 
 import numpy as np
@@ -173,7 +172,7 @@ def test_units_between_and_none_at_all():
     x = torch.randn(64, WIDTH)
     found = planned(nn.Sequential(make(), Unit(), make()), x, policy="uniform:2")
     assert recomputed(found) == ["1"]
-    model = nn.Sequential(*(make() for _ in range(3)))
+    model = three(make)()
     for policy in ("none", "all", "sqrt", "uniform:2", "speed"):
         found = planned(model, x, policy=policy)
         assert (found.left_out, recomputed(found)) == (dict.fromkeys("012", WHY), [])
@@ -288,6 +287,10 @@ class Recurrent(nn.LSTM):
         return super().forward(x)[0]
 
 
+def three(make):
+    return lambda: nn.Sequential(*(make() for _ in range(3)))
+
+
 NORMAL = {
     "transformer": lambda: transformer(3, dropout=0.2),
     "fused": lambda: transformer(3, fused=True, dropout=0.2),
@@ -296,18 +299,10 @@ NORMAL = {
     "averaging": lambda: nn.Sequential(
         nn.Linear(WIDTH, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8)
     ),
-    **{
-        f"caching {is_buffer} {count}": lambda is_buffer=is_buffer, count=count: nn.Sequential(
-            *(Caching(is_buffer, count) for _ in range(3))
-        )
-        for is_buffer, count in ((True, 0), (False, 4))
-    },
-    "recurrent": lambda: nn.Sequential(
-        *(Recurrent(WIDTH, WIDTH, batch_first=True) for _ in range(3))
-    ),
-    "rrelu": lambda: nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU()) for _ in range(3))
-    ),
+    "caching a buffer": three(lambda: Caching(True, 0)),
+    "caching a tensor": three(lambda: Caching(False, 4)),
+    "recurrent": three(lambda: Recurrent(WIDTH, WIDTH, batch_first=True)),
+    "rrelu": three(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU())),
 }
 
 
@@ -334,8 +329,7 @@ def test_a_fused_unit_that_is_left_still_has_levels():
     assert found.left_out.get("1") == WHY
     assert "1" not in recomputed(found)
     found.apply(model)
-    for mine, eager in zip(steps(model, x), steps(plain, x), strict=True):
-        torch.testing.assert_close(mine, eager)
+    torch.testing.assert_close(steps(model, x), steps(plain, x))
 
 
 def test_checkpoint_sequential_restores_what_a_plan_restores(tmp_path):
@@ -358,49 +352,3 @@ def test_checkpoint_sequential_restores_what_a_plan_restores(tmp_path):
             return checkpoint_sequential(self.functions, found, x)
 
     assert_equal(steps(Planned(), x), steps(plain, x))
-
-
-class Stateful(Unit):
-    """A unit with all kinds of state that planning may change in a module."""
-
-    def __init__(self):
-        super().__init__(lambda unit, x: unit.changed())
-        self.calls, self.list, self.dict, self.nested = 0, [0], {"calls": 0}, {"a": [0, {"b": 0}]}
-        self.counter, self.set, self.deque = Counter(), set(), deque(maxlen=3)
-        self.tensor, self.array = torch.zeros(3), np.zeros(3)
-        self.torch, self.python = torch.Generator().manual_seed(1), random.Random(1)
-        self.numpy = [np.random.default_rng(1), np.random.RandomState(1)]
-
-    def changed(self):
-        self.calls += 1
-        self.list[0] += 1
-        self.dict["calls"] += 1
-        self.nested["a"][1]["b"] += 1
-        self.counter["calls"] += 1
-        self.set.add(self.calls), self.deque.append(self.calls)
-        self.tensor.add_(1)
-        self.array += 1
-        return 1 + sum(self.drawn())
-
-    def drawn(self):
-        x = torch.rand((), generator=self.torch).item()
-        return [x, self.python.random(), self.numpy[0].random(), self.numpy[1].random()]
-
-    def state(self):
-        held = self.calls, self.list, self.dict, self.nested, self.counter, self.set, self.deque
-        return copy.deepcopy(held), self.tensor.clone().tolist(), self.array.copy().tolist()
-
-
-@pytest.mark.parametrize("policy", ["memory", "speed"])
-def test_planning_leaves_no_trace(policy):
-    model, twin = nn.Sequential(Unit(), Stateful()), Stateful()
-    unit, x = model[1], torch.randn(8, WIDTH)
-    for _ in range(4):
-        model(x)
-    before, objects = unit.state(), {k: id(v) for k, v in vars(unit).items()}
-    planned(model, x, policy=policy)
-    assert unit.state() == before
-    assert {k: id(v) for k, v in vars(unit).items()} == objects
-    for _ in range(4):
-        twin.drawn()
-    assert unit.drawn() == twin.drawn()
