@@ -109,8 +109,10 @@ class Call:
         """Return the tensors to save; levels: a phase's, None for the call's own."""
         key = needs, levels
         if key not in self._saved:
-            if levels is None or self.inside is not None:
-                levels = ((levels and self.inside) or self.level,) * 2
+            if levels is None:
+                levels = self.level, self.level
+            elif self.inside is not None:
+                levels = self.inside, self.inside
             self._saved[key] = self._settled(needs, *levels)
         return self._saved[key]
 

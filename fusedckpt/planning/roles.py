@@ -97,8 +97,8 @@ def _unplanned(kind: Any) -> Any:
 
 def assign(module: nn.Module, role: Role) -> None:
     """Let `module` run in `role`."""
-    ours = PlannedHead if isinstance(module, DeferredHead) else Planned
-    module.__class__ = subclass(ours, type(module))
+    kind = type(module)
+    module.__class__ = subclass(PlannedHead if issubclass(kind, DeferredHead) else Planned, kind)
     module.__dict__[_ROLE] = role
     if "forward" in module.__dict__:
         module.__dict__[_FORWARD] = module.__dict__.pop("forward")
