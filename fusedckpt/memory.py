@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
-from fusedckpt.autograd.private import local_of, storage_key
+from fusedckpt.autograd.private import hide_functions, local_of, storage_key
 
 __all__ = [
     "Phase",
@@ -148,12 +148,14 @@ def strided(tensor: Tensor) -> list[Tensor]:
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storage of each of `tensors`; shared ones occur several times."""
-    return [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
+    # deferred logits are computed when they are asked for their storage
+    with hide_functions():
+        return [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
 
 
 def storage_ref(tensor: Tensor) -> StorageWeakRef:
     """Return a reference that is the same for tensors that share memory, and keeps none."""
-    return StorageWeakRef(strided(tensor)[0].untyped_storage())
+    return StorageWeakRef(storages_of([tensor])[0])
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:

@@ -113,6 +113,10 @@ is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[reportPriv
 disable_current_modes: Callable[[], AbstractContextManager[Any]] = _probe(
     "utils._python_dispatch._disable_current_modes", nullcontext
 )
+# hides functions from tensor subclasses. Without it logits that are not computed yet are counted
+hide_functions: Callable[[], AbstractContextManager[Any]] = _probe(
+    "_C.DisableTorchFunctionSubclass", nullcontext
+)
 # sees every op. Without it a checkpoint's debug=True names none, and fuse recognises no forward
 TorchDispatchMode: Any = _probe("utils._python_dispatch.TorchDispatchMode", nullcontext)
 
