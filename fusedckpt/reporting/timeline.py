@@ -61,6 +61,17 @@ class Block(NamedTuple):
     since: int
 
 
+class Term(NamedTuple):
+    """A block that autograd added to another gradient of the same tensor, and then freed.
+
+    until: the index of the moment of that. total: the sum, None where that is the other gradient.
+    """
+
+    block: Block
+    until: int
+    total: Block | None
+
+
 class Reading(NamedTuple):
     """A step's moments, and the blocks of its forward that live when backward begins."""
 
@@ -168,6 +179,10 @@ class _Reader:
         self.phase_name = ""
         self._live, self._optimizer = resident, 0
         self._blocks: dict[int, Block] = {}
+        self._terms: list[Term] = []
+        # whether the engine has added gradients up after the node that runs, and the last new sum
+        self._adds = False
+        self._total: Block | None = None
         self._running: list[str] = []
         # by thread and its sequence number, the module that ran the forward op that made the node
         self._makers: dict[tuple[int, int], str] = {}
@@ -190,20 +205,33 @@ class _Reader:
         if fields.alloc_size > 0:
             made = self.phase_name, self.module, len(self.moments)
             block = Block(fields.ptr, fields.alloc_size, *made)
-            self._blocks[fields.ptr], change = block, block.nbytes
+            self._blocks[fields.ptr], self._total, change = block, block, block.nbytes
         else:
             block = self._blocks.pop(fields.ptr, None)
             change = 0 if block is None else -block.nbytes
+            if self._adds and block is not None:
+                self._terms.append(Term(block, len(self.moments), self._total))
         self._live += change
         if block is not None and block.phase == "optimizer":
             self._optimizer += change
 
     def with_gradients(self, addresses: Collection[int]) -> list[Moment]:
-        """Return the moments with the bytes of blocks that are at these addresses in the end."""
+        """Return the moments with their bytes of gradients.
+
+        These are the blocks at these addresses in the end, and those that were added up to them.
+        """
+        blocks = self._blocks.values()
+        found = [x for x in blocks if x.address in addresses and x.phase != "optimizer"]
         grown: Counter[int] = Counter()
-        for block in self._blocks.values():
-            if block.address in addresses and block.phase != "optimizer":
+        for block in found:
+            grown[block.since] += block.nbytes
+        for block, until, total in reversed(self._terms):
+            # in place, another gradient of that size was there before
+            totals = [total] if total else [x for x in found if x.since < block.since]
+            if any(x in found and x.nbytes == block.nbytes for x in totals):
+                found.append(block)
                 grown[block.since] += block.nbytes
+                grown[until] -= block.nbytes
         sums = accumulate(grown[index] for index in range(len(self.moments)))
         return [m._replace(gradient_bytes=n) for m, n in zip(self.moments, sums, strict=True)]
 
@@ -240,8 +268,13 @@ class _Reader:
         self._running.append(self._makers.get(place, self.module))
         self._depth += 1
 
+    def sum(self, _: Any) -> None:
+        """Note that the engine adds gradients up."""
+        self._adds, self._total = True, None
+
     def done(self, _: Any) -> None:
         """Leave a node."""
+        self._adds = False
         self._depth -= 1
         self._last = self._running.pop()
 
@@ -262,6 +295,10 @@ def _collect(events: Iterable[Any], device: torch.device, found: list[_Item]) ->
         is_node = name.startswith(_NODE)
         if is_node or number >= 0:
             found.append(_Item(start, "node" if is_node else "op", (event.start_tid, number)))
+        if is_node:
+            # those within the node's own function are deeper
+            sums = [x for x in event.children if x.name in ("aten::add", "aten::add_")]
+            found += [_Item(x.start_time_ns, "sum", None) for x in sums]
         _collect(event.children, device, found)
         if is_node:
             found.append(_Item(event.end_time_ns, "done", None))

@@ -213,3 +213,31 @@ def test_the_figures_kinds_add_up(adam):
     layers = drawing.by_layer(found.saved_by_module)
     assert set(layers) == {"0", "1"}
     assert sum(layers.values()) == found.saved_bytes
+
+
+class Tied(nn.Module):
+    """Gradients of one weight come from several nodes, and wait for the others."""
+
+    def __init__(self, head, uses):
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(256, D), nn.Linear(D, D)
+        self.head, self.uses = head, uses
+
+    def forward(self, ids):
+        x = sum(self.embedding(ids[:, i]) for i in range(self.uses))
+        x = self.inner(x) * x
+        return F.linear(x, self.embedding.weight).logsumexp(-1) if self.head else x
+
+
+@pytest.mark.parametrize(("head", "uses"), [(True, 1), (True, 2), (False, 2), (False, 3)])
+def test_gradients_that_are_added_up(head, uses):
+    """Those of a weight are gradients while they wait, those of an activation are activations."""
+    model = Tied(head, uses)
+    found = report(model, torch.randint(256, (2, 3)))
+    weight = model.embedding.weight.nbytes
+    assert max(found.live_by_kind["activations"]) < weight
+    gradients = [moment.gradient_bytes for moment in found.timeline]
+    # one that waits, and the next
+    assert max(gradients) >= 2 * weight
+    assert gradients[-1] == found.gradient_bytes == found.parameter_bytes
+    assert {m.gradient_bytes for m in found.timeline if m.phase == "forward"} == {0}
