@@ -71,12 +71,12 @@ def outputs(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
 
 def check_tensor_parallel(mesh) -> None:
     eager, fused = build(), build()
-    report = fuse(fused)
+    report = fuse(fused, verify=False)
     assert list(report.swapped) == NAMES, report
     x = torch.randn(2, 4, D)
     same(*(outputs(tensor_parallel(m, mesh), x) for m in (fused, eager)))
     assert report.fallbacks == {}, report
-    after = fuse(tensor_parallel(build(), mesh))
+    after = fuse(tensor_parallel(build(), mesh), verify=False)
     assert (after.swapped, after.left) == (report.swapped, {}), after
 
 
@@ -85,7 +85,7 @@ def check_dropout(mesh) -> None:
     torch.manual_seed(1)
     eager, x = Dropping(0.5), torch.randn(4, D, requires_grad=True)
     fused = copy.deepcopy(eager)
-    report = fuse(fused)
+    report = fuse(fused, verify=False)
     for model in (eager, fused):
         parallelize_module(model, mesh, replicated(model))
     torch.testing.assert_close(fused.eval()(x), eager.eval()(x))
@@ -119,7 +119,7 @@ def check_fuse_of_sharded(mesh) -> None:
         expected = model(x)
         # between two forwards, the memory of what was gathered is free
         expected.sum().backward()
-        report = fuse(model)
+        report = fuse(model, verify=False)
         assert report.swapped == {}, (way, report)
         prefix = "_fsdp_wrapped_module." if isinstance(model, FullyShardedDataParallel) else ""
         assert report.left == {prefix + name: why for name in NAMES}, (way, report)

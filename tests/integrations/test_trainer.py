@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.utils.checkpoint as stock
-from little_llama import LAYERS, VOCAB, build, history, trainer, transformers
+from little_llama import ARGUMENTS, LAYERS, VOCAB, build, history, trainer, transformers
 from support import DEVICE, flops
 
 import fusedckpt
@@ -236,3 +236,57 @@ def test_what_cannot_be_ours_is_named():
     use_checkpoint(model)
     with pytest.raises(ValueError, match="use_reentrant=False"):
         step(model)
+
+
+def lora():
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules="all-linear")
+
+
+def adapted():
+    model, config = build(), lora()
+    torch.manual_seed(1)
+    return pytest.importorskip("peft").get_peft_model(model, config)
+
+
+def test_lora_on_every_linear_with_gradient_checkpointing(tmp_path):
+    options = {"gradient_checkpointing": True}
+    theirs = history(trainer(tmp_path, model=adapted(), **options))
+    model, logged = adapted(), []
+    callbacks = [FuseCallback(log=logged.append)]
+    ours = history(trainer(tmp_path, model=model, callbacks=callbacks, **options))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+    assert not logged[0].left
+    assert not logged[0].fallbacks
+
+
+def test_sft_of_lora(tmp_path):
+    trl, datasets, tokenizers = map(pytest.importorskip, ("trl", "datasets", "tokenizers"))
+    words = {f"w{i}": i for i in range(VOCAB - 1)} | {"<eos>": VOCAB - 1}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    processing = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="w0"
+    )
+    texts = [" ".join(f"w{(7 * i + j) % 50}" for j in range(8)) for i in range(8)]
+    data = datasets.Dataset.from_dict({"text": texts})
+
+    def run(callbacks):
+        arguments = trl.SFTConfig(output_dir=str(tmp_path), bf16=False, **ARGUMENTS)
+        return history(
+            trl.SFTTrainer(
+                model=build(),
+                args=arguments,
+                train_dataset=data,
+                processing_class=processing,
+                peft_config=lora(),
+                callbacks=callbacks,
+            )
+        )
+
+    logged = []
+    theirs, ours = run([]), run([FuseCallback(log=logged.append)])
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+    assert logged[0].swapped
+    assert not logged[0].fallbacks

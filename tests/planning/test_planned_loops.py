@@ -31,8 +31,11 @@ def zero(model, to_none):
         p.grad = None if to_none else torch.zeros_like(p)
 
 
-def peak_of(model, x, optimizer=None, micro_batches=1, to_none=True, steps=1):
-    """Return the peak of so many steps from the state the model is in."""
+def peak_of(model, x, optimizer=None, micro_batches=1, to_none=True, steps=1, loss=None):
+    """Return the peak of so many steps from the state the model is in.
+
+    loss: of what the model returns, by default that itself.
+    """
 
     def loop():
         for _ in range(steps):
@@ -40,8 +43,9 @@ def peak_of(model, x, optimizer=None, micro_batches=1, to_none=True, steps=1):
             for i in range(micro_batches):
                 is_last = i + 1 == micro_batches
                 with getattr(model, "no_sync", nullcontext)() if not is_last else nullcontext():
-                    loss = model(x)
-                    loss.backward()
+                    # it lives until the next one does
+                    output = model(x)
+                    (output if loss is None else loss(output)).backward()
             if optimizer is not None:
                 optimizer.step()
 
@@ -206,15 +210,9 @@ class Hidden(nn.Module):
 def test_the_last_output_lives_until_the_next():
     model, x = Hidden(), torch.randn(512, 64)
     names = [f"layers.{i}" for i in range(LAYERS)]
-    found = planned(model, x, policy="none", units=names, loss=lambda output: output["loss"])
-
-    def loop():
-        for _ in range(3):
-            zero(model, to_none=True)
-            output = model(x)
-            output["loss"].backward()
-
-    peak = nbytes_of([*model.parameters(), x]) + peak_bytes(loop)
+    loss = lambda output: output["loss"]  # noqa: E731
+    found = planned(model, x, policy="none", units=names, loss=loss)
+    peak = peak_of(model, x, steps=3, loss=loss)
     assert peak <= found.measured_bytes <= found.predicted_bytes <= 1.02 * peak
 
 
@@ -247,11 +245,5 @@ def test_leaves_of_the_last_forward_live_with_its_output(where, is_view, policy)
     model, x = Leaves(where, is_view), torch.randn(2048, 64)
     found = planned(model, x, policy=policy)
     found.apply(model)
-
-    def loop():
-        for _ in range(3):
-            zero(model, to_none=True)
-            output = model(x)
-            output.square().mean().backward()
-
-    assert_kept(found, found.measured_bytes, nbytes_of([*model.parameters(), x]) + peak_bytes(loop))
+    peak = peak_of(model, x, steps=3, loss=lambda output: output.square().mean())
+    assert_kept(found, found.measured_bytes, peak)

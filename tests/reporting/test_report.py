@@ -147,31 +147,19 @@ def test_fused_layers_stay_fused():
     assert found.saved_by_module == {"1": X, "(loss)": X}
 
 
-def test_nothing_changes_also_when_the_loss_raises():
-    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.5))
-    x = given(R, D)
+def test_a_loss_that_raises_leaves_no_hook_state_or_gradient():
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D))
     optimizer = torch.optim.Adam(model.parameters())
-    model(x).sum().backward()
-    model[0].bias.grad = None
-    gradients = [parameter.grad for parameter in model.parameters()]
-    tensors = [*model.parameters(), *model.buffers(), *(g for g in gradients if g is not None)]
-    values, stream = [tensor.detach().clone() for tensor in tensors], torch.get_rng_state()
 
     def fail(output):
         raise ZeroDivisionError
 
-    for loss in (None, fail):
-        if loss:
-            with pytest.raises(ZeroDivisionError):
-                report(model, x, loss=loss, optimizer=optimizer)
-        else:
-            report(model, x, optimizer=optimizer)
-        now = [parameter.grad for parameter in model.parameters()]
-        assert all(old is new for old, new in zip(gradients, now, strict=True))
-        assert all(map(torch.equal, tensors, values))
-        assert torch.equal(torch.get_rng_state(), stream)
-        assert not optimizer.state
+    with pytest.raises(ZeroDivisionError):
+        report(model, given(R, D), loss=fail, optimizer=optimizer)
     assert not nn.modules.module._has_any_global_hook()
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model[1].num_batches_tracked == 0
 
 
 def test_a_loss_that_is_a_module_is_put_back():

@@ -1,15 +1,22 @@
-"""Where the peak of a step is, and the bytes through it."""
+"""Where the peak of a step is, the bytes through it, and what counts beside saved tensors."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from report_models import Checkpointed, D, H, R, X, given, mlp
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
-from fusedckpt.reporting.memory_report import report
+from fusedckpt import plan, report
+from fusedckpt.reporting.tables import size
+from fusedckpt.reporting.timeline import read
+
+W = 4 * D * D
 
 
 class Bulge(nn.Module):
@@ -113,3 +120,231 @@ def test_timeline():
     assert list(dict.fromkeys(forward)) == ["(model)", "0", "1", "2", "(loss)"]
     backward = [moment.module for moment in found.timeline if moment.phase == "backward"]
     assert list(dict.fromkeys(backward)) == ["(loss)", "2", "1", "0"]
+
+
+class Hoard(torch.autograd.Function):
+    """Twice x, with its gradient made in forward and held in an attribute."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.dx = torch.full_like(x, 2)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx, ctx.dx = ctx.dx, None
+        return dx.mul_(dy)
+
+
+class Hoards(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        return Hoard.apply(self.inner(x))
+
+
+class Head(nn.Module):
+    """torch's own hoard: loss and gradients in chunks, in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, D))
+
+    def forward(self, x):
+        target, options = torch.arange(len(x)) % 64, torch.nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(x, self.weight, target, options=options)
+
+
+def hoarding(head):
+    return nn.Sequential(nn.Linear(D, D), mlp(), head)
+
+
+HEADS = {
+    "attribute": (Hoards, X),
+    "linear_cross_entropy": pytest.param(
+        *(Head, X + 4 * 64 * D),
+        marks=pytest.mark.skipif(
+            not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="not in this torch"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("head", "nbytes"), HEADS.values(), ids=HEADS)
+def test_what_is_held_outside_saved_tensors_is_named(head, nbytes):
+    found = report(hoarding(head()), torch.randn(R, D))
+    assert found.held == found.to_dict()["held"] == {"2": nbytes}
+    assert f"outside saved tensors: {size(nbytes)} in 2" in str(found)
+    assert not report(mlp(), torch.randn(R, D)).held
+
+
+@pytest.mark.parametrize(("head", "nbytes"), HEADS.values(), ids=HEADS)
+def test_a_plan_counts_it(head, nbytes):
+    model, x = hoarding(head()), torch.randn(2048, D)
+    for policy in ("none", "all", "uniform:1"):
+        found = plan(model, x, policy=policy, units=["0", "1", "2"], progress=False)
+        assert 0.99 <= found.predicted_bytes / found.measured_bytes <= 1.02
+
+
+class Own(nn.Module):
+    """Needs 16 tensors for a moment in code of its own, and in a recompute only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        if torch._C._current_graph_task_id() != -1:
+            x.detach().repeat(16, 1).sum()
+        return self.inner(x).tanh()
+
+
+def test_the_peak_is_of_the_unit_that_runs_again():
+    model, x = (
+        nn.Sequential(nn.Linear(D, D), Own(), nn.Sequential(mlp(), nn.Tanh())),
+        torch.randn(64, D),
+    )
+    found = plan(model, x, policy="uniform:1", units=["1", "2"], progress=False)
+    found.apply(model)
+    peak = report(model, x).peak
+    assert (peak.phase, peak.module) == ("backward", "1")
+
+
+def event(name, start, *children, tid=1, end=None, **fields):
+    return SimpleNamespace(
+        name=name,
+        start_tid=tid,
+        start_time_ns=start,
+        end_time_ns=end or start,
+        children=children,
+        extra_fields=SimpleNamespace(**fields),
+    )
+
+
+def test_backwards_in_another_thread():
+    """A GPU's: a recompute in it numbers its ops as the forward's thread did others."""
+    node = "autograd::engine::evaluate_function: "
+    again = event("aten::mm", 32, tid=2, sequence_number=0)
+    memory = {"device": torch.device("cpu"), "ptr": 1, "alloc_size": 64}
+    events = [
+        event("fusedckpt.report:phase:forward", 10),
+        event("fusedckpt.report:enter:first", 11),
+        event("aten::mm", 12, sequence_number=0),
+        event("fusedckpt.report:leave:", 13),
+        event("fusedckpt.report:enter:second", 14),
+        event("aten::mm", 15, sequence_number=1),
+        event("fusedckpt.report:leave:", 16),
+        event("fusedckpt.report:phase:backward", 20),
+        event(f"{node}Second", 30, again, tid=2, end=39, sequence_number=1),
+        event(
+            f"{node}First", 40, event("[memory]", 41, **memory), tid=2, end=49, sequence_number=0
+        ),
+    ]
+    found = read(events, torch.device("cpu"), 0)
+    assert found.moments[-1][1:4] == (64, "backward", "first")
+
+
+class InGroups(torch.optim.SGD):
+    """Keeps a tensor in its groups, and one in a list of its own."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group.setdefault("average", torch.zeros(D))
+        self.history = [torch.zeros(2 * D)]
+
+
+class Wraps(torch.optim.Optimizer):
+    """Steps another optimizer."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+OPTIMIZERS = {
+    "fused Adam": (lambda p: torch.optim.Adam(p, fused=True), 2 * W + 4),
+    "foreach Adam": (lambda p: torch.optim.Adam(p, foreach=True), 2 * W + 4),
+    "capturable": (lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3), foreach=False), 2 * W + 8),
+    "momentum": (lambda p: torch.optim.SGD(p, momentum=0.9), W),
+    "SGD": (lambda p: torch.optim.SGD(p), 0),
+    "in groups": (lambda p: InGroups(p, momentum=0.9), W + 4 * D + 8 * D),
+    "wrapped": (lambda p: Wraps(torch.optim.SGD(p, momentum=0.9)), W),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_state_is_the_optimizers(name):
+    make, nbytes = OPTIMIZERS[name]
+    model, x = nn.Linear(D, D, bias=False), torch.randn(R, D)
+    optimizer = make(model.parameters())
+    for _ in range(2):
+        found = report(model, x, optimizer=optimizer)
+        assert found.optimizer_bytes == nbytes
+        # made in the first step, there in the one reported
+        assert found.resident_bytes == W + X + nbytes
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def test_live_bytes_by_kind():
+    model, x = nn.Sequential(mlp(), nn.Linear(D, D)), torch.randn(R, D)
+    found = report(model, x, optimizer=torch.optim.Adam(model.parameters(), foreach=True))
+    *_, last = found.timeline
+    assert last.gradient_bytes == found.gradient_bytes == found.parameter_bytes
+    gradients = [moment.gradient_bytes for moment in found.timeline]
+    assert gradients == sorted(gradients)
+    assert {m.gradient_bytes for m in found.timeline if m.phase == "forward"} == {0}
+    # what it takes for a moment
+    assert max(m.optimizer_bytes for m in found.timeline) > 0 == last.optimizer_bytes
+    assert {m.optimizer_bytes for m in found.timeline if m.phase != "optimizer"} == {0}
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_the_figures_kinds_add_up(adam):
+    drawing = pytest.importorskip("fusedckpt.reporting.memory_plot", exc_type=ImportError)
+    model, x = nn.Sequential(mlp(), nn.Sequential(mlp(), nn.Tanh())), torch.randn(R, D)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True) if adam else None
+    found = report(model, x, optimizer=optimizer)
+    kinds = found.live_by_kind
+    expected = ["parameters", *["optimizer"] * adam, "gradients", "activations"]
+    assert [*kinds] == expected
+    lives = [moment.live_bytes for moment in found.timeline]
+    assert [sum(column) for column in zip(*kinds.values(), strict=True)] == lives
+    assert kinds["activations"][0] == 0 < max(kinds["activations"])
+    layers = drawing.by_layer(found.saved_by_module)
+    assert set(layers) == {"0", "1"}
+    assert sum(layers.values()) == found.saved_bytes
+
+
+class Tied(nn.Module):
+    """Gradients of one weight come from several nodes, and wait for the others."""
+
+    def __init__(self, head, uses):
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(256, D), nn.Linear(D, D)
+        self.head, self.uses = head, uses
+
+    def forward(self, ids):
+        x = sum(self.embedding(ids[:, i]) for i in range(self.uses))
+        x = self.inner(x) * x
+        return F.linear(x, self.embedding.weight).logsumexp(-1) if self.head else x
+
+
+@pytest.mark.parametrize(("head", "uses"), [(True, 1), (True, 2), (False, 2), (False, 3)])
+def test_gradients_that_are_added_up(head, uses):
+    """Those of a weight are gradients while they wait, those of an activation are activations."""
+    model = Tied(head, uses)
+    found = report(model, torch.randint(256, (2, 3)))
+    weight = model.embedding.weight.nbytes
+    assert max(found.live_by_kind["activations"]) < weight
+    gradients = [moment.gradient_bytes for moment in found.timeline]
+    # one that waits, and the next
+    assert max(gradients) >= 2 * weight
+    assert gradients[-1] == found.gradient_bytes == found.parameter_bytes
+    assert {m.gradient_bytes for m in found.timeline if m.phase == "forward"} == {0}
