@@ -14,7 +14,9 @@ from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Block, Part, is_simple
 from fusedckpt.fusing.match_mlps import blocks_of, lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
+from fusedckpt.kernels.activations import name_of
 from fusedckpt.kernels.codes import APPROXIMATE
+from fusedckpt.layers.sequential import Sequential
 from fusedckpt.layers.styles import style_of, unwrapped
 
 # the attributes that every module has
@@ -91,19 +93,23 @@ class Matcher:
         if problem is not None:
             return problem
         if self.approximate:
-            swap = _approximate(swap)
+            swap = _approximate(module, swap)
         part = Part(swap.kind, swap.change, verification.saved_per_token(module, swap))
         return replace(swap, parts={"": part})
 
 
-def _approximate(swap: Swap) -> Swap:
+def _approximate(module: nn.Module, swap: Swap) -> Swap:
     """Return the swap of an MLP with an approximate derivative, any other unchanged."""
     block = getattr(swap.attributes.get("_fusedckpt_match"), "block", None)
-    if not isinstance(block, Block) or block.kind not in ("mlp", "linear_act"):
+    attributes = {**swap.attributes, "approximate": True}
+    if issubclass(swap.to, Sequential):
+        activations = {name_of(layer) for layer in module.children()}
+    elif isinstance(block, Block) and block.kind in ("mlp", "linear_act"):
+        activations, attributes["save"] = {block.activation}, "preact"
+    else:
         return swap
-    if block.activation not in APPROXIMATE:
+    if activations.isdisjoint(APPROXIMATE):
         return swap
-    attributes = {**swap.attributes, "save": "preact", "approximate": True}
     return replace(swap, change=f"{swap.change}, approximate", attributes=attributes)
 
 

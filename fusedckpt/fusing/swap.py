@@ -214,6 +214,7 @@ class _Blocks:
         matcher, report, kind = self.matcher, self.report, type(parent)
         save = within(matcher.save, ("inputs", "preact"))
         attributes = {"save": save, "chunks": matcher.chunks}
+        attributes |= {"approximate": True} if matcher.approximate else {}
         blocks = blocks_of(parent, save, matcher.chunks)
         fused = [layer for layers, _ in blocks.values() for layer in layers]
         for name, reason in reasons.apart(parent):

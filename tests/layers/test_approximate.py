@@ -217,17 +217,27 @@ class Plain(nn.Module):
 
 def test_fuse_makes_mlps_approximate_when_asked():
     torch.manual_seed(0)
-    exact = nn.Sequential(nn.LayerNorm(D), Plain(), SwiGLU(D, H)).to(DEVICE).requires_grad_(False)
+    inner = nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D))
+    exact = nn.Sequential(nn.LayerNorm(D), Plain(), SwiGLU(D, H), inner)
+    exact = exact.to(DEVICE).requires_grad_(False)
     coded, x = copy.deepcopy(exact), randn(T, D)
     fusedckpt.fuse(exact)
     report = fusedckpt.fuse(coded, approximate=True)
     assert report.swapped["1"] == "Plain -> mlp (gelu), approximate"
     assert report.swapped["2"] == "SwiGLU -> gated_mlp (silu)"
-    assert "approximate=True" in repr(coded[1])
-    assert saved_bytes(coded[1], [x]) == CODES
+    assert report.swapped["3.0"] == "nn.Linear + gelu + nn.Linear -> mlp, approximate"
+    assert all("approximate=True" in repr(coded[i]) for i in (1, 3))
+    assert saved_bytes(coded[1], [x]) == saved_bytes(coded[3], [x]) == CODES
     assert saved_bytes(exact[1], [x]) == saved_bytes(coded[2], [x]) == 4 * T * D
     torch.testing.assert_close(coded(x), exact(x))
     with fusedckpt.saving("inputs"):
-        assert saved_bytes(coded[1], [x]) == 4 * T * D
+        assert saved_bytes(coded[1], [x]) == saved_bytes(coded[3], [x]) == 4 * T * D
+    kept = [
+        fusedckpt.plan(model, x.requires_grad_(), policy="none", progress=False).chain.units
+        for model in (exact, coded)
+    ]
+    both = [{unit.name: unit.levels[0].kept for unit in units} for units in kept]
+    for name in ("1", "3"):
+        assert both[0][name] - both[1][name] == 4 * T * H - CODES
     with pytest.raises(TypeError, match="fuse: approximate must be True or False"):
         fusedckpt.fuse(coded, approximate="yes")  # type: ignore[arg-type]
