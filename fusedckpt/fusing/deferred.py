@@ -15,21 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.private import pytree
-from fusedckpt.blocks.head import LEVELS
-from fusedckpt.fusing.forwards import Swap
-from fusedckpt.fusing.held import MARK, Part
-from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import Rerun, cast_by
-from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers.head import linear_cross_entropy
+from fusedckpt.layers.parallel import is_sharded, library, parts_of, placed
+from fusedckpt.layers.styles import Style
 
-__all__ = ["DeferredHead", "DeferredLogits", "find_head"]
+__all__ = ["Deferred", "DeferredLogits", "Operands"]
 
 # properties and methods that need no numbers
 _KNOWN = frozenset(
@@ -45,16 +41,23 @@ _VIEWS = frozenset(("view", "reshape", "flatten", "contiguous"))
 class Operands(NamedTuple):
     """The logits post * tanh(pre * F.linear(hidden, weight, bias)); without tanh if post is None.
 
-    cast: the dtype of autocast, None where it is off; head: the module that has the weight.
+    cast: the dtype of autocast, None where it is off; head: the module that has the weight;
+    style: that of a head split by its classes, whose operands are then DTensors.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     cast: torch.dtype | None
-    head: DeferredHead
+    head: Any
+    style: Style | None = None
     pre: float = 1.0
     post: float | None = None
+
+    @property
+    def are_parts(self) -> bool:
+        """Whether logits and loss are DTensors."""
+        return self.style is not None and not self.style.is_local
 
     def times(self, factor: float) -> Operands:
         """Return the operands of scaled logits."""
@@ -63,9 +66,13 @@ class Operands(NamedTuple):
         return self._replace(post=self.post * factor)
 
     def linear(self, hidden: Tensor) -> Tensor:
-        """Return the outputs of the head's linear."""
+        """Return the outputs of the head's linear, laid out as its style has them."""
         with cast_by(hidden.device, self.cast):
-            return F.linear(hidden, self.weight, self.bias)
+            y: Any = F.linear(hidden, self.weight, self.bias)
+        if self.style is not None:
+            y = y.redistribute(placements=[self.style.output])
+            return y.to_local() if self.style.is_local else y
+        return y
 
     def loss(self, target: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
         """Return F.cross_entropy of the logits, rows of a dtype."""
@@ -77,7 +84,10 @@ class Operands(NamedTuple):
             loss = self.head._fusedckpt_loss(run, self.hidden, rows)
         # autocast runs the loss in float32
         loss = loss if autocast_dtype(loss.device) else loss.to(dtype)
-        return loss.reshape(target.shape) if loss.dim() else loss
+        loss = loss.reshape(target.shape) if loss.dim() else loss
+        if not self.are_parts:
+            return loss
+        return placed(loss, self.style.mesh, library().Replicate())
 
 
 class Deferred:
@@ -89,7 +99,7 @@ class Deferred:
         self.root: Deferred = self if parent is None else parent.root
         self.made: Tensor | None = None
         self.hooks: list[Callable[[Tensor], Any]] = []
-        self.versions = versions_of(*operands[:3])
+        self.versions = versions_of(*parts_of(*operands[:3]))
         if parent is None:
             self.family: list[weakref.ref[Deferred]] = []
         self.root.family.append(weakref.ref(self))
@@ -118,9 +128,10 @@ class Deferred:
 
     def is_lost(self) -> bool:
         """Whether the operands have been modified, or freed, as sharded weights are."""
-        hidden, weight, bias = self.operands[:3]
-        freed = weight.numel() and not weight.is_meta and not weight.untyped_storage().nbytes()
-        return bool(freed) or self.versions != versions_of(hidden, weight, bias)
+        parts = parts_of(*self.operands[:3])
+        weights = [t for t in parts[1:] if t is not None and t.numel() and not t.is_meta]
+        freed = any(not t.untyped_storage().nbytes() for t in weights)
+        return freed or self.versions != versions_of(*parts)
 
     def settle(self) -> None:
         """Compute the other tensors of the family, before one is modified in place."""
@@ -151,6 +162,20 @@ class DeferredLogits(Tensor):
             made = Rerun.apply(run, root.hidden, *given)
         made.deferred = deferred
         return made
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]  # read only
+        """The class that the real logits have, of which code asks whether it is DTensor."""
+        known = vars(self).get("deferred")
+        are_parts = known is not None and known.operands.are_parts
+        return library().DTensor if are_parts else DeferredLogits
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the real logits that no other tensors have."""
+        kind = self.__class__
+        if kind is DeferredLogits or not hasattr(kind, name):
+            raise AttributeError(f"{kind.__name__} has no attribute {name!r}")
+        return getattr(self.deferred.real(), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,8 +245,11 @@ class DeferredLogits(Tensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
+        are_parts, is_lost = self.deferred.operands.are_parts, self.deferred.root.is_lost()
+        if are_parts and is_sharded(target) and target.placements == (library().Replicate(),):
+            target = target.to_local()
         is_plain = type(target) is Tensor and target.dtype == torch.int64
-        if not is_plain or self.dim() != 2 or target.shape != self.shape[:1]:
+        if is_lost or not is_plain or self.dim() != 2 or target.shape != self.shape[:1]:
             return None
         if (weight, size_average, reduce) != (None, None, None):
             return None
@@ -258,57 +286,3 @@ def _slices_rows(index: Any) -> bool:
         return False
     others = index[1:]
     return bool(others) and others[-1] == slice(None) and all(type(s) is slice for s in others)
-
-
-class DeferredHead(nn.Module):
-    """Forward of a model's output embedding: in training it returns deferred logits."""
-
-    _fusedckpt_prefix = "Deferred"
-    _parameters: Any
-    save_levels = LEVELS
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the logits, deferred where they may be."""
-        if not self.training or not torch.is_grad_enabled() or not _may_defer(self, input):
-            return super().forward(input)
-        weight, bias = self.weight, self.bias
-        cast = autocast_dtype(input.device)
-        operands = Operands(input, weight, bias, cast, self)  # type: ignore[arg-type]  # nn.Linear's
-        dtype = operands.cast or input.dtype
-        like = torch.empty(*input.shape[:-1], weight.shape[0], dtype=dtype, device="meta")  # type: ignore[union-attr]
-        return DeferredLogits.of(Deferred(operands), like)
-
-    def _fusedckpt_loss(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """Compute a loss: the work of the module, which a plan may let run otherwise."""
-        return run(*args)
-
-
-def _may_defer(head: Any, x: Any) -> bool:
-    """Whether logits may be computed later; hooks may read them, or take the weight away."""
-    if torch.compiler.is_compiling() or dispatch.DISABLED or dispatch.is_recorded(x):
-        return False
-    given = [t for t in (x, head.weight, head.bias) if t is not None]
-    if not dispatch.are_plain(*given) or dispatch.has_hooks(head) or not isinstance(x, Tensor):
-        return False
-    is_one = len({t.dtype for t in given}) == 1 or autocast_dtype(x.device) is not None
-    transformed = private.are_transforms_active() or private.forward_level() >= 0
-    return is_one and not transformed and any(t.requires_grad for t in given)
-
-
-def find_head(model: Any, search: Search) -> None:
-    """Find a model's output embedding."""
-    find = getattr(model, "get_output_embeddings", None)
-    head: Any = find() if search.kinds["head"] and find is not None else None
-    name = next((name for name, module in search.modules.items() if module is head), None)
-    if name is None or MARK in vars(head) or not search.has(name, "head"):
-        return
-    kind = type(head)
-    is_linear = kind.forward is nn.Linear.forward and "forward" not in vars(head)
-    if not is_linear or not dispatch.are_plain(*head._parameters.values()):
-        reason = "its output embedding is no nn.Linear with a plain weight"
-        search.report.leave(name, "head", reason, kind.__name__)
-        return
-    part = Part("head", f"{kind.__name__} -> deferred logits", None)
-    search.report.swap(name, part)
-    swap = Swap("head", part.change, subclass(DeferredHead, kind), {}, parts={"": part})
-    search.swaps.append((head, swap))

@@ -16,8 +16,9 @@ from torch.jit import ScriptModule
 from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
-from fusedckpt.fusing import adapters, deferred, reasons
+from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.attention import find_attention
+from fusedckpt.fusing.deferred_head import find_head
 from fusedckpt.fusing.experts import holds as holds_experts
 from fusedckpt.fusing.forwards import FusedFeedForward, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
@@ -114,7 +115,7 @@ def fuse(
     matcher = Matcher(save, chunks, verify, arguments.flag("fuse", "approximate", approximate))
     _Blocks(search, matcher).find()
     find_attention(search)
-    deferred.find_head(model, search)
+    find_head(model, search)
     search.check()
     search.report.watch(model)
     if linear:

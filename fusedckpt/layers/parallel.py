@@ -51,6 +51,17 @@ def is_sharded(x: Any) -> bool:
     return found is not None and isinstance(x, found.DTensor)
 
 
+def placed(local: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
+    """Return the DTensor of which `local` is this rank's part."""
+    return library().DTensor.from_local(local, mesh, [placement], run_check=False)
+
+
+def parts_of(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors, and this rank's parts of those that are DTensors, which have the storage."""
+    with torch.no_grad():
+        return [*tensors, *(t.to_local() for t in tensors if is_sharded(t))]  # type: ignore[union-attr]  # a DTensor
+
+
 def takes(x: Tensor, layout: Layout) -> bool:
     """Whether `spread` supports an input of this placement, and the block's output."""
     given = x.placements if is_sharded(x) else (layout.input,)  # type: ignore[attr-defined]  # a DTensor
@@ -116,7 +127,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
         x = x.to(dtype)
     given = x
     if not is_sharded(x):
-        x = found.DTensor.from_local(x, mesh, [layout.input], run_check=False)
+        x = placed(x, mesh, layout.input)
     whole = x
     if not x.placements[0].is_replicate():
         whole = x.redistribute(placements=[found.Replicate()])
@@ -207,7 +218,7 @@ class _Reduced(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.rows = rows
         found = library()
-        y = found.DTensor.from_local(y, rows.mesh, [found.Partial()], run_check=False)
+        y = placed(y, rows.mesh, found.Partial())
         return y.redistribute(placements=[found.Shard(rows.dim)]).to_local()
 
     @staticmethod
@@ -222,8 +233,7 @@ class _Reduced(torch.autograd.Function):
 
 def _laid_out(y: Tensor, layout: Layout) -> Any:
     """Reduce partial results over ranks."""
-    found = library()
-    total = found.DTensor.from_local(y, layout.mesh, [found.Partial()], run_check=False)
+    total = placed(y, layout.mesh, library().Partial())
     total = total.redistribute(placements=[layout.output])
     return total.to_local() if layout.is_local else total
 
@@ -287,7 +297,8 @@ def class_statistics(
     own: the same of one rank's tensors, with -1 as the target of tokens that are ignored.
     """
     mesh, found = weight.device_mesh, library()
-    x = x.redistribute(placements=[found.Replicate()])
+    if not x.placements[0].is_replicate():
+        x = x.redistribute(placements=[found.Replicate()])
     x = x.to_local(grad_placements=[found.Partial()])
     classes = weight.shape[0] // mesh.size()
     place, counted = target - mesh.get_local_rank() * classes, target != rule.ignore_index
@@ -297,16 +308,16 @@ def class_statistics(
     logp, lse, mean, entropy = local.unbind(-1)
 
     def total(part: Tensor, by: str = "sum") -> Tensor:
-        partial = found.DTensor.from_local(part, mesh, [found.Partial(by)], run_check=False)
+        partial = placed(part, mesh, found.Partial(by))
         return partial.redistribute(placements=[found.Replicate()]).to_local()
 
     top = total(lse.detach(), "max")
     share = (lse - top).exp()
     # a rank's part may read no total but top: gradients of totals are not summed over ranks
-    shares = total(share)
+    parts = [share, torch.where(is_own, logp + lse, 0.0), (mean + lse) / mesh.size()]
+    parts += [share * (lse - entropy)] if rule.entropy else []
+    shares, target_logit, mean_logit, *expected = total(torch.stack(parts)).unbind()
     whole = top + shares.log()
-    target_logit = total(torch.where(is_own, logp + lse, 0.0))
-    mean_logit = total(mean + lse) / mesh.size()
-    expected = total(share * (lse - entropy)) / shares if rule.entropy else whole
-    every = (target_logit - whole, whole, mean_logit - whole, whole - expected)
+    entropy = whole - expected[0] / shares if expected else torch.zeros_like(whole)
+    every = (target_logit - whole, whole, mean_logit - whole, entropy)
     return torch.stack(every, -1).masked_fill(~counted.unsqueeze(-1), 0.0)

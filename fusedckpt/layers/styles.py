@@ -1,7 +1,8 @@
-"""The tensor parallel styles of an MLP's linears: placements of their inputs and outputs.
+"""The tensor parallel styles of linears: placements of their inputs and outputs.
 
-A fused MLP does not call its linears, so it does the work of their hooks. Those of torch's styles,
-of transformers and of torchtitan are recognised by their code; with others its own forward runs.
+A fused MLP does not call its linears, nor a deferred head its own forward, so they do the work of
+the hooks. Those of torch's styles, of transformers and of torchtitan are recognised by their code;
+with others the original forward runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from fusedckpt.autograd.private import style_functions
 from fusedckpt.layers.parallel import Layout, is_sharded, library
 
-__all__ = ["is_known", "layout_of", "style_of", "unwrapped"]
+__all__ = ["Style", "classes_of", "is_known", "layout_of", "style_of", "unwrapped"]
 
 # the dicts of a module's hooks, all of which are known here
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,6 +52,23 @@ def layout_of(*linears: nn.Module | None) -> Layout | None:
     if not (same and fits and last.split == "rows" and last.input == ends):
         return None
     return Layout(last.mesh, first[0].input, last.output, last.is_local)
+
+
+def classes_of(head: Any) -> Style | None:
+    """Return the style around a linear split by its classes, evenly, None for anything else.
+
+    Its result holds all classes: it is gathered, or a DTensor.
+    """
+    style, found = style_of(head), library()
+    if style is None or style.split != "columns" or style.mesh.ndim != 1:
+        return None
+    ends = (found.Replicate(),) if style.is_local else (found.Replicate(), found.Shard(-1))
+    if style.output not in ends or head.weight.shape[0] % style.mesh.size():
+        return None
+    split = (style.mesh, (found.Shard(0),))
+    given = [p for p in (head.weight, head.bias) if p is not None]
+    are_split = all(is_sharded(p) and (p.device_mesh, p.placements) == split for p in given)
+    return style if are_split else None
 
 
 def is_known(layer: nn.Module) -> bool:
@@ -155,6 +173,7 @@ def _of_torchtitan(linear: Any, forward: Any) -> Style | None:
 
 
 def _is_own(linear: nn.Module, forward: Any) -> bool:
-    """Whether a bound method is a linear's own forward."""
-    is_bound = getattr(forward, "__self__", None) is linear
-    return is_bound and forward.__func__ is type(linear).forward
+    """Whether a bound method is a linear's own forward, or was so before its class was swapped."""
+    if getattr(forward, "__self__", None) is not linear:
+        return False
+    return any(vars(kind).get("forward") is forward.__func__ for kind in type(linear).__mro__)

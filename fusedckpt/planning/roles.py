@@ -38,7 +38,7 @@ from fusedckpt.checkpointing.calls import (
     storage_of,
 )
 from fusedckpt.checkpointing.segment import Segment, checkpoint, is_plain_call
-from fusedckpt.fusing.deferred import DeferredHead
+from fusedckpt.fusing.deferred_head import DeferredHead
 from fusedckpt.fusing.subclass import made_of, subclass
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class

@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import deferred_ranks
 import pytest
 import torch
 from own_classes import LlamaRMSNorm
@@ -145,6 +146,7 @@ def check_fused_then_sharded(mesh) -> None:
 def on_a_rank(_: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     check_tensor_parallel(mesh)
+    deferred_ranks.main(mesh)
     check_dropout(mesh)
     check_fuse_of_sharded(mesh)
     check_fused_then_sharded(mesh)

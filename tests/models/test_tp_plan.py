@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,19 +15,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fusedckpt
+from fusedckpt.blocks import head as head_block
+from fusedckpt.fusing.deferred import DeferredLogits
 from fusedckpt.memory import saved_tensors
 
-LAYERS, D, F = 2, 32, 64
+# no other tensor has as many numbers as the logits, or a rank's share of them
+LAYERS, D, F, CLASSES, LENGTH = 2, 32, 64, 74, 15
+LOGITS = 4 * 2 * LENGTH * CLASSES
 
 
 def step(model: nn.Module, ids: torch.Tensor) -> tuple[list[torch.Tensor], int]:
     model.train()
     with saved_tensors() as saved:
-        loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+        out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
     grads = [p.grad for p in model.parameters()]
     found = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-    return [loss.detach(), *found], saved.nbytes
+    return [out.loss.detach(), *found, out.logits], saved.nbytes
+
+
+def allocations(fn: Callable[[], Any]) -> tuple[Any, set[int]]:
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        found = fn()
+    events = profiler.profiler.kineto_results.events()
+    return found, {event.nbytes() for event in events if event.name() == "[memory]"}
 
 
 def main(folder: Path, rank: int) -> None:
@@ -35,23 +48,32 @@ def main(folder: Path, rank: int) -> None:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": D, "intermediate_size": F, "num_hidden_layers": LAYERS}
-    config = LlamaConfig(**sizes, **heads, vocab_size=64, use_cache=False)
-    whole, ids = LlamaForCausalLM(config), torch.randint(0, 64, (2, 16))
+    config = LlamaConfig(**sizes, **heads, vocab_size=CLASSES, use_cache=False)
+    whole, ids = LlamaForCausalLM(config), torch.randint(0, CLASSES, (2, LENGTH))
     if rank == 0:
         whole.save_pretrained(folder)
     torch.distributed.barrier()
     expected, _ = step(whole, ids)
     eager, fused = (LlamaForCausalLM.from_pretrained(folder, tp_plan="auto") for _ in range(2))
-    report = fusedckpt.fuse(fused)
-    assert len(report.swapped) == 4 * LAYERS + 1, report
-    (theirs, unfused), (ours, kept) = step(eager, ids), step(fused, ids)
+    report = fusedckpt.fuse(fused, head=True)
+    assert len(report.swapped) == 4 * LAYERS + 2, report
+    head_block.CHUNK_BYTES = 1
+    (theirs, unfused), made = allocations(lambda: step(eager, ids))
+    assert made & {LOGITS, LOGITS // 2} == {LOGITS, LOGITS // 2}
+    (ours, kept), made = allocations(lambda: step(fused, ids))
+    assert not made & {LOGITS, LOGITS // 2}
+    assert type(ours[-1]) is DeferredLogits
+    assert ours[-1].deferred.made is None
+    assert abs(ours[0] - expected[0]) < 1e-6
     for found in (theirs, ours):
         for mine, truth in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, truth, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(mine + 0, truth, rtol=1e-4, atol=1e-6)
     # parallel linears have hooks
     assert {report.kinds[name] for name in report.fallbacks} == {"attention"}, report
-    # at the least gate, silu(gate), up and the product, of a half of the features
-    assert unfused - kept >= LAYERS * ids.numel() * 4 * 4 * F // 2
+    # at the least gate, silu(gate), up and the product, of a half of the features, and logits
+    assert unfused - kept >= LAYERS * ids.numel() * 4 * 4 * F // 2 + LOGITS
+    fused.eval(), eager.eval()
+    torch.testing.assert_close(*(model(input_ids=ids).logits for model in (fused, eager)))
 
 
 def test_on_two_ranks(tmp_path):
