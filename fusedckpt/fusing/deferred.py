@@ -85,7 +85,7 @@ class Operands(NamedTuple):
         # autocast runs the loss in float32
         loss = loss if autocast_dtype(loss.device) else loss.to(dtype)
         loss = loss.reshape(target.shape) if loss.dim() else loss
-        if not self.are_parts:
+        if self.style is None or self.style.is_local:
             return loss
         return placed(loss, self.style.mesh, library().Replicate())
 
@@ -125,6 +125,10 @@ class Deferred:
                 made.register_hook(hook)
             self.made = made
         return self.made
+
+    def every_hook(self) -> list[Callable[[Tensor], Any]]:
+        """Return the hooks of these logits, and of those that they were made of."""
+        return self.hooks + ([] if self.parent is None else self.parent.every_hook())
 
     def is_lost(self) -> bool:
         """Whether the operands have been modified, or freed, as sharded weights are."""
@@ -255,7 +259,10 @@ class DeferredLogits(Tensor):
             return None
         options = {"ignore_index": ignore_index, "reduction": reduction}
         options["label_smoothing"] = label_smoothing
-        return self.deferred.operands.loss(target, self.dtype, options)
+        loss = self.deferred.operands.loss(target, self.dtype, options)
+        for hook in self.deferred.every_hook():
+            loss.register_hook(hook)
+        return loss
 
 
 def _gathers(hook: Any) -> bool:

@@ -168,19 +168,22 @@ def test_hooks_of_results():
 
 
 def test_hooks_of_sharded_modules():
-    """They run before a backward through the logits, which they do not make."""
+    """They run before a backward through the logits, which they do not make, or the loss."""
     _, model = pair()
-    z, seen = model(ids()), []
+    for loss in (loss_of, likely):
+        z, seen = model(ids()), []
 
-    def gather(grad, of):
-        seen.append(of)
+        def gather(grad, of, seen=seen, model=model):
+            seen.append([of, *(p.grad for p in model.parameters())])
 
-    gather.__module__ = "torch.distributed.fsdp"
-    z.register_hook(partial(gather, of="z"))
-    assert z.deferred.made is None
-    z.sum().backward()
-    assert set(seen) == {"z"}
-    assert all(p.grad is not None for p in model.parameters())
+        gather.__module__ = "torch.distributed.fsdp"
+        z.register_hook(partial(gather, of="z"))
+        assert z.deferred.made is None
+        loss(z, ids()).backward()
+        assert seen
+        assert all(one == ["z", None, None, None] for one in seen)
+        assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
 
 
 def test_calls_that_run_as_before():
@@ -220,6 +223,16 @@ def test_logits_of_modified_weights():
     assert torch.equal(early.detach(), expected)
     with pytest.raises(RuntimeError, match="read them before backward"):
         late.argmax(-1)
+
+
+def test_loss_of_modified_operands():
+    """Eager's does not read them again."""
+    _, model = pair()
+    hidden = model.embed(ids()).detach().clone()
+    late = model.lm_head(hidden)
+    hidden.mul_(2.0)
+    with pytest.raises(RuntimeError, match="read them before backward"):
+        loss_of(late, ids())
 
 
 def test_undone_copied_and_again():
