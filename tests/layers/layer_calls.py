@@ -1,14 +1,18 @@
-"""Everything public of the layers that takes arguments: valid ones, and what kind each is."""
+"""Everything public of the layers that takes arguments: valid ones, and what kind each is.
+
+Kinds are read off signatures, so that a new argument is refused what the others of its kind are.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from bad_values import D, DTensor, F, N, t
+from bad_values import TAKES_NONE, D, DTensor, F, N, t
 from own_classes import SwiGLU
 from support import DEVICE
 from torch import Tensor, nn
@@ -29,27 +33,43 @@ class Target(NamedTuple):
 # what kind of value an argument takes, where it is no tensor
 KINDS = {
     **dict.fromkeys(("in_features", "hidden_features", "out_features"), "size"),
-    **dict.fromkeys(("bias", "elementwise_affine", "entropy", "residual", "is_sliceable"), "flag"),
+    **dict.fromkeys(("approximate", "bias", "elementwise_affine", "entropy"), "flag"),
+    **dict.fromkeys(("is_sliceable", "residual"), "flag"),
     **dict.fromkeys(("cast", "kind", "layout", "level", "reduction", "to"), "name"),
-    **dict.fromkeys(("backend", "kernel", "save"), "none or name"),
-    **dict.fromkeys(("label_smoothing", "dropout", "output_dropout"), "probability"),
+    **dict.fromkeys(("backend", "kernel", "save"), "name"),
+    **dict.fromkeys(("dropout", "label_smoothing", "output_dropout"), "probability"),
     **dict.fromkeys(("offset", "scale", "z_loss"), "offset"),
-    **dict.fromkeys(("eps", "softcap"), "none or eps"),
-    **{"temperature": "eps", "chunks": "none or chunks", "activation": "activation"},
-    **{"norm": "none or norm", "weights": "tensors", "biases": "none or tensors"},
+    **dict.fromkeys(("eps", "softcap", "temperature"), "eps"),
+    **{"chunks": "chunks", "activation": "activation", "norm": "norm", "segments": "segments"},
+    **{
+        "weights": "tensors",
+        "biases": "tensors",
+        "linears": "module",
+        "args": TAKES_NONE + "module",
+    },
     **{"normalized_shape": "shape", "shape": "sizes", "dense": "callable", "dim": "dim"},
-    **{"device": "none or device", "dtype": "none or dtype", "segments": "segments"},
-    **{"linears": "module", "args": "none or module"},
+    **{"device": "device", "dtype": "dtype", "gate": "rows", "up": "rows", "packed": "rows"},
 }
 
 
-def target(name: str, call: Callable[..., Any], valid: dict[str, Any], keys: str) -> Target:
-    """Return a target of keys: `x!` is a tensor that cannot be None, `x:kind` of another kind."""
+def target(
+    name: str, call: Callable[..., Any], valid: dict[str, Any], of: Any = None, only: str = ""
+) -> Target:
+    """Return a target that takes what `of` takes, or of that what `only` names.
+
+    of: the call itself, or the class of the record or module behind it.
+    """
     found = {}
-    for word in keys.split():
-        key, _, kind = word.replace("!", ":tensor").partition(":")
-        is_tensor = isinstance(valid.get(key), Tensor)
-        found[key] = kind.replace("|", " or ") or ("none or tensor" if is_tensor else KINDS[key])
+    for key, parameter in signature(of or call).parameters.items():
+        is_tensor = isinstance(valid.get(key), Tensor) and key not in ("gate", "up", "packed")
+        kind = "tensor" if is_tensor else KINDS.get(key)
+        if key in ("target", "outputs") or kind is None or (only and key not in only.split()):
+            continue
+        if key == "norm" and isinstance(of or call, type):
+            kind = "module"
+        takes_none = parameter.default is None or "None" in str(parameter.annotation)
+        takes_none = takes_none and kind != "activation"
+        found[key] = TAKES_NONE * takes_none + kind
     return Target(name, call, valid, found)
 
 
@@ -63,10 +83,7 @@ GATED |= {"gate_bias": t(F), "up_bias": t(F), "down_bias": t(D)}
 ADAPTED = {"weight": t(2 * F, D), "A": t(2, D), "B": t(2 * F, 2)}
 HEAD = {"x": t(N, D), "weight": t(F, D), "target": t(N, dtype=torch.int64), "bias": t(F)}
 SIZES = {"in_features": D, "hidden_features": F}
-RMS, DROPOUTS = "eps offset cast", "dropout output_dropout"
-BLOCK = f"save kernel activation norm residual chunks {DROPOUTS}"
-MODULE, BIASES = "save:name activation residual chunks", "gate_bias up_bias down_bias"
-LOGITS, SMOOTH = "scale softcap chunks", "label_smoothing"
+MODULE = "save activation residual chunks"
 SHAPE, LINEAR_SIZES = {"normalized_shape": D}, {"in_features": D, "out_features": F}
 LAYER_WEIGHTS, PACKED = {"weight": t(D), "bias": t(D)}, {"packed": t(F, D)}
 
@@ -135,59 +152,47 @@ X = t(N, D)
 PROJECTIONS = {"x": X, "norm": NormSpec("rms", t(D)), "weights": [t(F, D)], "biases": [t(F)]}
 BOTH = {"gate": t(F, D), "up": t(F, D)}
 BY_NAME = {
-    "linear_cross_entropy": (HEAD, f"x! weight! bias {LOGITS} reduction backend z_loss {SMOOTH}"),
-    "token_logprobs": (HEAD, f"{LOGITS} temperature entropy"),
-    "linear_act": (LINEAR, "x! weight! bias save kernel activation"),
-    "rms_norm": (NORM, f"x! weight normalized_shape {RMS}"),
-    "layer_norm": (LAYER, "x! weight bias normalized_shape eps:eps"),
-    "add_rms_norm": (ADDED, f"x! residual! weight normalized_shape {RMS}"),
-    "add_layer_norm": (LAYER | ADDED, "x! residual! weight bias normalized_shape eps:eps"),
-    "mlp": (MLP, f"x! fc1_weight! fc2_weight! fc1_bias fc2_bias {BLOCK}"),
-    "gated_mlp": (GATED, f"x! gate_weight! down_weight! {BIASES} up_weight {BLOCK}"),
-    "norm_linear": (PROJECTIONS, "x! norm:norm weights biases"),
-    "pack_gate_up": (BOTH, "gate:rows up:rows layout dim"),
-    "unpack_gate_up": (PACKED, "packed:rows layout dim"),
-    "repack_gate_up": (PACKED | {"layout": "gate_up"}, "packed:rows layout to dim"),
-    "prefetch_recompute": ({"outputs": X}, "segments"),
-    "paths": ({"device": DEVICE, "dtype": torch.float32}, "device:device dtype:dtype"),
+    **{"linear_cross_entropy": HEAD, "token_logprobs": HEAD, "linear_act": LINEAR},
+    **{"rms_norm": NORM, "layer_norm": LAYER, "add_rms_norm": ADDED},
+    **{"add_layer_norm": LAYER | ADDED, "mlp": MLP, "gated_mlp": GATED},
+    **{"norm_linear": PROJECTIONS, "pack_gate_up": BOTH, "unpack_gate_up": PACKED},
+    "repack_gate_up": PACKED | {"layout": "gate_up"},
+    "prefetch_recompute": {"outputs": X},
+    "paths": {"device": DEVICE, "dtype": torch.float32},
 }
 ONE = {"x": X, "weights": [t(F, D)]}
-ADAPTER = "weight! A! B! gate_bias scale dropout"
-REGISTER = partial(fusedckpt.register_quantised, DTensor, len)
+RMS = "kind eps offset cast"
 FUNCTIONS = [
     *(
-        target(key, getattr(functional, key, None) or getattr(fusedckpt, key), *row)
-        for key, row in BY_NAME.items()
+        target(key, getattr(functional, key, None) or getattr(fusedckpt, key), valid)
+        for key, valid in BY_NAME.items()
     ),
-    target("mlp", spec(functional.mlp, "rms", **MLP), {"weight": t(D)}, f"kind weight {RMS}"),
-    target("norm_linear", spec(functional.norm_linear, "rms", **ONE), {}, f"kind {RMS}"),
-    target("gated_mlp", spec(functional.gated_mlp, "layer", **GATED), LAYER_WEIGHTS, f"bias {RMS}"),
-    target("mlp", mlp_of, {}, "shape dtype:dtype device:device dense is_sliceable"),
-    target("gated_mlp", packed_lora, ADAPTED | {"gate_bias": t(2 * F)}, ADAPTER),
-    target("register_quantised", REGISTER, {}, "is_sliceable"),
-    target("saving", lambda level: fusedckpt.saving(level).__enter__(), {}, "level"),
-]
-MADE = "in_features:size hidden_features:size out_features:none|size bias:flag norm:none|module"
-MADE = f"{MADE} save:name activation residual chunks device dtype"
-CONSTRUCTORS = [
-    target(kind.__name__, kind, valid, keys)
-    for kind, valid, keys in (
-        (fusedckpt.Linear, LINEAR_SIZES, "in_features out_features bias save:name activation"),
-        (fusedckpt.Linear, LINEAR_SIZES, "device dtype"),
-        (fusedckpt.RMSNorm, SHAPE, f"normalized_shape elementwise_affine {RMS} device dtype"),
-        (fusedckpt.LayerNorm, SHAPE, "normalized_shape eps:eps elementwise_affine bias"),
-        (fusedckpt.LayerNorm, SHAPE, "device dtype"),
-        (fusedckpt.MLP, SIZES, MADE),
-        (fusedckpt.GatedMLP, SIZES, MADE),
-    )
-]
-PARTS, PART_KEYS = {"norm": nn.RMSNorm(D), "linears": nn.Linear(D, F)}, "norm:module linears"
-CONSTRUCTORS += [
+    target("mlp", spec(functional.mlp, "rms", **MLP), {"weight": t(D)}, NormSpec, f"weight {RMS}"),
+    target("norm_linear", spec(functional.norm_linear, "rms", **ONE), {}, NormSpec, RMS),
     target(
-        "NormLinear", lambda **a: fusedckpt.NormLinear(*a.values()), PARTS, "norm:module linears"
+        *("gated_mlp", spec(functional.gated_mlp, "layer", **GATED), LAYER_WEIGHTS),
+        *(NormSpec, "bias eps offset cast"),
     ),
-    target("Sequential", in_order, {"args": nn.Linear(D, F)}, "args save:name chunks"),
-    target("Sequential", lambda args: in_order(OrderedDict(first=args)), {}, "args"),
+    target("mlp", mlp_of, {}, QuantisedWeight),
+    target("gated_mlp", packed_lora, ADAPTED, LoRA),
+    target("gated_mlp", packed_lora, ADAPTED | {"gate_bias": t(2 * F)}, only="gate_bias"),
+    target("register_quantised", partial(fusedckpt.register_quantised, DTensor, len), {}),
+    target("saving", lambda level: fusedckpt.saving(level).__enter__(), {}),
+]
+CONSTRUCTORS = [
+    *(
+        target(kind.__name__, kind, valid)
+        for kind, valid in (
+            *((fusedckpt.Linear, LINEAR_SIZES), (fusedckpt.RMSNorm, SHAPE)),
+            *((fusedckpt.LayerNorm, SHAPE), (fusedckpt.MLP, SIZES), (fusedckpt.GatedMLP, SIZES)),
+        )
+    ),
+    target(
+        *("NormLinear", lambda **a: fusedckpt.NormLinear(*a.values())),
+        *({"norm": nn.RMSNorm(D), "linears": nn.Linear(D, F)}, fusedckpt.NormLinear),
+    ),
+    target("Sequential", in_order, {"args": nn.Linear(D, F)}, fusedckpt.Sequential),
+    target("Sequential", lambda args: in_order(OrderedDict(first=args)), {}),
 ]
 CALLED = {
     "Linear": linear(),
@@ -200,20 +205,23 @@ CALLED = {
 }
 # a module's errors are its own, or those of the function that it calls
 ATTRIBUTES = [
-    ("Linear", linear, "save:name activation"),
-    ("gated_mlp", lambda: fused(SwiGLU(D, F)), "save:name"),
-    ("fuse", lambda: fused(Plain()), "save:name"),
-    ("rms_norm", lambda: fusedckpt.RMSNorm(D), RMS),
-    ("layer_norm", lambda: fusedckpt.LayerNorm(D), "eps:eps"),
-    ("Sequential", lambda: fusedckpt.Sequential(linear(), nn.GELU()), "save:name"),
+    ("Linear", linear, fusedckpt.Linear, "save activation"),
+    ("gated_mlp", lambda: fused(SwiGLU(D, F)), fusedckpt.GatedMLP, "save"),
+    ("fuse", lambda: fused(Plain()), fusedckpt.MLP, "save"),
+    ("rms_norm", lambda: fusedckpt.RMSNorm(D), fusedckpt.RMSNorm, RMS),
+    ("layer_norm", lambda: fusedckpt.LayerNorm(D), fusedckpt.LayerNorm, "eps"),
+    (
+        *("Sequential", lambda: fusedckpt.Sequential(linear(), nn.GELU())),
+        *(fusedckpt.Sequential, "save"),
+    ),
     # fused as a whole, and with a child that is called
     *(
-        (kind.__name__, lambda k=kind, n=norm: k(D, F, norm=n), MODULE)
+        (kind.__name__, lambda k=kind, n=norm: k(D, F, norm=n), kind, MODULE)
         for kind in (fusedckpt.MLP, fusedckpt.GatedMLP)
         for norm in (None, nn.Identity())
     ),
 ]
 MODULES = [
-    *(target(name, m.to(DEVICE), {"input": X}, "input!") for name, m in CALLED.items()),
-    *(target(name, attribute(build, X), {}, keys) for name, build, keys in ATTRIBUTES),
+    *(Target(name, m.to(DEVICE), {"input": X}, {"input": "tensor"}) for name, m in CALLED.items()),
+    *(target(name, attribute(build, X), {}, *rest) for name, build, *rest in ATTRIBUTES),
 ]
