@@ -49,7 +49,7 @@ class Int8Rows(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         w = args[0] if isinstance(args[0], cls) else None
-        if func is aten.detach.default:
+        if func in (aten.detach.default, aten.alias.default):
             return cls(w.int_data, w.scale)
         if func is aten.slice.Tensor and args[1:2] in ((), (0,)):
             return cls(func(w.int_data, *args[1:]), func(w.scale, *args[1:]))

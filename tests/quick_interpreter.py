@@ -52,19 +52,6 @@ def share_shapes() -> None:
     tl.tensor.__init__ = shared
 
 
-def compare_types_by_identity() -> None:
-    """Ask whether two types or shapes are the same, before whether they are equal or fit."""
-    equal, broadcast = tl.dtype.__eq__, TritonSemantic.broadcast_impl_value
-    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
-
-    def broadcast_others(self, lhs, rhs):
-        a, b = lhs.type, rhs.type
-        same = a is b or (a.is_block() and b.is_block() and a.shape.values == b.shape.values)
-        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
-
-    TritonSemantic.broadcast_impl_value = broadcast_others
-
-
 def remember_operands() -> None:
     """Find once what types two operands of two types get, and the constant of a number beside one.
 
@@ -217,7 +204,6 @@ def patch() -> None:
     with suppress(AttributeError, NameError):
         share_block_types()
         share_shapes()
-        compare_types_by_identity()
         remember_operands()
         share_types_of_arguments()
         call_builtins_directly()

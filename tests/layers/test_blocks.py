@@ -135,19 +135,3 @@ def test_norm_linear(norm):
         assert saved_bytes(block, [randn(T, D, dtype=torch.float64)]) == 8 * T * D
     hooked(block, "linears.1")
     assert_same(joined, lambda joined, x: children(joined.block, x))
-
-
-def test_names_of_common_models():
-    assert list(build(MLP, "rms").state_dict()) == [
-        "norm.weight",
-        "fc1.weight",
-        "fc1.bias",
-        "fc2.weight",
-        "fc2.bias",
-    ]
-    assert list(build(GatedMLP).state_dict()) == [
-        "gate_proj.weight",
-        "up_proj.weight",
-        "down_proj.weight",
-    ]
-    assert "activation=silu, residual=False, save=inputs" in repr(build(GatedMLP))

@@ -4,11 +4,8 @@ import pytest
 import torch
 from cases import CASES
 from support import compare, randn
-from torch.nn import functional as F
 
-from fusedckpt.functional import gated_mlp
-from fusedckpt.kernels import gemm, runtime
-from fusedckpt.layers.packing import unpack_gate_up
+from fusedckpt.kernels import gemm
 
 
 def transposed(x):
@@ -103,22 +100,6 @@ def test_layouts(index, path):
         check(CASES[index], arrange)
 
 
-@pytest.mark.parametrize("save", ["inputs", "gate", "preact"])
-def test_biases_out_of_an_interleaved_one(save, path):
-    def make():
-        weights = randn(50, 20), randn(50, 20), randn(20, 50)
-        gate_bias, up_bias = unpack_gate_up(randn(100, requires_grad=False), "interleaved")
-        return [randn(40, 20), *weights, gate_bias.requires_grad_(), up_bias.requires_grad_()]
-
-    def fused(x, *rest):
-        return gated_mlp(x, *rest[:3], gate_bias=rest[3], up_bias=rest[4], save=save)
-
-    def eager(x, gate, up, down, gate_bias, up_bias):
-        return F.linear(F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias), down)
-
-    compare(fused, eager, make)
-
-
 def test_tensor_descriptors_read_rows_that_lie_apart():
     w = randn(8, 8, requires_grad=False)
     assert gemm.fits_descriptors(w, w)
@@ -126,12 +107,3 @@ def test_tensor_descriptors_read_rows_that_lie_apart():
     dense = w.as_strided((8, 8), (4, 1))
     for pair in ((dense, w), (w, dense), (w, dense.t())):
         assert not gemm.fits_descriptors(*pair)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (4, 6), (0, 3), (3, 0)], ids=str)
-@pytest.mark.parametrize("strides", [(3, 5), (0, 0), (1, 0), (0, 1), (1, 7), (7, 1), (1, 1)])
-def test_weights_lie_as_the_gemm_reads_them(shape, strides):
-    w = torch.randn(100).as_strided(shape, strides)
-    for found in (runtime.as_weight(w, w.dtype), runtime.as_weight(w.t(), w.dtype).t()):
-        assert torch.equal(found, w)
-        assert 1 in found.stride() or found.numel() <= 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, splits_backward
+from support import DEVICE
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
@@ -41,9 +41,9 @@ class Graph:
     leaves: what may be differentiated by; made: results, in the order in which they were made.
     """
 
-    def __init__(self, seed: int, is_fused: bool, reentrant: bool = False, is_chain: bool = False):
+    def __init__(self, seed: int, is_fused: bool, reentrant: bool = False):
         self.draw, self.is_fused = random.Random(seed), is_fused
-        self.reentrant, self.is_chain = reentrant, is_chain
+        self.reentrant = reentrant
         torch.manual_seed(seed)
         shapes = [(ROWS, D), (F, D), (D, F), (D, D), (D,), (F,)]
         shapes = [shape for shape, count in zip(shapes, COUNTS, strict=True) for _ in range(count)]
@@ -61,15 +61,11 @@ class Graph:
         found = self.draw.choice([t for t in self.leaves[2:] if t.shape == shape])
         if self.draw.random() < absent:
             return None
-        if self.is_chain:
-            # pipelines split no weight that is used twice
-            found = found.detach().clone().requires_grad_(found.requires_grad)
-            self.leaves.append(found)
         return found
 
     def step(self) -> None:
         """Add a function of what was made before, maybe checkpointed, maybe hooked."""
-        inputs = [self.made[-1] if self.is_chain else self.draw.choice(self.made) for _ in "xy"]
+        inputs = [self.draw.choice(self.made) for _ in "xy"]
         fn = getattr(self, self.draw.choice(OPS))(functional if self.is_fused else reference)
         wrap = WRAPS[self.draw.choice([*["none"] * 3, *WRAPS])]
         if self.reentrant and self.draw.random() < 0.5:
@@ -78,8 +74,6 @@ class Graph:
         if isinstance(outputs, Tensor):
             self.made.append(outputs)
             self.look(outputs)
-        elif self.is_chain:
-            self.made.append(torch.stack(list(outputs)).sum(0))
         else:
             # one function of ours may be several in eager: let each result have a node of its own
             self.made += [y * 1 for y in outputs]
@@ -87,7 +81,7 @@ class Graph:
     def look(self, y: Tensor) -> None:
         """Hook a result, or retain its gradient, now and then."""
         hook = self.draw.random()
-        if not y.requires_grad or self.is_chain:
+        if not y.requires_grad:
             return
         if hook < 0.15:
             y.register_hook(partial(self.saw, len(self.made)))
@@ -264,17 +258,3 @@ def test_some_gradients(seed, monkeypatch):
     # as of an engine that does not tell what it wants
     monkeypatch.setattr(private, "current_node", lambda: None)
     assert_same([*found, *seen], [x for part in run(seed, True) for x in part])
-
-
-@splits_backward
-@pytest.mark.parametrize("seed", range(50))
-@pytest.mark.filterwarnings("ignore")
-def test_gradients_of_inputs_and_of_weights_apart(seed):
-    pipelining = pytest.importorskip("torch.distributed.pipelining._backward")
-    graph, eager = Graph(seed, True, is_chain=True), Graph(seed, False, is_chain=True)
-    weights = [t for t in graph.leaves[2:] if t.requires_grad]
-    x, loss = graph.leaves[0], graph.made[-1].sin().sum()
-    _, groups = pipelining.stage_backward_input([loss], None, [x], iter(weights))
-    pipelining.stage_backward_weight(iter(weights), groups)
-    eager.made[-1].sin().sum().backward()
-    assert_same([t.grad for t in graph.leaves], [t.grad for t in eager.leaves])
