@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
         "factory",
         nargs="?",
         metavar="MODULE:FACTORY",
-        help="a function without arguments that returns a model, which is fused and named part by "
-        "part; MODULE is importable from the working directory",
+        help="a function without arguments that returns a model, or a tuple that begins with one, "
+        "which is fused and named part by part; MODULE is importable from the working directory",
     )
     spec = parser.parse_args(arguments).factory
     print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
@@ -39,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         factory = _factory(spec)
     except (AttributeError, ImportError, ValueError) as error:
         parser.error(f"{spec}: {error}")
-    model = factory()
+    made = factory()
+    model = made[0] if isinstance(made, (tuple, list)) and made else made
     if not isinstance(model, nn.Module):
         parser.error(f"{spec}: expected an nn.Module from it, got {type(model).__name__}")
     print(fusedckpt.fuse(model))

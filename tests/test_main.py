@@ -12,6 +12,11 @@ def net():
     return nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
 
 
+def pair():
+    """As `python -m bench ways` takes it."""
+    return net(), torch.randn(2, 8)
+
+
 def number():
     return 3
 
@@ -27,8 +32,9 @@ def test_names_versions_and_every_path(capsys):
         assert name in row or "for all" in row
 
 
-def test_reports_what_fuse_swaps(capsys):
-    assert main([f"{__name__}:net"]) == 0
+@pytest.mark.parametrize("factory", ["net", "pair"])
+def test_reports_what_fuse_swaps(factory, capsys):
+    assert main([f"{__name__}:{factory}"]) == 0
     assert "1 x nn.RMSNorm + nn.Linear + gelu + nn.Linear -> mlp" in capsys.readouterr().out
 
 

@@ -99,7 +99,7 @@ class FuseReport:
 
     def __str__(self) -> str:
         before = f", {len(self.already)} fused before" if self.already else ""
-        lines = [] if self.whole is None else [*self.whole.lines()]
+        lines = [] if self.whole is None else [*self.whole.lines(set(self.classes.values()))]
         lines += [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
         if self.kinds:
             kinds = [kind for kind in _KINDS if kind in self.kinds.values()]

@@ -11,7 +11,7 @@ import copy
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,11 +31,8 @@ _CONTAINERS = (list, dict, set)
 # by a part of a class's name: how its bytes go
 _REMEDIES = (
     ("attention", "fusedckpt.checkpoint of the layer recomputes them"),
-    ("expert", "left below says why; fusedckpt.checkpoint of the layer recomputes them"),
-    ("moe", "left below says why; fusedckpt.checkpoint of the layer recomputes them"),
     ("norm", "the residual stream: fusedckpt.checkpoint saves it once for each segment"),
     ("dropout", "masks: a rate of 0 saves none"),
-    ("mlp", "left below says why"),
     ("forcausallm", "logits: head=True computes the loss without them"),
 )
 
@@ -55,14 +52,15 @@ class Whole(NamedTuple):
     after: float
     left: tuple[Left, ...]
 
-    def lines(self) -> Iterator[str]:
-        """Yield the first lines of a report."""
+    def lines(self, unfused: Collection[str]) -> Iterator[str]:
+        """Yield the first lines of a report; unfused: the classes that it names below as left."""
         gone = 1 - self.after / self.before if self.before else 0.0
         sizes = f"{self.before:,.0f} -> {self.after:,.0f}"
         yield f"the model saves {sizes} bytes per token, {gone:.0%} gone"
         for name, kind, saved in self.left:
             found = (remedy for part, remedy in _REMEDIES if part in kind.lower())
             remedy = next(found, "fusedckpt.checkpoint recomputes them")
+            remedy = f"left below says why; {remedy}" if kind in unfused else remedy
             yield f"  {saved:10,.0f} {name or 'root'} ({kind}): {remedy}"
 
 

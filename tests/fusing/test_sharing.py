@@ -202,6 +202,9 @@ def test_the_report_counts_the_whole_model():
         ("norm2", 8 * D),
     ]
     lines = str(report).splitlines()
+    assert "left below" not in str(report)
+    named = [*report.whole.lines({one.kind for one in report.whole.left})]
+    assert all("left below says why; " in line for line in named[1:])
     gone = 1 - found[1] / found[0]
     assert lines[0] == (
         f"the model saves {found[0]:,.0f} -> {found[1]:,.0f} bytes per token, {gone:.0%} gone"
