@@ -93,7 +93,9 @@ def linear(
     # torch dispatches on plain weights, also of other classes
     if type(weight) in (Tensor, torch.nn.Parameter):
         return F.linear(x, weight, bias)
-    parts = parts_of("reference", "weight", weight, bias, seeds=numbers or itertools.count())
+    # torch 2.11 compiles no truth of an iterator
+    numbers = itertools.count() if numbers is None else numbers
+    parts = parts_of("reference", "weight", weight, bias, seeds=numbers)
     dense = parts.weight.dense(None).to(x.dtype) if parts.is_quantised else parts.weight
     y = total = F.linear(x, dense, bias)
     for (a, b), (scale, rate, number) in zip(parts.adapters, parts.constants, strict=True):
