@@ -45,7 +45,7 @@ def test_report_reads_well():
     stream = "the residual stream: fusedckpt.checkpoint saves it once for each segment"
     assert str(fuse(model)) == (
         "the model saves 616 -> 288 bytes per token, 53% gone\n"
-        f"          96 *.* (Sequential): {again}\n"
+        f"          96 *.* (Sequential): left below says why; {again}\n"
         f"          96 * (Softmax): {again}\n"
         f"          48 *.* (LayerNorm): {stream}\n"
         f"          48 * (Linear): {again}\n"
