@@ -23,6 +23,7 @@ from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.head import LEVELS, HeadOptions
 from fusedckpt.blocks.operands import LoRA, are_adapted
 from fusedckpt.kernels.cross_entropy import LogitRule
+from fusedckpt.kernels.runtime import KERNEL_DTYPES
 from fusedckpt.layers import parallel
 
 __all__ = ["LinearCrossEntropy", "TokenLogprobs", "linear_cross_entropy", "token_logprobs"]
@@ -30,6 +31,7 @@ __all__ = ["LinearCrossEntropy", "TokenLogprobs", "linear_cross_entropy", "token
 REDUCTIONS = ("none", "mean", "sum")
 # options that the backends of others take
 TAKES = {"torch": (), "cce": ("softcap",)}
+CCE_DEVICES = ("cuda",)
 
 
 def linear_cross_entropy(
@@ -72,7 +74,8 @@ def linear_cross_entropy(
             weights then add up in float32.
         backend: "fused" (the default); "torch", F.linear_cross_entropy in chunks; or "cce", the
             cut_cross_entropy package, which drops small gradients. They take no label_smoothing,
-            scale, z_loss, save or chunks, and only "cce" a softcap.
+            scale, z_loss, save or chunks, no adapted or quantised weight, and only "cce" a softcap,
+            for float32, bfloat16 and float16 on a GPU.
 
     Returns:
         A scalar, or [...] for reduction="none"; float32, or float64 of float64.
@@ -92,13 +95,13 @@ def linear_cross_entropy(
     """
     name = "linear_cross_entropy"
     _check(name, reduction, label_smoothing, z_loss, num_items)
+    rule = LogitRule(scale, softcap, ignore_index=ignore_index)
     if backend not in (None, "fused"):
         given = {"scale": (scale, 1), "softcap": (softcap, None), "z_loss": (z_loss, 0)}
         given |= {"label_smoothing": (label_smoothing, 0)}
         given |= {"save": (save, None), "chunks": (chunks, None)}
-        loss = _by_others(name, backend, (x, weight, target, bias), ignore_index, given)
+        loss = _by_others(HeadOptions(name, rule), backend, (x, weight, target, bias), given)
     else:
-        rule = LogitRule(scale, softcap, ignore_index=ignore_index)
         found = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
         loss = (label_smoothing - 1) * found[..., 0]
         if label_smoothing:
@@ -161,29 +164,49 @@ def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: An
 
 
 def _by_others(
-    name: str, backend: Any, tensors: Any, ignored: int, given: dict[str, tuple[Any, Any]]
+    options: HeadOptions, backend: Any, tensors: Any, given: dict[str, tuple[Any, Any]]
 ) -> Tensor:
     """Return the losses of tokens by another library; given: options, with their neutral values."""
+    name = options.name
     arguments.choice(name, "backend", backend, ("fused", *TAKES))
     for key, (value, neutral) in given.items():
         if value != neutral and key not in TAKES[backend]:
             raise ValueError(f"{name}: backend={backend!r} has no {key}, got {value!r}")
     x, weight, target, bias = tensors
-    options: Any = {key: given[key][0] for key in TAKES[backend]}
-    options |= {"ignore_index": ignored, "reduction": "none"}
+    if are_adapted([(weight, bias)]):
+        kind = type(weight).__name__
+        raise TypeError(f"{name}: backend={backend!r} takes dense weights, got a {kind}")
+    validate.tensor(name, "target", target)
+    _check_call(options, x, weight, target, bias)
+    more: Any = {key: given[key][0] for key in TAKES[backend]}
+    more |= {"ignore_index": options.rule.ignore_index, "reduction": "none"}
+    # as both libraries take them, also of a single token
+    rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     if backend == "torch":
         if not hasattr(nn, "LinearCrossEntropyOptions"):
             raise ValueError(
                 f"{name}: backend='torch' needs torch >= 2.13, got {torch.__version__}"
             )
-        options |= {"linear_bias": bias, "options": nn.LinearCrossEntropyOptions()}
-        rows = F.linear_cross_entropy(x.flatten(0, -2), weight, target.flatten(), **options)
-        return rows.view_as(target)
+        more |= {"linear_bias": bias, "options": nn.LinearCrossEntropyOptions()}
+        return F.linear_cross_entropy(rows, weight, targets, **more).view_as(target)
+    return _by_cce(name, rows, weight, targets, bias, more).view_as(target)
+
+
+def _by_cce(name: str, x: Any, weight: Any, targets: Tensor, bias: Any, options: Any) -> Tensor:
+    """Return the losses of rows by cut_cross_entropy, which refuses others within its kernels."""
     try:
         found = import_module("cut_cross_entropy")
     except ImportError:
         raise ValueError(f"{name}: backend='cce' needs cut_cross_entropy, not installed") from None
-    return found.linear_cross_entropy(x, weight, target, bias=bias, **options)
+    if x.device.type not in CCE_DEVICES or x.dtype not in KERNEL_DTYPES or not x.numel():
+        raise ValueError(
+            f"{name}: backend='cce' takes float32, bfloat16 and float16 on a GPU, of a token at "
+            f"least, got x {list(x.shape)}, {x.dtype}, {x.device}"
+        )
+    # releases differ under autocast; gradients are written by strides
+    to = dispatch.autocast_dtype(x.device) or x.dtype
+    x, weight, bias = (None if t is None else t.to(to).contiguous() for t in (x, weight, bias))
+    return found.linear_cross_entropy(x, weight, targets, bias=bias, **options)
 
 
 def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:
@@ -194,14 +217,18 @@ def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bi
         _check_range(options, target, weight)
         own = partial(_statistics, options._replace(rule=options.rule._replace(ignore_index=-1)))
         return parallel.class_statistics(own, options.rule, x, weight, target, bias)
+    _check_call(options, x, weight, target, bias)
+    return run_linears(options, x, (target.unsqueeze(-1),), [(weight, bias)])
+
+
+def _check_call(options: HeadOptions, x: Any, weight: Any, target: Tensor, bias: Any) -> None:
+    """Refuse tensors that do not fit, before any work."""
     is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(x)
     if not (is_traced or are_adapted([(weight, bias)])):
-        # refuses before any work
         dispatch.settled(options, x, target, weight, bias)
     is_read = type(target) is Tensor and target.device.type != "meta"
     if is_read and not is_traced and not private.are_transforms_active():
         _check_range(options, target, weight)
-    return run_linears(options, x, (target.unsqueeze(-1),), [(weight, bias)])
 
 
 def _check_range(options: HeadOptions, target: Tensor, weight: Any) -> None:
