@@ -83,6 +83,9 @@ def grouped(
     grouped_grad(z, x, ends, meta(num_experts, 2 * f, d, dtype=dtype))
     sums = meta(num_experts, 2 * f, d, dtype=torch.float32)
     grouped_grad(z, x, ends, sums, adds=True)
+    # of a bias: scores, in rows of 16 bytes
+    sums = meta(num_experts, 8, d, dtype=torch.float32)
+    grouped_grad(meta(rows, 8, dtype=dtype), x, ends, sums, adds=True)
 
 
 def norms(n: int) -> None:
