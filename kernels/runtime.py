@@ -50,9 +50,9 @@ def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
 
 
 def as_weight(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return w [N, K] in a dtype, with adjacent columns or adjacent rows."""
+    """Return w [N, K] or [E, N, K] in a dtype, with adjacent columns or adjacent rows."""
     w = w if w.dtype == dtype else w.to(dtype)
-    return w if 1 in w.stride() else w.contiguous()
+    return w if 1 in w.stride()[-2:] else w.contiguous()
 
 
 def as_vector(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:

@@ -1,4 +1,7 @@
-"""A quantised weight of the tests' own: int8 rows with a scale each, dense only when asked for."""
+"""A quantised weight of the tests' own: int8 rows with a scale each, dense only when asked for.
+
+[N, K], or [E, N, K] of experts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Int8Rows(Tensor):
         self.int_data, self.scale = data, scale
 
     def dequantize(self) -> Tensor:
-        dense = self.int_data.to(self.scale.dtype) * self.scale[:, None]
+        dense = self.int_data.to(self.scale.dtype) * self.scale[..., None]
         Int8Rows.made.append(weakref.ref(dense))
         Int8Rows.sizes.append((dense.shape[0], dense.nbytes))
         assert Int8Rows.num_alive() == 1
@@ -64,8 +67,8 @@ register_quantised(Int8Rows, Int8Rows.dequantize)
 def quantise(weight: Tensor) -> nn.Parameter:
     """Round rows to 127 steps of their largest element."""
     weight = weight.detach()
-    scale = weight.abs().amax(1) / 127
-    data = (weight / scale[:, None]).round().to(torch.int8)
+    scale = weight.abs().amax(-1) / 127
+    data = (weight / scale[..., None]).round().to(torch.int8)
     return nn.Parameter(Int8Rows(data, scale), requires_grad=False)
 
 

@@ -19,6 +19,9 @@ PLAIN = ("fc1_weight", "fc2_weight")
 GATED = ("gate_weight", "up_weight", "down_weight")
 # gate and up in one weight
 PACKED = ("gate_weight", "down_weight")
+# of experts, with gate and up in one weight or in two
+ROUTED = ("gate_up", "down")
+ROUTED_GATED = ("gate_up.0", "gate_up.1", "down")
 _FUNCTIONS = {"weight": "linear_act", "fc1_weight": "mlp", "gate_weight": "gated_mlp"}
 
 
@@ -60,7 +63,8 @@ class Linears(NamedTuple):
 
 def bias_of(key: str) -> str:
     """Return the name of the bias beside a weight."""
-    return key.replace("weights", "biases").replace("weight", "bias")
+    found = key.replace("weights", "biases").replace("weight", "bias")
+    return f"{key}_bias" if found == key else found
 
 
 class Builder:
@@ -99,16 +103,20 @@ class Builder:
         pairs = (("norm.weight", weight), ("norm.bias", bias))
         return self.add(op, out, (reads,), [self.param(k, Layout(1), t) for k, t in pairs])
 
-    def linear(self, key: str, parts: Parts) -> tuple[Any, ...]:
-        """Add the parameters of a linear layer: its weight, bias, and pairs of adapters."""
-        kind = Layout(0) if parts.is_quantised else Layout(2, self.dtype)
+    def linear(self, key: str, parts: Parts, num_dims: int = 2) -> tuple[Any, ...]:
+        """Add the parameters of a linear layer: its weight, bias, and pairs of adapters.
+
+        num_dims: of the weight; adapters of experts, three, multiply in its dtype, as peft's do.
+        """
+        kind = Layout(0) if parts.is_quantised else Layout(num_dims, self.dtype)
         weight = self.param(key, kind, parts.weight)
         if parts.is_quantised:
             self.others.append(len(self.params) - 1)
-        bias = self.param(bias_of(key), Layout(1, self.dtype), parts.bias)
+        bias = self.param(bias_of(key), Layout(num_dims - 1, self.dtype), parts.bias)
         adapters = []
         for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
-            own = Layout(2, self.around.compute_dtype(a.dtype))
+            dtype = self.dtype if num_dims == 3 else self.around.compute_dtype(a.dtype)
+            own = Layout(num_dims, dtype)
             pairs = ((f"{key}.A{i or ''}", a), (f"{key}.B{i or ''}", b))
             numbers = [self.param(name, own, t) for name, t in pairs]
             adapters.append((*numbers, constants, own.dtype))

@@ -18,10 +18,11 @@ from torch import Tensor
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Around
 from fusedckpt.blocks import run, validate
-from fusedckpt.blocks.builder import Builder
-from fusedckpt.blocks.call import Layout
+from fusedckpt.blocks.builder import ROUTED, ROUTED_GATED, Builder, Linears, bias_of, flat_of
+from fusedckpt.blocks.operands import LoRA, taken_apart
 from fusedckpt.blocks.program import Program
-from fusedckpt.blocks.routed_steps import Gated, Grouped, Move, Route
+from fusedckpt.blocks.quantised import QuantisedWeight, quantised
+from fusedckpt.blocks.routed_steps import Adapted, Gated, Grouped, Move, Route
 from fusedckpt.kernels import routed
 from fusedckpt.kernels.routed import ClampedSwiGLU, Gating
 
@@ -31,7 +32,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class ExpertOptions(NamedTuple):
-    """The options of a call of experts; is_split: whether gate and up are weights of their own."""
+    """The options of a call of experts; its linears are ROUTED, or ROUTED_GATED."""
 
     caller: str
     gating: Any
@@ -40,17 +41,20 @@ class ExpertOptions(NamedTuple):
     default: str = "inputs"
     chunks: int | None = None
     is_module: bool = False
-    is_split: bool = False
+    linears: Linears = Linears(ROUTED)
     name: str = "experts"
-    # their weights are no records
-    linears = None
+    # adapters that drop are refused
+    num_seeds = 0
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors of a call."""
-        firsts = ("gate_up.0", "gate_up.1") if self.is_split else ("gate_up",)
-        weights = [f"{key}{end}" for key in (*firsts, "down") for end in ("", "_bias?")]
-        return (*_INPUTS, *weights)
+        return (*_INPUTS, *self.linears.names)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether gate and up are weights of their own."""
+        return self.linears.keys == ROUTED_GATED
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -71,82 +75,107 @@ class ExpertOptions(NamedTuple):
     def settle(self, around: Around, x: Any, index: Any, scores: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
         gating, level = self.chosen(around.level)
-        weights = list(zip(metas[::2], metas[1::2], strict=True))
-        self._check(around, x, index, scores, weights)
+        linears = self.linears.of(metas)
+        self._check(around, x, index, scores, linears)
         if around.twin:
             return None
         dtype = around.compute_dtype(x.dtype)
-        num_experts, *sizes = weights[-1][0].shape
+        num_experts, *sizes = linears[-1].weight.shape
         # temporaries of z, h and three times x, beside float32 sums over chunks
         nbytes = index.shape.numel() * 3 * sum(sizes) * dtype.itemsize
         sums = 4 * 3 * num_experts * math.prod(sizes) if dtype.itemsize == 2 else 0
         chunks = around.chunks_of(self) or run.cut_for(nbytes, sums)
         b, inputs = Builder(around, dtype), dict(zip(_INPUTS, (x, index, scores), strict=True))
-        self._steps(b, gating, x, index, weights)
+        self._steps(b, gating, x, index, linears)
         given = {"products": self.products, "top_k": index.shape[-1]}
         level = level if around.grad else "inputs"
         return b.call("experts", inputs, ["y"], given, casts=True, level=level, chunks=chunks)
 
-    def _check(self, around: Around, x: Any, index: Any, scores: Any, weights: Any) -> None:
+    def _check(self, around: Around, x: Any, index: Any, scores: Any, linears: Any) -> None:
         """Refuse tensors that do not fit each other."""
-        name, flat = self.name, [t for pair in weights for t in pair]
+        name = self.name
         names = [key for key in self.names if key != "index"]
-        validate.tensors(name, names, (x, scores, *flat))
+        validate.tensors(name, names, (x, scores, *flat_of(linears)))
         validate.integers(name, "index", index, x, _INTEGERS)
         leads = list(x.shape[:-1])
         if not x.shape or list(index.shape[:-1]) != leads or 0 in index.shape[-1:]:
             expected, got = [*leads, "K"], list(index.shape)
             raise ValueError(f"{name}: index must be {expected}, K at least 1, got {got}")
         validate.fits(name, "scores", scores, *index.shape)
-        dtype, down = around.compute_dtype(x.dtype), weights[-1][0].shape
+        dtype, down = around.compute_dtype(x.dtype), linears[-1].weight.shape
         if len(down) != 3 or not down[0]:
             raise ValueError(f"{name}: down must be [E, D, F], E at least 1, got {list(down)}")
-        sides = (1, 2) if self.is_transposed else (2, 1)
-        hidden, out = [down[side] for side in sides]
-        widths = [(x.shape[-1], hidden if self.is_split else 2 * hidden)] * (len(weights) - 1)
-        for key, pair, (k, n) in zip(
-            self.names[3::2], weights, [*widths, (hidden, out)], strict=True
-        ):
-            sizes = (k, n) if self.is_transposed else (n, k)
-            validate.fits(name, key, pair[0], down[0], *sizes)
-            validate.fits(name, f"{key}_bias", pair[1], down[0], n)
-            given = {key: pair[0], f"{key}_bias": pair[1]}
-            validate.dtypes(name, around, dtype, given)
+        out, hidden = self._turned(down[1:])
+        widths = [(hidden if self.is_split else 2 * hidden, x.shape[-1])] * (len(linears) - 1)
+        widths.append((out, hidden))
+        for key, parts, (n, k) in zip(self.linears.keys, linears, widths, strict=True):
+            validate.fits(name, key, parts.weight, down[0], *self._turned((n, k)))
+            validate.fits(name, bias_of(key), parts.bias, down[0], n)
+            weight = None if parts.is_quantised else parts.weight
+            validate.dtypes(name, around, dtype, {key: weight, bias_of(key): parts.bias})
+            for a, b in parts.adapters:
+                rank = self._turned(a.shape[1:])[0] if len(a.shape) == 3 else "r"
+                validate.fits(name, f"{key}.A", a, down[0], *self._turned((rank, k)))
+                validate.fits(name, f"{key}.B", b, down[0], *self._turned((n, rank)))
 
-    def _steps(self, b: Builder, gating: Gating, x: Any, index: Any, weights: Any) -> None:
+    def _turned(self, sizes: Sequence[Any]) -> tuple[Any, Any]:
+        """Return a weight's sizes, outputs first, in the order in which they lie, or back."""
+        first, last = sizes
+        return (last, first) if self.is_transposed else (first, last)
+
+    def _steps(self, b: Builder, gating: Gating, x: Any, index: Any, linears: Any) -> None:
         """Add the parameters and steps."""
         dtype, top_k = b.dtype, index.shape[-1]
-        numbers = [
-            (b.param(key, Layout(3, dtype), w), b.param(f"{key}_bias", Layout(2, dtype), bias))
-            for key, (w, bias) in zip(self.names[3::2], weights, strict=True)
-        ]
-        num_experts, *sizes = weights[-1][0].shape
-        path = dispatch.path_of(x.device, dtype)
-        kernel = routed.kernel_for(path, x.device, dtype, x.shape[-1], *sizes)
-        grouped = Grouped(top_k, self.is_transposed, dtype)
-        b.add(Route(num_experts, kernel), "route", ("index",))
+        pairs = zip(self.linears.keys, linears, strict=True)
+        numbers = [b.linear(*pair, num_dims=3) for pair in pairs]
+        b.add(Route(linears[-1].weight.shape[0], self._kernel(b, x, linears)), "route", ("index",))
         b.add(Move(top_k, gathers=True, dtype=dtype), "rows", ("x", "route"))
         for out, number in zip(self.products, numbers, strict=False):
-            b.add(grouped, out, ("rows", "route"), number)
+            self._apply(b, top_k, number, ("rows", "route"), out)
         b.add(Gated(gating, not self.is_split), "h", (*self.products, "scores", "route"))
-        reads = ("h", "route") if weights[-1][1] is None else ("h", "route", "scores")
-        b.add(grouped, "down_rows", reads, numbers[-1])
+        reads = ("h", "route") if linears[-1].bias is None else ("h", "route", "scores")
+        self._apply(b, top_k, numbers[-1], reads, "down_rows")
         b.add(Move(top_k, gathers=False, dtype=dtype), "y", ("down_rows", "route"))
+
+    def _kernel(self, b: Builder, x: Any, linears: Any) -> str | None:
+        """Return the kernel of the products, None for a loop: quantised weights take that."""
+        if any(parts.is_quantised for parts in linears):
+            return None
+        ranks = [self._turned(a.shape[1:])[0] for parts in linears for a, _ in parts.adapters]
+        sizes = (x.shape[-1], *linears[-1].weight.shape[1:], *ranks)
+        return routed.kernel_for(dispatch.path_of(x.device, b.dtype), x.device, b.dtype, *sizes)
+
+    def _apply(self, b: Builder, top_k: int, numbers: Any, reads: Any, out: str) -> None:
+        """Add the steps of a grouped linear: y, then for each adapter a narrow value and a sum."""
+        weight, bias, adapters = numbers
+        options = top_k, self.is_transposed, b.dtype
+        op = Grouped(*options, is_quantised=weight in b.others)
+        y = b.add(op, f"{out}.base" if adapters else out, reads, (weight, bias))
+        for i, (first, last, constants, _) in enumerate(adapters):
+            if rate := constants.dropout:
+                raise ValueError(f"{self.name}: dropout of adapters must be 0, got {rate}")
+            low = b.add(Grouped(*options), f"{out}.low{i}", reads[:2], (first, None))
+            total = out if i == len(adapters) - 1 else f"{out}.sum{i}"
+            op = Adapted(*options, scale=constants.scale)
+            y = b.add(op, total, (low, "route", y), (last, None))
 
     def eager(self, x: Tensor, given: Sequence[Tensor], pairs: Sequence[Any]) -> Tensor:
         """Return the result by torch's own ops; given: index and scores."""
         autocast = dispatch.autocast_dtype(x.device)
         around = Around(False, autocast, None, None, twin=True, direct=False, forced=())
         b, (gating, _) = Builder(around, around.compute_dtype(x.dtype)), self.chosen(None)
-        self._steps(b, gating, x, given[0], pairs)
+        linears = taken_apart(self.name, self.linears.keys, pairs, 0)
+        if torch.compiler.is_compiling():
+            # adapted ones were not settled
+            self._check(around, x, given[0], given[1], linears)
+        self._steps(b, gating, x, given[0], linears)
         rows = [t.reshape(-1, t.shape[-1]) for t in (x, *given)]
         program = Program(_INPUTS, tuple(b.steps), ("y",), tuple(b.params))
-        weights = [t for pair in pairs for t in pair]
-        (y,) = program.eager(dict(zip(_INPUTS, rows, strict=True)), weights)
+        (y,) = program.eager(dict(zip(_INPUTS, rows, strict=True)), flat_of(linears))
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of the first grouped product, which makes z, where it is saved."""
+        """Return the number of the first grouped product, of gate and up, where it is saved."""
         return (0,) if self.chosen(levels.override.level)[1] == "preact" else ()
 
     def halved(self, pairs: Sequence[Any], saves_half: bool) -> Any:
@@ -156,13 +185,30 @@ class ExpertOptions(NamedTuple):
         (weight, bias), last = pairs
         dim = 2 if self.is_transposed else 1
         firsts = zip(_halves(weight, self.gating, dim), _halves(bias, self.gating, 1), strict=True)
-        return self._replace(is_split=True), [*firsts, last]
+        return self._replace(linears=Linears(ROUTED_GATED)), [*firsts, last]
 
 
 def _halves(weight: Any, gating: Any, dim: int) -> Any:
-    """Return gate's and up's part of a weight or bias, as views."""
+    """Return gate's and up's part of a weight or bias, as views, or as records."""
     if weight is None:
         return None, None
+    if isinstance(weight, LoRA):
+        pairs = zip(*(_halves(t, gating, dim) for t in (weight.weight, weight.B)), strict=True)
+        return [weight._replace(weight=half, B=b) for half, b in pairs]
+    base = quantised(weight)
+    if base is not None:
+        base = base.checked("experts", "gate_up", "dequantise(gate_up)")
+        return [_half(base, gating, dim, i) for i in (0, 1)]
     if isinstance(gating, ClampedSwiGLU) and gating.is_interleaved:
         return weight.unflatten(dim, (-1, 2)).unbind(dim + 1)
     return weight.chunk(2, dim)
+
+
+def _half(weight: QuantisedWeight, gating: Any, dim: int, index: int) -> QuantisedWeight:
+    shape = [*weight.shape]
+    shape[dim] //= 2
+
+    def dense(experts: slice | None) -> Tensor:
+        return _halves(weight.dense(experts), gating, dim)[index]
+
+    return weight._replace(shape=torch.Size(shape), dense=dense)

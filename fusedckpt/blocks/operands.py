@@ -78,7 +78,7 @@ class LoRA(NamedTuple):
     weight: [N, K], dense or quantised, frozen or not; or another LoRA: its adapter is added too.
     A: [r, K]; B: [N, r]; scale: a number, peft's `scaling`; dropout: the dropout probability of the
     adapter's input, 0 in eval. A and B may have another dtype than weight: x is cast to it, and the
-    sum is cast back, as peft does.
+    sum is cast back, as peft does. For experts see `functional.experts`.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685; over
     quantised weights Dettmers et al., "QLoRA", arXiv 2305.14314.

@@ -25,11 +25,11 @@ Dequantise = Callable[[Any], Tensor]
 
 
 class QuantisedWeight(NamedTuple):
-    """A frozen weight [N, K] that is dense only while a GEMM reads it.
+    """A frozen weight [N, K], or [E, N, K] of experts, that is dense only while a GEMM reads it.
 
-    shape, dtype, device: those of the dense weight; dense: called with a slice of rows, or None for
-    all, returns them as a dense tensor of any floating dtype; is_sliceable: whether it accepts a
-    slice. Calls check these fields before any work, and each tensor that `dense` returns.
+    shape, dtype, device: those of the dense weight; dense: called with a slice of rows or experts,
+    or None for all, returns them as a dense tensor of any floating dtype; is_sliceable: whether it
+    accepts a slice. Calls check these fields before any work, and each tensor that `dense` returns.
     """
 
     shape: torch.Size
@@ -53,8 +53,9 @@ class QuantisedWeight(NamedTuple):
 
         source: the name of `dense` in errors.
         """
-        if not isinstance(self.shape, (tuple, list)) or len(self.shape) != 2:
-            arguments.wrong_value(name, f"{key}.shape", "two sizes, [N, K]", self.shape)
+        if not isinstance(self.shape, (tuple, list)) or len(self.shape) not in (2, 3):
+            expected = "two sizes, [N, K], or three of experts"
+            arguments.wrong_value(name, f"{key}.shape", expected, self.shape)
         shape = torch.Size([arguments.integer(name, f"{key}.shape", n) for n in self.shape])
         arguments.dtype(name, self.dtype, f"{key}.dtype")
         arguments.device(name, self.device, f"{key}.device")
@@ -67,7 +68,7 @@ class QuantisedWeight(NamedTuple):
 
         def dense(rows: slice | None) -> Tensor:
             found: Any = self.dense(rows)
-            wanted = [shape[0] if rows is None else rows.stop - rows.start, shape[1]]
+            wanted = [shape[0] if rows is None else rows.stop - rows.start, *shape[1:]]
             expected = f"a dense floating-point tensor {wanted} on {device}"
             if not isinstance(found, Tensor):
                 came = type(found).__name__
@@ -93,6 +94,26 @@ class QuantisedWeight(NamedTuple):
         return self._replace(shape=torch.Size((f, self.shape[1])), dense=dense)
 
 
+class EachExpert:
+    """The weights [E, K, N] of a quantised one, of which each is dense while a GEMM reads it.
+
+    turns: whether the quantised one lies as [E, N, K].
+    """
+
+    def __init__(self, weight: QuantisedWeight, turns: bool, dtype: torch.dtype):
+        self.weight, self.turns, self.dtype = weight, turns, dtype
+        e, *sizes = weight.shape
+        self.shape = (e, *sizes[::-1]) if turns else (e, *sizes)
+        self.whole = None if weight.is_sliceable else weight.dense(None)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        if self.whole is None:
+            found = self.weight.dense(slice(expert, expert + 1))[0]
+        else:
+            found = self.whole[expert]
+        return found.to(self.dtype).t() if self.turns else found.to(self.dtype)
+
+
 _registered: dict[type, tuple[Dequantise, bool]] = {}
 
 
@@ -105,8 +126,8 @@ def register_quantised(
         kind: the class; its shape, dtype and device are those of the dense weight.
         dequantise: called with a weight, returns it as a dense tensor of its shape, of any floating
             dtype. Each call of a layer checks it.
-        is_sliceable: whether `weight[start:stop]` is a weight of the class with those rows; then
-            large weights are dequantised in pieces.
+        is_sliceable: whether `weight[start:stop]` is a weight of the class with those rows or
+            experts; then large weights are dequantised in pieces, experts one by one.
 
     F.linear of such a weight must equal F.linear of the dense one. torchao's weight-only classes of
     8 bits, NF4, and bitsandbytes' 4-bit and 8-bit parameters need no registration.
@@ -213,7 +234,7 @@ def int8(data: Tensor, row_maxima: Tensor) -> QuantisedWeight:
 
     def dense(rows: slice | None) -> Tensor:
         part, scale = (data, row_maxima) if rows is None else (data[rows], row_maxima[rows])
-        return part * (scale / 127).unsqueeze(1)
+        return part * (scale / 127).unsqueeze(-1)
 
     checked, dtype = _unless_changed(dense, data, row_maxima), row_maxima.dtype
     return QuantisedWeight(data.shape, dtype, data.device, checked, is_sliceable=True)

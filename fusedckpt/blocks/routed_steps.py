@@ -17,6 +17,7 @@ from torch.fx import Node
 from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.compiled import grouped_product
 from fusedckpt.blocks.program import Gradient, Op
+from fusedckpt.blocks.quantised import EachExpert, QuantisedWeight
 from fusedckpt.blocks.schedule import Writer
 from fusedckpt.kernels import routed
 from fusedckpt.kernels.routed import Gating
@@ -76,12 +77,15 @@ class Move(Op):
 class Grouped(Op):
     """y = x W_e' + b_e for the rows of every expert e; b_e times the score where one is read.
 
-    Reads x, a route and perhaps scores. is_transposed: whether the weight is [E, in, out].
+    Reads x, a route and perhaps scores. is_transposed: whether the weight is [E, in, out];
+    is_quantised: whether an expert's is dense only while a GEMM reads it; scale: of the product.
     """
 
     top_k: int
     is_transposed: bool
     dtype: torch.dtype | None = None
+    is_quantised: bool = False
+    scale: float = 1.0
     has_gemm = casts = True
     # x is freed before its gradient is computed
     gradients = (
@@ -95,8 +99,13 @@ class Grouped(Op):
 
     def _product(self, code: Writer, weight: Node, turns: bool, x: Node, *args: Any) -> Node:
         """Write the product with a weight, or, where it turns, with its transpose."""
-        if self.is_transposed == turns:
+        if self.is_quantised:
+            weight = code.call(EachExpert, weight, self.is_transposed == turns, self.dtype)
+        elif self.is_transposed == turns:
             weight = code.call("transpose", weight, 1, 2)
+        if self.scale != 1:
+            # of an adapter: smaller than any product with it
+            weight = code.call(torch.mul, weight, self.scale)
         return code.call(routed.product, x, weight, *args, dtype=self.dtype)
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
@@ -116,6 +125,10 @@ class Grouped(Op):
         if slot == "r2":
             return {slot: code.call(routed.bias_scores_grad, dy, reads["p1"], route)}
         pair = (reads["r0"], dy) if self.is_transposed else (dy, reads["r0"])
+        if self.scale != 1:
+            # scaled in float32, so that no factor overflows
+            found = code.call(routed.weight_sum, None, *pair, route)
+            return {slot: code.call("mul_", found, self.scale)}
         if "sum" in reads:
             return {slot: code.call(routed.weight_sum, reads["sum"], *pair, route)}
         return {slot: code.call(routed.weight_grad, *pair, route)}
@@ -123,7 +136,10 @@ class Grouped(Op):
     def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
         """Return y by torch's ops, with zeros for the rows of no expert."""
         x, route, scores = [*reads, None][:3]
-        weight, bias = [None if p is None else p.to(self.dtype) for p in params]
+        weight, bias = params
+        if isinstance(weight, QuantisedWeight):
+            weight = weight.dense(None)
+        weight, bias = [None if p is None else p.to(self.dtype) for p in (weight, bias)]
         assert weight is not None
         rows = routed.as_rows(x, route)
         y = _products(rows, weight if self.is_transposed else weight.mT, route)
@@ -132,6 +148,22 @@ class Grouped(Op):
             # in the dtype of the scores, which may be wider
             y = y + _products(s, bias[:, None].to(s.dtype), route).to(y.dtype)
         return routed.per_token(y, route)
+
+
+@dataclass(frozen=True)
+class Adapted(Grouped):
+    """y = total + scale x W_e', of an adapter; reads x, a route and the total, written over."""
+
+    gradients = (("p0", ("r0", "r1")), ("r0", ("p0", "r1")))
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write the sum."""
+        x, route, total = reads
+        return [self._product(code, params[0], False, x, None, route, None, total)]
+
+    def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
+        """Return the sum by torch's ops."""
+        return reads[2] + super().eager(reads[:2], params) * self.scale
 
 
 def _products(rows: Tensor, weight: Tensor, route: routed.Route) -> Tensor:

@@ -30,6 +30,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.builder import ROUTED_GATED, Linears
 from fusedckpt.blocks.experts import ExpertOptions
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.wrapper import checkpoint_in_place
@@ -108,7 +109,8 @@ def fused_experts(config: Any, save: str = "inputs", chunks: int | None = None) 
 
     Experts of a class with another forward, or other products, are built as they are.
     """
-    options = ExpertOptions("fused_experts", "silu", save=save, chunks=chunks, is_split=True)
+    linears = Linears(ROUTED_GATED)
+    options = ExpertOptions("fused_experts", "silu", save=save, chunks=chunks, linears=linears)
     options.chosen(None)
 
     class FusedExpertsConfig(type(config)):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.experts import LEVELS, ExpertOptions
+from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.routed import ClampedSwiGLU
 
 __all__ = ["ClampedSwiGLU", "Experts", "experts"]
@@ -31,8 +32,8 @@ def experts(
     x: Tensor,
     index: Tensor,
     scores: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | LoRA,
+    down: Tensor | LoRA,
     *,
     activation: str | ClampedSwiGLU = "silu",
     gate_up_bias: Tensor | None = None,
@@ -56,11 +57,13 @@ def experts(
         scores: [..., K], floating point; they get a gradient. They multiply the hidden layer: in
             float16 one above 1 may overflow where eager, which multiplies the result, does not.
         gate_up: [E, 2 F, D] of x's dtype, under autocast of any dtype but float64; gate's rows
-            first.
-        down: [E, D_out, F].
+            first. Or a weight that dequantises, or a `LoRA` record with A [E, r, D], B [E, 2 F, r]
+            and no dropout, see `mlp`; A and B are cast to the dtype of the weight, as by peft.
+        down: [E, D_out, F], as gate_up.
         activation: a name as in `linear_act`, or a `ClampedSwiGLU` record.
         gate_up_bias, down_bias: [E, 2 F] and [E, D_out], or None.
-        is_transposed: whether the weights lie as [E, D, 2 F] and [E, F, D_out].
+        is_transposed: whether the weights lie as [E, D, 2 F] and [E, F, D_out], and A and B
+            accordingly, as [E, D, r] and [E, r, 2 F].
         save: "inputs" (the default), "gate" or "preact".
         chunks: into how many chunks forward and backward cut the tokens, which divides their
             temporaries: 3 F and 3 D elements for each of a token's K experts. Weight gradients then
@@ -69,10 +72,11 @@ def experts(
 
     Returns:
         [..., D_out]. Each chunk waits for the device once, to learn where each expert's rows end;
-        not where a kernel multiplies (on a GPU) and no bias needs a gradient.
+        not where a kernel multiplies, on a GPU. Weights that dequantise are multiplied in a loop.
 
     Raises:
-        ValueError: invalid shapes, devices, activation, level or chunks; a negative index.
+        ValueError: invalid shapes, devices, activation, level or chunks; a negative index; an
+            adapter with dropout.
         TypeError: tensors are not dense, or of dtypes that do not fit.
 
     Source: Guo et al., "SonicMoE", arXiv 2512.14080: the gradient of a score is a sum of dh * h.

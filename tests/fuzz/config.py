@@ -35,10 +35,12 @@ class Config:
     tied: bool = False
     # operands are views of the leaves instead of leaves
     views: bool = False
-    # of experts: how many there are, and for each token; how their weights lie
+    # of experts: how many there are, and for each token; how their weights lie; ranks of adapters
     experts: int = 2
     top_k: int = 1
     is_transposed: bool = False
+    gate_rank: int = 0
+    down_rank: int = 0
     # options
     activation: str | None = "silu"
     norm: str | None = None

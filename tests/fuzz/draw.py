@@ -67,6 +67,8 @@ def draw(seed: int, index: int, path: str) -> Config:
         experts=rng.choice((1, 2, 3, 5, 8)),
         top_k=rng.choice((1, 2, 2, 3)),
         is_transposed=rng.random() < 0.5,
+        gate_rank=rng.choice((0, 0, 1, 2, 5)),
+        down_rank=rng.choice((0, 0, 1, 2, 5)),
     )
     # what depends on which operands there are
     names = list(shapes_of(config))

@@ -74,8 +74,13 @@ def normalise(
 
 
 def linear(t: Operands, x: Tensor, name: str = "", suffix: str = "") -> Tensor:
-    """Apply the linear of a name."""
-    return F.linear(x, t[f"{name}weight{suffix}"], t.get(f"{name}bias{suffix}"))
+    """Apply the linear of a name, and its adapter, cast as peft casts those of experts."""
+    weight = t[f"{name}weight{suffix}"]
+    y = F.linear(x, weight, t.get(f"{name}bias{suffix}"))
+    if f"{name}A" not in t:
+        return y
+    a, b = (t[f"{name}{part}"].to(weight.dtype) for part in "AB")
+    return y + 1.5 * F.linear(F.linear(x, a), b)
 
 
 def _mlp(c: Config, t: Operands, n: Tensor) -> Tensor:
@@ -108,10 +113,9 @@ def _experts(c: Config, t: Operands) -> Outputs:
     scores, y = t["scores"].reshape(leading, c.top_k), None
     for e in range(c.experts):
         tokens, slots = torch.where(index == e)
-        names = ("gate_weight", "gate_bias", "down_weight", "down_bias")
-        own = {name: t[name][e] for name in names if name in t}
+        own = {name: t[name][e] for name in t if name.startswith(("gate_", "down_"))}
         if c.is_transposed:
-            own |= {name: own[name].t() for name in ("gate_weight", "down_weight")}
+            own = {name: w.t() if w.dim() > 1 else w for name, w in own.items()}
         rows = _packed(c, own, x[tokens]) * scores[tokens, slots, None]
         y = rows.new_zeros(len(x), c.out) if y is None else y
         y = y.index_add(0, tokens, rows)

@@ -124,9 +124,11 @@ def _shared(c: Config) -> Shapes:
 
 def _experts(c: Config) -> Shapes:
     found: Shapes = {"scores": (*c.rows, c.top_k)}
-    for name, n, k in (("gate_", 2 * c.f, c.d), ("down_", c.out, c.f)):
-        sizes = (k, n) if c.is_transposed else (n, k)
-        found[f"{name}weight"] = (c.experts, *sizes)
+    pairs = ("gate_", c.gate_rank, 2 * c.f, c.d), ("down_", c.down_rank, c.out, c.f)
+    for name, rank, n, k in pairs:
+        sizes = {"weight": (n, k)} | ({"A": (rank, k), "B": (n, rank)} if rank else {})
+        for part, size in sizes.items():
+            found[f"{name}{part}"] = (c.experts, *(size[::-1] if c.is_transposed else size))
         if c.has(f"{name}bias"):
             found[f"{name}bias"] = (c.experts, n)
     return found
@@ -161,7 +163,7 @@ def leaves_of(c: Config, number: int = 0) -> Operands:
     found: Operands = {}
     for name, shape in shapes_of(c).items():
         value = torch.randn(shape, dtype=torch.float64, generator=generator)
-        if name.endswith("weight") and len(shape) > 1:
+        if name.endswith(("weight", "A", "B")) and len(shape) > 1:
             value /= max(1, shape[1 if c.is_transposed else -1]) ** 0.5
         value = special(value, values.get(name), c.dtype, generator)
         if name == "scores" and c.dtype == "float16":

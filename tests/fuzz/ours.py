@@ -69,6 +69,10 @@ def _function(c: Config, t: Operands) -> Any:
         options["biases"] = biases if any(b is not None for b in biases) else None
     elif c.function == "experts":
         options["index"] = index_of(c)
+        for key, name in (("gate_up", "gate_"), ("down", "down_")):
+            if f"{name}A" in t:
+                parts = [t[f"{name}{part}"] for part in ("weight", "A", "B")]
+                options[key] = fusedckpt.LoRA(*parts, scale=1.5)
     if "residual" in t:
         del options["residual"]
     names = signature(called).parameters.keys() - {"approximate", "dropout", "output_dropout"}

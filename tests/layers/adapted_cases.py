@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cases
 import torch
 import torch.nn.functional as F
-from cases import Case
+from cases import Case, index_of
 from support import randn
 from torch import Tensor, nn
 
@@ -174,6 +175,38 @@ def _case(
     )
 
 
+def _experts(name: str, adapters: Sequence[int], kind: str = "lora", **options: Any) -> Case:
+    """Four experts, two a token; the twin's weights are sums of all that ours adds to products."""
+    turns, num, base = options.get("is_transposed", False), 4, KINDS[kind][0]
+    plain = Tensor.detach if base is record else base
+
+    def call(is_sum: bool, x: Tensor, scores: Tensor, *rest: Tensor) -> Tensor:
+        given, weights = iter(rest), []
+        for count in adapters:
+            weight = (plain if is_sum else base)(next(given))
+            for scale in (1.5, 0.5)[:count]:
+                a, b = next(given), next(given)
+                if not is_sum:
+                    weight = LoRA(weight, a, b, scale)
+                    continue
+                weight = weight + scale * (a @ b if turns else b @ a).to(weight.dtype)
+            weights.append(weight)
+        index, module = index_of(x.shape[:-1], num, 2), reference if is_sum else functional
+        return module.experts(x, index, scores, *weights, **options)
+
+    def shapes(rows: tuple[int, ...], d: int, f: int) -> list[tuple[int, ...] | None]:
+        found: list[tuple[int, ...] | None] = [(*rows, d), (*rows, 2)]
+        for (n, k), count in zip([(2 * f, d), (d, f)], adapters, strict=True):
+            sizes = [(n, k), *[(RANK, k), (n, RANK)] * count]
+            found += [(num, *(size[::-1] if turns else size)) for size in sizes]
+        return found
+
+    frozen = (2, 3 + 2 * adapters[0]) if base is record else ()
+    return Adapted(
+        f"{kind}-experts{name}", partial(call, False), partial(call, True), shapes, frozen
+    )
+
+
 LORA = [
     _case("-identity", "linear_act", [1], "1", activation="identity"),
     _case("-preact", "linear_act", [1], "1", save="preact"),
@@ -185,6 +218,8 @@ LORA = [
     _case("-gate", "gated_mlp", [1, 1, 1], "000", save="gate"),
     _case("-preact-rms", "gated_mlp", [1, 1, 1], "000", True, save="preact"),
     _case("", "packed", [1, 0], "00"),
+    _experts("-preact-two-adapters", [2, 1], save="preact"),
+    _experts("-transposed", [1, 1], is_transposed=True),
 ]
 OTHERS = [
     case
@@ -197,5 +232,6 @@ OTHERS = [
         _case("-preact", "packed", [1, 0], "10", kind=kind, save="preact"),
     )
 ]
+OTHERS.append(_experts("", [1, 0], "quantised"))
 ADAPTED = [*LORA, *OTHERS]
 ALL = [*cases.CASES, *ADAPTED]

@@ -5,19 +5,20 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from quantised_weight import Int8Rows, forget, quantise
 from support import DEVICE, HALF, compare, flops, gemm_flops, randn, saved_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
-from fusedckpt import ClampedSwiGLU, Experts
+from fusedckpt import ClampedSwiGLU, Experts, LoRA, QuantisedWeight
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.blocks import run
+from fusedckpt.blocks import quantised, run
 from fusedckpt.functional import experts, gated_mlp
 from fusedckpt.kernels import routed
 from fusedckpt.memory import peak_bytes
 
-T, D, HIDDEN, E, K = 24, 10, 14, 6, 3
+T, D, HIDDEN, E, K, RANK = 24, 10, 14, 6, 3, 4
 LEVELS = ("inputs", "gate", "preact")
 
 
@@ -51,26 +52,38 @@ def routing(*rows, num=E, top_k=K, foreign=0):
     return index.to(DEVICE)
 
 
-def leaves(rows=(T,), d=D, f=HIDDEN, num=E, top_k=K, bias=False, turns=False, dtype=torch.float32):
-    """Draw x, scores, two weights, and biases."""
+def leaves(
+    rows=(T,), d=D, f=HIDDEN, num=E, top_k=K, bias=False, turns=False, dtype=torch.float32, rank=0
+):
+    """Draw x, scores, two weights, each with A and B where there is a rank, and biases."""
     found = [randn(*rows, d, dtype=dtype), torch.rand(*rows, top_k, device=DEVICE)]
     found[1] = found[1].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     for n, k in ((2 * f, d), (d, f)):
-        w = randn(num, *((k, n) if turns else (n, k)), dtype=dtype).detach() / k**0.5
-        found.append(w.requires_grad_())
+        for sizes in ((n, k), *([(rank, k), (n, rank)] if rank else [])):
+            w = randn(num, *(sizes[::-1] if turns else sizes), dtype=dtype).detach() / k**0.5
+            found.append(w.requires_grad_())
     return found + ([randn(num, 2 * f, dtype=dtype), randn(num, d, dtype=dtype)] if bias else [])
 
 
 def both(index, **options):
-    """Return ours and the loop as functions of leaves."""
+    """Return ours and the loop, which adds adapters to the weights, as functions of leaves."""
 
     def called(fn, **more):
-        def call(x, scores, gate_up, down, *biases):
-            keys = ("gate_up_bias", "down_bias")
-            given = dict(zip(keys, biases, strict=False))
-            return fn(x, index, scores, gate_up, down, **given, **more)
+        def call(x, scores, *rest):
+            count = 3 if len(rest) > 4 else 1
+            gate_up, down = (adapted(fn, *rest[i : i + count], **more) for i in (0, count))
+            biases = zip(("gate_up_bias", "down_bias"), rest[2 * count :], strict=False)
+            return fn(x, index, scores, gate_up, down, **dict(biases), **more)
 
         return call
+
+    def adapted(fn, weight, a=None, b=None, is_transposed=False, **_):
+        if a is None:
+            return weight
+        low_rank = a @ b if is_transposed else b @ a
+        return (
+            LoRA(weight, a, b, 1.5) if fn is experts else weight + 1.5 * low_rank.to(weight.dtype)
+        )
 
     eager = {k: v for k, v in options.items() if k in ("activation", "is_transposed")}
     return called(experts, **options), called(loop, **eager)
@@ -163,27 +176,143 @@ def test_saved_bytes_and_flops(save, path):
         assert gemm_flops(backward) == flops(backward)
 
 
-def test_nothing_twice_in_a_checkpoint():
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_nothing_twice_in_a_checkpoint(is_adapted):
     """A checkpoint's recompute saves z, and stops before the last GEMM."""
     index = torch.rand(T, E, device=DEVICE).topk(K).indices
     x, scores, *weights = leaves()
+    weights = adapters() if is_adapted else weights
 
     def step(run):
         return flops(lambda: run(experts, x, index, scores, *weights).sum().backward())
 
-    unit = T * D * HIDDEN * K
-    assert step(fusedckpt.checkpoint) == step(lambda fn, *args: fn(*args)) == 22 * unit
+    unit, low = T * D * HIDDEN * K, is_adapted * 2 * T * K * RANK
+    # frozen weights have no gradient
+    whole = (22 - 6 * is_adapted) * unit + low * (7 * D + 12 * HIDDEN)
+    assert step(fusedckpt.checkpoint) == step(lambda fn, *args: fn(*args)) == whole
     # torch's cannot stop inside a function
-    assert step(lambda *args: checkpoint(*args, use_reentrant=False)) <= 24 * unit
+    most = whole + 2 * unit + low * (2 * D + HIDDEN)
+    assert step(lambda *args: checkpoint(*args, use_reentrant=False)) <= most
 
 
 def test_grouped_mm_takes_its_place(monkeypatch):
     """The path of kernels, which runs on a CPU too: rows of no expert are left as they are."""
     monkeypatch.setattr(routed, "has_kernel", lambda *_: True)
+    # nothing waits for the device, the gradients of biases neither
+    monkeypatch.setattr(routed, "pieces_of", None)
     for options in ({}, {"save": "preact", "chunks": 2, "is_transposed": True}):
         ours, eager = both(routing(T, foreign=2), **options)
         turns = options.get("is_transposed", False)
-        compare(ours, eager, lambda turns=turns: leaves(d=16, f=24, bias=turns, turns=turns))
+        shape = {"d": 16, "f": 24, "bias": turns, "turns": turns}
+        for rank in (0, RANK):
+            compare(ours, eager, lambda shape=shape, rank=rank: leaves(**shape, rank=rank))
+
+
+def adapters(dtype=torch.float32):
+    """Draw gate_up and down as records of frozen weights."""
+    found = [nn.Parameter(t.detach()) for t in leaves(dtype=dtype, rank=RANK)[2:]]
+    return [LoRA(w.requires_grad_(False), a, b, 1.5) for w, a, b in (found[:3], found[3:])]
+
+
+@pytest.mark.parametrize("save", LEVELS)
+def test_bytes_and_flops_of_adapters(save, path):
+    """They save nothing, and frozen weights take no GEMM for a gradient."""
+    index, dtype = torch.rand(T, E, device=DEVICE).topk(K).indices, torch.bfloat16
+    (x, scores, *_), weights = leaves(dtype=dtype), adapters(dtype)
+
+    def call(x, scores, index):
+        return experts(x, index, scores, *weights, save=save)
+
+    products = {"inputs": 0, "gate": 1, "preact": 2}[save]
+    expected = T * (2 * D + 12 * K + products * 2 * HIDDEN * K)
+    assert saved_bytes(call, [x, scores, index]) == expected
+    unit, low = T * D * HIDDEN * K, 2 * T * K * RANK
+    # at "gate" gate and up have an adapter each
+    sizes = [(HIDDEN, D)] * 2 if save == "gate" else [(2 * HIDDEN, D)]
+    sizes.append((D, HIDDEN))
+    assert flops(lambda: call(x, scores, index)) == 6 * unit + low * sum(n + k for n, k in sizes)
+    y = call(x, scores, index)
+    wanted = [x, scores, *(t for w in weights for t in (w.A, w.B))]
+
+    def backward():
+        torch.autograd.grad(y, wanted, torch.ones_like(y), retain_graph=True)
+
+    # dy B, that times A and x, x A' again, dy' that
+    expected = 6 * unit + low * sum(2 * n + 3 * k for n, k in sizes)
+    expected += (2 - products) * (2 * unit + low * HIDDEN)
+    assert flops(backward) == expected
+    if path == "aten" and DEVICE.type == "cpu":
+        assert gemm_flops(backward) == expected
+
+
+@pytest.mark.parametrize("kind", ["gate", "GptOss", "mixed"])
+def test_adapters_equal_sums_of_weights(kind, path):
+    """Adapters of another dtype are cast to that of the weight."""
+    options, turns = {"save": "gate"}, kind == "GptOss"
+    if turns:
+        options |= {"activation": ClampedSwiGLU(limit=1.0), "is_transposed": True, "chunks": 2}
+    ours, eager = both(routing(T, foreign=2), **options)
+
+    def inputs():
+        found = leaves(rank=RANK, bias=turns, turns=turns)
+        if kind == "mixed":
+            found = [t.bfloat16() if i in (0, 2, 5) else t for i, t in enumerate(found)]
+        return [t.detach().requires_grad_() for t in found]
+
+    compare(ours, eager, inputs)
+
+
+def test_every_mask_of_adapters():
+    """With weights frozen or not, at each level in turns; second derivatives, too."""
+    shape = {"d": 3, "f": 2, "num": 3, "top_k": 2, "rank": 1}
+    given = [t.detach().double().requires_grad_() for t in leaves((5,), **shape)]
+    index = routing(5, num=3, top_k=2, foreign=1)
+    expected = torch.autograd.grad(both(index)[1](*given).sin().sum(), given)
+    for i, mask in enumerate(product((False, True), repeat=len(given) - 1)):
+        # both weights have one flag
+        wants = [*mask[:5], mask[2], *mask[5:]]
+        inputs = [t.detach().requires_grad_(want) for t, want in zip(given, wants, strict=True)]
+        y = both(index, save=LEVELS[i % 3])[0](*inputs)
+        assert y.requires_grad == any(wants)
+        if any(wants):
+            found = torch.autograd.grad(y.sin().sum(), [t for t in inputs if t.requires_grad])
+            known = [grad for grad, want in zip(expected, wants, strict=True) if want]
+            torch.testing.assert_close(list(found), known)
+    assert torch.autograd.gradgradcheck(both(index)[0], given)
+
+
+@pytest.mark.parametrize("is_sliceable", [True, False])
+@pytest.mark.parametrize("save", LEVELS)
+def test_quantised_weights(save, is_sliceable, monkeypatch):
+    """Dense while a GEMM reads them; of a class with slices one expert's at a time."""
+    monkeypatch.setitem(quantised._registered, Int8Rows, (Int8Rows.dequantize, is_sliceable))
+    index, (x, scores, *weights) = routing(T), leaves(dtype=torch.bfloat16)
+    given = [quantise(w) for w in weights]
+    dense = [(w.int_data.double() * w.scale.double()[..., None]) for w in given]
+    lora = adapters(torch.bfloat16)[0]
+
+    def call(fn, first, last, **options):
+        def run(x, scores, index):
+            a, b = lora.A.to(x.dtype), lora.B.to(x.dtype)
+            weight = LoRA(first, a, b) if fn is experts else first.to(x.dtype) + b @ a
+            return fn(
+                x, index, scores, weight, last if fn is experts else last.to(x.dtype), **options
+            )
+
+        return run
+
+    ours, eager = call(experts, *given, save=save), call(loop, *dense)
+    compare(*(lambda *t, fn=fn: fn(*t, index) for fn in (ours, eager)), lambda: [x, scores])
+    products = {"inputs": 0, "gate": 1, "preact": 2}[save]
+    expected = T * (2 * D + 12 * K + products * 2 * HIDDEN * K)
+    assert saved_bytes(ours, [x, scores, index]) == expected
+    forget()
+    y = ours(x, scores, index)
+    y.sum().backward()
+    # each was gone before the next was made, see `dequantize`
+    assert Int8Rows.num_alive() == 0
+    assert {rows for rows, _ in Int8Rows.sizes} == {1 if is_sliceable else E}
+    forget()
 
 
 def test_chunks_count_rows_of_experts(monkeypatch):
@@ -232,6 +361,26 @@ def test_module():
     index, given = routing(T), [p.detach() for p in module.parameters()]
     expected = loop(x, index, scores, given[0], given[2], given[1], given[3])
     torch.testing.assert_close(module(x, index, scores), expected)
+    for i, name in ((0, "gate_up_proj"), (2, "down_proj")):
+        setattr(module, name, quantise(given[i]))
+        given[i] = getattr(module, name).dequantize()
+        forget()
+    expected = loop(x, index, scores, given[0], given[2], given[1], given[3])
+    torch.testing.assert_close(module(x, index, scores), expected)
+    # what no gradient reads, x, is not saved
+    expected = 4 * T * (K + 2 * HIDDEN * K) + 8 * T * K
+    assert saved_bytes(module, [x, index, scores]) == expected
+
+
+# nothing makes it dense
+FLAT = QuantisedWeight(torch.Size((D, HIDDEN)), torch.float32, DEVICE, print)
+
+
+def broken(**fields):
+    """Return gate_up as a record of which a part does not fit."""
+    parts = {"A": (E, RANK, D), "B": (E, 2 * HIDDEN, RANK)}
+    given = {key: torch.zeros(shape, device=DEVICE) for key, shape in parts.items()}
+    return {"gate_up": LoRA(torch.zeros(E, 2 * HIDDEN, D, device=DEVICE), **given | fields)}
 
 
 @pytest.mark.parametrize(
@@ -250,6 +399,13 @@ def test_module():
         ({"activation": "swigly"}, ValueError, "activation must be one of"),
         ({"activation": ClampedSwiGLU("x")}, TypeError, r"activation.alpha must be a number"),
         ({"is_transposed": "no"}, TypeError, "is_transposed must be True or False"),
+        (broken(A=torch.zeros(E, RANK, 9)), ValueError, r"gate_up.A must be \[6, 4, 10\]"),
+        (broken(A=torch.zeros(RANK, D)), ValueError, r"gate_up.A must be \[6, 'r', 10\]"),
+        (broken(B=torch.zeros(E, RANK, 28)), ValueError, r"gate_up.B must be \[6, 28, 4\]"),
+        (broken(B=None), TypeError, "gate_up.B must be a tensor"),
+        (broken(dropout=0.1), ValueError, "dropout of adapters must be 0, got 0.1"),
+        ({"down": FLAT}, ValueError, r"down must be \[E, D, F\]"),
+        ({"down": FLAT._replace(dense=None)}, TypeError, "down.dense must be a function"),
         ({"save": "all"}, ValueError, "save must be one of"),
         ({"chunks": 0}, ValueError, "chunks must be an integer from 1"),
     ],

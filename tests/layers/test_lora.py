@@ -18,11 +18,13 @@ from fusedckpt import LoRA, functional, reference
 
 T, D, F = 17, 24, 40
 DTYPES = (torch.float32, *HALF)
+# experts cast them, see test_experts.py
+LINEARS = [case for case in LORA if "experts" not in case.name]
 each_pair = pytest.mark.parametrize(("dtype", "adapter"), list(product(DTYPES, DTYPES)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", LORA, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LINEARS, ids=lambda case: case.name)
 def test_adapters_of_another_dtype(case, dtype):
     adapter = DTYPES[(DTYPES.index(dtype) + LORA.index(case)) % 3]
 

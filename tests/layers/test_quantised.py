@@ -325,7 +325,8 @@ def test_a_class_that_dequantises_to_another_tensor(registered, returned):
     ("weight", "message"),
     [
         (lambda: zeros(F, D, dtype=torch.int8), "mlp: fc1_weight.dtype must be one of"),
-        (lambda: zeros(F, D, 1), r"mlp: fc1_weight.shape must be two sizes, \[N, K\]"),
+        (lambda: zeros(F), r"mlp: fc1_weight.shape must be two sizes, \[N, K\]"),
+        (lambda: zeros(F, D, 1), "mlp: x must have at least one dimension and fc1_weight two"),
         (lambda: zeros(F, D, device="meta"), "mlp: fc1_weight must be on the device of x"),
         (lambda: zeros(F, D + 1), "mlp: fc1_weight expects 5 input features, x has 4"),
     ],
