@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks.eager import gated
 from fusedckpt.blocks.experts import LEVELS
+from fusedckpt.blocks.operands import LoRA
+from fusedckpt.blocks.quantised import quantised
 from fusedckpt.fusing.forwards import Swap, Swapped, of_chunks
 from fusedckpt.fusing.held import Held, Part, broken, is_function, is_simple
 from fusedckpt.fusing.replica import undisturbed
@@ -35,6 +37,8 @@ from fusedckpt.layers.fallbacks import Fallback
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
+# told by name: peft is not imported
+_FACTORS = "peft.tuners.lora.layer._LoraFactorsProxy"
 
 
 class ExpertsMatch(NamedTuple):
@@ -74,16 +78,16 @@ def fused(
     """Return the result of a module's experts, or why this call cannot run fused."""
     if (changed := broken(module, match.held)) is not None:
         return changed
-    # a property while peft's LoRA, or another parametrization, is active
-    weights: dict[str, Any] = {n: getattr(module, n, None) for n in (*_WEIGHTS, *_BIASES)}
+    weights = {n: _operand(module, n, match.is_transposed) for n in (*_WEIGHTS, *_BIASES)}
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):
         return "arguments", ""
     if dispatch.is_recorded(x) or index.shape != scores.shape or index.is_floating_point():
         return "arguments", ""
-    if not dispatch.are_plain(x, index, scores, *weights.values()):
-        return fallbacks.unplain(x, **weights)
+    plain, base = {name: _plain(weight) for name, weight in weights.items()}, weights[_WEIGHTS[0]]
+    if not dispatch.are_plain(x, index, scores, *plain.values()):
+        return fallbacks.unplain(x, **plain)
     implementation = getattr(vars(module).get("config"), "_experts_implementation", None)
-    dtype = weights[_WEIGHTS[0]].dtype
+    dtype = (base.weight if isinstance(base, LoRA) else base).dtype
     # other implementations than eager multiply in the weights' dtype, and ignore autocast
     ignores = implementation not in (None, "eager")
     is_on = dispatch.autocast_dtype(x.device) is not None
@@ -102,6 +106,27 @@ def fused(
             chunks=levels.chunks_of(chunks),
         )
     return y.to(x.dtype)
+
+
+def _operand(module: nn.Module, name: str, is_transposed: bool) -> Any:
+    """Return a weight or bias; under the factors of peft's adapter, while that is active, a record.
+
+    It is a property then, which would make the sum dense.
+    """
+    own = getattr(getattr(module, "parametrizations", None), name, None)
+    kinds = [f"{type(one).__module__}.{type(one).__qualname__}" for one in own or ()]
+    # of several adapters peft makes a dense sum
+    if own is None or kinds != [_FACTORS]:
+        return getattr(module, name, None)
+    a, b = own[0].rhs, own[0].lhs
+    a, b = (b, a) if is_transposed else (a, b)
+    return LoRA(own.original, a, b, own[0].scaling)
+
+
+def _plain(weight: Any) -> Any:
+    """Return a weight below adapters, None for one that dequantises."""
+    weight = weight.weight if isinstance(weight, LoRA) else weight
+    return None if quantised(weight) is not None else weight
 
 
 def holds(module: nn.Module) -> bool:

@@ -1,9 +1,11 @@
 """Experts after `fuse`: calls that run fused, calls that do not, and modules that are left."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
+from quantised_weight import forget, quantise
 from support import DEVICE, saved_bytes
 from torch import nn
 
@@ -34,7 +36,7 @@ def experts(name="Qwen3Moe", implementation="eager", **options):
 
 
 def _folder(name):
-    return {"Qwen3Moe": "qwen3_moe", "GptOss": "gpt_oss"}[name]
+    return {"Qwen3Moe": "qwen3_moe", "GptOss": "gpt_oss", "Mixtral": "mixtral"}[name]
 
 
 def inputs(dtype=torch.float32):
@@ -147,20 +149,26 @@ def test_left_and_named(kind, reason):
     assert report.kinds == {"": "experts"}
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_lora_on_experts_parameters(is_first):
-    """peft's target_parameters, from before or after `fuse`: the experts run fused."""
+@pytest.mark.parametrize(
+    ("name", "is_first", "count"),
+    [*product(("Qwen3Moe", "Mixtral", "GptOss"), (True, False), (1,)), ("Qwen3Moe", True, 2)],
+)
+def test_lora_on_experts_parameters(name, is_first, count):
+    """peft's target_parameters, from before or after `fuse`: nothing dense is saved of one."""
     peft = pytest.importorskip("peft")
 
     def made(fuses):
         torch.manual_seed(1)
-        model = nn.ModuleDict({"experts": experts()})
+        model = nn.ModuleDict({"experts": experts(name)})
         report = fuse(model) if fuses and is_first else None
         names = ["experts.gate_up_proj", "experts.down_proj"]
-        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=names)
+        config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=[], target_parameters=names)
         model = peft.get_peft_model(model, config)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+        if count == 2:
+            model.add_adapter("other", config)
+            model.base_model.set_adapter(["default", "other"])
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
                 nn.init.normal_(parameter, std=0.3)
         return model, fuse(model) if fuses and not is_first else report
 
@@ -172,7 +180,7 @@ def test_lora_on_experts_parameters(is_first):
             layer = model.base_model.model["experts"]
             y = layer(x, index.long(), scores)
             adapters = [p for p in model.parameters() if p.requires_grad]
-            assert len(adapters) == 4
+            assert len(adapters) == 4 * count
             grads = torch.autograd.grad(y.sum(), adapters, retain_graph=True)
             return (y, *(grad.detach() for grad in grads))
 
@@ -181,6 +189,26 @@ def test_lora_on_experts_parameters(is_first):
     given = inputs()
     for ours, theirs in zip(run(fused)(*given), run(eager)(*given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert not report.fallbacks
+    own = 4 * T * (D + K) + 8 * T * K
+    dense = 4 * E * 3 * 24 * D if count == 2 else 0
+    layer = fused.base_model.model["experts"]
+    assert saved_bytes(lambda *given: layer(*given), given) == own + dense
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_quantised_parameters(is_first):
+    """They are read as they are, dense one after the other."""
+    module, given = experts(), inputs()
+    report = fuse(module) if is_first else None
+    dense = copy.deepcopy(module)
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(module, name, quantise(getattr(module, name)))
+        setattr(dense, name, nn.Parameter(getattr(module, name).dequantize()))
+        forget()
+    report = report or fuse(module)
+    torch.testing.assert_close(module(*given), dense(*given))
+    assert saved_bytes(lambda *given: module(*given), given) == 4 * T * (D + K) + 8 * T * K
     assert not report.fallbacks
 
 
