@@ -1,4 +1,4 @@
-"""Try random configurations of every function and module against eager in float64.
+"""Try random configurations of every function, of Sequentials and of norms with several readers.
 
     python -m tests.fuzz --seconds 60 --seed 1 [--path interpreter] [--count 1000]
     python -m tests.fuzz --config '{"function": "mlp", "rows": [0]}'

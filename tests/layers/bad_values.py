@@ -10,7 +10,7 @@ import torch
 from support import DEVICE
 from torch import Tensor, nn
 
-from fusedckpt import NormSpec
+from fusedckpt import LoRA, NormSpec, QuantisedWeight
 
 D, F, N = 4, 6, 3
 NAN, INF = float("nan"), float("inf")
@@ -80,9 +80,26 @@ BAD: dict[str, list[Any]] = {
     "module": ["rms", 1, True, t(D), nn.RMSNorm, torch.relu, [nn.RMSNorm(D)], NormSpec("rms")],
     "tensors": ["w", 1, True, t(2, F, D), {"q": t(F, D)}, [1.0], ["w"], [t(F, D).to("meta")]],
 }
+# in the place of a weight alone
+BAD["weight"] = [*BAD["tensor"]]
+BAD["tensor"] += [
+    LoRA(t(F, D), t(2, D), t(F, 2)),
+    QuantisedWeight((F, D), torch.float32, DEVICE, lambda _: t(F, D)),
+]
 # kinds of which a default of None is one more value, else one less
 TAKES_NONE = "none or "
-for kind in ("tensor", "eps", "offset", "name", "norm", "module", "tensors", "device", "dtype"):
+for kind in (
+    "tensor",
+    "weight",
+    "eps",
+    "offset",
+    "name",
+    "norm",
+    "module",
+    "tensors",
+    "device",
+    "dtype",
+):
     BAD[kind], BAD[TAKES_NONE + kind] = [*BAD[kind], None], BAD[kind]
 BAD[TAKES_NONE + "chunks"], BAD[TAKES_NONE + "size"] = BAD["chunks"], [*BAD["size"]]
 BAD[TAKES_NONE + "size"].remove(None)

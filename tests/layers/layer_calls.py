@@ -5,6 +5,7 @@ Kinds are read off signatures, so that a new argument is refused what the others
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -65,6 +66,9 @@ def target(
         kind = "tensor" if is_tensor else KINDS.get(key)
         if key in ("target", "outputs") or kind is None or (only and key not in only.split()):
             continue
+        # an adapter's own weight may be any
+        if kind == "tensor" and re.search("LoRA|Any", str(parameter.annotation)):
+            kind = "weight"
         if key == "norm" and isinstance(of or call, type):
             kind = "module"
         takes_none = parameter.default is None or "None" in str(parameter.annotation)

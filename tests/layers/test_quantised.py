@@ -335,19 +335,3 @@ def test_a_class_whose_tensors_are_not_like_their_dense_form(registered, weight,
     registered(lambda: zeros(F, D))
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         functional.mlp(randn(T, D), weight().as_subclass(Narrow), None, zeros(D, F), None)
-
-
-@pytest.mark.parametrize("given", ["record", "adapter"])
-@pytest.mark.parametrize("key", ["x", "fc1_bias", "fc2_bias", "norm.weight", "fc1_weight.A"])
-def test_records_where_tensors_belong(given, key):
-    w = record(F, D) if given == "record" else LoRA(zeros(F, D), zeros(R, D), zeros(F, R))
-    call = {"x": randn(T, D), "fc1_weight": zeros(F, D), "fc1_bias": None}
-    call |= {"fc2_weight": zeros(D, F), "fc2_bias": None}
-    if key == "norm.weight":
-        call["norm"] = NormSpec("rms", w)
-    elif key == "fc1_weight.A":
-        call["fc1_weight"] = LoRA(zeros(F, D), w, zeros(F, R))
-    else:
-        call[key] = w
-    with pytest.raises(TypeError, match=f"^mlp: {key} must be a tensor, got {type(w).__name__}"):
-        functional.mlp(**call)
