@@ -51,7 +51,7 @@ def saving(level: str) -> Iterator[None]:
 
 @contextmanager
 def chunking(chunks: int) -> Iterator[None]:
-    """Override the number of chunks into which MLP modules called inside cut their tokens."""
+    """Override the number of chunks into which MLP modules and heads inside cut their tokens."""
     before, override.chunks = override.chunks, chunks
     try:
         yield

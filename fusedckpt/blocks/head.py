@@ -124,9 +124,10 @@ class HeadOptions(NamedTuple):
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
         b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
-        level, chunks = level if around.grad else "inputs", self.chunks or 1
+        level, chunks = level if around.grad else "inputs", self.chunks or around.chunks or 1
         if level == "inputs" and self.chunks is None:
-            chunks = chunks_for(math.prod(x.shape[:-1]), classes, x.shape[-1], dtype)
+            rows = math.prod(x.shape[:-1])
+            chunks = max(chunks, chunks_for(rows, classes, x.shape[-1], dtype))
         # in a checkpoint's recompute not all logits are to exist at once
         how: Any = {"level": level, "inside": "inputs", "chunks": chunks, "casts": True}
         given = {"dtype": dtype, "products": ("z",)}

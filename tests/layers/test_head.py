@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fusedckpt
 from fusedckpt import LoRA, functional
 from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.autograd.levels import chunking
 from fusedckpt.blocks.head import chunks_for
 from fusedckpt.layers import head
 from fusedckpt.memory import peak_bytes
@@ -182,7 +183,12 @@ def test_peak():
     with forced_path("aten"):
         assert peak(eager) >= 2.5 * logits
         # the ATen path computes 2 MiB of rows at a time
-        assert peak(ours, chunks=8) <= logits / 8 + dw + 3 * (2 << 20)
+        least = logits / 8 + dw + 3 * (2 << 20)
+        assert peak(ours, chunks=8) <= least
+        assert peak(ours) > least
+        # a plan's
+        with chunking(8):
+            assert peak(ours) <= least
 
 
 def test_chunks_from_shapes():
