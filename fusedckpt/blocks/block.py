@@ -55,8 +55,8 @@ class Block(torch.autograd.Function):
         compute = run.forward if call.direct or others else ops.forward
         found = compute(call, saved.forward, tensors)
         given = inputs + list(map(found.__getitem__, saved.results)) + params
-        # the last result is None
-        extras = list(map([*found, None].__getitem__, saved.extras))
+        # a selective checkpoint's recompute finds what its forward made, and no products
+        extras = [found[i] if 0 <= i < len(found) else None for i in saved.extras]
         if phase is None:
             ctx.save_for_backward(*given, *extras)
             ctx.recall, ctx.owns_extras = None, True

@@ -69,6 +69,21 @@ def gradients(call, inputs) -> list:
     return [*(y.detach() for y in outputs), *(x.grad for x in wanted)]
 
 
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+@pytest.mark.parametrize("name", ["non-reentrant", "selective-recompute", "selective-save"])
+def test_a_layer_behind_the_block(name, save):
+    """A recompute goes on behind the block, whose saved op has made no products."""
+    mlp, norm = fusedckpt.GatedMLP(D, F, save=save).double(), fusedckpt.LayerNorm(D).double()
+    x = torch.randn(ROWS, D, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *mlp.parameters(), *norm.parameters()]
+
+    def run(wrap):
+        y = wrap(lambda x: norm(mlp(x)).sin(), x * 1)
+        return torch.autograd.grad(y.square().sum(), wanted)
+
+    torch.testing.assert_close(run(STOCK[name]), run(lambda fn, x: fn(x)))
+
+
 @pytest.mark.parametrize("name", [*STOCK, *OURS])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_no_checkpoint(case, name):
