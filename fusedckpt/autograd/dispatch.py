@@ -261,7 +261,9 @@ def _remembered(found: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *opti
     if x is not None and x.device.type == "meta":
         # only its ops matter
         around = around._replace(direct=False)
-    return _checked(kind(*options), around, (x, *others))
+    # promote_types is an op, and a checkpoint that compares its recompute with its forward sees ops
+    with private.disable_current_modes():
+        return _checked(kind(*options), around, (x, *others))
 
 
 def _checked(options: Any, around: Around, metas: Any) -> Settled:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
-from fusedckpt.autograd import private
+from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.autograd.private import SavedTensor
 from fusedckpt.functional import linear_act
@@ -67,6 +67,21 @@ def gradients(call, inputs) -> list:
     outputs = as_tuple(call(inputs[0] * 1, *inputs[1:]))
     torch.autograd.backward([y.float().square().sum() for y in outputs])
     return [*(y.detach() for y in outputs), *(x.grad for x in wanted)]
+
+
+@pytest.mark.parametrize("name", ["selective-recompute", "selective-save"])
+def test_a_call_that_only_the_recompute_settles(name):
+    """As after another save level around the forward: no mode is to see how it is settled."""
+    block, x = (
+        fusedckpt.MLP(D, F, norm=fusedckpt.RMSNorm(D)).double(),
+        torch.randn(ROWS, D).double(),
+    )
+    wanted = [*block.parameters()]
+    expected = torch.autograd.grad(block(x).sum(), wanted)
+    STOCK[name](block, x)
+    y = STOCK[name](block, x)
+    dispatch._remembered.cache_clear()
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), wanted), expected)
 
 
 @pytest.mark.parametrize("save", ["inputs", "preact"])
