@@ -57,7 +57,7 @@ BAD: dict[str, list[Any]] = {
         *("0.1", "", b"", None, [], [0.1], (), {}, t(), True, False, np.array(0.1)),
         *(NAN, INF, -0.1, 1.5, -1, 2, 1j),
     ],
-    "sizes": ["64", None, 4, (), (F,), (F, D, 1), (-1, D), ("6", D), (6.0, D), {F, D}, t(F, D)],
+    "sizes": ["64", None, 4, (), (F,), (F, D, 1, 1), (-1, D), ("6", D), (6.0, D), {F, D}, t(F, D)],
     "callable": [None, 1, "w", t(F, D)],
     "segments": [None, "1", 1.0, True, [1], t(), t(1, dtype=torch.int64), t(dtype=torch.int64) + 1]
     + [0, -1, 10**30],
