@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
-from quantised_weight import Int8Rows, forget, quantise
+from expert_calls import HIDDEN, LEVELS, RANK, D, E, K, T, adapters, both, leaves, loop, routing
+from quantised_weight import forget, quantise
 from support import DEVICE, HALF, compare, flops, gemm_flops, randn, saved_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -13,80 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import fusedckpt
 from fusedckpt import ClampedSwiGLU, Experts, LoRA, QuantisedWeight
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.blocks import quantised, run
+from fusedckpt.blocks import run
 from fusedckpt.functional import experts, gated_mlp
 from fusedckpt.kernels import routed
 from fusedckpt.memory import peak_bytes
-
-T, D, HIDDEN, E, K, RANK = 24, 10, 14, 6, 3, 4
-LEVELS = ("inputs", "gate", "preact")
-
-
-def loop(x, index, scores, gate_up, down, gate_up_bias=None, down_bias=None, **options):
-    """What transformers' eager experts compute."""
-    gating, turns = options.get("activation", "silu"), options.get("is_transposed", False)
-    shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    index, scores = (t.reshape(-1, t.shape[-1]) for t in (index, scores))
-    y = torch.zeros(len(x), down.shape[2 if turns else 1], dtype=x.dtype, device=x.device)
-    for e in range(down.shape[0]):
-        tokens, slot = torch.where(index == e)
-        first, last = (w[e].t() if turns else w[e] for w in (gate_up, down))
-        z = F.linear(x[tokens], first, None if gate_up_bias is None else gate_up_bias[e])
-        if isinstance(gating, str):
-            gate, up = z.chunk(2, -1)
-            h = F.silu(gate) * up
-        else:
-            gate, up = (z[..., ::2], z[..., 1::2]) if gating.is_interleaved else z.chunk(2, -1)
-            gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
-            h = (up + gating.offset) * (gate * torch.sigmoid(gate * gating.alpha))
-        out = F.linear(h, last, None if down_bias is None else down_bias[e])
-        y = y.index_add(0, tokens, (out * scores[tokens, slot, None]).to(y.dtype))
-    return y.view(*shape, y.shape[-1])
-
-
-def routing(*rows, num=E, top_k=K, foreign=0):
-    """Draw an index; the second expert gets no token, and the first tokens no expert."""
-    drawn = torch.rand(*rows, num + 1).topk(top_k + 1).indices
-    index = torch.where(drawn == 1, num, drawn)[..., :top_k]
-    index.view(-1, top_k)[:foreign] = num + 2
-    return index.to(DEVICE)
-
-
-def leaves(
-    rows=(T,), d=D, f=HIDDEN, num=E, top_k=K, bias=False, turns=False, dtype=torch.float32, rank=0
-):
-    """Draw x, scores, two weights, each with A and B where there is a rank, and biases."""
-    found = [randn(*rows, d, dtype=dtype), torch.rand(*rows, top_k, device=DEVICE)]
-    found[1] = found[1].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-    for n, k in ((2 * f, d), (d, f)):
-        for sizes in ((n, k), *([(rank, k), (n, rank)] if rank else [])):
-            w = randn(num, *(sizes[::-1] if turns else sizes), dtype=dtype).detach() / k**0.5
-            found.append(w.requires_grad_())
-    return found + ([randn(num, 2 * f, dtype=dtype), randn(num, d, dtype=dtype)] if bias else [])
-
-
-def both(index, **options):
-    """Return ours and the loop, which adds adapters to the weights, as functions of leaves."""
-
-    def called(fn, **more):
-        def call(x, scores, *rest):
-            count = 3 if len(rest) > 4 else 1
-            gate_up, down = (adapted(fn, *rest[i : i + count], **more) for i in (0, count))
-            biases = zip(("gate_up_bias", "down_bias"), rest[2 * count :], strict=False)
-            return fn(x, index, scores, gate_up, down, **dict(biases), **more)
-
-        return call
-
-    def adapted(fn, weight, a=None, b=None, is_transposed=False, **_):
-        if a is None:
-            return weight
-        low_rank = a @ b if is_transposed else b @ a
-        return (
-            LoRA(weight, a, b, 1.5) if fn is experts else weight + 1.5 * low_rank.to(weight.dtype)
-        )
-
-    eager = {k: v for k, v in options.items() if k in ("activation", "is_transposed")}
-    return called(experts, **options), called(loop, **eager)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias-chunks", "GptOss", "transposed", "clamped"])
@@ -206,113 +136,6 @@ def test_grouped_mm_takes_its_place(monkeypatch):
         shape = {"d": 16, "f": 24, "bias": turns, "turns": turns}
         for rank in (0, RANK):
             compare(ours, eager, lambda shape=shape, rank=rank: leaves(**shape, rank=rank))
-
-
-def adapters(dtype=torch.float32):
-    """Draw gate_up and down as records of frozen weights."""
-    found = [nn.Parameter(t.detach()) for t in leaves(dtype=dtype, rank=RANK)[2:]]
-    return [LoRA(w.requires_grad_(False), a, b, 1.5) for w, a, b in (found[:3], found[3:])]
-
-
-@pytest.mark.parametrize("save", LEVELS)
-def test_bytes_and_flops_of_adapters(save, path):
-    """They save nothing, and frozen weights take no GEMM for a gradient."""
-    index, dtype = torch.rand(T, E, device=DEVICE).topk(K).indices, torch.bfloat16
-    (x, scores, *_), weights = leaves(dtype=dtype), adapters(dtype)
-
-    def call(x, scores, index):
-        return experts(x, index, scores, *weights, save=save)
-
-    products = {"inputs": 0, "gate": 1, "preact": 2}[save]
-    expected = T * (2 * D + 12 * K + products * 2 * HIDDEN * K)
-    assert saved_bytes(call, [x, scores, index]) == expected
-    unit, low = T * D * HIDDEN * K, 2 * T * K * RANK
-    # at "gate" gate and up have an adapter each
-    sizes = [(HIDDEN, D)] * 2 if save == "gate" else [(2 * HIDDEN, D)]
-    sizes.append((D, HIDDEN))
-    assert flops(lambda: call(x, scores, index)) == 6 * unit + low * sum(n + k for n, k in sizes)
-    y = call(x, scores, index)
-    wanted = [x, scores, *(t for w in weights for t in (w.A, w.B))]
-
-    def backward():
-        torch.autograd.grad(y, wanted, torch.ones_like(y), retain_graph=True)
-
-    # dy B, that times A and x, x A' again, dy' that
-    expected = 6 * unit + low * sum(2 * n + 3 * k for n, k in sizes)
-    expected += (2 - products) * (2 * unit + low * HIDDEN)
-    assert flops(backward) == expected
-    if path == "aten" and DEVICE.type == "cpu":
-        assert gemm_flops(backward) == expected
-
-
-@pytest.mark.parametrize("kind", ["gate", "GptOss", "mixed"])
-def test_adapters_equal_sums_of_weights(kind, path):
-    """Adapters of another dtype are cast to that of the weight."""
-    options, turns = {"save": "gate"}, kind == "GptOss"
-    if turns:
-        options |= {"activation": ClampedSwiGLU(limit=1.0), "is_transposed": True, "chunks": 2}
-    ours, eager = both(routing(T, foreign=2), **options)
-
-    def inputs():
-        found = leaves(rank=RANK, bias=turns, turns=turns)
-        if kind == "mixed":
-            found = [t.bfloat16() if i in (0, 2, 5) else t for i, t in enumerate(found)]
-        return [t.detach().requires_grad_() for t in found]
-
-    compare(ours, eager, inputs)
-
-
-def test_every_mask_of_adapters():
-    """With weights frozen or not, at each level in turns; second derivatives, too."""
-    shape = {"d": 3, "f": 2, "num": 3, "top_k": 2, "rank": 1}
-    given = [t.detach().double().requires_grad_() for t in leaves((5,), **shape)]
-    index = routing(5, num=3, top_k=2, foreign=1)
-    expected = torch.autograd.grad(both(index)[1](*given).sin().sum(), given)
-    for i, mask in enumerate(product((False, True), repeat=len(given) - 1)):
-        # both weights have one flag
-        wants = [*mask[:5], mask[2], *mask[5:]]
-        inputs = [t.detach().requires_grad_(want) for t, want in zip(given, wants, strict=True)]
-        y = both(index, save=LEVELS[i % 3])[0](*inputs)
-        assert y.requires_grad == any(wants)
-        if any(wants):
-            found = torch.autograd.grad(y.sin().sum(), [t for t in inputs if t.requires_grad])
-            known = [grad for grad, want in zip(expected, wants, strict=True) if want]
-            torch.testing.assert_close(list(found), known)
-    assert torch.autograd.gradgradcheck(both(index)[0], given)
-
-
-@pytest.mark.parametrize("is_sliceable", [True, False])
-@pytest.mark.parametrize("save", LEVELS)
-def test_quantised_weights(save, is_sliceable, monkeypatch):
-    """Dense while a GEMM reads them; of a class with slices one expert's at a time."""
-    monkeypatch.setitem(quantised._registered, Int8Rows, (Int8Rows.dequantize, is_sliceable))
-    index, (x, scores, *weights) = routing(T), leaves(dtype=torch.bfloat16)
-    given = [quantise(w) for w in weights]
-    dense = [(w.int_data.double() * w.scale.double()[..., None]) for w in given]
-    lora = adapters(torch.bfloat16)[0]
-
-    def call(fn, first, last, **options):
-        def run(x, scores, index):
-            a, b = lora.A.to(x.dtype), lora.B.to(x.dtype)
-            weight = LoRA(first, a, b) if fn is experts else first.to(x.dtype) + b @ a
-            return fn(
-                x, index, scores, weight, last if fn is experts else last.to(x.dtype), **options
-            )
-
-        return run
-
-    ours, eager = call(experts, *given, save=save), call(loop, *dense)
-    compare(*(lambda *t, fn=fn: fn(*t, index) for fn in (ours, eager)), lambda: [x, scores])
-    products = {"inputs": 0, "gate": 1, "preact": 2}[save]
-    expected = T * (2 * D + 12 * K + products * 2 * HIDDEN * K)
-    assert saved_bytes(ours, [x, scores, index]) == expected
-    forget()
-    y = ours(x, scores, index)
-    y.sum().backward()
-    # each was gone before the next was made, see `dequantize`
-    assert Int8Rows.num_alive() == 0
-    assert {rows for rows, _ in Int8Rows.sizes} == {1 if is_sliceable else E}
-    forget()
 
 
 def test_chunks_count_rows_of_experts(monkeypatch):
