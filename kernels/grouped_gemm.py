@@ -155,6 +155,9 @@ def grouped_gemm(
     ends [E]: where each expert's rows end. y, bias [E, N] and scores [R] are contiguous.
     """
     (num_rows, k), (num_experts, _, n) = x.shape, w.shape
+    if not num_rows:
+        # a tensor without numbers may have any strides
+        return
     assert x.stride(1) == 1 or k == 1
     out = StoreRows(y, y if adds else None, bias, scores, num_rows)
     options = _options(x, (w.stride(1) if w.stride(2) == 1 else w.stride(2), x.stride(0)), k)
@@ -175,6 +178,8 @@ def grouped_grad(x: Tensor, dy: Tensor, ends: Tensor, dw: Tensor, adds: bool = F
     x [R, M] and dy [R, N] have adjacent columns; dw is contiguous.
     """
     num_experts, m, n = dw.shape
+    if not len(x):
+        return
     assert all(t.stride(1) == 1 or t.shape[1] == 1 for t in (x, dy))
     out = StoreRows(dw, dw if adds else None)
     options = _options(x, (x.stride(0), dy.stride(0)), x.shape[0] // num_experts)

@@ -228,7 +228,7 @@ def bias_grad(dy: Tensor, route: Route, scores: Tensor | None = None) -> Tensor:
         # a kernel's product, with rows of 16 bytes; it knows the experts' rows without waiting
         s = rows.new_ones(len(rows), 1) if s is None else s.to(rows.dtype)
         found = rows.new_zeros(len(route.ends), 8, rows.shape[1], dtype=wide)
-        columns = per_token(s.expand(-1, 8).contiguous(), route)
+        columns = per_token(s.repeat(1, 8), route)
         return weight_grad(columns, dy, route, found)[:, 0].contiguous()
     found = rows.new_zeros(len(route.ends), rows.shape[1], dtype=wide)
     for expert, part in route.pieces:

@@ -72,6 +72,15 @@ def test_sizes(rows, num, top_k):
     assert torch.autograd.gradgradcheck(ours, given)
 
 
+def test_no_tokens_of_any_strides(path):
+    """An empty tensor is contiguous however it lies."""
+    ours, eager = both(torch.zeros(0, K, dtype=torch.int64, device=DEVICE))
+    given = leaves((0,), bias=True)
+    dy = torch.ones((), device=DEVICE).expand(0, D)
+    found = [torch.autograd.grad(fn(*given), given, dy) for fn in (ours, eager)]
+    torch.testing.assert_close(*found)
+
+
 def test_tokens_of_no_expert_add_nothing():
     index = torch.full((T, K), E, device=DEVICE)
     inputs = leaves(bias=True)
