@@ -1,8 +1,8 @@
 """Cross entropy and log-probabilities of a linear to classes, without its logits.
 
 Logits exist for one chunk of rows at a time, in forward and again in backward: 4 GEMMs, where eager
-takes 3 and saves logits and their log-softmax. At level "preact" the logits are saved, and nothing
-else: 3 GEMMs.
+takes 3 and saves logits and their log-softmax. At level "preact" the logits are saved, too: 3
+GEMMs.
 """
 
 from __future__ import annotations
