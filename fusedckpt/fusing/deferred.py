@@ -96,13 +96,16 @@ class Deferred:
     def __init__(self, operands: Operands, parent: Deferred | None = None, call: Any = None):
         self.operands, self.parent = operands, parent
         self.call: Callable[[Tensor], Tensor] = call or operands.linear
-        self.root: Deferred = self if parent is None else parent.root
         self.made: Tensor | None = None
         self.hooks: list[Callable[[Tensor], Any]] = []
         self.versions = versions_of(*parts_of(*operands[:3]))
-        if parent is None:
-            self.family: list[weakref.ref[Deferred]] = []
-        self.root.family.append(weakref.ref(self))
+        self.family: list[weakref.ref[Deferred]] = [] if parent is None else parent.family
+        self.family.append(weakref.ref(self))
+
+    @property
+    def root(self) -> Deferred:
+        """The logits that the head returned; a reference to itself would outlive them."""
+        return self if self.parent is None else self.parent.root
 
     def again(self, hidden: Tensor) -> Tensor:
         """Return the logits anew, from the root's hidden states."""
@@ -139,7 +142,7 @@ class Deferred:
 
     def settle(self) -> None:
         """Compute the other tensors of the family, before one is modified in place."""
-        for reference in self.root.family:
+        for reference in self.family:
             if (one := reference()) is not None:
                 one.real()
 
@@ -198,7 +201,7 @@ class DeferredLogits(Tensor):
             found = first._noted(func, name, args[1:], kwargs or {})
             if found is not None:
                 return found
-        if name.endswith("_"):
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             for one in pytree.tree_leaves((args, kwargs)):
                 if isinstance(one, DeferredLogits):
                     one.deferred.settle()

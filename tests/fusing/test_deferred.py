@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from functools import partial
 
 import pytest
@@ -254,6 +256,23 @@ def test_left():
     assert "is no nn.Linear" in fuse(model, head=True).left["lm_head"]
     assert "lm_head" not in fuse(Words(), head=True, skip="lm_head").swapped
     assert not fuse(Words()).swapped
+
+
+def test_frees_logits_without_gc():
+    """Logits that were read are held by no cycle, and others are not made for them."""
+    _, model = pair()
+    gc.disable()
+    try:
+        z = model(ids())
+        later = z * 2
+        z[0].sum().backward()
+        assert later.deferred.made is None
+        made, hidden = (weakref.ref(t) for t in (z.deferred.made, z.deferred.operands.hidden))
+        del z, later
+        assert made() is None
+        assert hidden() is None
+    finally:
+        gc.enable()
 
 
 def test_saves_no_logits():
