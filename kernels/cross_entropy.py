@@ -136,7 +136,9 @@ def eager_statistics(u: Tensor, target: Tensor, rule: LogitRule) -> Tensor:
     z = logits(u, rule)[0]
     logp, counted = torch.log_softmax(z, -1), target != rule.ignore_index
     own = logp.gather(-1, torch.where(counted, target, 0))
-    lse = z.amax(-1, keepdim=True) - logp.amax(-1, keepdim=True)
+    # of one class: rounding makes other ties among log-probabilities than among logits
+    best = z.argmax(-1, keepdim=True)
+    lse = z.gather(-1, best) - logp.gather(-1, best)
     mean, entropy = logp.mean(-1, keepdim=True), torch.zeros_like(own)
     if rule.entropy:
         p = logp.exp()
@@ -158,7 +160,8 @@ def statistics_grad(
     for rows in row_blocks(u):
         value, slope = logits(u[rows], rule)
         counted = (target[rows] != rule.ignore_index)[:, None]
-        d_own, d_lse, d_mean, d_entropy = (dy[rows] * counted).split(1, 1)
+        # of a mean of no tokens the gradient is infinite, and NaN times zero
+        d_own, d_lse, d_mean, d_entropy = dy[rows].masked_fill(~counted, 0.0).split(1, 1)
         p = torch.log_softmax(value, 1).exp_()
         share = d_lse - d_own - d_mean
         if rule.entropy:
