@@ -98,7 +98,8 @@ class Deferred:
         self.call: Callable[[Tensor], Tensor] = call or operands.linear
         self.made: Tensor | None = None
         self.hooks: list[Callable[[Tensor], Any]] = []
-        self.versions = versions_of(*parts_of(*operands[:3]))
+        # of the head's operands; and all logits made of these
+        self.versions = self._versions() if parent is None else parent.versions
         self.family: list[weakref.ref[Deferred]] = [] if parent is None else parent.family
         self.family.append(weakref.ref(self))
 
@@ -112,9 +113,9 @@ class Deferred:
         return self.call(hidden if self.parent is None else self.parent.again(hidden))
 
     def real(self) -> Tensor:
-        """Return the logits, computed once."""
+        """Return the logits; with them those of the family, before anything writes to one."""
         if self.made is None:
-            if self.parent is None and self.is_lost():
+            if self.root.made is None and self.is_lost():
                 raise RuntimeError(
                     "fusedckpt: these logits were not computed yet, and the head's weight has been "
                     "modified or freed since: read them before backward and the optimizer's step, "
@@ -122,29 +123,30 @@ class Deferred:
                 )
             # the graph is that of the call, also for readers without gradients
             with torch.enable_grad():
-                parent = self.parent
-                made = self.call(self.operands.hidden if parent is None else parent.real())
-            for hook in self.hooks:
-                made.register_hook(hook)
-            self.made = made
+                for reference in self.family:
+                    if (one := reference()) is not None and one.made is None:
+                        one._make()
+        assert self.made is not None
         return self.made
+
+    def _make(self) -> None:
+        self.made = self.call(self.operands.hidden if self.parent is None else self.parent.real())
+        for hook in self.hooks:
+            self.made.register_hook(hook)
 
     def every_hook(self) -> list[Callable[[Tensor], Any]]:
         """Return the hooks of these logits, and of those that they were made of."""
         return self.hooks + ([] if self.parent is None else self.parent.every_hook())
 
     def is_lost(self) -> bool:
-        """Whether the operands have been modified, or freed, as sharded weights are."""
-        parts = parts_of(*self.operands[:3])
-        weights = [t for t in parts[1:] if t is not None and t.numel() and not t.is_meta]
+        """Whether the head's operands have been modified, or freed, as sharded weights are."""
+        parts = parts_of(*self.root.operands[1:3])
+        weights = [t for t in parts if t is not None and t.numel() and not t.is_meta]
         freed = any(not t.untyped_storage().nbytes() for t in weights)
-        return freed or self.versions != versions_of(*parts)
+        return freed or self.versions != self._versions()
 
-    def settle(self) -> None:
-        """Compute the other tensors of the family, before one is modified in place."""
-        for reference in self.family:
-            if (one := reference()) is not None:
-                one.real()
+    def _versions(self) -> tuple[int, ...]:
+        return versions_of(*parts_of(*self.root.operands[:3]))
 
 
 class DeferredLogits(Tensor):
@@ -201,10 +203,6 @@ class DeferredLogits(Tensor):
             found = first._noted(func, name, args[1:], kwargs or {})
             if found is not None:
                 return found
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            for one in pytree.tree_leaves((args, kwargs)):
-                if isinstance(one, DeferredLogits):
-                    one.deferred.settle()
         return func(*pytree.tree_map(_real, args), **pytree.tree_map(_real, kwargs or {}))
 
     @classmethod
@@ -252,7 +250,7 @@ class DeferredLogits(Tensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        are_parts, is_lost = self.deferred.operands.are_parts, self.deferred.root.is_lost()
+        are_parts, is_lost = self.deferred.operands.are_parts, self.deferred.is_lost()
         if are_parts and is_sharded(target) and target.placements == (library().Replicate(),):
             target = target.to_local()
         is_plain = type(target) is Tensor and target.dtype == torch.int64
