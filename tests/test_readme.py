@@ -38,26 +38,43 @@ WAYS = {
     "fuse+plan memory": "`fuse`, then a plan of the least peak",
 }
 
+# rows of the table of LoRA over a quantised base
+FINETUNE = {
+    "eager": "eager",
+    "checkpoint": "gradient checkpointing",
+    "fuse preact": 'fused, `save="preact"`',
+    "fuse": 'fused, `save="inputs"`',
+    "fuse+plan": "fused, and a plan with the peak of gradient checkpointing",
+}
 
-def ways_rows() -> list[str]:
-    """Return the table's rows as the committed results have them."""
-    found = json.loads((ROOT / "bench/results/ways-cpu.json").read_text(encoding="utf-8"))
+
+def recorded(file: str, labels: dict[str, str], digits: int) -> list[str]:
+    """Return a table's rows as the committed results have them, sizes with so many decimals."""
+    found = json.loads((ROOT / "bench/results" / file).read_text(encoding="utf-8"))
     models = [{row["name"]: row for row in part["rows"]} for part in found["parts"]]
     lines = []
-    for name, label in WAYS.items():
+    for name, label in labels.items():
         cells = [label]
         for rows in models:
             row, eager = rows[name], rows["eager"]
             time = median(a / b for a, b in zip(row["ms"], eager["ms"], strict=True))
-            cells += [f"{row['saved_mib']:.0f}", f"{row['peak_mib']:.0f}", f"{time:.2f}"]
+            cells += [f"{row[key]:.{digits}f}" for key in ("saved_mib", "peak_mib")]
+            cells.append(f"{time:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def test_ways_are_the_committed_ones():
+@pytest.mark.parametrize(
+    ("head", "file", "labels", "digits"),
+    [
+        ("| | Llama: saved, MiB |", "ways-cpu.json", WAYS, 0),
+        ("| | saved, MiB | peak, MiB |", "finetune-quantised-r8-cpu.json", FINETUNE, 1),
+    ],
+)
+def test_ways_are_the_committed_ones(head, file, labels, digits):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition("| | Llama: saved, MiB |")[2].partition("\n\n")[0]
-    assert table.splitlines()[2:] == ways_rows()
+    table = text.partition(head)[2].partition("\n\n")[0]
+    assert table.splitlines()[2:] == recorded(file, labels, digits)
 
 
 def test_results_are_the_committed_ones():
