@@ -293,7 +293,8 @@ def gated_grad(
         product = value * factor
         if needs[1]:
             torch.sum(grad * product, 1, True, out=ds[rows])
-        grad = grad * s[rows]
+        # scores may be wider
+        grad = (grad * s[rows]).to(grad.dtype)
         if h is not None:
             torch.mul(product, s[rows], out=as_rows(h, route)[rows])
         _write_grads(grad, value, factor, *pair, gating, (dgate[rows], dup[rows]))

@@ -167,11 +167,14 @@ class ExpertOptions(NamedTuple):
         linears = taken_apart(self.name, self.linears.keys, pairs, 0)
         if torch.compiler.is_compiling():
             # adapted ones were not settled
-            self._check(around, x, given[0], given[1], linears)
+            whole = self._replace(linears=Linears(self.linears.keys, tuple(linears)))
+            whole._check(around, x, given[0], given[1], linears)
         self._steps(b, gating, x, given[0], linears)
         rows = [t.reshape(-1, t.shape[-1]) for t in (x, *given)]
         program = Program(_INPUTS, tuple(b.steps), ("y",), tuple(b.params))
-        (y,) = program.eager(dict(zip(_INPUTS, rows, strict=True)), flat_of(linears))
+        # the steps cast
+        with torch.autocast(x.device.type, enabled=False):
+            (y,) = program.eager(dict(zip(_INPUTS, rows, strict=True)), flat_of(linears))
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:

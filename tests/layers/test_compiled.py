@@ -145,7 +145,8 @@ COMPILED = {
     *("add_rms_norm-torch", "norm_linear-layer-bias", "mlp-layer", "mlp-rms-chunks"),
     *("gated_mlp-rms-bias", "gated_mlp-gate-rms", "gated_mlp-preact-layer-chunks"),
     *("gated_mlp-packed-preact-chunks", "linear_cross_entropy-bias", "token_logprobs-plain"),
-    *("experts-bias-preact", "lora-norm_linear", "lora-mlp-one-adapted-chunks"),
+    *("experts-bias-preact", "lora-experts-preact-two-adapters"),
+    *("lora-norm_linear", "lora-mlp-one-adapted-chunks"),
 }
 
 

@@ -73,6 +73,35 @@ def test_sizes(rows, num, top_k):
     assert torch.autograd.gradgradcheck(ours, given)
 
 
+def test_scores_wider_than_x(path):
+    """Of float64, where derivatives in float32 must not become so."""
+    index = routing(T)
+
+    def inputs():
+        x, scores, *weights = leaves(bias=True, dtype=torch.bfloat16)
+        return [x, scores.detach().double().requires_grad_(), *weights]
+
+    for activation in ("gelu", "silu"):
+        ours, _ = both(index, activation=activation)
+        given = inputs()
+        found = torch.autograd.grad(ours(*given).sum(), given)
+        assert [t.dtype for t in found] == [t.dtype for t in given]
+    compare(*both(index), inputs)
+
+
+def test_functional_under_autocast():
+    """torch's own ops take no operands of bfloat16 and float16 there."""
+    (x, scores, *weights), index = leaves(bias=True), routing(T)
+
+    def total(x):
+        return experts(x, index, scores.bfloat16(), *weights[:2], down_bias=weights[3]).sum()
+
+    with torch.autocast(DEVICE.type, torch.float16):
+        expected = torch.autograd.grad(total(x), x)[0]
+        found = torch.func.grad(total)(x.detach())
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_kernels_take_no_rows_of_any_strides():
     """An empty tensor is contiguous however it lies."""
     rows, w = torch.empty_strided((0, 4), (0, 0), device=DEVICE), randn(E, 4, 4).detach()
