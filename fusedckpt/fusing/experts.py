@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -86,10 +87,9 @@ def fused(
     plain, base = {name: _plain(weight) for name, weight in weights.items()}, weights[_WEIGHTS[0]]
     if not dispatch.are_plain(x, index, scores, *plain.values()):
         return fallbacks.unplain(x, **plain)
-    implementation = getattr(vars(module).get("config"), "_experts_implementation", None)
     dtype = (base.weight if isinstance(base, LoRA) else base).dtype
     # other implementations than eager multiply in the weights' dtype, and ignore autocast
-    ignores = implementation not in (None, "eager")
+    ignores = not _is_eager(module)
     is_on = dispatch.autocast_dtype(x.device) is not None
     if x.dtype != dtype and not (ignores or is_on):
         return "dtype", x.dtype
@@ -106,6 +106,12 @@ def fused(
             chunks=levels.chunks_of(chunks),
         )
     return y.to(x.dtype)
+
+
+def _is_eager(module: nn.Module) -> bool:
+    """Whether a module runs its class's own forward, not a function of transformers'."""
+    name = getattr(vars(module).get("config"), "_experts_implementation", None)
+    return name in (None, "eager")
 
 
 def _operand(module: nn.Module, name: str, is_transposed: bool) -> Any:
@@ -144,7 +150,9 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str
     assert gate_up is not None
     assert down is not None
     first, last = gate_up.shape[1:], down.shape[1:]
-    sides = [turned for turned in (False, True) if _fits(first, last, turned)]
+    # some experts of others have no weights
+    are_as_many = gate_up.shape[0] == down.shape[0]
+    sides = [side for side in (False, True) if are_as_many and _fits(first, last, side)]
     if len(sides) == 2:
         # square: either could be
         sides = [bool(getattr(module, "is_transposed", False))]
@@ -182,7 +190,10 @@ def _fits(first: Sequence[int], last: Sequence[int], turned: bool) -> bool:
 
 def _gating_of(module: Any) -> Gating | None:
     """Return the gating with the values of the module's own, None if none has them."""
+    # beyond every limit
+    far = max([30.0, *(2 * number for number in _numbers(module))])
     near = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    near = torch.cat([near, near * far / 30])
     z = torch.stack([near, near[torch.arange(len(near)) * 97 % len(near)]]).T.reshape(1, -1)
     gate = getattr(module, "_apply_gate", None)
     act: Any = getattr(module, "act_fn", None)
@@ -193,7 +204,8 @@ def _gating_of(module: Any) -> Gating | None:
                 found: Any = gate(z.clone()) if callable(gate) else act(g.clone()) * u
             except Exception:  # arbitrary code of others
                 return None
-            if torch.allclose(found, gated(g, u, gating), rtol=1e-9, atol=1e-9):
+            # some compute it in float32
+            if torch.allclose(found, gated(g, u, gating), rtol=1e-5, atol=1e-5):
                 return gating
     return None
 
@@ -206,10 +218,14 @@ def _split(z: Tensor, gating: Gating) -> Any:
 def _candidates(module: nn.Module) -> Iterator[Gating]:
     """Yield gatings, with the numbers of the module."""
     yield from ACTIVATIONS
-    numbers = {float(v) for v in vars(module).values() if type(v) is float and v > 0}
+    numbers = _numbers(module)
     for limit, alpha in product(numbers, {1.0, *numbers}):
         for offset, is_interleaved in product((0.0, 1.0), (True, False)):
             yield ClampedSwiGLU(alpha, limit, offset, is_interleaved)
+
+
+def _numbers(module: nn.Module) -> set[float]:
+    return {v for v in vars(module).values() if type(v) is float and 0 < v < math.inf}
 
 
 def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
@@ -225,7 +241,8 @@ def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
 
 def checked(module: nn.Module, swap: Swap, verify: bool) -> Swap | str:
     """Return a swap with the bytes saved per token for two experts, or how it changes results."""
-    routed = replace(swap, run=partial(_routed, "eager"))
+    # the own forward of some multiplies in float32
+    routed = replace(swap, run=partial(_routed, "eager" if _is_eager(module) else "batched_mm"))
     problem = difference(module, routed) if verify else None
     if problem is not None:
         return problem

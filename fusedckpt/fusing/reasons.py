@@ -177,6 +177,8 @@ def of_module(module: nn.Module, kind: str, found: str | None) -> str:
         other = "it is no LayerNorm or RMSNorm over its input's last dimension"
     else:
         other = "its linears and activation are no block, or are called beside other layers"
+        if any(p is not None and p.dim() == 3 for p in module._parameters.values()):
+            other = "the weights of its experts are not gate_up_proj and down_proj"
     return of_parts(module) or found or other
 
 

@@ -128,10 +128,30 @@ class Squashed(Scaled):
         return self.act_fn(gate) * up.tanh()
 
 
+class Capped(Scaled):
+    """Equal to silu up to the limit."""
+
+    def __init__(self):
+        super().__init__()
+        self.limit = 100.0
+
+    def _apply_gate(self, z):
+        gate, up = z.chunk(2, -1)
+        return self.act_fn(gate).clamp(max=self.limit) * up
+
+
 class Normed(Scaled):
     def __init__(self):
         super().__init__()
         self.post_expert_norm = nn.LayerNorm(D)
+
+
+class WithoutWeights(Scaled):
+    """With an expert that returns its input, as LongCat's."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(E + 1, 48, D))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +159,8 @@ class Normed(Scaled):
     [
         (Scaled, "output: error"),
         (Squashed, "its gating is none of ours"),
+        (Capped, "its gating is none of ours"),
+        (WithoutWeights, "its weights have other shapes"),
         (Normed, "its experts have other parameters: post_expert_norm.weight"),
     ],
 )
@@ -147,6 +169,42 @@ def test_left_and_named(kind, reason):
     assert report.swapped == {}
     assert reason in report.left[""]
     assert report.kinds == {"": "experts"}
+
+
+class Widened(Scaled):
+    """Gated in float32, and multiplied too, by its own forward alone; as Beam's and OpenAI's."""
+
+    def __init__(self, implementation):
+        super().__init__()
+        self.config = Config(implementation)
+
+    def _apply_gate(self, z):
+        gate, up = z.float().chunk(2, -1)
+        return (self.act_fn(gate) * up).to(z.dtype)
+
+    def forward(self, x, index, scores):
+        weights = self.gate_up_proj, self.down_proj
+        if self.config._experts_implementation == "eager":
+            weights = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in weights]
+        y = fusedckpt.functional.experts(x.to(weights[0].dtype), index, scores, *weights)
+        return y.to(x.dtype)
+
+
+class Config:
+    def __init__(self, implementation):
+        self._experts_implementation_internal = implementation
+
+    @property
+    def _experts_implementation(self):
+        return self._experts_implementation_internal
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_compared_with_the_implementation_that_runs(implementation):
+    module = Widened(implementation).to(DEVICE, torch.bfloat16)
+    report = fuse(module)
+    assert list(report.swapped or report.left) == [""]
+    assert bool(report.swapped) == (implementation != "eager")
 
 
 @pytest.mark.parametrize(

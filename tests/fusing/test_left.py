@@ -221,7 +221,7 @@ LEFT = {
     ),
     "written inside": (Inlined, "", "its forward computes native_layer_norm"),
     "raw weights": (Raw, "", "its forward computes gelu, cumsum"),
-    "experts": (Experts, "", BESIDE),
+    "experts": (Experts, "", "the weights of its experts are not gate_up_proj and down_proj"),
     "pooler": (
         lambda: Computing(lambda x, act, dense: act(dense(x[:, 0])), nn.Linear(D, D)),
         "",
