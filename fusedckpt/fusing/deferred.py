@@ -22,8 +22,7 @@ from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.private import pytree
 from fusedckpt.fusing.sharing import Rerun, cast_by
 from fusedckpt.layers.head import linear_cross_entropy
-from fusedckpt.layers.parallel import is_sharded, library, parts_of, placed
-from fusedckpt.layers.styles import Style
+from fusedckpt.layers.parallel import Style, is_sharded, library, parts_of, placed
 
 __all__ = ["Deferred", "DeferredLogits", "Operands"]
 

@@ -22,8 +22,7 @@ from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers import styles
-from fusedckpt.layers.parallel import is_sharded, library, placed
-from fusedckpt.layers.styles import Style
+from fusedckpt.layers.parallel import Style, is_sharded, library, placed
 
 __all__ = ["DeferredHead", "find_head"]
 

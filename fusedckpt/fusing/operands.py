@@ -17,7 +17,7 @@ from fusedckpt.fusing.held import Block, Held, Weight, child_at
 from fusedckpt.fusing.replica import Path
 from fusedckpt.layers import fallbacks, parallel, styles
 from fusedckpt.layers.fallbacks import Fallback
-from fusedckpt.layers.parallel import Layout
+from fusedckpt.layers.parallel import Style
 
 # a linear's weight as [out, in], under the adapters that it has, and its bias
 Linear = tuple[Any, Tensor | None]
@@ -64,7 +64,7 @@ def dropped(module: nn.Module, match: MLPMatch, y: Tensor) -> Tensor:
 
 
 def tensors_of(
-    module: nn.Module, match: MLPMatch, x: Tensor, layout: Layout | None
+    module: nn.Module, match: MLPMatch, x: Tensor, layout: Style | None
 ) -> list[Linear] | Fallback:
     """Return the tensors of a block's linears, or why the call is not the matched one.
 
@@ -103,7 +103,7 @@ def tensors_of(
     return linears
 
 
-def layout_of(module: nn.Module, block: Block) -> Layout | None:
+def layout_of(module: nn.Module, block: Block) -> Style | None:
     """Return how tensor parallel linears shard a block, None if they do not."""
     if block.kind == "linear_act" or block.packed or any(one.transposed for one in block.linears):
         return None

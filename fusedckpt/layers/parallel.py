@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Layout(NamedTuple):
-    """How a block's input and output are placed on the ranks of a mesh that shard its weights.
+class Style(NamedTuple):
+    """How a linear, or a block of them, is laid out over ranks of a mesh that shard its weights.
 
-    input: the placement of a plain input; is_local: whether the result is a plain tensor.
+    split: of a linear's weight, "columns" by output features or "rows" by input features; input:
+    the placement of a plain input; output: of the result; is_local: whether that is a plain tensor.
     """
 
+    split: str
     mesh: DeviceMesh
     input: Any
     output: Any
@@ -62,7 +64,7 @@ def parts_of(*tensors: Tensor | None) -> list[Tensor | None]:
         return [*tensors, *(t.to_local() for t in tensors if is_sharded(t))]  # type: ignore[union-attr]  # a DTensor
 
 
-def takes(x: Tensor, layout: Layout) -> bool:
+def takes(x: Tensor, layout: Style) -> bool:
     """Whether `spread` supports an input of this placement, and the block's output."""
     given = x.placements if is_sharded(x) else (layout.input,)  # type: ignore[attr-defined]  # a DTensor
     if is_sharded(x) and x.device_mesh != layout.mesh:  # type: ignore[attr-defined]
@@ -77,7 +79,7 @@ def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
     return type(placement) is library().Shard and placement.dim % dims < dims - features
 
 
-def shards_of(linears: Sequence[tuple[Any, Any]], layout: Layout) -> list[Any]:
+def shards_of(linears: Sequence[tuple[Any, Any]], layout: Style) -> list[Any]:
     """Return this rank's parts of a block's weights and biases.
 
     The first linears are split by output features, the last by input features. Tensors with other
@@ -88,7 +90,7 @@ def shards_of(linears: Sequence[tuple[Any, Any]], layout: Layout) -> list[Any]:
     return [*shards, (_shard_of(weight, layout, 1), _shard_of(bias, layout, None))]
 
 
-def _shard_of(weight: Any, layout: Layout, split: int | None) -> Any:
+def _shard_of(weight: Any, layout: Style, split: int | None) -> Any:
     if not is_sharded(weight) or weight.device_mesh != layout.mesh:
         return weight
     found = library()
@@ -113,7 +115,7 @@ class _Portion(torch.autograd.Function):
         return db, None
 
 
-def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Layout) -> Any:
+def spread(block: Callable[[Tensor], Tensor], x: Any, layout: Style) -> Any:
     """Return the sum over ranks of a block's results for all rows, placed as the layout says.
 
     One collective gathers x if its rows are sharded, and one reduces the output; backward has their
@@ -231,7 +233,7 @@ class _Reduced(torch.autograd.Function):
         return dy, None, None
 
 
-def _laid_out(y: Tensor, layout: Layout) -> Any:
+def _laid_out(y: Tensor, layout: Style) -> Any:
     """Reduce partial results over ranks."""
     total = placed(y, layout.mesh, library().Partial())
     total = total.redistribute(placements=[layout.output])

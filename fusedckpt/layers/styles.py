@@ -10,34 +10,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from fusedckpt.autograd.private import style_functions
-from fusedckpt.layers.parallel import Layout, is_sharded, library
+from fusedckpt.layers.parallel import Style, is_sharded, library
 
-__all__ = ["Style", "classes_of", "is_known", "layout_of", "style_of", "unwrapped"]
+__all__ = ["classes_of", "is_known", "layout_of", "style_of", "unwrapped"]
 
 # the dicts of a module's hooks, all of which are known here
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = {"ColwiseParallel": "columns", "RowwiseParallel": "rows"}
 
 
-class Style(NamedTuple):
-    """The layouts around a linear with a weight split by its output features or its input features.
-
-    split: "columns" or "rows"; input: the layout of a plain input; output: that of the result.
-    """
-
-    split: str
-    mesh: Any
-    input: Any
-    output: Any
-    is_local: bool
-
-
-def layout_of(*linears: nn.Module | None) -> Layout | None:
+def layout_of(*linears: nn.Module | None) -> Style | None:
     """Return how an MLP of these linears is laid out over ranks, None for anything else."""
     styles = []
     for linear in linears:
@@ -51,7 +38,7 @@ def layout_of(*linears: nn.Module | None) -> Layout | None:
     fits = first[0].split == "columns" and first[0].output == ends
     if not (same and fits and last.split == "rows" and last.input == ends):
         return None
-    return Layout(last.mesh, first[0].input, last.output, last.is_local)
+    return first[0]._replace(output=last.output, is_local=last.is_local)
 
 
 def classes_of(head: Any) -> Style | None:
