@@ -99,7 +99,7 @@ class ExpertOptions(NamedTuple):
         validate.integers(name, "index", index, x, _INTEGERS)
         leads = list(x.shape[:-1])
         if not x.shape or list(index.shape[:-1]) != leads or 0 in index.shape[-1:]:
-            expected, got = [*leads, "K"], list(index.shape)
+            expected, got = validate.listed([*leads, "K"]), list(index.shape)
             raise ValueError(f"{name}: index must be {expected}, K at least 1, got {got}")
         validate.fits(name, "scores", scores, *index.shape)
         dtype, down = around.compute_dtype(x.dtype), linears[-1].weight.shape
@@ -108,8 +108,10 @@ class ExpertOptions(NamedTuple):
         out, hidden = self._turned(down[1:])
         widths = [(hidden if self.is_split else 2 * hidden, x.shape[-1])] * (len(linears) - 1)
         widths.append((out, hidden))
+        sizes = f" (x {list(x.shape)}, down {list(down)})"
         for key, parts, (n, k) in zip(self.linears.keys, linears, widths, strict=True):
-            validate.fits(name, key, parts.weight, down[0], *self._turned((n, k)))
+            turned = self._turned((n, k))
+            validate.fits(name, key, parts.weight, down[0], *turned, beside=sizes)
             validate.fits(name, bias_of(key), parts.bias, down[0], n)
             weight = None if parts.is_quantised else parts.weight
             validate.dtypes(name, around, dtype, {key: weight, bias_of(key): parts.bias})

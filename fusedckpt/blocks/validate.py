@@ -63,10 +63,17 @@ def dense(name: str, given: dict[str, Any]) -> bool:
     return is_taken
 
 
-def fits(name: str, key: str, given: Any, *shape: int, must: str = "must be") -> None:
-    """Refuse a tensor of another shape; None is absent."""
+def fits(
+    name: str, key: str, given: Any, *shape: Any, must: str = "must be", beside: str = ""
+) -> None:
+    """Refuse a tensor of another shape; None is absent. beside: what the shape follows from."""
     if given is not None and tuple(given.shape) != shape:
-        raise ValueError(f"{name}: {key} {must} {list(shape)}, got {list(given.shape)}")
+        raise ValueError(f"{name}: {key} {must} {listed(shape)}, got {list(given.shape)}{beside}")
+
+
+def listed(shape: Iterable[Any]) -> str:
+    """Return a shape as text; a string in it is a free size."""
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def integers(name: str, key: str, given: Any, x: Meta, dtypes: Sequence[torch.dtype]) -> None:
@@ -104,7 +111,8 @@ def linears(
             features = next(iter(rows.values()))
             if len(set(rows.values())) > 1:
                 raise ValueError(
-                    f"{name}: weights but the last must have one number of rows, got {rows}"
+                    f"{name}: {' and '.join(rows)} must have the same number of rows, got "
+                    f"{' and '.join(map(str, rows.values()))}"
                 )
             if features % halves:
                 raise ValueError(
@@ -118,7 +126,7 @@ def linears(
             problem = f"{key} expects {weight[1]} input features, {read} has {shape[-1]}"
         else:
             fits(name, bias_of(key), parts.bias, *weight[:1])
-            rows[key.removesuffix("_weight")] = weight[0]
+            rows[key] = weight[0]
             continue
         raise ValueError(f"{name}: {problem} ({read} {list(shape)}, weight {list(weight)})")
     if adds and last is not None and weight[0] != x.shape[-1]:

@@ -12,7 +12,7 @@ checkpoints around that one see the tensors that the region saves.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -206,7 +206,8 @@ def _outside(count: int) -> Iterator[None]:
 
 def patterns_of(save_regions: str | Sequence[str]) -> tuple[str, ...]:
     """Return the patterns that a checkpoint was given."""
-    found = (save_regions,) if isinstance(save_regions, str) else tuple(save_regions)
+    is_one = isinstance(save_regions, str) or not isinstance(save_regions, Iterable)
+    found: Any = (save_regions,) if is_one else tuple(save_regions)
     for pattern in found:
         if not isinstance(pattern, str):
             arguments.wrong_type("checkpoint", "save_regions", "strings", pattern)
@@ -235,15 +236,15 @@ def region(fn: Callable[..., Any], name: str, recompute: bool = False) -> Callab
         recompute: True to run it again in any case.
 
     Raises:
-        TypeError: `fn` is not callable, or `name` is not a string.
+        TypeError: `fn` is not callable, `name` is not a string, or `recompute` is not a flag.
         RuntimeError: in backward: an output was modified in place, or a gradient is taken through
             the region inside the checkpointed function.
     """
     if not callable(fn):
-        raise TypeError(f"region: fn must be callable, got {type(fn).__name__}")
+        arguments.wrong_type("region", "fn", "callable", fn)
     if not isinstance(name, str):
-        raise TypeError(f"region: name must be a string, got {type(name).__name__}")
-    return fn if recompute else partial(_call, fn, name)
+        arguments.wrong_type("region", "name", "a string", name)
+    return fn if arguments.flag("region", "recompute", recompute) else partial(_call, fn, name)
 
 
 def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ import torch.utils.checkpoint as stock
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd import phases, private
+from fusedckpt.autograd import arguments, phases, private
 from fusedckpt.autograd.levels import saving
 from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
@@ -314,16 +314,17 @@ OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
 
 def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not callable(function):
-        raise TypeError(f"checkpoint: expected something to call, got {type(function).__name__}")
+        arguments.wrong_type("checkpoint", "function", "callable", function)
+    if not callable(options.context_fn):
+        arguments.wrong_type("checkpoint", "context_fn", "callable", options.context_fn)
     # torch's switches, where they are set
     debug, early_stop = private.stock_switches()
     debug = options.debug if debug is None else debug
     early_stop = options.early_stop if early_stop is None else early_stop
     if debug and options.context_fn is not stock.noop_context_fn:
-        raise ValueError("checkpoint: debug=True is incompatible with non-default context_fn")
-    if options.determinism_check not in ("default", "none"):
-        expected = "checkpoint: determinism_check should be one of 'default', 'none'"
-        raise ValueError(f"{expected}, got {options.determinism_check!r}")
+        raise ValueError(f"checkpoint: debug=True takes no context_fn, got {options.context_fn}")
+    check = options.determinism_check
+    arguments.choice("checkpoint", "determinism_check", check, ("default", "none"))
     if is_plain_call():
         return function(*args, **kwargs)
     # the objects that a partial holds are arguments like others

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedckpt.autograd import phases
+from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.private import disable_current_modes, pytree
 from fusedckpt.checkpointing.calls import Surroundings, storage_of
@@ -62,19 +62,21 @@ def checkpoint_sequential(
     Raises:
         ValueError: `segments` is invalid, `checkpoint` has no such option, or `use_reentrant` is
             True.
-        TypeError: one of the functions is not callable.
+        TypeError: `functions` are not a sequence of callables.
     """
+    name = "checkpoint_sequential"
+    if not (hasattr(functions, "__iter__") or hasattr(functions, "__getitem__")):
+        arguments.wrong_type(name, "functions", "an nn.Sequential or a list", functions)
     functions = list(functions)
-    if others := [function for function in functions if not callable(function)]:
-        kind = type(others[0]).__name__
-        raise TypeError(f"checkpoint_sequential: expected something to call, got {kind}")
+    for i, function in enumerate(functions):
+        if not callable(function):
+            arguments.wrong_type(name, f"functions[{i}]", "callable", function)
     options["use_reentrant"] = use_reentrant
     if hasattr(segments, "spans"):
         # a plan's, as of the modules that it is applied to
         options.setdefault("preserve_python_rng", True)
     if unknown := {*options} - OPTIONS:
-        names = ", ".join(sorted(unknown))
-        raise ValueError(f"checkpoint_sequential: Unexpected keyword arguments: {names}")
+        raise ValueError(f"{name}: unknown options {', '.join(sorted(unknown))}")
     return _run(*_spans(functions, segments, input), options, input)
 
 
@@ -187,8 +189,8 @@ def given_starts(segments: Any, count: int) -> list[int]:
         if all(a < b for a, b in pairwise([*starts, count])):
             return starts
     raise ValueError(
-        f"checkpoint_sequential: segments must be 1 to {count}, ascending indices between, 'sqrt', "
-        f"'recursive' or a Plan, got {segments!r}"
+        f"checkpoint_sequential: segments must be an integer from 1 to {count}, ascending indices "
+        f"from 1 to {count - 1}, 'sqrt', 'recursive' or a Plan, got {segments!r}"
     )
 
 

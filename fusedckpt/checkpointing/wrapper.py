@@ -46,7 +46,7 @@ class Checkpoint(ActivationWrapper):  # type: ignore[misc]  # one of two
         if ActivationWrapper is nn.Module:
             raise ImportError("Checkpoint: needs torch.distributed, which this torch lacks")
         if not isinstance(module, nn.Module):
-            raise TypeError(f"Checkpoint: expected an nn.Module, got {type(module).__name__}")
+            raise TypeError(f"Checkpoint: module must be an nn.Module, got {type(module).__name__}")
         if unknown := {*options} - OPTIONS:
             raise TypeError(f"Checkpoint: unknown options {', '.join(sorted(unknown))}")
         # subclasses, such as FSDP's, have a state of their own

@@ -159,7 +159,10 @@ def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: An
     arguments.number(name, "z_loss", z_loss)
     if num_items is not None and reduction != "mean":
         raise ValueError(f"{name}: num_items needs reduction='mean', got {reduction!r}")
-    if num_items is not None and not isinstance(num_items, Tensor):
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"{name}: num_items must be one number, got {list(num_items.shape)}")
+    elif num_items is not None:
         arguments.number(name, "num_items", num_items)
 
 

@@ -71,7 +71,7 @@ def _normalised(norm: nn.LayerNorm | nn.RMSNorm, x: Any) -> Tensor:
     name, shape, eps = type(norm).__name__, norm.normalized_shape, norm.eps
     validate.tensor(name, "x", x)
     if not x.is_floating_point():
-        arguments.wrong_type(name, "x", "floating point", x.dtype)
+        raise TypeError(f"{name}: x must be floating point, got {x.dtype}")
     if x.shape[-1:] != shape:
         raise ValueError(f"{name}: x must end in {list(shape)}, got {list(x.shape)}")
     if eps is None:
@@ -110,7 +110,7 @@ class MSRMSNorm(nn.RMSNorm):
 def merge_affine(
     norm: nn.Module, *linears: nn.Linear, model: nn.Module, args: tuple[Any, ...]
 ) -> nn.Module:
-    """Multiply a norm's weight and bias into the linears that read it; return the norm without.
+    """Multiply a norm's weight and bias into its linears; return the norm without both.
 
         W' = W diag(weight), b' = b + W bias
 
@@ -126,7 +126,7 @@ def merge_affine(
     Raises:
         ValueError: something else reads the norm's result, a linear reads something else or shares
             its weight, or shapes do not fit.
-        TypeError: norm or linears are of other classes.
+        TypeError: norm, linears, model or args are of other classes.
     """
     scale, shift = _affine("merge_affine", norm, linears)
     _check_readers(norm, linears, model, args)
@@ -223,6 +223,8 @@ def _by_storage(values: Any) -> dict[int, Tensor]:
 def _check_readers(norm: nn.Module, linears: Any, model: Any, args: Any) -> None:
     """Run the model; refuse other readers of the norm, and linears that read something else."""
     arguments.module("merge_affine", "model", model)
+    if not isinstance(args, (tuple, list)):
+        arguments.wrong_type("merge_affine", "args", "a tuple", args)
     owners = {
         storage: name
         for name, module in model.named_modules()

@@ -345,6 +345,8 @@ def test_an_argument_that_is_passed_twice_is_one_again():
 
 @pytest.mark.parametrize("fn", [None, 3, "relu"])
 def test_not_callable(fn):
-    with pytest.raises(TypeError, match="checkpoint: expected something to call"):
+    with pytest.raises(TypeError, match="checkpoint: function must be callable"):
         checkpoint(fn, randn(2))
+    with pytest.raises(TypeError, match="checkpoint: context_fn must be callable, got"):
+        checkpoint(torch.sin, randn(2), context_fn=fn)
     assert same(checkpoint(torch.sin, x := randn(2)), x.sin())

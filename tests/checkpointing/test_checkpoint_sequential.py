@@ -98,7 +98,7 @@ def test_options_are_those_of_checkpoint():
     assert torch.is_tensor(checkpoint_sequential(model, 3, x, False, preserve_rng_state=True))
     with pytest.raises(ValueError, match="use_reentrant=True"):
         checkpoint_sequential(model, 3, x, use_reentrant=True)
-    with pytest.raises(ValueError, match="Unexpected keyword arguments: chunks, debugs"):
+    with pytest.raises(ValueError, match="checkpoint_sequential: unknown options chunks, debugs"):
         checkpoint_sequential(model, 3, x, debugs=True, chunks=2)
 
 
@@ -270,12 +270,14 @@ def test_without_gradients(segments):
     "segments", [0, 8, 2.0, "cubic", [0, 2], [3, 2], [7], [False], None, ["1"]]
 )
 def test_refuses(segments):
-    with pytest.raises(ValueError, match="checkpoint_sequential: segments must be 1 to 7"):
+    with pytest.raises(ValueError, match="segments must be an integer from 1 to 7, ascending"):
         checkpoint_sequential(chain(), segments, randn(4, 6))
 
 
 def test_refuses_what_cannot_be_called():
-    with pytest.raises(
-        TypeError, match="checkpoint_sequential: expected something to call, got int"
-    ):
+    with pytest.raises(TypeError, match=r"functions\[1\] must be callable, got int"):
         checkpoint_sequential([torch.sin, 3], 1, randn(4))
+    with pytest.raises(
+        TypeError, match=r"functions must be an nn\\.Sequential or a list, got Linear"
+    ):
+        checkpoint_sequential(torch.nn.Linear(4, 4), 1, randn(4))

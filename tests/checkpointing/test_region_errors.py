@@ -141,5 +141,9 @@ def test_bad_input():
         region(torch.sin, 3)
     with pytest.raises(TypeError, match="save_regions must be strings, got int"):
         checkpoint(torch.sin, randn(2), save_regions=[3])
+    with pytest.raises(TypeError, match="save_regions must be strings, got int"):
+        checkpoint(torch.sin, randn(2), save_regions=3)
+    with pytest.raises(TypeError, match="region: recompute must be True or False, got str"):
+        region(torch.sin, "r", recompute="no")
     with pytest.warns(UserWarning, match="torch's checkpoint recomputes it"):
         stock(region(torch.sin, "r"), randn(2), use_reentrant=False)

@@ -262,7 +262,7 @@ def test_speaks_the_protocol_of_torch():
 @pytest.mark.parametrize(
     ("module", "options", "match"),
     [
-        (torch.sin, {}, "Checkpoint: expected an nn.Module"),
+        (torch.sin, {}, "Checkpoint: module must be an nn.Module"),
         (nn.ReLU(), {"debugs": 1, "a": 2}, r"unknown options a, debugs$"),
     ],
 )

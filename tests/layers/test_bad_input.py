@@ -123,8 +123,8 @@ MISFITS = [
     ),
     calls(
         "gated_mlp",
-        "weights",
-        "got .*'up': 5",
+        "gate_weight and up_weight",
+        "number of rows, got 6 and 5",
         f.gated_mlp,
         **GATED | {"up_weight": t(F - 1, D), "up_bias": None},
     ),

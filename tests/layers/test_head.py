@@ -128,6 +128,7 @@ def test_a_target_out_of_range(target):
         ({"target": None}, TypeError, "target must be a tensor"),
         ({"weight": torch.zeros(V, D + 1)}, ValueError, "weight expects 18 input features"),
         ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items needs reduction='mean'"),
+        ({"num_items": torch.ones(2)}, ValueError, r"num_items must be one number, got \[2\]"),
         ({"backend": "liger"}, ValueError, "backend must be one of fused, torch, cce"),
         ({"save": "gate"}, ValueError, "save must be one of inputs, preact, got 'gate'"),
         ({"backend": "torch", "softcap": 3.0}, ValueError, "backend='torch' has no softcap"),

@@ -156,6 +156,8 @@ def test_refusals():
         merge_affine(model.norm, nn.Bilinear(D, D, 1), **given)
     with pytest.raises(TypeError, match=r"norm must be an nn\.LayerNorm or nn.RMSNorm"):
         merge_affine(nn.BatchNorm1d(D), model.q, **given)
+    with pytest.raises(TypeError, match="merge_affine: args must be a tuple, got Tensor"):
+        merge_affine(model.norm, model.q, model=model, args=randn(3, D))
     with pytest.raises(ValueError, match="norm has no weight"):
         merge_affine(nn.LayerNorm(D, elementwise_affine=False), model.q, **given)
     nn.init.zeros_(model.norm.weight)
@@ -163,5 +165,5 @@ def test_refusals():
         unmerge_affine(model.norm, model.q)
     with pytest.raises(ValueError, match="MSLayerNorm: normalized_shape must be one size"):
         MSLayerNorm((2, 3))
-    with pytest.raises(TypeError, match="MSRMSNorm: x must be floating point"):
+    with pytest.raises(TypeError, match=r"MSRMSNorm: x must be floating point, got torch\.int"):
         MSRMSNorm(3)(torch.ones(3, dtype=torch.int64))
