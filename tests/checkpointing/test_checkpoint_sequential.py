@@ -278,6 +278,6 @@ def test_refuses_what_cannot_be_called():
     with pytest.raises(TypeError, match=r"functions\[1\] must be callable, got int"):
         checkpoint_sequential([torch.sin, 3], 1, randn(4))
     with pytest.raises(
-        TypeError, match=r"functions must be an nn\\.Sequential or a list, got Linear"
+        TypeError, match=r"functions must be an nn\.Sequential or a list, got Linear"
     ):
         checkpoint_sequential(torch.nn.Linear(4, 4), 1, randn(4))
