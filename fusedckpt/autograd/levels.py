@@ -9,8 +9,6 @@ from typing import Any
 
 from fusedckpt.autograd import arguments
 
-__all__ = ["LEVELS", "saving"]
-
 # from the least kept to the most
 LEVELS = ("inputs", "gate", "preact")
 
@@ -76,6 +74,7 @@ class Chunked:
         return getattr(self.fn, "__self__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
         with chunking(self.chunks):
             return self.fn(*args, **kwargs)
 

@@ -14,8 +14,6 @@ from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.blocks.quantised import QuantisedWeight, quantised
 from fusedckpt.kernels.norm import NormRule
 
-__all__ = ["LoRA", "NormSpec", "flat", "refilled", "taken_apart"]
-
 # before, torch's rms_norm was not among the functions that autocast widens
 _AUTOCASTS_RMS = torch.__version__ >= "2.12"
 

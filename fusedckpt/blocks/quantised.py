@@ -12,8 +12,6 @@ from torch import Tensor
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.backward import Versioned
 
-__all__ = ["QuantisedWeight", "register_quantised"]
-
 # of a dequantised piece, where a weight can be cut; and into how many, as every piece is one more
 # rounding of the gradient of x
 PIECE_BYTES = 64 << 20

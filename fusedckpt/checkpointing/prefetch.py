@@ -17,8 +17,6 @@ from fusedckpt.autograd.private import number_of, pytree
 from fusedckpt.checkpointing.module_calls import is_recomputing
 from fusedckpt.checkpointing.segment import NODE_KEY, Segment
 
-__all__ = ["prefetch_recompute"]
-
 
 def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
     """Recompute now the segments that the backward of `outputs` needs first.

@@ -29,8 +29,6 @@ from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing.calls import Argument, Packed, layout_of, objects_in, storage_of
 from fusedckpt.memory import nbytes_of
 
-__all__ = ["region"]
-
 # a region that would save more than this many times its output is recomputed
 _MOST = 4
 # the input of a region whose inputs need no gradient

@@ -41,8 +41,6 @@ from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import Keeper, patterns_of
 
-__all__ = ["checkpoint"]
-
 # where the node of autograd's graph that made an output refers to its segment
 NODE_KEY = "fusedckpt segment"
 

@@ -27,8 +27,6 @@ from fusedckpt.checkpointing.module_calls import Buffers
 from fusedckpt.checkpointing.segment import OPTIONS, Segment, checkpoint, is_plain_call
 from fusedckpt.memory import saved_tensors, storages_of
 
-__all__ = ["checkpoint_sequential"]
-
 
 def checkpoint_sequential(
     functions: Iterable[Callable[..., Any]],

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from fusedckpt.autograd.private import ActivationWrapper
 from fusedckpt.checkpointing.segment import OPTIONS, checkpoint
 
-__all__ = ["Checkpoint"]
-
 _NAME = "_checkpoint_wrapped_module"
 
 

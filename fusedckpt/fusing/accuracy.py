@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FLOOR", "SLACK", "Errors", "allowed"]
-
 SLACK, FLOOR = 2.0, 8.0
 
 

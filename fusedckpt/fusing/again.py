@@ -23,8 +23,6 @@ from fusedckpt.fusing import sharing
 from fusedckpt.fusing.reasons import called_by
 from fusedckpt.fusing.sharing import recipe_of
 
-__all__ = ["Again", "recomputed"]
-
 _State = dict[str, Any]
 # bytes of a buffer that is copied in any case
 _SMALL = 1 << 16

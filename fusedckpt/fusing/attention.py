@@ -34,8 +34,6 @@ from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import Fallback
 
-__all__ = ["FusedAttention", "find_attention"]
-
 _CALLS = frozenset(
     ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "flex_attention")
     + ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")

@@ -24,8 +24,6 @@ from fusedckpt.fusing.sharing import Rerun, cast_by
 from fusedckpt.layers.head import linear_cross_entropy
 from fusedckpt.layers.parallel import Style, is_sharded, library, parts_of, placed
 
-__all__ = ["Deferred", "DeferredLogits", "Operands"]
-
 # properties and methods that need no numbers
 _KNOWN = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_cpu", "is_sparse")

@@ -24,8 +24,6 @@ from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers import styles
 from fusedckpt.layers.parallel import Style, is_sharded, library, placed
 
-__all__ = ["DeferredHead", "find_head"]
-
 
 class DeferredHead(nn.Module):
     """Forward of a model's output embedding: in training it returns deferred logits."""

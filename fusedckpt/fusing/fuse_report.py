@@ -18,8 +18,6 @@ from fusedckpt.fusing.whole import Whole, whole
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.sequential import Sequential
 
-__all__ = ["FuseReport", "forget", "join", "parts", "reason_now"]
-
 _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
 
 

@@ -18,8 +18,6 @@ from fusedckpt.fusing import fuse_report
 from fusedckpt.layers import fallbacks
 from fusedckpt.memory import SavedStorage
 
-__all__ = ["FusedCalls", "FusedModule"]
-
 
 @dataclass(frozen=True)
 class FusedModule:

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["made_of", "subclass"]
-
 # where a made class has the classes that it was made of: ours and the original
 _MADE = "_fusedckpt_made"
 

@@ -32,8 +32,6 @@ from fusedckpt.layers import fallbacks
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
-__all__ = ["FuseReport", "fuse", "unfuse"]
-
 
 def fuse(
     model: nn.Module,

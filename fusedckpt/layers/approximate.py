@@ -13,8 +13,6 @@ from fusedckpt.blocks import eager
 from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.programs import ActOptions
 
-__all__ = ["ReGELU2", "ReSiLU2", "regelu2", "resilu2"]
-
 
 def regelu2(x: Tensor) -> Tensor:
     """Return F.gelu(x), saving two bits an element: the derivative has four steps.

@@ -25,8 +25,6 @@ from fusedckpt.layers.linear import Linear, run_projections
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.styles import layout_of
 
-__all__ = ["MLP", "GatedMLP", "NormLinear"]
-
 # a letter for each kind of layer in a block; looked up by type, subclasses have none
 _LETTERS: dict[type[nn.Module], str] = {
     **dict.fromkeys((act.module for act in ACTIVATIONS.values() if act.module), "a"),

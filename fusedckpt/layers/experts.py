@@ -25,8 +25,6 @@ from fusedckpt.blocks.experts import LEVELS, ExpertOptions
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.routed import ClampedSwiGLU
 
-__all__ = ["ClampedSwiGLU", "Experts", "experts"]
-
 
 def experts(
     x: Tensor,

@@ -26,8 +26,6 @@ from fusedckpt.kernels.cross_entropy import LogitRule
 from fusedckpt.kernels.runtime import KERNEL_DTYPES
 from fusedckpt.layers import parallel
 
-__all__ = ["LinearCrossEntropy", "TokenLogprobs", "linear_cross_entropy", "token_logprobs"]
-
 REDUCTIONS = ("none", "mean", "sum")
 # options that the backends of others take
 TAKES = {"torch": (), "cce": ("softcap",)}

@@ -15,8 +15,6 @@ from fusedckpt.blocks.builder import LINEAR, Linears
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.programs import Options, split
 
-__all__ = ["Linear", "linear_act", "norm_linear"]
-
 LEVELS = programs.LEVELS["linear_act"]
 _LINEARS = Linears(LINEAR)
 

@@ -20,8 +20,6 @@ from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.programs import Options, split
 
-__all__ = ["gated_mlp", "mlp"]
-
 MLP_LEVELS, GATED_LEVELS = programs.LEVELS["mlp"], programs.LEVELS["gated_mlp"]
 
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments, dispatch, private
 from fusedckpt.blocks import validate
 
-__all__ = ["MSLayerNorm", "MSRMSNorm", "merge_affine", "unmerge_affine"]
-
 
 class _MSNorm(torch.autograd.Function):
     """y = norm(x) of rows and rstd [..., 1], from which alone backward computes dx."""

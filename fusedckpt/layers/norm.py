@@ -19,8 +19,6 @@ from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.layers import fallbacks, parallel
 
-__all__ = ["LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
-
 Shape = int | Sequence[int]
 
 

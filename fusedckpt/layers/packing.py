@@ -13,8 +13,6 @@ from torch import Tensor
 
 from fusedckpt.autograd.arguments import choice, integer, wrong_type
 
-__all__ = ["pack_gate_up", "repack_gate_up", "unpack_gate_up"]
-
 LAYOUTS = ("gate_up", "up_gate", "interleaved")
 
 

@@ -18,8 +18,6 @@ from fusedckpt.layers import fallbacks
 from fusedckpt.layers.blocks import letter_of, spec_of
 from fusedckpt.layers.mlp import MLP_LEVELS
 
-__all__ = ["Sequential"]
-
 # the block that letters form, and its number of layers; the first row that fits is taken
 _PATTERNS = (
     ("nlal", "mlp", 4),

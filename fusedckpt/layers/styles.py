@@ -17,8 +17,6 @@ from torch import nn
 from fusedckpt.autograd.private import style_functions
 from fusedckpt.layers.parallel import Style, is_sharded, library
 
-__all__ = ["classes_of", "is_known", "layout_of", "style_of", "unwrapped"]
-
 # the dicts of a module's hooks, all of which are known here
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = {"ColwiseParallel": "columns", "RowwiseParallel": "rows"}

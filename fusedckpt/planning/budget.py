@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Policy", "bytes_of", "limit_of", "spare_bytes"]
-
 Policy = str | Sequence[str | nn.Module]
 
 _POLICY = re.compile(r"budget|none|all|sqrt|uniform:[1-9]\d*|memory|speed")

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Chain", "Item", "Level", "Outcome", "Unit", "moments", "simulate"]
-
 
 @dataclass(frozen=True)
 class Level:

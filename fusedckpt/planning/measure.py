@@ -25,8 +25,6 @@ from fusedckpt.planning.roles import ATTENTION, INSIDE, PLAIN, PRODUCTS, run_at
 from fusedckpt.planning.survey import WRITES, Found
 from fusedckpt.reporting.step import Step
 
-__all__ = ["Measured", "measured"]
-
 # a unit that saves less takes more than that by so much of its forward at least: less is noise
 _NOT_FREE = 0.01
 # a recompute takes so much of a forward at least and, beside some ms, at most: the rest is noise

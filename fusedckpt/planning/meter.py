@@ -18,8 +18,6 @@ from fusedckpt.planning.survey import Found
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
-__all__ = ["Differs", "Meter", "Reading", "Times", "once", "peak_of", "step_kind", "times_of"]
-
 # markers that begin no phase
 _INSIDE = "returned", "checked", "backward"
 

@@ -11,8 +11,6 @@ from fusedckpt.planning.solver import by_rule, least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import enough
 
-__all__ = ["draw"]
-
 # whose module imports this one
 Plan: TypeAlias = Any
 

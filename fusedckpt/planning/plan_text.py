@@ -11,8 +11,6 @@ from fusedckpt.planning.roles import PLAIN
 from fusedckpt.planning.solver import by_rule, least_peak
 from fusedckpt.reporting.tables import Row, enough, size, table
 
-__all__ = ["text"]
-
 # whose module imports this one
 Plan: TypeAlias = Any
 

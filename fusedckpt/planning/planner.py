@@ -28,8 +28,6 @@ from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
 
-__all__ = ["plan"]
-
 
 def plan(
     model: nn.Module,

@@ -22,8 +22,6 @@ from fusedckpt.planning.plan_plot import draw
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
 
-__all__ = ["Plan", "structure_of"]
-
 _FORMAT = {"format": "fusedckpt.plan", "version": 4}
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Group", "facts_of", "group_of", "together"]
-
 Group: TypeAlias = "ProcessGroup | DeviceMesh | Literal[False] | None"
 
 # in which all ranks of a group are to call plan; only gloo can tell which one did not

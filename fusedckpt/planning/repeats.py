@@ -17,8 +17,6 @@ from fusedckpt.memory import storages_of, strided
 from fusedckpt.planning.roles import HandingOn
 from fusedckpt.reporting.trial import is_state, tensors_of
 
-__all__ = ["NOT_THE_SAME", "Noting", "why_not_again"]
-
 NOT_THE_SAME = "its forward is not the same twice"
 _OVERWRITTEN = "its input is modified later in the step"
 

@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 
 from fusedckpt.planning.chain import Chain, Item, Outcome, Unit, simulate
 
-__all__ = ["by_rule", "least_peak", "solve"]
-
 # chains of up to so many units may be cut into segments of any length; longer chains into segments
 # of at most so many units, or twice the square root of their number
 _ANY_LENGTH, _LONG = 128, 64

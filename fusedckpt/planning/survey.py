@@ -21,8 +21,6 @@ from fusedckpt.planning.units import levels_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
-__all__ = ["WRITES", "Found", "Survey", "surveyed"]
-
 WRITES = "modifies its input"
 
 

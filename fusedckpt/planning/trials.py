@@ -22,8 +22,6 @@ from fusedckpt.planning.solver import by_rule, least_peak, solve
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.tables import enough
 
-__all__ = ["Trials"]
-
 # plans tried for a budget before it is given up
 _TRIES = 4
 # how far off a prediction may be

@@ -13,8 +13,6 @@ from fusedckpt.autograd.private import COMPILED_CHILD, compiled_call
 from fusedckpt.planning import roles
 from fusedckpt.planning.budget import Policy
 
-__all__ = ["candidates", "check_model", "has_levels", "levels_of", "names_of"]
-
 
 def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
     """Return the names of the modules to plan: those that were given, or found by a rule."""

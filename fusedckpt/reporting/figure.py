@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BLUE", "FAINT", "GREY", "INK", "RED", "STYLE", "panels"]
-
 # Okabe and Ito's, told apart with every kind of colour vision
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#8c8c8c"
 INK, FAINT = "#222222", "#6b6b6b"

@@ -13,8 +13,6 @@ from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import size
 from fusedckpt.reporting.timeline import Moment
 
-__all__ = ["draw"]
-
 # whose module imports this one
 MemoryReport: TypeAlias = Any
 

@@ -29,8 +29,6 @@ from fusedckpt.reporting.tables import Row, size, table
 from fusedckpt.reporting.timeline import Block, Moment, Watch, read
 from fusedckpt.reporting.trial import tensors_of, trial
 
-__all__ = ["FusedModule", "MemoryReport", "report"]
-
 # modules shown; the rest is summed
 _MOST = 24
 _MODULES = ("module", "saved", "share", "storages", "largest", "shared with")

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from fusedckpt.memory import nbytes_of
 from fusedckpt.reporting.trial import aliased, tensors_of
 
-__all__ = ["Step", "default_loss"]
-
 
 class Step(NamedTuple):
     """One training step.

@@ -7,8 +7,6 @@ import io
 from collections.abc import Sequence
 from itertools import zip_longest
 
-__all__ = ["Row", "enough", "size", "table"]
-
 Row = tuple[str, ...]
 
 

@@ -26,8 +26,6 @@ from torch.profiler import record_function
 
 from fusedckpt.checkpointing.module_calls import watched
 
-__all__ = ["Block", "Moment", "Reading", "Watch", "read"]
-
 # in place of a module's name: for the model itself, and for code that runs outside of it
 ROOT, LOSS, OPTIMIZER = "(model)", "(loss)", "(optimizer)"
 _MARK = "fusedckpt.report:"

@@ -22,8 +22,6 @@ from torch.optim import Optimizer
 from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
 from fusedckpt.memory import strided
 
-__all__ = ["aliased", "is_state", "random_states", "tensors_of", "trial"]
-
 # generators that a module may have for itself: how to read their state, and to write it
 _GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] = [
     (torch.Generator, torch.Generator.get_state, lambda x, state: x.set_state(state)),
