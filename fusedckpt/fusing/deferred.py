@@ -8,6 +8,7 @@ with their autograd graph. So the code of a model and of its loss is unchanged.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -88,22 +89,32 @@ class Operands(NamedTuple):
 
 
 class Deferred:
-    """How logits come about: `call` of those of `parent`, or the linear of the operands."""
+    """How logits come about: `call` of those of `parent`, or the linear of the operands.
+
+    made: the real logits; is_spent: whether a loss was computed without them.
+    """
 
     def __init__(self, operands: Operands, parent: Deferred | None = None, call: Any = None):
         self.operands, self.parent = operands, parent
         self.call: Callable[[Tensor], Tensor] = call or operands.linear
         self.made: Tensor | None = None
+        self.is_spent = False
         self.hooks: list[Callable[[Tensor], Any]] = []
         # of the head's operands; and all logits made of these
         self.versions = self._versions() if parent is None else parent.versions
+        self.sample = _sample(operands.weight) if parent is None else parent.sample
         self.family: list[weakref.ref[Deferred]] = [] if parent is None else parent.family
         self.family.append(weakref.ref(self))
 
     @property
+    def line(self) -> list[Deferred]:
+        """These logits, and those that they were made of: the last are the head's."""
+        return [self] if self.parent is None else [self, *self.parent.line]
+
+    @property
     def root(self) -> Deferred:
         """The logits that the head returned; a reference to itself would outlive them."""
-        return self if self.parent is None else self.parent.root
+        return self.line[-1]
 
     def again(self, hidden: Tensor) -> Tensor:
         """Return the logits anew, from the root's hidden states."""
@@ -112,14 +123,14 @@ class Deferred:
     def real(self) -> Tensor:
         """Return the logits; with them those of the family, before anything writes to one."""
         if self.made is None:
-            if self.root.made is None and self.is_lost():
+            if self.root.made is None and (self.is_lost() or self._is_changed()):
                 raise RuntimeError(
                     "fusedckpt: these logits were not computed yet, and the head's weight has been "
                     "modified or freed since: read them before backward and the optimizer's step, "
                     "or fuse with head=False"
                 )
             # the graph is that of the call, also for readers without gradients
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 for reference in self.family:
                     if (one := reference()) is not None and one.made is None:
                         one._make()
@@ -131,16 +142,19 @@ class Deferred:
         for hook in self.hooks:
             self.made.register_hook(hook)
 
-    def every_hook(self) -> list[Callable[[Tensor], Any]]:
-        """Return the hooks of these logits, and of those that they were made of."""
-        return self.hooks + ([] if self.parent is None else self.parent.every_hook())
-
     def is_lost(self) -> bool:
         """Whether the head's operands have been modified, or freed, as sharded weights are."""
         parts = parts_of(*self.root.operands[1:3])
         weights = [t for t in parts if t is not None and t.numel() and not t.is_meta]
         freed = any(not t.untyped_storage().nbytes() for t in weights)
         return freed or self.versions != self._versions()
+
+    def _is_changed(self) -> bool:
+        """Whether the weight has other numbers: writes to .data are in no version."""
+        old, new = self.sample, _sample(self.root.operands.weight)
+        if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+            return True
+        return not (old.is_meta or torch.equal(old, new))
 
     def _versions(self) -> tuple[int, ...]:
         return versions_of(*parts_of(*self.root.operands[:3]))
@@ -200,6 +214,7 @@ class DeferredLogits(Tensor):
             found = first._noted(func, name, args[1:], kwargs or {})
             if found is not None:
                 return found
+        _check_gradient(func, name, args, kwargs)
         return func(*pytree.tree_map(_real, args), **pytree.tree_map(_real, kwargs or {}))
 
     @classmethod
@@ -217,6 +232,8 @@ class DeferredLogits(Tensor):
             return None
         if name in _TIMES | _OVER and isinstance(value, (int, float)) and value > 0:
             changed = operands.times(value if name in _TIMES else 1 / value)
+            if not 0 < (changed.pre if changed.post is None else changed.post) < math.inf:
+                return None
         elif name == "tanh" and operands.post is None:
             changed = operands._replace(post=1.0)
         elif name in ("float", "to"):
@@ -226,8 +243,8 @@ class DeferredLogits(Tensor):
                 changed = operands
         elif name in _VIEWS:
             changed = operands
-        elif name == "__getitem__" and _slices_rows(value):
-            hidden = operands.hidden.reshape(*self.shape[:-1], -1)
+        elif name == "__getitem__" and _takes_rows(value, self.dim()):
+            hidden = operands.hidden.reshape(*self.shape[:-1], operands.hidden.shape[-1])
             changed = operands._replace(hidden=hidden[args[0]])
         if changed is None:
             return None
@@ -258,8 +275,11 @@ class DeferredLogits(Tensor):
         options = {"ignore_index": ignore_index, "reduction": reduction}
         options["label_smoothing"] = label_smoothing
         loss = self.deferred.operands.loss(target, self.dtype, options)
-        for hook in self.deferred.every_hook():
-            loss.register_hook(hook)
+        if loss.requires_grad:
+            for one in self.deferred.line:
+                one.is_spent = True
+                for hook in one.hooks:
+                    loss.register_hook(hook)
         return loss
 
 
@@ -285,9 +305,31 @@ def _numbers(value: Any) -> Any:
     return value.deferred.real().detach() if isinstance(value, DeferredLogits) else value
 
 
-def _slices_rows(index: Any) -> bool:
-    """Whether an index slices leading dimensions alone: [..., a:b, :]."""
-    if not isinstance(index, tuple) or not index or index[0] is not Ellipsis:
+def _takes_rows(index: Any, dims: int) -> bool:
+    """Whether an index is one of rows, by slices and numbers: [:, :-1], [..., 0, :]."""
+    parts = index if isinstance(index, tuple) else (index,)
+    kinds = [type(part) for part in parts]
+    if not {slice, int, type(...)}.issuperset(kinds) or kinds.count(type(...)) > 1:
         return False
-    others = index[1:]
-    return bool(others) and others[-1] == slice(None) and all(type(s) is slice for s in others)
+    reaches = kinds[-1:] != [type(...)] and (type(...) in kinds or len(parts) >= dims)
+    return not reaches or parts[-1] == slice(None)
+
+
+def _sample(weight: Any) -> Tensor:
+    """Return a copy of some numbers of a weight."""
+    with torch.no_grad():
+        own = weight.to_local() if is_sharded(weight) else weight
+        return own[tuple(slice(None, None, max(1, size // 64)) for size in own.shape)].clone()
+
+
+def _check_gradient(func: Any, name: str, args: Any, kwargs: Any) -> None:
+    """Refuse to pass on the gradient of logits without which a loss was computed."""
+    wanted: Any = (args[1:], kwargs) if func is torch.autograd.grad else ()
+    if name == "retain_grad" or (name == "register_hook" and not _gathers(args[1])):
+        wanted = args[0]
+    for one in pytree.tree_leaves(wanted):
+        if isinstance(one, DeferredLogits) and one.deferred.is_spent:
+            raise RuntimeError(
+                "fusedckpt: a loss was computed without these logits, which get no gradient of it: "
+                "register hooks before the loss, or fuse with head=False"
+            )

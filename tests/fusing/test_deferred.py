@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import weakref
 from functools import partial
@@ -72,6 +73,11 @@ def rows(z, labels):
     return F.cross_entropy(z.reshape(-1, V), labels.view(-1), reduction="none").square().sum()
 
 
+def cut(z, labels):
+    last = F.cross_entropy(z[:, -1], labels[:, -1]) + loss_of(z[1:, ..., :], labels[1])
+    return shifted(z[:, :-1], labels[:, :-1]) + F.cross_entropy(z[0], labels[0]) + last
+
+
 def twice(z, labels):
     return loss_of(z, labels) + loss_of(z.float() / 2, labels)
 
@@ -102,6 +108,20 @@ def rectified(z, labels):
     return loss_of(F.relu(z, inplace=True), labels) + likely(later, labels)
 
 
+def in_classes(z, labels):
+    return F.cross_entropy(z[..., : V - 1].reshape(-1, V - 1), labels.view(-1) % (V - 1))
+
+
+def inferred(z, labels):
+    with torch.inference_mode():
+        z.argmax(-1)
+    return loss_of(z, labels) + likely(z, labels)
+
+
+def infinite(z, labels):
+    return loss_of(torch.tanh(z) / math.inf, labels)
+
+
 def negative(z, labels):
     return loss_of(z * -2.0, labels)
 
@@ -123,8 +143,9 @@ def by_function(z, labels):
     return Square.apply(z * 0.5).sum() + loss_of(z, labels)
 
 
-NOTED = [loss_of, shifted, capped, scaled, rows, twice]
-READ = [weighted, over_dimensions, likely, written, rectified, negative, by_function]
+NOTED = [loss_of, shifted, capped, scaled, rows, cut, twice]
+READ = [weighted, over_dimensions, likely, written, rectified, negative, by_function, in_classes]
+READ += [inferred, infinite]
 
 
 @pytest.mark.parametrize("loss", [*NOTED, *READ], ids=lambda f: f.__name__)
@@ -162,16 +183,30 @@ def test_dtypes(dtype, autocast):
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-3)
 
 
-def test_hooks_of_results():
+@pytest.mark.parametrize("of", [lambda z: z, lambda z: z.view(-1, V) * 2], ids=["z", "later"])
+def test_hooks_of_results(of):
     """They get the gradient of the logits, and may change it."""
     found = []
     for model in pair():
         z, seen = model(ids()), []
+        later = of(z)
         z.register_hook(lambda grad, seen=seen: (seen.append(grad), grad * 0.5)[1])
-        loss_of(z, ids()).backward()
+        loss_of(later, ids()).backward()
         assert len(seen) == 1
         found.append([*seen, *(p.grad for p in model.parameters())])
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_hooks_after_the_loss():
+    """They would not run."""
+    _, model = pair()
+    z = model(ids())
+    loss = loss_of(z * 2, ids())
+    grad = partial(torch.autograd.grad, loss, allow_unused=True)
+    for watch in (z.retain_grad, partial(z.register_hook, print), partial(grad, z)):
+        with pytest.raises(RuntimeError, match="hooks before the loss"):
+            watch()
+    assert grad(model.lm_head.weight)[0] is not None
 
 
 def test_hooks_of_sharded_modules():
@@ -230,6 +265,18 @@ def test_logits_of_modified_weights():
     assert torch.equal(early.detach(), expected)
     with pytest.raises(RuntimeError, match="read them before backward"):
         late.argmax(-1)
+
+
+def test_logits_of_weights_without_versions():
+    """As optimizers write them that know of no versions, and as a module casts them."""
+    new = (lambda w: w.mul_(2.0), lambda w: w * 2.0, torch.Tensor.bfloat16, lambda w: w[:0, 0])
+    for change in new:
+        _, model = pair()
+        z = model(ids())
+        loss_of(z, ids()).backward()
+        model.lm_head.weight.data = change(model.lm_head.weight.data)
+        with pytest.raises(RuntimeError, match="read them before backward"):
+            z.argmax(-1)
 
 
 def test_loss_of_modified_operands():
