@@ -66,10 +66,6 @@ class Unit:
                 return level
         raise ValueError(f"Unit: {self.name} has no level {name!r}")
 
-    def saved(self, level: Level) -> int:
-        """Return the bytes that it saves at a level, its input included."""
-        return max(0, self.input + level.kept)
-
 
 @dataclass(frozen=True)
 class Chain:
@@ -101,7 +97,12 @@ class Chain:
     def kept_by(self, item: Item) -> int:
         """Return the bytes that an item saves until its backward."""
         unit, level = self.units[item.start], self.level_of(item)
-        return unit.input if level is None else unit.saved(level)
+        return unit.input if level is None else self.saved(unit, level)
+
+    def saved(self, unit: Unit, level: Level) -> int:
+        """Return the bytes that a unit saves at a level, its input included."""
+        # `kept` is beyond a checkpoint of its own, which saves random states beside the input
+        return max(0, unit.input + self.states + level.kept)
 
     def extra_of(self, item: Item) -> float:
         """Return the ms that an item adds to a step."""

@@ -75,6 +75,8 @@ class Plan:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
         inner = model.module if isinstance(model, DistributedDataParallel) else model
+        if any(roles.is_assigned(module) for module in inner.modules()):
+            raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
         for unit in self.chain.units:
             _unit(inner, unit.name)
         for name, expected in self.structure.items():
@@ -83,8 +85,6 @@ class Plan:
                     f"Plan.apply: {name or 'the model'} is a {found}, the plan was made for a "
                     f"{expected}: call fusedckpt.plan for this model"
                 )
-        if any(roles.is_assigned(module) for module in inner.modules()):
-            raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
         for name, role in self._roles():
             module = _unit(inner, name)
             roles.assign(module, roles.in_chunks(role, self.chunks))
@@ -128,7 +128,7 @@ class Plan:
         """Return the plan of an nn.Sequential of `count` modules, as `checkpoint_sequential` does.
 
         Raises:
-            ValueError: the plan is not of the children of an nn.Sequential of that length.
+            ValueError: a unit of the plan is none of these modules.
         """
         found: list[Span] = []
         for item in self.items:

@@ -59,7 +59,7 @@ def by_rule(chain: Chain, name: str) -> Outcome:
     free = [i for i, unit in enumerate(chain.units) if not unit.fixed]
     count, starts = len(free), set(free)
     if name == "sqrt" and free:
-        sizes = [max(1, chain.units[i].saved(chain.units[i].fastest)) for i in free]
+        sizes = [max(1, chain.saved(chain.units[i], chain.units[i].fastest)) for i in free]
         starts = {free[start] for start in _balanced(sizes)}
     elif name.startswith("uniform:"):
         number = min(int(name.removeprefix("uniform:")), count)

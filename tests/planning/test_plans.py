@@ -112,6 +112,12 @@ def test_apply_changes_nothing_where_it_cannot(plan):
     plan.undo()
     assert not any(roles.is_assigned(module) for module in model.modules())
     copy.copy(plan).apply(model)
+    # one that changes what the structure is told by
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(DEVICE)
+    fusedckpt.fuse(net)
+    other = fusedckpt.plan(net, randn(3, 4), policy="all", progress=False)
+    with pytest.raises(ValueError, match="a plan is applied"):
+        other.apply(other.apply(net))
     # another plan's
     plan.undo()
     assert any(roles.is_assigned(module) for module in model.modules())
@@ -177,6 +183,14 @@ def test_text_folds_what_is_alike_and_names_budgets_that_hold():
     assert solve(chain, budget).peak <= budget
     everything = re.search("save everything +(.*)", found["all"])[1]
     assert solve(chain, bytes_of("plan", everything, torch.device("cpu"))).extra == 0
+
+
+def test_units_save_what_autograd_saves():
+    blocks = [nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)]
+    model = nn.Sequential(*blocks).to(DEVICE)
+    found = fusedckpt.plan(model, randn(16, 8), policy="none", progress=False)
+    # x and the hidden layer, not less by the random states of a checkpoint
+    assert found.chain.kept_by(found.items[1]) == 16 * (8 + 32) * 4
 
 
 def test_a_plan_in_checkpoint_sequential():
