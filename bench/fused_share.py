@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -251,16 +252,28 @@ def rows(names: list[str]) -> Iterator[tuple[str, Found]]:
         yield name, found
 
 
-def main(names: list[str]) -> None:
+def chosen_of(parser: ArgumentParser, known: Sequence[str], arguments: list[str]) -> Namespace:
+    """Return the options of a command line, whose `models` are all where it names none."""
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
+    chosen = parser.parse_args(arguments)
+    for name in chosen.models:
+        if name not in known:
+            parser.error(f"MODEL must be one of {', '.join(known)}, got {name!r}")
+    chosen.models = chosen.models or [*known]
+    return chosen
+
+
+def main(arguments: list[str]) -> None:
     """Print the table, and the medians of dense models and mixtures of experts."""
+    parser = ArgumentParser(prog="python -m bench.fused_share", description=__doc__)
+    parser.add_argument("-v", "--verbose", action="store_true", help="print reports of fuse, too")
+    chosen = chosen_of(parser, [*DENSE, *HARDER, *EXPERTS], arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    is_verbose = "-v" in names
-    names = [name for name in names if name != "-v"]
     found = {}
-    for name, one in rows(names or [*DENSE, *HARDER, *EXPERTS]):
+    for name, one in rows(chosen.models):
         found[name] = one
-        if is_verbose:
+        if chosen.verbose:
             print(one.report)
     for models, kind in ((DENSE, "dense models"), (EXPERTS, "mixtures of experts")):
         gone = [one.gone for name, one in found.items() if name in models]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from argparse import ArgumentParser
 from statistics import median
 from typing import NamedTuple
 
 import torch
 
-from bench.fused_share import DENSE, D, model_of, saved_by
+from bench.fused_share import DENSE, D, chosen_of, model_of, saved_by
 from fusedckpt import fuse
 
 
@@ -69,13 +70,15 @@ def measured(name: str) -> tuple[float, float]:
     return before, after
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Print the table and its median."""
+    parser = ArgumentParser(prog="python -m bench.whole_share", description=__doc__)
+    names = chosen_of(parser, [*WHOLE], arguments).models
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print(f"{'model':12}{'layers':>8}{'classes':>9}{'KiB before':>12}{'after':>8}{'gone':>7}")
     gone = []
-    for name in names or WHOLE:
+    for name in names:
         whole, (before, after) = WHOLE[name], measured(name)
         gone.append(1 - after / before)
         sizes = f"{whole.layers:8}{round(whole.classes * D / whole.features):9}"

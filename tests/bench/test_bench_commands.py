@@ -296,6 +296,9 @@ def test_logits_and_layers_are_gone_from_whole_models(capsys):
     pytest.importorskip("transformers")
     from bench.whole_share import WHOLE, main
 
+    with pytest.raises(SystemExit):
+        main(["lama"])
+    assert "MODEL must be one of llama, " in capsys.readouterr().err
     main(["llama"])
     row, median = capsys.readouterr().out.splitlines()[1:]
     layers, classes, before, after = map(int, row.split()[1:5])
