@@ -121,7 +121,7 @@ def recomputed(fn: Any) -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether a checkpoint, ours or torch's, is recomputing at the moment.
+    """Return whether a checkpoint, ours or torch's, is recomputing at the moment.
 
     For forward hooks and counters that should act once per step.
     """

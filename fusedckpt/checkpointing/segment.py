@@ -262,7 +262,7 @@ def checkpoint(
             of both runs.
         early_stop: end the recompute with the last tensor that backward needs.
         preserve_rng_state: give the recompute the random numbers of the forward.
-        preserve_python_rng: and those of `random` and `numpy.random`.
+        preserve_python_rng: give it those of `random` and `numpy.random`, too.
         save_regions: patterns (fnmatch) of the names of regions that the recompute does not run
             again, see `region`. Calls of F.scaled_dot_product_attention and of flash_attn's and
             transformers' attention functions are regions named "attention".

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fusedckpt.autograd import arguments
 from fusedckpt.autograd.private import COMPILED_CHILD
 from fusedckpt.planning.planner import plan as make_plan
 from fusedckpt.planning.roles import is_assigned
@@ -32,7 +33,7 @@ def at_first_batch(
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         at_first_batch(model, plan={"budget": "20GiB"}, optimizer=optimizer)
 
-    The training goes on as if nothing had been, under the plan. Call it with the module that the
+    Training then continues from the same state, under the plan. Call it with the module that the
     loop calls, after DDP, FSDP and torch.compile: a forward inside a sharded or compiled one is no
     place for another step. Of a compiled model it is the step without torch.compile. Sharded
     modules can be reported, not planned.
@@ -45,8 +46,16 @@ def at_first_batch(
         log: gets the Plan and the MemoryReport.
 
     Returns:
-        A handle that takes the call back: `.remove()`.
+        A handle, whose `.remove()` undoes this call.
+
+    Raises:
+        TypeError: `model` is not an nn.Module, `plan` not a dict, or `log` not callable.
     """
+    arguments.module("at_first_batch", "model", model)
+    if plan is not None and not isinstance(plan, Mapping):
+        arguments.wrong_type("at_first_batch", "plan", "a dict of arguments or None", plan)
+    if not callable(log):
+        arguments.wrong_type("at_first_batch", "log", "callable", log)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):

@@ -46,7 +46,7 @@ def experts(
             gate, up = F.linear(x[t], gate_up[e], gate_up_bias[e]).chunk(2)
             y[t] += s * F.linear(act(gate) * up, down[e], down_bias[e])
 
-    Saves x, index and scores; see the table at the top of this module for the levels.
+    Saves x, index and scores; see the table in fusedckpt/layers/experts.py for the levels.
 
     Args:
         x: [..., D], float32, bfloat16, float16 or float64.

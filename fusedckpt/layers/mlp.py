@@ -1,13 +1,13 @@
-"""MLP and gated MLP blocks that keep their input alone, with their norm and residual.
+"""MLP and gated MLP blocks that save their input alone, with their norm and residual.
 
-Elements kept and GEMM FLOPs recomputed at each level, per token, D = d_model, F = d_ff:
+Elements saved and GEMM FLOPs recomputed at each level, per token, D = d_model, F = d_ff:
 
-    level      MLP kept   gated MLP kept   backward recomputes
+    level      MLP saves  gated MLP saves  backward recomputes
     inputs     D          D                the norm and the first GEMMs: 2 D F, gated 4 D F
     gate       -          D + F            the norm and the up GEMM: 2 D F
     preact     D + F      D + 2 F          the norm, nothing else but elementwise work
 
-The last GEMM is never recomputed, and a level keeps only the values that wanted gradients read.
+The last GEMM is never recomputed, and a level saves only the values that wanted gradients read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mlp(
     output_dropout: float = 0.0,
     approximate: bool = False,
 ) -> Tensor:
-    """Return F.linear(act(F.linear(norm(x), fc1)), fc2), added to x if residual; keeps only x.
+    """Return F.linear(act(F.linear(norm(x), fc1)), fc2), added to x if residual, saving only x.
 
     Args:
         x: [..., D], float32, bfloat16, float16 or float64.
@@ -50,7 +50,7 @@ def mlp(
         activation: as in `linear_act`.
         norm: a NormSpec over D applied before fc1, or None; nothing more is saved for it.
         residual: add x to the result; D_out must be D.
-        save: "inputs" (the default) or "preact", see the table at the top of this module.
+        save: "inputs" (the default) or "preact", see the table in fusedckpt/layers/mlp.py.
         chunks: into how many chunks forward and backward cut the tokens. That divides the F-wide
             temporaries, in backward 4 F bytes per token in half precision (gated 6 F); weight
             gradients then accumulate in float32, 4 bytes per weight. The default is one, unless the
@@ -109,7 +109,7 @@ def gated_mlp(
     dropout: float = 0.0,
     output_dropout: float = 0.0,
 ) -> Tensor:
-    """Return F.linear(act(gate) * up, down), added to x if residual; keeps only x.
+    """Return F.linear(act(gate) * up, down), added to x if residual, saving only x.
 
     gate = F.linear(norm(x), gate_weight, gate_bias), up likewise: SwiGLU with silu, GEGLU with
     gelu, ReGLU with relu.
@@ -120,7 +120,7 @@ def gated_mlp(
             the gate's rows first, and gate_bias likewise. Packed weights take one GEMM instead of
             two, except at save="gate".
         down_weight: [D_out, F].
-        save: "inputs" (the default), "gate" or "preact", see the table at the top of this module.
+        save: "inputs" (the default), "gate" or "preact", see the table in fusedckpt/layers/mlp.py.
 
     The other arguments, the result and the errors are those of `mlp`. There is no `approximate`:
     the gradient of up reads act(gate), beside which codes would take more than gate.

@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm that keep x alone: backward recomputes mean and rstd from it.
 
-The residual-add forms keep the new residual, which is an output of theirs and kept anyway.
+The residual-add forms save the new residual, which is one of their outputs and held anyway.
 """
 
 from __future__ import annotations

@@ -104,6 +104,19 @@ def test_it_stays_out_of_compiled_code(kind, before):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (None, {}, "model must be a module, got NoneType"),
+        (nn.ReLU(), {"plan": "20GiB"}, "plan must be a dict of arguments or None, got str"),
+        (nn.ReLU(), {"log": 3}, "log must be callable, got int"),
+    ],
+)
+def test_bad_input_is_refused_at_once(model, options, message):
+    with pytest.raises(TypeError, match=f"at_first_batch: {message}"):
+        at_first_batch(model, **options)
+
+
 def trained(rank, wrap, **options):
     """Return the losses and the gradients of a few steps, looked at on the first batch or not."""
     model = build().train()[:3]
