@@ -251,8 +251,8 @@ class DeferredLogits(Tensor):
         like = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args)
         if like.dim() == 0 or like.shape[-1] != self.shape[-1]:
             return None
-        call = partial(_called, func, args)
-        return DeferredLogits.of(Deferred(changed, self.deferred, call), like)
+        made = Deferred(changed, self.deferred, lambda x: func(x, *args))
+        return DeferredLogits.of(made, like)
 
     def _loss(
         self,
@@ -291,10 +291,6 @@ def _gathers(hook: Any) -> bool:
 
 def _rows_loss(weight: Any, bias: Any, options: Any, hidden: Tensor, target: Tensor) -> Tensor:
     return linear_cross_entropy(hidden, weight, target, bias, **options)
-
-
-def _called(func: Any, args: Any, x: Tensor) -> Tensor:
-    return func(x, *args)
 
 
 def _real(value: Any) -> Any:

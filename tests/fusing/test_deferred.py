@@ -78,6 +78,11 @@ def cut(z, labels):
     return shifted(z[:, :-1], labels[:, :-1]) + F.cross_entropy(z[0], labels[0]) + last
 
 
+def none(z, labels):
+    z, labels = z[..., :0, :][..., :-1, :], labels[..., :0]
+    return F.cross_entropy(z.reshape(-1, V), labels.flatten(), reduction="sum")
+
+
 def twice(z, labels):
     return loss_of(z, labels) + loss_of(z.float() / 2, labels)
 
@@ -143,7 +148,7 @@ def by_function(z, labels):
     return Square.apply(z * 0.5).sum() + loss_of(z, labels)
 
 
-NOTED = [loss_of, shifted, capped, scaled, rows, cut, twice]
+NOTED = [loss_of, shifted, capped, scaled, rows, cut, none, twice]
 READ = [weighted, over_dimensions, likely, written, rectified, negative, by_function, in_classes]
 READ += [inferred, infinite]
 
