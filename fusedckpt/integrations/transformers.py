@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from fusedckpt.autograd import arguments
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.fusing import reasons
@@ -129,10 +130,11 @@ def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> 
     `gradient_checkpointing_disable()` ends it, enabling it anew brings torch's back.
 
     Raises:
-        TypeError: `save_regions` are not strings.
+        TypeError: `model` is not an nn.Module, or `save_regions` are not strings.
         ValueError: no gradient checkpointing is enabled, or it runs another function than torch's
             checkpoint, as `offload=True` has it; on the first call: use_reentrant=True.
     """
+    arguments.module("use_checkpoint", "model", model)
     given = {"save_regions": patterns_of(save_regions)}
     for module, function in _checkpointing(model):
         ours: Any = partial(checkpoint, *function.args, **{**function.keywords, **given})

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedckpt.autograd import arguments
 from fusedckpt.autograd.levels import LEVELS, Chunked, saving
 from fusedckpt.checkpointing.sequential import Span
 from fusedckpt.planning import roles
@@ -73,7 +74,7 @@ class Plan:
                 already. The model is unchanged.
         """
         if not isinstance(model, nn.Module):
-            raise TypeError(f"Plan.apply: expected an nn.Module, got {type(model).__name__}")
+            arguments.wrong_type("Plan.apply", "model", "an nn.Module", model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         if any(roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
@@ -95,7 +96,12 @@ class Plan:
         """Undo `apply` for the units of `model`, or of all models that this plan was applied to.
 
         Pass `model` for a copy of a planned model, or a loaded one.
+
+        Raises:
+            TypeError: `model` is not an nn.Module.
         """
+        if model is not None and not isinstance(model, nn.Module):
+            arguments.wrong_type("Plan.undo", "model", "an nn.Module or None", model)
         given = [ref() for ref in self._applied] if model is None else list(model.modules())
         for module in given:
             if module is not None and roles.is_assigned(module):

@@ -198,6 +198,8 @@ def test_attention_is_not_run_again():
     assert FuseCallback(**given).save_regions == ("attention",)
     with pytest.raises(TypeError, match="save_regions must be strings"):
         use_checkpoint(model, [1])
+    with pytest.raises(TypeError, match="use_checkpoint: model must be a module, got int"):
+        use_checkpoint(3)
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -104,8 +104,12 @@ def test_apply_changes_nothing_where_it_cannot(plan):
     other = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"Plan\.apply: Sequential has no unit 'blocks\.0'"):
         plan.apply(other)
-    with pytest.raises(TypeError, match=r"Plan\.apply: expected an nn\.Module, got list"):
+    with pytest.raises(TypeError, match=r"Plan\.apply: model must be an nn\.Module, got list"):
         plan.apply([other])
+    with pytest.raises(
+        TypeError, match=r"Plan\.undo: model must be an nn\.Module or None, got list"
+    ):
+        plan.undo([other])
     model = plan.apply(transformer(4, fused=True))
     with pytest.raises(ValueError, match="a plan is applied"):
         plan.apply(model)
