@@ -145,8 +145,8 @@ class Grouped(Op):
         y = _products(rows, weight if self.is_transposed else weight.mT, route)
         if bias is not None:
             s = rows.new_ones(len(rows), 1) if scores is None else routed.of_rows(scores, route)
-            # in the dtype of the scores, which may be wider
-            y = y + _products(s, bias[:, None].to(s.dtype), route).to(y.dtype)
+            wide = torch.promote_types(s.dtype, y.dtype)
+            y = y + _products(s.to(wide), bias[:, None].to(wide), route).to(y.dtype)
         return routed.per_token(y, route)
 
 
