@@ -43,11 +43,15 @@ _FACTORS = "peft.tuners.lora.layer._LoraFactorsProxy"
 
 
 class ExpertsMatch(NamedTuple):
-    """The experts that a module computes; held: state that must not change."""
+    """The experts that a module computes; held: state that must not change.
+
+    is_own: whether the class's own forward computes the same, not transformers' functions alone.
+    """
 
     gating: Gating
     is_transposed: bool
     held: tuple[Held, ...]
+    is_own: bool = True
 
 
 class FusedExperts(Swapped):
@@ -91,7 +95,7 @@ def fused(
     # other implementations than eager multiply in the weights' dtype, and ignore autocast
     ignores = not _is_eager(module)
     is_on = dispatch.autocast_dtype(x.device) is not None
-    if x.dtype != dtype and not (ignores or is_on):
+    if not (ignores or match.is_own) or (x.dtype != dtype and not (ignores or is_on)):
         return "dtype", x.dtype
     off = torch.autocast(x.device.type, enabled=False) if ignores and is_on else nullcontext()
     with off:
@@ -241,9 +245,12 @@ def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
 
 def checked(module: nn.Module, swap: Swap, verify: bool) -> Swap | str:
     """Return a swap with the bytes saved per token for two experts, or how it changes results."""
-    # the own forward of some multiplies in float32
-    routed = replace(swap, run=partial(_routed, "eager" if _is_eager(module) else "batched_mm"))
-    problem = difference(module, routed) if verify else None
+    problem = difference(module, replace(swap, run=partial(_routed, "eager"))) if verify else None
+    if problem is not None and not _is_eager(module):
+        # the own forward of some multiplies in float32
+        problem = difference(module, replace(swap, run=partial(_routed, "batched_mm")))
+        match = swap.attributes["_fusedckpt_match"]._replace(is_own=False)
+        swap = replace(swap, attributes={**swap.attributes, "_fusedckpt_match": match})
     if problem is not None:
         return problem
     # transformers' grouped_mm runs on meta tensors in bfloat16 alone

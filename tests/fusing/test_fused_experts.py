@@ -202,9 +202,23 @@ class Config:
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_compared_with_the_implementation_that_runs(implementation):
     module = Widened(implementation).to(DEVICE, torch.bfloat16)
-    report = fuse(module)
+    eager, report = copy.deepcopy(module), fuse(module)
     assert list(report.swapped or report.left) == [""]
     assert bool(report.swapped) == (implementation != "eager")
+    if report.swapped:
+        x, index, scores = inputs(torch.bfloat16)
+        module(x, index, scores)
+        assert not report.fallbacks
+        for one in (module, eager):
+            one.config._experts_implementation_internal = "eager"
+        assert torch.equal(module(x, index, scores), eager(x, index, scores))
+        assert report.fallbacks
+
+
+def test_batched_products_are_more_exact():
+    """So experts are compared with their class's own forward first."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 8}
+    assert fuse(experts("Mixtral", "grouped_mm", **sizes)).swapped
 
 
 @pytest.mark.parametrize(
