@@ -279,3 +279,18 @@ def test_compiled():
     if DEVICE.type == "cpu":
         assert saved.nbytes == UNIT + LSE
     torch.testing.assert_close(torch.autograd.grad(y.sum(), [x]), expected)
+
+
+def test_arguments_that_hooks_lay_out_anew():
+    """A view of an argument that comes back contiguous."""
+    cut = region(lambda q: q[:, 1:].sin() * q[:, :-1], "attention")
+    leaf, hooks = (
+        randn(5, 4),
+        (lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t),
+    )
+    found = []
+    for run in (lambda fn, x: fn(x), partial(checkpoint, save_regions="attention")):
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            y = run(lambda q: cut(q).exp(), leaf.t() * 1)
+        found += torch.autograd.grad(y.sum(), [leaf])
+    assert torch.equal(*found)
