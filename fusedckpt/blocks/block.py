@@ -117,10 +117,15 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
     if call.num_seeds:
         tensors = (*tensors, draw_seeds(x, call.num_seeds))
     read = x if call.read is None else x.to(call.read)
+    share = None
     if phase is None and call.shares and hasattr(x.grad_fn, "source"):
-        y = norm_sharing.apply(partial(Block.apply, call, phase), x, read, *tensors)
-    else:
+        share = norm_sharing.apply
+    elif phase is None and call.is_norm and x.grad_fn is not None:
+        share = norm_sharing.apply_norm
+    if share is None:
         y = Block.apply(call, phase, read, *tensors)
+    else:
+        y = share(partial(Block.apply, call, phase), x, read, *tensors)
     return x + y if call.adds_after else y
 
 

@@ -89,8 +89,9 @@ class Call:
         self.others, self.level, self.inside = others, level, inside
         self.chunks, self.direct = chunks, direct
         self.read, self.adds_after, self.num_seeds = read, adds_after, num_seeds
-        # whether it may save a norm's input in place of the norm's output
-        self.shares = len(program.results) == 1 and not isinstance(program.steps[0].op, Norm)
+        # whether it may save a norm's input in place of the norm's output, or a stand-in for x
+        is_one, is_norm = len(program.results) == 1, isinstance(program.steps[0].op, Norm)
+        self.shares, self.is_norm = is_one and not is_norm, is_one and is_norm
         self.num_inputs, self.num_dims = len(program.inputs), program.num_dims
         self.names = (*program.inputs, *range(len(program.params)))
         self.dtypes = tuple([None if meta is None else meta.dtype for meta in metas])

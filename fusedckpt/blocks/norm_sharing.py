@@ -4,7 +4,8 @@ The norm saves its input x anyway. The layer saves n as usual; hooks on that sav
 by x, and recompute n when backward reads it, so gradients of any order, hooks on n and other
 readers of n are unchanged. A norm notes its inputs on its node, and a reader uses them while n is
 unmodified (writes through `.data` are not detected, as in autograd). A layer that reads rows
-gathered from several ranks likewise saves its own rows, and gathers again.
+gathered from several ranks likewise saves its own rows, and gathers again. A norm that reads the
+output of a module that backward runs again saves nothing: that run makes the output, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.private import Hooks
 from fusedckpt.blocks import ops, run
 
+# where the node of a module's output has its `Output`
+OUTPUT = "fusedckpt output"
+
 
 class Source(NamedTuple):
     """How to recompute a norm's result from its node's first saved tensor and the parameters.
@@ -34,6 +38,33 @@ class Source(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     versions: tuple[int, ...]
+
+
+class Output(NamedTuple):
+    """An output of a module that runs again in backward.
+
+    segment: a weak reference to the checkpoint that does, as a node outlives what it saves; place:
+    among the outputs; given: the module's parameters; versions: of the output.
+    """
+
+    segment: Any
+    place: int
+    given: Versioned
+    versions: tuple[int, ...]
+
+
+class MadeAgain(NamedTuple):
+    """What is saved in place of an output: a stand-in, and the reader's dtype."""
+
+    segment: Any
+    kept: Any
+    given: Versioned
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """Return the output; the module's own backward, which checks parameters, may be over."""
+        self.given.read()
+        return self.segment.unpack(self.kept).to(self.dtype)
 
 
 class Recipe:
@@ -118,29 +149,54 @@ def _normalised(call: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None
 
 
 def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> Any:
-    """Run a block on `read`, its first input, which is n in its compute dtype.
+    """Run a block on `read`, its first input, which is n in its compute dtype; save no n.
 
     Only if there are no saved-tensor hooks, or only counting ones.
     """
-    found = made_from(n)
+    found, run = made_from(n), partial(function, read, *args)
     if found is None:
-        return function(read, *args)
+        return run()
+    again = n.grad_fn.source.again  # type: ignore[union-attr]  # noted
+    return _replacing(run, lambda: Recipe(again, None, found, read.dtype), found)
+
+
+def apply_norm(function: Callable[..., Any], x: Tensor, read: Tensor, *args: Any) -> Any:
+    """Run a norm on `read`, x in its compute dtype; save no x that a module's second run makes.
+
+    Under the same rule.
+    """
+    run, node = partial(function, read, *args), x.grad_fn
+    output: Output | None = None if node is None else node.metadata.get(OUTPUT)  # type: ignore[attr-defined]  # a dict
+    if output is None or output.versions != versions_of(x) or private.hooks_of(x):
+        return run()
+    if (segment := output.segment()) is None:
+        return run()
+
+    def kept() -> MadeAgain:
+        return MadeAgain(segment, segment.pack_output(output.place, x), output.given, read.dtype)
+
+    return _replacing(run, kept)
+
+
+def _replacing(
+    run: Callable[[], Any], make: Callable[[], Any], given: Sequence[Tensor | None] = ()
+) -> Any:
+    """Run a block; save what `make` returns in place of its first input. given: counted for it."""
     with uncounted() as count:
         # hooks can be set only on tensors saved without hooks
         if private.top_hooks() is None:
-            y = function(read, *args)
+            y = run()
             saved, inputs = y.grad_fn.saved_tensors, y.grad_fn.saved.inputs
             if 0 in inputs and (raw := private.raw_saved(y.grad_fn)):
-                recipe = Recipe(n.grad_fn.source.again, None, found, read.dtype)  # type: ignore[union-attr]  # noted
-                place = inputs.index(0)
-                # the pack hook is called at once, and frees n
-                raw[place].register_hooks(lambda _: recipe, unpack)
-                saved = *found, *saved[:place], *saved[place + 1 :]
+                kept, place = make(), inputs.index(0)
+                # the pack hook is called at once, and frees the input
+                raw[place].register_hooks(lambda _: kept, unpack)
+                saved = *given, *saved[:place], *saved[place + 1 :]
             for tensor in saved:
                 if tensor is not None and count is not None:
                     count(tensor)
             return y
-    return function(read, *args)
+    return run()
 
 
 def made_from(n: Tensor) -> tuple[Tensor | None, ...] | None:

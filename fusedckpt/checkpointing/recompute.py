@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases
 from fusedckpt.autograd.phases import Likes, Tensors
-from fusedckpt.autograd.private import uncompiled
+from fusedckpt.autograd.private import pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
 from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
@@ -133,6 +133,9 @@ class Recompute(Keeper):
                 self._segment.contexts[1],
             ):
                 result = call.again(made)
+                if call is self._segment.calls[-1]:
+                    for place in self._segment.outputs:
+                        self.pack(pytree.tree_leaves(result)[place])
             if run is not None:
                 run.see("the segment", result)
             # the next call gets the parts of it that it needs

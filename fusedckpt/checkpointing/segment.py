@@ -115,6 +115,11 @@ class Segment(Trace, Keeper):
             if node is not None and id(leaf) not in known:
                 node.metadata[NODE_KEY] = weakref.ref(self)
 
+    def pack_output(self, place: int, output: Tensor) -> Packed:
+        """Return the stand-in for an output at a place, for which a recompute runs to its end."""
+        self.outputs.append(place)
+        return self.pack(output)
+
     @uncompiled
     def pack(self, tensor: Tensor) -> Packed:
         """Return the stand-in that autograd keeps in the tensor's place."""

@@ -11,6 +11,7 @@ and all between these and attention. A module without norms, which would save no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels, phases
+from fusedckpt.autograd.backward import Versioned, versions_of
+from fusedckpt.autograd.private import pytree
+from fusedckpt.blocks.norm_sharing import OUTPUT, Output
 from fusedckpt.checkpointing.attention import LINEAR, NAME
 from fusedckpt.checkpointing.calls import ATOMS, objects_in
 from fusedckpt.checkpointing.segment import NODE_KEY, checkpoint
@@ -94,18 +98,22 @@ class FusedAttention(Swapped):
 
     def _look_at(self, y: Any, way: tuple[Any, ...]) -> None:
         """Note that attention runs again; where it gains nothing, later calls are as ever."""
-        for one in objects_in(y):
+        for place, one in enumerate(pytree.tree_leaves(y)):
             node: Any = one.grad_fn if isinstance(one, Tensor) else None
             segment = node and node.metadata.get(NODE_KEY, lambda: None)()
             if not segment:
                 continue
-            found = None if NAME in (one.name for one in segment.records) else "unseen"
-            if found is None and any(one.outputs is None for one in segment.records):
+            found = None if NAME in (record.name for record in segment.records) else "unseen"
+            if found is None and any(record.outputs is None for record in segment.records):
                 found = "large" if way[0] else "again"
             if found in ("unseen", "large"):
                 self.__dict__[_SEEN] = way, found
             if found is not None:
                 fallbacks.note(self, (found, ""))
+            elif not (way[0] or dispatch.has_hooks(self)):
+                # a norm of it saves nothing; hooks may gather weights for the call alone
+                given = Versioned(*self.parameters())
+                node.metadata[OUTPUT] = Output(weakref.ref(segment), place, given, versions_of(one))
             return
 
 
