@@ -91,7 +91,8 @@ class Operands(NamedTuple):
 class Deferred:
     """How logits come about: `call` of those of `parent`, or the linear of the operands.
 
-    made: the real logits; is_spent: whether a loss was computed without them.
+    made: the real logits, owner: a reference to the tensor that has them; is_spent: whether a loss
+    was computed without them.
     """
 
     def __init__(self, operands: Operands, parent: Deferred | None = None, call: Any = None):
@@ -99,6 +100,7 @@ class Deferred:
         self.call: Callable[[Tensor], Tensor] = call or operands.linear
         self.made: Tensor | None = None
         self.is_spent = False
+        self.owner: Callable[[], Any] = lambda: None
         self.hooks: list[Callable[[Tensor], Any]] = []
         # of the head's operands; and all logits made of these
         self.versions = self._versions() if parent is None else parent.versions
@@ -134,6 +136,11 @@ class Deferred:
                 for reference in self.family:
                     if (one := reference()) is not None and one.made is None:
                         one._make()
+            for reference in self.family:
+                one = reference()
+                if one is not None and one is not self and one.owner() is None:
+                    # only a step to others, such as the logits before a softcap
+                    one.made = None
         assert self.made is not None
         return self.made
 
@@ -181,6 +188,7 @@ class DeferredLogits(Tensor):
             given = [root.weight] if root.bias is None else [root.weight, root.bias]
             made = Rerun.apply(run, root.hidden, *given)
         made.deferred = deferred
+        deferred.owner = weakref.ref(made)
         return made
 
     @property

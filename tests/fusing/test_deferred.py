@@ -316,8 +316,11 @@ def test_left():
 
 
 def test_frees_logits_without_gc():
-    """Logits that were read are held by no cycle."""
+    """Logits that were read are held by no cycle, and those before a softcap by nothing."""
     _, model = pair()
+    z = torch.tanh(model(ids()) / 3.0) * 3.0
+    z.sum().backward()
+    assert [one.made is None for one in z.deferred.line] == [False, True, True, True]
     gc.disable()
     try:
         z = model(ids())
