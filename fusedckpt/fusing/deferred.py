@@ -80,8 +80,10 @@ class Operands(NamedTuple):
         with cast_by(self.hidden.device, self.cast):
             rows = target.reshape(self.hidden.shape[:-1])
             loss = self.head._fusedckpt_loss(run, self.hidden, rows)
-        # autocast runs the loss in float32
-        loss = loss if autocast_dtype(loss.device) else loss.to(dtype)
+        if autocast_dtype(loss.device) is not None:
+            # it runs the loss in float32
+            dtype = torch.promote_types(dtype, torch.float32)
+        loss = loss.to(dtype)
         loss = loss.reshape(target.shape) if loss.dim() else loss
         if self.style is None or self.style.is_local:
             return loss

@@ -53,7 +53,8 @@ class DeferredHead(nn.Module):
         if style is not None:
             x = x if is_sharded(x) else placed(x, style.mesh, style.input)
             x = x.redistribute(placements=[library().Replicate()])
-        cast = autocast_dtype(x.device)
+        # autocast leaves float64 as it is
+        cast = None if x.dtype == torch.float64 else autocast_dtype(x.device)
         operands = Operands(x, weight, self.bias, cast, self, style)  # type: ignore[arg-type]  # nn.Linear's
         like = torch.empty(*x.shape[:-1], weight.shape[0], dtype=cast or x.dtype, device="meta")
         return DeferredLogits.of(Deferred(operands), like)

@@ -173,7 +173,7 @@ def test_losses(loss):
         assert torch.equal(z.detach(), eager(ids()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dtypes(dtype, autocast):
     eager, fused = (model.to(dtype) for model in pair(bias=False))
@@ -181,9 +181,9 @@ def test_dtypes(dtype, autocast):
     for model in (eager, fused):
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
             z = model(ids())
-            value = loss_of(z.float() if dtype == torch.bfloat16 else z, ids())
+            value = loss_of(z if dtype == torch.float32 else z.float(), ids())
         found.append([value, *torch.autograd.grad(value, [*model.parameters()])])
-    assert z.dtype == eager(ids()).dtype if not autocast else torch.bfloat16
+        assert z.dtype == (torch.bfloat16 if autocast and dtype != torch.float64 else dtype)
     assert found[0][0].dtype == found[1][0].dtype
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-3)
 
