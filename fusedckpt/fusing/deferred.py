@@ -21,6 +21,7 @@ from torch import Tensor
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.private import pytree
+from fusedckpt.checkpointing.determinism import same_bits
 from fusedckpt.fusing.sharing import Rerun, cast_by
 from fusedckpt.layers.head import linear_cross_entropy
 from fusedckpt.layers.parallel import Style, is_sharded, library, parts_of, placed
@@ -163,7 +164,8 @@ class Deferred:
         old, new = self.sample, _sample(self.root.operands.weight)
         if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
             return True
-        return not (old.is_meta or torch.equal(old, new))
+        # a NaN is itself
+        return not (old.is_meta or same_bits(old, new))
 
     def _versions(self) -> tuple[int, ...]:
         return versions_of(*parts_of(*self.root.operands[:3]))

@@ -177,7 +177,7 @@ def of_module(module: nn.Module, kind: str, found: str | None) -> str:
         other = "it is no LayerNorm or RMSNorm over its input's last dimension"
     else:
         other = "its linears and activation are no block, or are called beside other layers"
-        if any(p is not None and p.dim() == 3 for p in module._parameters.values()):
+        if _has_experts(module) or any(_is_products(child) for _, child in _children(module)):
             other = "the weights of its experts are not gate_up_proj and down_proj"
     return of_parts(module) or found or other
 
@@ -186,7 +186,7 @@ def kind_of(module: nn.Module) -> str | None:
     """Return the kind that a module looks like, "norm", "mlp" or "linear"; None for others."""
     if _is_norm(module):
         return "norm"
-    linears = sum(_is_linear(child) for _, child in _children(module))
+    linears = sum(_is_linear(child) or _is_products(child) for _, child in _children(module))
     # a lazy parameter has no dimensions, and a scale of channels one size alone
     own = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
     count = linears + sum(sum(n > 1 for n in p.shape) >= 2 for p in own)
@@ -254,6 +254,18 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{key}", inner) for key, inner in child.named_children())
         else:
             yield name, child
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a module of no library of torch's has a matrix for each of several experts."""
+    weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+    is_own = not type(module).__module__.startswith("torch.")
+    return is_own and any(p.dim() == 3 and min(p.shape) > 1 for p in weights)
+
+
+def _is_products(module: nn.Module) -> bool:
+    """Whether it multiplies by experts' matrices, and has no activation, which is its parent's."""
+    return _has_experts(module) and not _activates(module, _ACTIVATIONS)
 
 
 def _is_linear(child: nn.Module) -> bool:

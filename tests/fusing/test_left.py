@@ -71,6 +71,17 @@ class Experts(nn.Module):
         return (up * gate * torch.sigmoid(gate)) @ self.down[index]
 
 
+class Products(nn.Module):
+    """The experts' matrices of JetMoe, in a module of their own."""
+
+    def __init__(self, out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, out, D))
+
+    def forward(self, x, index):
+        return torch.einsum("end,btd->btn", self.weight[index], x)
+
+
 class ResNet(nn.Module):
     """Its activation follows a convolution; its linear is the classifier."""
 
@@ -97,6 +108,7 @@ def doubling(kind):
     return type(f"My{kind.__name__}", (kind,), {"forward": forward})
 
 
+OTHER_EXPERTS = "the weights of its experts are not gate_up_proj and down_proj"
 KINDS = nn.Linear, nn.GELU, nn.Sequential, nn.RMSNorm
 MyLinear, MyGELU, MySequential, MyRMSNorm = map(doubling, KINDS)
 
@@ -221,7 +233,8 @@ LEFT = {
     ),
     "written inside": (Inlined, "", "its forward computes native_layer_norm"),
     "raw weights": (Raw, "", "its forward computes gelu, cumsum"),
-    "experts": (Experts, "", "the weights of its experts are not gate_up_proj and down_proj"),
+    "experts": (Experts, "", OTHER_EXPERTS),
+    "experts' products": (lambda: Computing(many, Products(D), Products(D)), "", OTHER_EXPERTS),
     "pooler": (
         lambda: Computing(lambda x, act, dense: act(dense(x[:, 0])), nn.Linear(D, D)),
         "",
