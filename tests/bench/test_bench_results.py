@@ -121,7 +121,7 @@ def test_committed_results_can_be_drawn_and_compared(tmp_path, monkeypatch, caps
     assert (tmp_path / "demo-cpu.png").read_bytes().startswith(b"\x89PNG")
     path = str(RESULTS / "cpu/run.jsonl")
     assert main(["compare", path, path]) == 0
-    assert "no change in 10 cases" in capsys.readouterr().out
+    assert "no change in 13 cases" in capsys.readouterr().out
 
 
 def test_the_front_is_what_nothing_beats():
