@@ -316,10 +316,9 @@ OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
 
 
 def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not callable(function):
-        arguments.wrong_type("checkpoint", "function", "callable", function)
-    if not callable(options.context_fn):
-        arguments.wrong_type("checkpoint", "context_fn", "callable", options.context_fn)
+    for name, value in (("function", function), ("context_fn", options.context_fn)):
+        if not callable(value):
+            arguments.wrong_type("checkpoint", name, "callable", value)
     # torch's switches, where they are set
     debug, early_stop = private.stock_switches()
     debug = options.debug if debug is None else debug

@@ -6,7 +6,6 @@ import copy
 import pickle
 import sys
 import types
-import weakref
 
 import pytest
 import torch
@@ -132,16 +131,6 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class PostNormed(Layer):
-    """With norms of results, as OLMo 2 has; `between` gets attention's result."""
-
-    between = staticmethod(lambda y: y)
-
-    def forward(self, x, **options):
-        x = x + self.norm1(self.between(self.attention(x, **options)))
-        return x + self.mlp(self.norm2(x))
-
-
 def pair(kind, layer=Layer, **options):
     torch.manual_seed(0)
     eager = nn.ModuleList([layer(kind())]).to(DEVICE)[0]
@@ -193,73 +182,6 @@ def test_saves_input_output_and_log_sum_exp(kind):
     assert saved_bytes(model, [x]) == 2 * T * (3 * 4 * D + 4 * H)
     unfuse(model)
     assert_equal(model, eager, x)
-
-
-@pytest.mark.parametrize("kind", [Own, OfTorch])
-def test_a_norm_of_the_result_saves_nothing(kind):
-    """The recompute runs to its end, one GEMM more, also for second derivatives."""
-    eager, model, report = pair(kind, PostNormed)
-    x = randn(2, T, D, dtype=torch.float64)
-    assert_equal(model.double(), eager.double(), x)
-    # x, attention's output and the second norm's input
-    assert saved_bytes(model, [x]) == 2 * T * (3 * 8 * D + 8 * H)
-    for each in (eager, model):
-        each.mlp = nn.Identity()
-    counts = [len(gemms(lambda m=m: grads(m, x))) for m in (eager, model)]
-    if kind is Own:
-        # qkv and proj
-        assert counts[1] == counts[0] + 2
-    if DEVICE.type == "cpu":
-        assert count(lambda: grads(model, x)) == 1
-    found = []
-    for each in (eager, model):
-        # attention itself has no second derivatives
-        y, weight = each(x.detach()), each.norm1.weight
-        args = y.square().sum(), weight
-        (first,) = torch.autograd.grad(*args, create_graph=True)
-        (again,) = torch.autograd.grad(*args, retain_graph=True)
-        found.append([first, again, *torch.autograd.grad(first.square().sum(), weight)])
-    torch.testing.assert_close(*found)
-    assert report.fallbacks == {}
-    # the graph that is left holds nothing
-    loss = model(made := x * 1).sum()
-    loss.backward()
-    left = weakref.ref(made.untyped_storage())
-    del made
-    assert left() is None
-
-
-def test_a_norm_of_the_result_of_other_weights():
-    _, model, _ = pair(Own, PostNormed)
-    y = model.attention(randn(2, T, D))
-    n = model.norm1(y)
-    y.sum().backward(retain_graph=True)
-    with torch.no_grad():
-        model.attention.proj.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(n.sum(), model.norm1.weight)
-
-
-def write(y):
-    return y.mul_(2)
-
-
-def watch(y):
-    y.register_hook(lambda dy: dy * 2)
-    return y
-
-
-@pytest.mark.parametrize("case", ["written", "watched", "hooked", "preact"])
-def test_a_norm_of_a_result_that_may_not_be_made_again(case):
-    kind, save = (Normed, "preact") if case == "preact" else (Own, "inputs")
-    eager, model, _ = pair(kind, PostNormed, save=save)
-    for each in (eager, model):
-        each.between = {"written": write, "watched": watch}.get(case, each.between)
-        if case == "hooked":
-            each.attention.register_forward_hook(lambda *_: None)
-    x = randn(2, T, D, dtype=torch.float64)
-    assert_equal(model.double(), eager.double(), x)
-    assert saved_bytes(model, [x]) >= 2 * T * (4 * 8 * D + 8 * H)
 
 
 @pytest.mark.parametrize("save", ["gate", "preact"])
