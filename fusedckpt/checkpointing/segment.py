@@ -296,16 +296,18 @@ def checkpoint(
         if context_fn is not stock.noop_context_fn:
             # Dynamo does not take the default where it is named
             kwargs["context_fn"] = context_fn
-        return stock.checkpoint(
-            partial(_at_inputs, function),
-            *args,
-            use_reentrant=False,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            preserve_rng_state=preserve_rng_state,
-            **kwargs,
-        )
+        # fused layers save nothing of their own; torch 2.11 takes no such change in the function
+        with saving("inputs"):
+            return stock.checkpoint(
+                function,
+                *args,
+                use_reentrant=False,
+                determinism_check=determinism_check,
+                debug=debug,
+                early_stop=early_stop,
+                preserve_rng_state=preserve_rng_state,
+                **kwargs,
+            )
     rng = preserve_rng_state, preserve_python_rng
     options = Options(*rng, determinism_check, early_stop, debug, context_fn, patterns)
     return _run(options, function, args, kwargs)
@@ -335,12 +337,6 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
         function = function.func
     options = options._replace(debug=debug, early_stop=early_stop)
     return Segment(options).run(Call(function, args, kwargs, options), args, kwargs)
-
-
-def _at_inputs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, whose fused layers save nothing of their own in a compiled checkpoint."""
-    with saving("inputs"):
-        return function(*args, **kwargs)
 
 
 def is_plain_call() -> bool:

@@ -79,7 +79,7 @@ def checkpoint_sequential(
 
 
 # functions from start to stop, counted within the span around, as a segment: None, or a list of
-# spans where segments are nested in it; or the context in which they run, as no segment
+# spans where segments are nested in it; or, as no segment, what gives the context that they run in
 Span: TypeAlias = tuple[int, int, Any]
 
 
@@ -94,7 +94,7 @@ def halves(count: int, is_inside: bool = False) -> list[Span]:
     while (half := (count - start + (not is_inside)) // 2) > 0:
         spans.append((start, start + half, halves(half, True) if half > 1 else None))
         start += half
-    return [*spans, (start, count, nullcontext())] if is_inside else spans
+    return [*spans, (start, count, nullcontext)] if is_inside else spans
 
 
 def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], input: Any) -> Any:
@@ -107,7 +107,7 @@ def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], i
             input = _checkpointed(options, input, stretch)
             start += stretch.count
         if within is not None:
-            with within:
+            with within():
                 input = _chain(parts[start:stop], input)
     return input
 

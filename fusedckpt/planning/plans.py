@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,10 @@ class Plan:
                 )
             within = None
             if item.level is not None:
-                within = saving(item.level) if item.level in LEVELS else nullcontext()
+                within = partial(saving, item.level) if item.level in LEVELS else nullcontext
             found.append((int(names[0]), int(names[-1]) + 1, within))
         planned = {i for start, stop, _ in found for i in range(start, stop)}
-        rest = [(i, i + 1, nullcontext()) for i in range(count) if i not in planned]
+        rest = [(i, i + 1, nullcontext) for i in range(count) if i not in planned]
         return sorted(found + rest, key=lambda span: span[0])
 
     def save(self, path: str | Path) -> None:
