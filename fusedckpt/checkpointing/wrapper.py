@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.private import ActivationWrapper
@@ -126,7 +127,11 @@ class _Forward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward without a checkpoint; fusing changes the module's class."""
-        return self._own or type(self.__self__).forward.__get__(self.__self__)
+        module = self.__self__
+        if self._own is None and torch.compiler.is_compiling():
+            # torch 2.11 traces no binding of methods
+            return partial(type(module).forward, module)
+        return self._own or type(module).forward.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self.__wrapped__, self._options, args, kwargs)
