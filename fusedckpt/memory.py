@@ -7,7 +7,6 @@ allocations inside an op.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
+from fusedckpt.allocations import open_workspaces, profiled
 from fusedckpt.autograd.private import hide_functions, local_of, storage_key
 
 __all__ = [
@@ -28,17 +28,14 @@ __all__ = [
     "addresses_of",
     "allocator_count",
     "nbytes_of",
-    "open_workspaces",
     "peak_bytes",
     "phases_of",
-    "profiled",
     "saved_tensors",
     "seconds",
     "storages_of",
     "strided",
 ]
 
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MARK = "fusedckpt.mark:"
 
 # sets a marker of that name
@@ -227,31 +224,24 @@ def _on_cpu(run: Callable[[Mark], Any], device: torch.device, resident: int) -> 
         with record_function(_MARK + name):
             pass
 
-    def collect(events: Any) -> None:
-        for event in events:
-            time_ns, name, fields = event.start_time_ns, event.name, event.extra_fields
-            if name == "[memory]" and fields.device.type == "cpu":
-                entries.append((time_ns, 0, fields))
-            elif name.startswith(_MARK):
-                entries.append((time_ns, 1, name.removeprefix(_MARK)))
-            collect(event.children)
-
-    entries: list[tuple[int, int, Any]] = []
-    collect(profiled(lambda: (mark("begin"), run(mark), mark("")), device))
-    entries.sort(key=lambda entry: entry[:2])
-    # a block from before: its size, where one is given, is that of an earlier block there
-    found, blocks = list[Phase](), dict[int, int]()
+    profile = profiled(lambda: (mark("begin"), run(mark), mark("")), device)
+    entries: list[tuple[int, int, str]] = [
+        (event.start_time_ns, 0, event.name.removeprefix(_MARK))
+        for event in profile.events
+        if event.name.startswith(_MARK)
+    ]
+    entries += [(change.time_ns, change.nbytes, "") for change in profile.changes]
+    # of one time, a marker comes last
+    entries.sort(key=lambda entry: (entry[0], not entry[1]))
+    found = list[Phase]()
     name, since, start, peak, live = "", 0, resident, resident, resident
-    for time_ns, is_mark, what in entries:
-        if is_mark:
-            found.append(Phase(name, start, peak, (time_ns - since) / 1e6))
-            name, since, start, peak = what, time_ns, live, live
-        elif what.alloc_size > 0:
-            blocks[what.ptr] = what.alloc_size
-            live += what.alloc_size
+    for time_ns, nbytes, marked in entries:
+        if nbytes:
+            live += nbytes
             peak = max(peak, live)
         else:
-            live -= blocks.pop(what.ptr, 0)
+            found.append(Phase(name, start, peak, (time_ns - since) / 1e6))
+            name, since, start, peak = marked, time_ns, live, live
     # what comes before the first marker is the profiler's
     return found[1:]
 
@@ -291,41 +281,3 @@ def allocator_count() -> str:
     # torch's own allocator knows the request
     is_native = torch.cuda.get_allocator_backend() == "native"
     return "requested_bytes" if is_native else "allocated_bytes"
-
-
-def open_workspaces(device: torch.device | str) -> None:
-    """Have the device's libraries allocate their workspaces, so that they are not counted later.
-
-    cuBLAS allocates 32 MiB in the first GEMM of each thread, and backward has a thread of its own.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones(16, 16, device=device, requires_grad=True)
-        (x @ x).sum().backward()
-
-
-def profiled(fn: Callable[[], Any], device: torch.device | str = "cpu") -> list[Any]:
-    """Run `fn` once, and return the profiler's tree of events, with allocations."""
-    if torch.device(device).type == "cuda":
-        open_workspaces(device)
-    with (
-        _quiet(),
-        torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profiler,
-    ):
-        fn()
-    kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]  # set while profiling
-    return kineto.experimental_event_tree()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the profiler's own messages, of which torch 2.13 has two a run, off stderr."""
-    # read when the profiler is first used; a value set by the user stands
-    given = _LOG_LEVEL in os.environ
-    os.environ.setdefault(_LOG_LEVEL, "99")
-    try:
-        yield
-    finally:
-        if not given:
-            del os.environ[_LOG_LEVEL]

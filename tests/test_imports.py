@@ -11,7 +11,8 @@ PACKAGE = Path(fusedckpt.__file__).parent
 ALLOWED = {
     "kernels": set(),
     "autograd": {"kernels"},
-    "memory": {"autograd"},
+    "allocations": {"autograd"},
+    "memory": {"autograd", "allocations"},
     "blocks": {"kernels", "autograd"},
     "layers": {"kernels", "autograd", "blocks"},
     "functional": {"layers"},
@@ -20,7 +21,7 @@ ALLOWED = {
     "fusing": {
         *("kernels", "autograd", "reference", "blocks", "layers", "memory", "checkpointing"),
     },
-    "reporting": {"autograd", "memory", "layers", "checkpointing", "fusing"},
+    "reporting": {"autograd", "allocations", "memory", "layers", "checkpointing", "fusing"},
     "planning": {"autograd", "memory", "blocks", "layers", "checkpointing", "fusing", "reporting"},
     "integrations": {"autograd", "blocks", "checkpointing", "fusing", "reporting", "planning"},
 }

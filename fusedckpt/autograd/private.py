@@ -345,3 +345,32 @@ def style_functions(style: Any) -> tuple[Any, Any]:
     """Return a parallel style's input and output functions; without it linears run as eager."""
     found = getattr(style, "_prepare_input_fn", None), getattr(style, "_prepare_output_fn", None)
     return found if None not in found else (_none, _none)
+
+
+@contextmanager
+def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """Yield a list that has the actions of CUDA's allocator when the context ends.
+
+    A history that the caller records goes on, and its actions come first. Without it report() sees
+    the free of a tensor that Python drops only when its memory is allocated again.
+    """
+    actions: list[dict[str, Any]] = []
+    # a CPU's torch lacks it
+    is_recording: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    record: Any = getattr(torch.cuda.memory, "_record_memory_history", None)
+    snapshot: Any = getattr(torch.cuda.memory, "_snapshot", None)
+    has_names = None not in (is_recording, record, snapshot)
+    # other allocators have none
+    if not has_names or torch.cuda.get_allocator_backend() != "native":
+        yield actions
+        return
+    is_callers = is_recording()
+    if not is_callers:
+        record("all", context=None, stacks="python")
+    try:
+        yield actions
+        index = torch.cuda.current_device() if device.index is None else device.index
+        actions += snapshot()["device_traces"][index]
+    finally:
+        if not is_callers:
+            record(None)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedckpt.allocations import profiled
 from fusedckpt.fusing.fused_calls import FusedCalls, FusedModule
 from fusedckpt.memory import (
     SavedStorage,
     SavedTensors,
     addresses_of,
     nbytes_of,
-    profiled,
     saved_tensors,
 )
 from fusedckpt.reporting.memory_plot import draw
@@ -173,8 +173,8 @@ def report(
     torch.func.grad and the like cannot be reported, as torch does not allow hooks on saved tensors
     there.
 
-    On a CPU sizes are the requested bytes, on CUDA those of the caching allocator's blocks. With
-    several devices, `timeline` and `resident_bytes` are those of the first parameter's device.
+    Sizes are requested bytes; blocks of CUDA's caching allocator are larger. With several devices,
+    `timeline` and `resident_bytes` are those of the first parameter's device.
 
     Args:
         model: any module. Its name is "(model)"; modules in it have their names in `named_modules`.
@@ -236,10 +236,10 @@ def measure(step: Step) -> MemoryReport:
     device = held[0].device
     resident = step.resident(held)
     watch, calls, counted = Watch(step.model), FusedCalls(step.model), list[SavedTensors]()
-    events = profiled(lambda: counted.append(_taken(step, held, watch, calls)), device)
+    profile = profiled(lambda: counted.append(_taken(step, held, watch, calls)), device)
     (saved,) = counted
     gradients = [x.grad for x in [*parameters, *inputs] if x.grad is not None]
-    found = read(events, device, resident, addresses_of(gradients))
+    found = read(profile, resident, addresses_of(gradients))
     return MemoryReport(
         model=type(step.model).__name__,
         device=str(device),

@@ -1,6 +1,6 @@
 """How memory rises and falls through one training step, and which module runs meanwhile.
 
-The profiler records every allocation and free, also those inside ops. Instant markers that hooks on
+The profiler has every allocation and free, also those inside ops. Instant markers that hooks on
 all modules set say which module's forward runs (hooks of single modules would keep fused layers
 from fusing). In backward nothing is hooked: tensor hooks would hold gradients longer and module
 backward hooks put views around outputs. The profiler's events carry autograd's sequence number
@@ -11,7 +11,7 @@ caching allocator reports to the same profiler; that part has not run on a GPU y
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.profiler import record_function
 
+from fusedckpt.allocations import Change, Profile
 from fusedckpt.checkpointing.module_calls import watched
 
 # in place of a module's name: for the model itself, and for code that runs outside of it
@@ -146,18 +147,12 @@ class _Item(NamedTuple):
     content: Any
 
 
-def read(
-    events: Iterable[Any],
-    device: torch.device,
-    resident: int,
-    gradients: Collection[int] = (),
-) -> Reading:
-    """Read one step from a profile's event tree, where `resident` bytes lived at its start.
+def read(profile: Profile, resident: int, gradients: Collection[int] = ()) -> Reading:
+    """Read one step from a profile, where `resident` bytes lived at its start.
 
-    gradients: where in memory those are that it leaves.
+    gradients: addresses of the gradients that the step leaves.
     """
-    items: list[_Item] = []
-    _collect(events, device, items)
+    items = _items_of(profile)
     items.sort(key=lambda item: item.time_ns)
     reader = _Reader(resident)
     for item in items:
@@ -198,20 +193,19 @@ class _Reader:
         now = self._live, self.phase_name, self.module, 0, self._optimizer
         self.moments.append(Moment(time_ns, *now))
 
-    def memory(self, fields: Any) -> None:
-        """Take an allocation or a free; that of a block from before counts nothing."""
-        if fields.alloc_size > 0:
-            made = self.phase_name, self.module, len(self.moments)
-            block = Block(fields.ptr, fields.alloc_size, *made)
-            self._blocks[fields.ptr], self._total, change = block, block, block.nbytes
+    def memory(self, change: Change) -> None:
+        """Take an allocation or a free."""
+        address, nbytes = change.address, change.nbytes
+        if nbytes > 0:
+            block = Block(address, nbytes, self.phase_name, self.module, len(self.moments))
+            self._blocks[address] = self._total = block
         else:
-            block = self._blocks.pop(fields.ptr, None)
-            change = 0 if block is None else -block.nbytes
-            if self._adds and block is not None:
+            block = self._blocks.pop(address)
+            if self._adds:
                 self._terms.append(Term(block, len(self.moments), self._total))
-        self._live += change
-        if block is not None and block.phase == "optimizer":
-            self._optimizer += change
+        self._live += nbytes
+        if block.phase == "optimizer":
+            self._optimizer += nbytes
 
     def with_gradients(self, addresses: Collection[int]) -> list[Moment]:
         """Return the moments with their bytes of gradients.
@@ -277,30 +271,24 @@ class _Reader:
         self._last = self._running.pop()
 
 
-def _collect(events: Iterable[Any], device: torch.device, found: list[_Item]) -> None:
-    """Add the items of events, and of those within them, that matter."""
-    for event in events:
-        name, fields, start = event.name, event.extra_fields, event.start_time_ns
-        if name == "[memory]":
-            if _same(fields.device, device):
-                found.append(_Item(start, "memory", fields))
-            continue
+def _items_of(profile: Profile) -> list[_Item]:
+    """Return the items of a profile, in no order but that of nodes which end at one time."""
+    items = [_Item(change.time_ns, "memory", change) for change in profile.changes]
+    ends: list[_Item] = []
+    for event in profile.events:
+        name, start = event.name, event.start_time_ns
         if name.startswith(_MARK):
             kind, name = name.removeprefix(_MARK).split(":", 1)
-            found.append(_Item(start, kind, (name, event.start_tid) if kind == "phase" else name))
+            items.append(_Item(start, kind, (name, event.start_tid) if kind == "phase" else name))
             continue
-        number = getattr(fields, "sequence_number", -1)
+        number = getattr(event.extra_fields, "sequence_number", -1)
         is_node = name.startswith(_NODE)
         if is_node or number >= 0:
-            found.append(_Item(start, "node" if is_node else "op", (event.start_tid, number)))
+            items.append(_Item(start, "node" if is_node else "op", (event.start_tid, number)))
         if is_node:
             # those within the node's own function are deeper
             sums = [x for x in event.children if x.name in ("aten::add", "aten::add_")]
-            found += [_Item(x.start_time_ns, "sum", None) for x in sums]
-        _collect(event.children, device, found)
-        if is_node:
-            found.append(_Item(event.end_time_ns, "done", None))
-
-
-def _same(found: torch.device, wanted: torch.device) -> bool:
-    return found.type == wanted.type and (found.type == "cpu" or found.index == wanted.index)
+            items += [_Item(x.start_time_ns, "sum", None) for x in sums]
+            ends.append(_Item(event.end_time_ns, "done", None))
+    # an inner node ends first
+    return items + ends[::-1]

@@ -201,17 +201,6 @@ def test_phases_on_a_cpu():
     ]
 
 
-def test_workspaces_are_there_before_anything_is_counted(monkeypatch):
-    """In the thread of the forward and in that of the backward; a CPU has none."""
-    with torch.no_grad():
-        memory.open_workspaces(DEVICE)
-    called = []
-    monkeypatch.setattr(memory, "open_workspaces", called.append)
-    memory.profiled(lambda: called.append("fn"), "cuda:0")
-    memory.profiled(lambda: None)
-    assert called == ["cuda:0", "fn"]
-
-
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU beside the CPU")
 def test_devices_are_counted_apart():
     def run():

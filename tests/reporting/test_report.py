@@ -69,10 +69,21 @@ def test_peak_with_an_optimizer_is_that_of_a_later_step(name):
     assert again.resident_bytes == found.resident_bytes
 
 
+class Drops(nn.Module):
+    """Its temporary is freed by Python, between two ops."""
+
+    def forward(self, x):
+        for _ in range(4):
+            x = x.sin() + 1
+        return x
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_peak_on_a_gpu_is_the_allocators():
-    model, x = mlp().cuda(), given(R, D).cuda()
-    run = partial(step, model, (x,), {}, squares)
+@pytest.mark.parametrize("width", [D, 128], ids=["part of a block", "a block"])
+@pytest.mark.parametrize("last", [nn.Identity, Drops])
+def test_peak_on_a_gpu_is_the_allocators(width, last):
+    model = nn.Sequential(nn.Linear(width, width), nn.GELU(), last()).cuda()
+    run = partial(step, model, (x := given(R, width).cuda(),), {}, squares)
     # the first step sets up libraries
     run()
     model.zero_grad()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import plan, report
+from fusedckpt.allocations import Change, Profile
 from fusedckpt.reporting.tables import size
 from fusedckpt.reporting.timeline import read
 
@@ -227,7 +228,6 @@ def test_backwards_in_another_thread():
     """A GPU's: a recompute in it numbers its ops as the forward's thread did others."""
     node = "autograd::engine::evaluate_function: "
     again = event("aten::mm", 32, tid=2, sequence_number=0)
-    memory = {"device": torch.device("cpu"), "ptr": 1, "alloc_size": 64}
     events = [
         event("fusedckpt.report:phase:forward", 10),
         event("fusedckpt.report:enter:first", 11),
@@ -238,11 +238,10 @@ def test_backwards_in_another_thread():
         event("fusedckpt.report:leave:", 16),
         event("fusedckpt.report:phase:backward", 20),
         event(f"{node}Second", 30, again, tid=2, end=39, sequence_number=1),
-        event(
-            f"{node}First", 40, event("[memory]", 41, **memory), tid=2, end=49, sequence_number=0
-        ),
+        again,
+        event(f"{node}First", 40, tid=2, end=49, sequence_number=0),
     ]
-    found = read(events, torch.device("cpu"), 0)
+    found = read(Profile(events, [Change(41, 1, 64)]), 0)
     assert found.moments[-1][1:4] == (64, "backward", "first")
 
 
