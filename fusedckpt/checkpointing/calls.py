@@ -233,8 +233,8 @@ class Call:
         self.inner = Versioned(*inner) if inner else None
         self.surroundings = Surroundings(objects, *options[:2])
 
-    def again(self, made: dict[Any, Any]) -> Any:
-        """Call `fn` again; in `made` the calls of one recompute leave objects for others."""
+    def arguments(self, made: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments; of tensors that earlier calls of one recompute left in `made`."""
         values, tensors = [], dict[Argument, Tensor]()
         for held in self.held:
             if isinstance(held, Argument):
@@ -243,7 +243,10 @@ class Call:
                 held = tensors[held]
             values.append(held)
         count = len(values) - len(self._names)
-        return self.fn(*values[:count], **dict(zip(self._names, values[count:], strict=True)))
+        return values[:count], dict(zip(self._names, values[count:], strict=True))
+
+    def leave(self, result: Any, made: dict[Any, Any]) -> None:
+        """Leave in `made` the parts of a result that later calls of this recompute take."""
 
 
 class Trace:

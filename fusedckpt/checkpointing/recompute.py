@@ -98,13 +98,11 @@ class Recompute(Keeper):
         segment = self._segment
         run = segment.watched and Run(segment.calls[0].fn, segment.watched)
         self._leaves = calls.Leaves()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
         try:
             for call in segment.calls:
                 if call.inner is not None:
                     call.inner.read()
-            with hooks, torch.enable_grad(), nullcontext() if run is None else run.watched():
-                self._run_calls(run)
+            self._run_calls(run)
         except Stop:
             pass
         except Exception:
@@ -123,23 +121,30 @@ class Recompute(Keeper):
         self._check(segment, run)
 
     def _run_calls(self, run: Run | None) -> None:
-        made = {}
+        made: dict[Any, Any] = {}
         for call in self._segment.calls:
+            # before anything is entered: an enclosing checkpoint may have to recompute them, which
+            # is to run in its own contexts alone
+            args, kwargs = call.arguments(made)
             # the context may count operations: buffers are put back outside of it
             with (
+                torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor),
+                torch.enable_grad(),
+                nullcontext() if run is None else run.watched(),
                 call.surroundings.restored(),
                 recomputed(call.fn),
                 functions_called(self),
                 self._segment.contexts[1],
             ):
-                result = call.again(made)
+                result = call.fn(*args, **kwargs)
                 if call is self._segment.calls[-1]:
                     for place in self._segment.outputs:
                         self.pack(pytree.tree_leaves(result)[place])
+            call.leave(result, made)
             if run is not None:
                 run.see("the segment", result)
             # the next call gets the parts of it that it needs
-            del result
+            del result, args, kwargs
 
     def _check(self, segment: Trace, run: Run | None) -> None:
         """Raise where the recompute did not do the same as the forward."""

@@ -88,9 +88,10 @@ def why_not_again(segment: Noting) -> str:
     try:
         for at, name, x in values:
             at[name] = 2 * x + 1
+        args, kwargs = call.arguments({})
         hooks = torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
         with call.surroundings.restored(), recomputed(call.fn), hooks:
-            again.finish(call.again({}))
+            again.finish(call.fn(*args, **kwargs))
     except Exception:
         # so would a recompute
         return NOT_THE_SAME

@@ -224,13 +224,11 @@ class _Part(Call):
 
     number, last_uses = 0, {}
 
-    def again(self, made: dict[Any, Any]) -> Any:
-        """Call it again, and leave in `made` the outputs that later calls take."""
-        result = super().again(made)
+    def leave(self, result: Any, made: dict[Any, Any]) -> None:
+        """Leave in `made` the outputs that later calls take."""
         made |= {(self.number, i): leaf for i, leaf in enumerate(pytree.tree_leaves(result))}
         for place in [p for p in made if self.last_uses.get(p, 0) <= self.number]:
             del made[place]
-        return result
 
 
 class HandingOn(Segment):
