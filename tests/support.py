@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedckpt.fusing.accuracy import Errors
+from fusedckpt.fusing.accuracy import FEWEST, Errors, bound
 from fusedckpt.kernels import gemm
 from fusedckpt.memory import saved_tensors
 
@@ -122,6 +122,30 @@ def compare(
         mine, eagers, _ = errors.rms()
         worst = max(worst, mine / eagers if eagers else 0.0)
     return worst
+
+
+def assert_near(
+    ours: Tensor,
+    eager: Tensor,
+    truth: Tensor,
+    dtype: torch.dtype | None = None,
+    floor: float = 8.0,
+) -> None:
+    """Hold one draw of a result to the error rule; fewer than 16 elements to a bound of the dtype.
+
+    dtype: that of the computation, where it is not the result's: a loss in float32 of a model in
+    bfloat16; floor: the bound in epsilons of that dtype.
+    """
+    assert ours.shape == eager.shape == truth.shape
+    assert ours.dtype == eager.dtype
+    if 0 < truth.numel() < FEWEST:
+        error, size = ((x.double()).abs().max().item() for x in (ours - truth, truth))
+        limit = bound(size, dtype or ours.dtype, floor=floor)
+        assert error <= limit, f"error {error:.3g} where {limit:.3g} is allowed"
+        return
+    errors = Errors(ours.dtype)
+    errors.add(ours.detach(), eager.detach(), truth.detach())
+    assert errors.problem() is None, errors.problem()
 
 
 def squared(error: Tensor) -> float:

@@ -1,6 +1,8 @@
 """The error rule: twice as far from float64 as eager in the same dtype, plus 8 epsilons.
 
-`fuse` verifies by it, tests compare by it and benchmarks judge by it.
+`fuse` verifies by it, tests compare by it and benchmarks judge by it. It compares two root mean
+squares, which need enough elements to mean something: of a single number, such as a loss, eager's
+error may be next to nothing by luck. Fewer than FEWEST elements are held to `bound` instead.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 
 SLACK, FLOOR = 2.0, 8.0
+# elements, over all draws, from which on the error of a result is compared with eager's
+FEWEST = 16
 
 
 def allowed(
@@ -32,6 +36,16 @@ def allowed(
     """
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return slack * eager + floor * eps * max(least, truth)
+
+
+def bound(truth: float, dtype: torch.dtype, *, floor: float = FLOOR) -> float:
+    """Return the largest error of a result of few elements that was computed in this dtype.
+
+        floor * eps * max(1, |truth|)
+
+    eps is the dtype's own: a loss in float32 of a model in bfloat16 was computed in bfloat16.
+    """
+    return floor * torch.finfo(dtype).eps * max(1.0, abs(truth))
 
 
 @dataclass
@@ -61,6 +75,11 @@ class Errors:
         self.eager += _squared((eager - truth).where(finite, 0))
         self.truth += _squared(truth.where(finite, 0))
 
+    @property
+    def is_few(self) -> bool:
+        """Whether there are elements, and too few of them for the rule."""
+        return 0 < self.count < FEWEST
+
     def rms(self) -> tuple[float, float, float]:
         """Return the root mean squares: our error, eager's error, the truth."""
         mine, eager, truth = (
@@ -71,7 +90,13 @@ class Errors:
     def problem(
         self, *, slack: float = SLACK, floor: float = FLOOR, least: float = 1.0
     ) -> str | None:
-        """Return how the rule is broken, None if it holds."""
+        """Return how the rule is broken, None if it holds.
+
+        Raises ValueError for 1 to 15 elements: a ratio of their errors means nothing.
+        """
+        if self.is_few:
+            text = f"the error rule needs {FEWEST} elements, not {self.count}: use `bound`"
+            raise ValueError(text)
         ours, eager, truth = self.rms()
         limit = allowed(eager, truth, self.dtype, slack=slack, floor=floor, least=least)
         # so written, a NaN fails

@@ -169,3 +169,19 @@ def test_an_implementation_that_writes_to_shared_tensors_is_wrong():
         assert found.is_wrong == str(failure).startswith("wrong")
         pairs = zip((*work.inputs, *work.douts), given, strict=True)
         assert all(torch.equal(x, old) for x, old in pairs)
+
+
+@pytest.mark.parametrize(("by", "is_wrong"), [(3e-5, False), (0.5, True)])
+def test_a_loss_is_not_judged_by_a_ratio(by, is_wrong):
+    """Of one number eager may be exact by luck: a loss is held to a bound of the inputs' dtype."""
+    x = torch.randn(4, 8, dtype=torch.bfloat16).requires_grad_()
+    work = Work([x], [torch.ones(())], torch.device("cpu"))
+
+    def loss(x: Tensor) -> Tensor:
+        return 5 + 0 * x.float().sum()
+
+    found = Implementation("peer", lambda x: loss(x) + by)
+    truth = Truth(work, loss)
+    assert truth.eager_errors[0] == 0
+    found.attempt(truth.check)
+    assert found.is_wrong == is_wrong

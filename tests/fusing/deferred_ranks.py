@@ -86,7 +86,8 @@ def check_losses(models: Any, loss: Any, labels: Any) -> None:
     _, truth = step(copy.deepcopy(one).double(), loss, ids())
     assert abs(whole(ours[0]) - alone[0]) < 1e-6
     errors = Errors(torch.float32)
-    for numbers in zip(map(whole, ours), alone, truth, strict=True):
+    # the loss, one number, is compared above
+    for numbers in zip(map(whole, ours[1:]), alone[1:], truth[1:], strict=True):
         errors.add(*(number.detach() for number in numbers))
     assert errors.problem(slack=2.0) is None, errors
 

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt.fusing.accuracy import allowed
+from fusedckpt.fusing.accuracy import FEWEST, allowed
 
 from .config import Config
 from .trial import Trial, attempt, settle
 
-# how many draws an apparent excess is judged by, one stage after the other
-DRAWS = (16, 112)
+# how many draws an apparent excess is judged by, one stage after the other: without the worst
+# eighth there are FEWEST elements, of a single number too
+DRAWS = (20, 112)
 # where the first stage leaves no doubt
 CLEAR = 10.0
 HALF = (torch.bfloat16, torch.float16)
@@ -90,6 +91,7 @@ def excess(c: Config) -> Failure | None:
 def stack(draws: list[Sums]) -> Sums:
     """Add draws up but for the worst eighth: one number next to a kink or a pole may decide."""
     kept = sorted(draws, key=lambda sums: sums.ours)[: len(draws) - len(draws) // 8]
+    assert len(kept) >= FEWEST
     return Sums(*map(sum, zip(*kept, strict=True)))
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import DEVICE, HALF, launches
+from support import DEVICE, HALF, assert_near, launches
 from torch import Tensor
 
-from fusedckpt.fusing.accuracy import Errors
 from fusedckpt.kernels.runtime import HAS_TRITON
 
 if not HAS_TRITON:
@@ -72,11 +71,11 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def agree(ours: Tensor | None, theirs: Tensor, truth: Tensor) -> None:
-    """Hold the rule of support.compare."""
+    """Hold the rule of support.assert_near."""
     assert ours is not None
-    errors = Errors(ours.dtype)
-    errors.add(ours, theirs.to(ours.dtype), truth)
-    assert errors.problem() is None, errors.problem()
+    # few elements of one product: the roundings of a dot, a bias and a sum
+    floor = 2.0 if ours.dtype in HALF else 8.0
+    assert_near(ours, theirs.to(ours.dtype), truth, floor=floor)
 
 
 def eager_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> list[Tensor]:

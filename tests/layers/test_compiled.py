@@ -18,6 +18,7 @@ from own_classes import SwiGLU
 from quantised_weight import Int8Rows, quantise
 from support import (
     as_tuple,
+    assert_near,
     compare,
     gemms,
     leaves_of,
@@ -29,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import register_quantised
-from fusedckpt.fusing.accuracy import Errors
 
 T, D, FF = 48, 16, 48
 LEVELS = ("inputs", "gate", "preact")
@@ -101,9 +101,7 @@ def assert_as_eager(ours: Any, weights: Any, eager: nn.Module, x: Tensor) -> Non
         strict=True,
     )
     for mine, theirs, true in columns:
-        errors = Errors(mine.dtype)
-        errors.add(mine, theirs, true)
-        assert errors.problem() is None, errors.problem()
+        assert_near(mine, theirs, true)
 
 
 def fused_of(make: Any, save: str) -> tuple[nn.Module, nn.Module]:

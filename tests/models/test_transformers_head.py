@@ -68,7 +68,8 @@ def test_loss_and_gradients_without_logits(name, small_chunks):
     _, truth = step(eager.double(), inputs)
     assert abs(mine[0] - theirs[0]) < 1e-6
     errors = Errors(torch.float32)
-    for numbers in zip(mine, theirs, truth, strict=True):
+    # the loss, one number, is compared above
+    for numbers in zip(mine[1:], theirs[1:], truth[1:], strict=True):
         errors.add(*(number.detach() for number in numbers))
     assert errors.problem(slack=2.0) is None
     with torch.no_grad():
