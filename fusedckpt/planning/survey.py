@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.phases import current
-from fusedckpt.autograd.private import function_of
+from fusedckpt.autograd.private import function_of, pytree
 from fusedckpt.memory import nbytes_of, storage_ref
 from fusedckpt.planning.roles import PLAIN, assigned, segmented
 from fusedckpt.planning.units import levels_of
@@ -88,7 +88,9 @@ class _Visits:
         _refuse(name, tensors)
         self.counts[name] += 1
         given = [x for x in tensors if x.requires_grad]
-        returned = [self._is_returned(x) for x in given]
+        # a segment of several units would hold an object, and the graph of the tensors in it
+        visible = _leaf_ids([args, kwargs])
+        returned = [id(x) in visible and self._is_returned(x) for x in given]
         before, states = [(id(x), x._version) for x in tensors], _states(args, kwargs)
         # it keeps nothing: a forward that saves everything may not fit
         output = segmented()[0](forward, args, kwargs)
@@ -100,7 +102,8 @@ class _Visits:
                 "cache of keys and values, call plan and the model with (..., use_cache=False)"
             )
         made = [x for x in tensors_of([output]) if x.requires_grad]
-        self._returned = {id(x): (weakref.ref(x), x._version) for x in made}
+        visible = _leaf_ids(output)
+        self._returned = {id(x): (weakref.ref(x), x._version) for x in made if id(x) in visible}
         if self.counts[name] == 1:
             known = [*zip(map(storage_ref, given), returned, strict=True)]
             self.takers.update({storage.cdata for storage, _ in known})
@@ -172,6 +175,11 @@ def _refuse(name: str, tensors: Iterable[Tensor]) -> None:
             f"plan: unit {name} expects dense or sparse tensors to be measured with, got a nested "
             "one: plan with padded tensors of that many elements"
         )
+
+
+def _leaf_ids(tree: Any) -> set[int]:
+    """Return the ids of the leaves that a segment of several units sees."""
+    return set(map(id, pytree.tree_leaves(tree)))
 
 
 def _is_fused(node: Any) -> bool:

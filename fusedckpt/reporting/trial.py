@@ -7,10 +7,8 @@ training goes on as if nothing had been.
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
@@ -20,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
+from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.memory import strided
+from fusedckpt.reporting.containers import CONTAINERS, parts_of, refill_dict, restorer, with_parts
 
 # generators that a module may have for itself: how to read their state, and to write it
 _GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] = [
@@ -48,12 +48,14 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
     devices. A tensor that did not change is not written to. Parameters that `optimizer` does not
     have are not copied.
 
-    Objects of other kinds, such as caches of keys and values, are not looked into.
+    Items of containers, and attributes of objects among `inputs`, are read and written past the
+    methods of their own classes, and written only where they changed. Objects in attributes of
+    modules that are no containers are not looked into.
 
     Args:
         model: any module, lazy ones after their first forward.
         optimizer: the one that steps inside, or None.
-        inputs: the arguments of the model: tensors in any nesting of lists, tuples and dicts.
+        inputs: the arguments of the model: tensors in any nesting of containers and objects.
 
     Raises:
         RuntimeError: on leaving, a parameter that `optimizer` does not have was written to: it
@@ -81,51 +83,42 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
 
 
 def aliased(tree: Any) -> Any:
-    """Return `tree` with new lists, tuples and dicts, and tensors that share memory with its own.
+    """Return `tree` with new containers, and tensors that share memory with its own.
 
     A step on it reaches neither the graph a tensor came from nor its `.grad`, and cannot add to or
-    take from the caller's containers. Parameters stay themselves, a tensor that is there twice is
+    take from the caller's containers. Objects with tensors or containers among their attributes,
+    such as dataclasses, are copied, too. Parameters stay themselves, a tensor that occurs twice is
     one again.
     """
     return _aliased(tree, {})
 
 
-def _aliased(tree: Any, known: dict[int, Tensor]) -> Any:
-    if isinstance(tree, nn.Parameter):
+def _aliased(tree: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    if type(tree) in ATOMS or isinstance(tree, nn.Parameter):
         return tree
-    if isinstance(tree, Tensor):
-        if id(tree) not in known:
-            known[id(tree)] = tree.detach().requires_grad_(tree.requires_grad)
-        return known[id(tree)]
-    if isinstance(tree, MutableMapping):
-        found = copy.copy(tree)
-        for key, value in tree.items():
-            found[key] = _aliased(value, known)
-        return found
-    if isinstance(tree, MutableSequence) and not isinstance(tree, bytearray):
-        found = copy.copy(tree)
-        found[:] = [_aliased(value, known) for value in tree]
-        return found
-    if isinstance(tree, tuple):
-        values = [_aliased(value, known) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+    if id(tree) not in known:
+        # an object inside itself refers to the caller's; it lives, so that its id is its own
+        known[id(tree)] = tree, tree
+        if isinstance(tree, Tensor):
+            alias: Any = tree.detach().requires_grad_(tree.requires_grad)
+        else:
+            alias = with_parts(tree, lambda part: _aliased(part, known))
+        known[id(tree)] = tree, alias
+    return known[id(tree)][1]
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in any nesting of lists, tuples and dicts, each once."""
-    yield from {id(tensor): tensor for tensor in _leaves_of(tree)}.values()
-
-
-def _leaves_of(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, MutableMapping):
-        for value in tree.values():
-            yield from _leaves_of(value)
-    elif isinstance(tree, (MutableSequence, tuple)) and not isinstance(tree, bytearray):
-        for value in tree:
-            yield from _leaves_of(value)
+    """Yield the tensors in any nesting of containers and objects that are data, each once."""
+    seen, todo = dict[int, Any](), [tree]
+    while todo:
+        value = todo.pop()
+        if type(value) in ATOMS or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            todo += reversed(parts_of(value))
 
 
 def _parameters_of(given: Any) -> list[Any]:
@@ -178,13 +171,13 @@ def _unreduced(model: nn.Module) -> Iterator[tuple[Any, str]]:
 def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:
     for module in model.modules():
         attributes = vars(module)
-        undo.callback(_refill_dict, attributes, dict(attributes))
+        undo.callback(refill_dict, attributes, dict(attributes))
         for buffer in module.buffers(recurse=False):
             _keep(buffer, undo, seen)
         # parameters are watched, or copied with the optimizer
         for slot in ("_buffers", "_parameters"):
             if isinstance(attributes.get(slot), dict):
-                undo.callback(_refill_dict, attributes[slot], dict(attributes[slot]))
+                undo.callback(refill_dict, attributes[slot], dict(attributes[slot]))
         for name, value in attributes.items():
             if name not in ("_buffers", "_parameters", "_modules"):
                 _keep(value, undo, seen, is_attribute=True)
@@ -204,43 +197,25 @@ def _keep(value: Any, undo: ExitStack, seen: set[int], is_attribute: bool = Fals
         value = vars(value)
     if isinstance(value, Tensor) and is_attribute and not is_state(value):
         return
-    if id(value) in seen:
+    if type(value) in ATOMS or id(value) in seen:
         return
     seen.add(id(value))
     for kind, read, write in _GENERATORS:
         if isinstance(value, kind):
             undo.callback(write, value, read(value))
-    items: Iterable[Any] = ()
     if isinstance(value, Tensor):
         for part in strided(value):
             undo.callback(_restorer(part))
     elif isinstance(value, np.ndarray) and value.flags.writeable:
         undo.callback(np.copyto, value, value.copy())
-    elif isinstance(value, dict) or (isinstance(value, MutableMapping) and not is_attribute):
-        undo.callback(_refill_dict, value, dict(value))
-        items = list(value.values())
-    elif isinstance(value, list):
-        undo.callback(value.__setitem__, slice(None), list(value))
-        items = value
-    elif isinstance(value, (set, deque)):
-        refill: Any = value.update if isinstance(value, set) else value.extend
-        undo.callback(refill, list(value))
-        # undone in reverse
-        undo.callback(value.clear)
-        items = list(value)
-    elif isinstance(value, tuple):
-        items = value
-    for item in items:
-        _keep(item, undo, seen, is_attribute)
+    elif not is_attribute or isinstance(value, CONTAINERS):
+        undo.callback(restorer(value))
+        for part in parts_of(value):
+            _keep(part, undo, seen, is_attribute)
 
 
 def _set_bits(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
-
-
-def _refill_dict(found: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
-    found.clear()
-    found.update(before)
 
 
 def _restorer(tensor: Tensor) -> Callable[[], None]:
