@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd import phases
+from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import pytree, uncompiled
 from fusedckpt.checkpointing import calls
@@ -54,8 +54,9 @@ class Recompute(Keeper):
         self._num_saved = 0
         self._stopped = False
         self._problems: list[str] = []
-        # the tensor that was saved last, where no gradient flows into it
-        self._before: Tensor | None = None
+        # the operation that saved the last tensor without a gradient, and that tensor's shape and
+        # dtype: rrelu saves its noise, then the tensor of that shape, and then draws the noise
+        self._noise: tuple[Any, ...] = ()
         self._written: list[tuple[Packed, TensorWeakRef]] = []
         # by index, whether the tensor is dropped: a kept tensor is compared all the same
         self._wanted: dict[int, bool] = {}
@@ -110,7 +111,6 @@ class Recompute(Keeper):
             if not self._stopped:
                 raise
         finally:
-            self._before = None
             for packed, leaf in self._written:
                 # a write by the recompute itself is accepted
                 if (owner := leaf()) is not None:
@@ -180,11 +180,12 @@ class Recompute(Keeper):
         if self._wanted.get(index):
             self.values[index] = tensor, tensor._version
         if index == self._last and self._stops:
-            # a tensor that requires no grad may be a mask that is yet to be written
-            written = requires_grad and not self._is_after_noise(tensor)
-            if written or not self._wanted[index]:
+            # where this may be noise, or noise may come with it, the next operation ends the run
+            is_written = requires_grad or not self._wanted[index]
+            if is_written and self._noise != (private.num_nodes(), tensor.shape, tensor.dtype):
                 self._stop()
-        self._before = None if requires_grad else tensor
+        if not requires_grad:
+            self._noise = private.num_nodes(), tensor.shape, tensor.dtype
         return tensor
 
     def asks(self, name: str) -> bool:
@@ -209,7 +210,6 @@ class Recompute(Keeper):
                 self._num_saved += 1
             else:
                 self.pack(derived.of(inputs))
-        self._before = None
         if self._stops and self._num_saved > self._last:
             self._stop()
 
@@ -268,15 +268,6 @@ class Recompute(Keeper):
     def _stop(self) -> NoReturn:
         self._stopped = True
         raise Stop
-
-    def _is_after_noise(self, tensor: Tensor) -> bool:
-        """Whether the tensor before this one may yet be written: rrelu saves, then draws noise."""
-        before = self._before
-        if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
-            return False
-        # an output is saved written, and again by the operation that takes it as input
-        storage = calls.storage_of(tensor)
-        return storage == 0 or storage != calls.storage_of(before)
 
     def take(self, index: int) -> Tensor | None:
         """Hand over a tensor; None where it was handed over before and not kept."""

@@ -93,11 +93,25 @@ def of_subclass(a, x):
 
 DROPOUT = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.GELU(), nn.Linear(6, 6), nn.Dropout())
 INDEX, MASK = torch.tensor([0, 4, 4]).to(DEVICE), torch.tensor([True, False, True]).to(DEVICE)
+NOISED = nn.Parameter(torch.linspace(-3, 3, 64).view(8, 8).to(DEVICE))
+
+
+def noisy(x):
+    return F.rrelu(x, 0.1, 0.9, training=True)
+
+
 # a function, and its arguments
 CALLS = {
     "dropout": lambda: (DROPOUT.to(DEVICE), randn(4, 6)),
     "rrelu": lambda: (lambda x: F.rrelu(x * 1, training=True), randn(8, 8)),
     "rrelu and more": lambda: (lambda x: F.rrelu(x * 1, training=True).sin(), randn(8, 8)),
+    # a tensor that is kept follows the noise, which is not drawn yet
+    "rrelu of an argument": lambda: (noisy, randn(8, 8)),
+    "rrelu of a view": lambda: (lambda x: noisy(x.t()[1:]), randn(8, 8)),
+    "rrelu of a parameter": lambda: (lambda x: noisy(NOISED) * x, randn(8, 8)),
+    "rrelu twice": lambda: (lambda x: noisy(noisy(x)), randn(8, 8)),
+    "rrelu in place": lambda: (lambda x: F.rrelu(x * 1, training=True, inplace=True), randn(8, 8)),
+    "rrelu of all": lambda: (lambda *xs: sum(map(noisy, xs)), randn(8, 8), randn(8, 8)),
     "parameters alone": lambda: (linears(3, 3, 3), randn(4, 3, requires_grad=False)),
     "transposed": lambda: (read_several_ways, randn(4, 3).t()),
     "expanded": lambda: (read_several_ways, randn(4, 1).expand(4, 3)),
