@@ -20,6 +20,8 @@ from fusedckpt.reporting.trial import is_state, tensors_of
 NOT_THE_SAME = "its forward is not the same twice"
 _OVERWRITTEN = "its input is modified later in the step"
 
+# devices whose tensors are noted by checksums of their bits, those of others by copies
+_CHECKSUMMED = ("cpu",)
 # by so many eps of the largest value two results may differ where atomics add in any order
 _ROUNDING = 64
 
@@ -63,7 +65,7 @@ class Noting(HandingOn):
         self.written = [
             (at, name)
             for at, name, x in states
-            if self._before.get((id(at), name), _state_of(x)) != _state_of(x)
+            if not _is_unwritten(self._before.get((id(at), name)), x)
         ]
         return output
 
@@ -116,10 +118,26 @@ def _state_of(tensor: Tensor) -> Any:
     return id(tensor), tensor._version, _noted(tensor)
 
 
+def _is_unwritten(before: Any, tensor: Tensor) -> bool:
+    """Whether a tensor is as noted before, or was made since."""
+    if before is None:
+        return True
+    *known, value = before
+    *present, now = _state_of(tensor)
+    if known != present:
+        return False
+    return _has_same_bits(value, now) if isinstance(value, Tensor) else value == now
+
+
+def _has_same_bits(a: Tensor, b: Tensor) -> bool:
+    bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*bits)
+
+
 def _noted(tensor: Tensor) -> Any:
     """Return shape, dtype and a checksum of the bits of a tensor on a CPU, a copy of another."""
-    if tensor.device.type != "cpu":
-        return tensor.detach().cpu()
+    if tensor.device.type not in _CHECKSUMMED:
+        return tensor.detach().to("cpu", copy=True)
     bits = tensor.detach().resolve_conj().resolve_neg()
     bits = torch.view_as_real(bits) if bits.is_complex() else bits
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
@@ -136,5 +154,6 @@ def _is_close(again: Any, result: Any) -> bool:
         return False
     atol = 0.0
     if result.numel() and (result.is_floating_point() or result.is_complex()):
-        atol = _ROUNDING * torch.finfo(result.dtype).eps * result.abs().max().item()
+        largest = result.abs().nan_to_num(0.0, 0.0).max().item()
+        atol = _ROUNDING * torch.finfo(result.dtype).eps * largest
     return torch.allclose(again, result, rtol=0, atol=atol, equal_nan=True)
