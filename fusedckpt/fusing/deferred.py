@@ -22,7 +22,7 @@ from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing.determinism import same_bits
-from fusedckpt.fusing.sharing import Rerun, cast_by
+from fusedckpt.fusing.sharing import cast_by
 from fusedckpt.layers.head import linear_cross_entropy
 from fusedckpt.layers.parallel import Style, is_sharded, library, parts_of, placed
 
@@ -190,7 +190,7 @@ class DeferredLogits(Tensor):
         root = deferred.root.operands
         with torch.enable_grad():
             given = [root.weight] if root.bias is None else [root.weight, root.bias]
-            made = Rerun.apply(run, root.hidden, *given)
+            made = _Rerun.apply(run, root.hidden, *given)
         made.deferred = deferred
         deferred.owner = weakref.ref(made)
         return made
@@ -293,6 +293,30 @@ class DeferredLogits(Tensor):
                 for hook in one.hooks:
                     loss.register_hook(hook)
         return loss
+
+
+class _Rerun(torch.autograd.Function):
+    """A function that saves only its input: backward runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *given: Tensor) -> Tensor:
+        """Return run(x), which reads the parameters `given`, too."""
+        ctx.save_for_backward(x, *given)
+        ctx.run = run
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        """Return the gradients of x and of the tensors `given`."""
+        x, *given = ctx.saved_tensors
+        creates = torch.is_grad_enabled()
+        with torch.enable_grad():
+            x = x if creates else x.detach().requires_grad_(ctx.needs_input_grad[1])
+            y = ctx.run(x)
+            needs = ctx.needs_input_grad[1:]
+            wanted = [t for t, need in zip((x, *given), needs, strict=True) if need]
+            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=creates))
+        return (None, *[next(grads) if need else None for need in needs])
 
 
 def _gathers(hook: Any) -> bool:

@@ -22,10 +22,11 @@ from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, Options
 from fusedckpt.fusing import sharing
+from fusedckpt.fusing.activations import SharedActivation
 from fusedckpt.fusing.again import recomputed
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
 from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, layout_of, tensors_of
-from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, recipe_of
+from fusedckpt.fusing.sharing import SharedLinear, recipe_of
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks, parallel
 from fusedckpt.layers.fallbacks import Fallback

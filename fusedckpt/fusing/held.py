@@ -30,7 +30,8 @@ _SIMPLE = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
-_CONTAINERS = (list, dict, set, deque)
+# containers of simple values, which are copied
+CONTAINERS = (list, dict, set, deque)
 # the value of a missing attribute
 MISSING = "no value"
 # attributes that every module has, and those by which modules call each other
@@ -158,6 +159,7 @@ class Log:
         self.reads: dict[Path, dict[Path, Any]] = {}
         self.containers: list[tuple[str, Any, Any]] = []
         self.parameters: dict[int, tuple[Path, Tensor]] = {}
+        self.buffers: list[Tensor] = []
         self.kinds: dict[Path, tuple[type[nn.Module], int]] = {}
         # the rates of the calls of F.dropout
         self.dropped: list[float] = []
@@ -177,7 +179,7 @@ class Log:
             reads[names] = value
             return value
         items = value.items() if isinstance(value, dict) else value
-        if type(value) in _CONTAINERS and all(is_simple(i) or is_function(i) for i in items):
+        if type(value) in CONTAINERS and all(is_simple(i) or is_function(i) for i in items):
             reads[names], given = copy.copy(value), copy.copy(value)
             self.containers.append((where, reads[names], given))
             return given
@@ -252,11 +254,12 @@ def spied(
     dtype: torch.dtype | None,
     training: bool,
     rate: tuple[Path, float] | None,
+    keeps_rates: bool,
 ) -> Any:
     """Return a copy of a module tree over meta tensors; shared modules are copied once per place.
 
     dtype: of all floating parameters and buffers, their own if None; rate: the path of a dropout
-    rate and its value. While training, all others are 0.
+    rate and its value. While training, all others are 0, unless `keeps_rates`.
     """
 
     def meta(given: Tensor) -> Tensor:
@@ -275,8 +278,10 @@ def spied(
             raise log.stopped(f"{'.'.join(path)} has {what}")
         log.kinds[path] = type(part), len(part._modules)
         buffers = {n: None if b is None else meta(b) for n, b in part._buffers.items()}
+        log.buffers += [buffer for buffer in buffers.values() if buffer is not None]
         return _spying(_SpyModule, type(part)), {_LOG: (log, path, ()), "_buffers": buffers}
 
     dropping, value = rate or ((), 0.0)
-    rates = (lambda path: value if path == dropping else 0.0) if training else None
+    is_set = training and not keeps_rates
+    rates = (lambda path: value if path == dropping else 0.0) if is_set else None
     return replica(module, parameter, training=training, rate=rates, enter=enter)

@@ -21,7 +21,7 @@ from fusedckpt.blocks.eager import forcing
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap, call, normalised
 from fusedckpt.fusing.held import held_by
-from fusedckpt.fusing.recording import FOREIGN_OP, Recording, record
+from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
@@ -76,7 +76,8 @@ def _of_any_class(module: nn.Module) -> Swap | str | None:
     if stop is not None:
         return stop if eps is not None or reasons.kind_of(module) == "norm" else None
     is_norm = _normalises(recordings[0]) or bool(weights and eps is not None)
-    if any(node.op == FOREIGN_OP for one in recordings for node in one.nodes):
+    unknown = (BUFFER_OP, FOREIGN_OP)
+    if any(node.op in unknown for one in recordings for node in one.nodes):
         return "its forward reads a tensor that is no parameter" if is_norm else None
     match = None
     if (is_norm or weights or eps is not None) and all(w.numel() > 1 for w in weights):

@@ -81,7 +81,7 @@ class Matcher:
     def _once(
         self, what: Hashable, module: nn.Module, find: Callable[[], Swap | str | None]
     ) -> Swap | str | None:
-        key = what, _state(module)
+        key = what, state_key(module)
         if key not in self.known:
             self.known[key] = find()
         return self.known[key]
@@ -113,7 +113,7 @@ def _approximate(module: nn.Module, swap: Swap) -> Swap:
     return replace(swap, change=f"{swap.change}, approximate", attributes=attributes)
 
 
-def _state(module: nn.Module) -> Hashable:
+def state_key(module: nn.Module) -> Hashable:
     """Return a module's state without tensor values; mutable objects by identity."""
     tensors: dict[int, int] = {}
 

@@ -28,8 +28,10 @@ _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero"
 _ROWS = ("x", "product", "part", "point")
 _COPIES = ("_unsafe_view", "clone")
 _AUTOCASTING = ("cpu", "cuda")
-# the op of a tensor that the forward did not create
-FOREIGN_OP = "a tensor of its own"
+# the op of a tensor that the forward did not create: a buffer, or any other
+BUFFER_OP, FOREIGN_OP = "a buffer", "a tensor of its own"
+# why a forward is stopped that may be run again all the same
+USES_FUNCTION = "its forward uses an autograd.Function, or switches autocast"
 
 
 @dataclass(eq=False)
@@ -75,6 +77,21 @@ class Recording:
         return [] if self.y is None else walk(self.y)
 
 
+def described(recording: Recording) -> list[tuple[Any, ...]]:
+    """Return the nodes that made a result as values to compare: ops, numbers, places of inputs."""
+    places = {node: place for place, node in enumerate(recording.nodes)}
+
+    def described_node(node: Node) -> tuple[Any, ...]:
+        args, kwargs = pytree.tree_map(
+            lambda value: f"node {places[value]}" if isinstance(value, Node) else value,
+            (node.args, node.kwargs or {}),
+        )
+        inputs = [places[one] for one in node.of]
+        return node.kind, str(node.op), inputs, args, kwargs, node.path, node.span
+
+    return [described_node(node) for node in recording.nodes]
+
+
 def walk(y: Node, through: str | None = None) -> list[Node]:
     """Return a node and the nodes that made it in order, past nodes of that kind alone if given."""
     seen: set[Node] = set()
@@ -96,23 +113,27 @@ def record(
     rate: tuple[Path, float] | None = None,
     autocast: bool = False,
     strided: bool = False,
+    keeps_rates: bool = False,
+    grad: bool | None = None,
 ) -> Recording:
     """Record the ops of a module's forward on an input of this shape, in some dtype or its own.
 
-    training: with gradients, too; rate: the path of a dropout rate and its value, while all others
-    are 0; autocast: whether it is enabled, which meta tensors ignore; strided: whether the input's
-    first two dimensions are transposed in memory.
+    training: the mode; rate: the path of a dropout rate and its value, while all others are 0 in
+    training, unless `keeps_rates`; autocast: whether it is enabled, which meta tensors ignore;
+    strided: whether the input's first two dimensions are transposed in memory; grad: whether
+    gradients are enabled, by default in training.
     """
+    grad = training if grad is None else grad
     log = Log()
     own = next((p.dtype for p in module.parameters()), torch.float32)
     try:
         with _python_random(log), undisturbed("meta"):
-            clone = spied(module, log, dtype, training, rate=rate)
+            clone = spied(module, log, dtype, training, rate=rate, keeps_rates=keeps_rates)
             x = torch.empty(shape, dtype=dtype or own, device="meta")
             x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
-            x.requires_grad_(training)
+            x.requires_grad_(grad)
             with (
-                torch.set_grad_enabled(training),
+                torch.set_grad_enabled(grad),
                 _autocasting(autocast),
                 _Watch(log),
                 _Recorder(log, x) as recorder,
@@ -172,7 +193,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._modes() != self.modes:
-            raise self.log.stopped("its forward uses an autograd.Function, or switches autocast")
+            raise self.log.stopped(USES_FUNCTION)
         if getattr(func, "__name__", "") in ("register_hook", "retain_grad"):
             raise self.log.stopped("its forward registers hooks on tensors")
         if func in (F.dropout, torch.dropout):
@@ -204,6 +225,8 @@ class _Recorder(TorchDispatchMode):
         self.nodes: dict[int, tuple[Tensor, Node]] = {id(x): (x, Node("x"))}
         for path, parameter in log.parameters.values():
             self.nodes[id(parameter)] = parameter, Node("weight", path=path)
+        for buffer in log.buffers:
+            self.nodes[id(buffer)] = buffer, Node("other", op=BUFFER_OP)
 
     def node(self, tensor: Tensor) -> Node:
         """Return a tensor's node; a tensor that the forward did not create is of unknown kind."""
@@ -218,7 +241,7 @@ class _Recorder(TorchDispatchMode):
             raise self.log.stopped("its forward draws random numbers")
         written = _written(func, args, kwargs)
         for node in map(self.node, written):
-            if node.kind in ("x", "weight") or node.op == FOREIGN_OP:
+            if node.kind in ("x", "weight") or node.op in (BUFFER_OP, FOREIGN_OP):
                 raise self.log.stopped("its forward writes to a tensor that it did not create")
         given = _tensors((args, kwargs))
         call = _Call(func, args, kwargs, given, of=tuple(map(self.node, given)))

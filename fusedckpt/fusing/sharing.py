@@ -119,7 +119,7 @@ def read(recipe: Recipe, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
             return run(x)
 
 
-def _note(
+def note_maker(
     layer: nn.Module,
     y: Tensor,
     recipe: Recipe,
@@ -127,11 +127,14 @@ def _note(
     makes: str,
     *given: Any,
 ) -> None:
+    """Note on y's node how a layer made it: `again` of the recipe's value, and the tensors given.
+
+    None for a result that is saved itself; makes: "linear" or "activation".
+    """
     # hooks may gather a layer's weights for the call alone
     if y.grad_fn is not None and not dispatch.has_hooks(layer):
-        note = Note(again, weakref.ref(recipe), given, makes, versions_of(y))
         node: Any = y.grad_fn
-        node.metadata[_NOTE] = note
+        node.metadata[_NOTE] = Note(again, weakref.ref(recipe), given, makes, versions_of(y))
 
 
 class Shared(nn.Module):
@@ -182,20 +185,7 @@ class SharedLinear(SharedProduct):
             # hooks compute it, as those of weight_norm do
             return y
         again = partial(_linear, y.dtype) if self._fusedckpt_save == "inputs" else None
-        _note(self, y, recipe, again, "linear", weight, bias)
-        return y
-
-
-class SharedActivation(Shared):
-    """Forward of a function of single elements, which may have parameters and buffers."""
-
-    _fusedckpt_reads = ("linear",)
-
-    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
-        given = *self.parameters(), *self.buffers()
-        run = partial(_run, forward, autocast_dtype(x.device))
-        y = read(recipe, x, lambda z: Rerun.apply(run, z, *given))
-        _note(self, y, recipe, run, "activation", *given)
+        note_maker(self, y, recipe, again, "linear", weight, bias)
         return y
 
 
@@ -210,35 +200,3 @@ def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) 
     with cast_by(x.device, None):
         bias = None if bias is None else bias.to(dtype)
         return F.linear(x.to(dtype), weight.to(dtype), bias)
-
-
-def _run(
-    forward: Callable[[Tensor], Tensor], cast: torch.dtype | None, x: Tensor, *given: Any
-) -> Tensor:
-    """Run a forward under the autocast of its first run."""
-    with cast_by(x.device, cast):
-        return forward(x)
-
-
-class Rerun(torch.autograd.Function):
-    """A function that saves only its input: backward runs it again."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *given: Tensor) -> Tensor:
-        """Return run(x), which reads the parameters and buffers `given`, too."""
-        ctx.save_for_backward(x, *given)
-        ctx.run = run
-        return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        """Return the gradients of x and of the tensors `given`."""
-        x, *given = ctx.saved_tensors
-        creates = torch.is_grad_enabled()
-        with torch.enable_grad():
-            x = x if creates else x.detach().requires_grad_(ctx.needs_input_grad[1])
-            y = ctx.run(x)
-            needs = ctx.needs_input_grad[1:]
-            wanted = [t for t, need in zip((x, *given), needs, strict=True) if need]
-            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=creates))
-        return (None, *[next(grads) if need else None for need in needs])
