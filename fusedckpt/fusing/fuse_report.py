@@ -14,7 +14,6 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_mlps import blocks_of
-from fusedckpt.fusing.whole import Whole, whole
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.sequential import Sequential
 
@@ -40,7 +39,6 @@ class FuseReport:
     already: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict, compare=False)
-    _whole: list[Whole | None] = field(default_factory=list, compare=False, repr=False)
     _model: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -54,18 +52,6 @@ class FuseReport:
         named = [] if model is None else [one for one in parts(model) if one[0] in known]
         now = {name: reason_now(module, inner) for name, module, inner, _ in named}
         return {name: reason for name, reason in now.items() if reason is not None}
-
-    @property
-    def whole(self) -> Whole | None:
-        """Bytes per token that the whole model saves, before and now, and what saves most.
-
-        None where a copy of the model does not run on meta tensors.
-        """
-        if not self._whole:
-            model = self._model[0]() if self._model else None
-            known = self.swapped or self.already
-            self._whole.append(whole(model) if model is not None and known else None)
-        return self._whole[0]
 
     def watch(self, model: nn.Module) -> None:
         """Keep a weak reference to the model, and forget the notes of earlier calls."""
@@ -97,8 +83,7 @@ class FuseReport:
 
     def __str__(self) -> str:
         before = f", {len(self.already)} fused before" if self.already else ""
-        lines = [] if self.whole is None else [*self.whole.lines(set(self.classes.values()))]
-        lines += [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
+        lines = [f"fused {len(self.swapped)} modules, left {len(self.left)}{before}"]
         if self.kinds:
             kinds = [kind for kind in _KINDS if kind in self.kinds.values()]
             width = max(6, *map(len, kinds))
@@ -112,7 +97,12 @@ class FuseReport:
         lines += [f"  {n:4d} x {kind} -> saves the norm's input" for kind, n in counts.items()]
         left = {name: (self.classes[name], reason) for name, reason in self.left.items()}
         lines += [f"  left {line}" for line in _grouped(left, {})]
-        return "\n".join([*lines, *self._unfused()])
+        return "\n".join([*lines, *self._unfused(), *self._hint()])
+
+    def _hint(self) -> Iterator[str]:
+        """Yield the line that leads to measured bytes of the whole model."""
+        if self.swapped or self.already:
+            yield "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
 
     def _unfused(self) -> Iterator[str]:
         """Yield lines on the modules that did not run fused, and on the bytes that this costs."""
