@@ -1,5 +1,8 @@
 """Drop-in PyTorch layers that save only their inputs for backward and recompute the rest."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fusedckpt import functional
 from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
@@ -24,6 +27,9 @@ from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planning.planner import plan
 from fusedckpt.planning.plans import Plan
 from fusedckpt.reporting.memory_report import MemoryReport, report
+
+if TYPE_CHECKING:
+    from fusedckpt import parallel
 
 __all__ = [
     "MLP",
@@ -55,6 +61,7 @@ __all__ = [
     "is_recomputing",
     "merge_affine",
     "pack_gate_up",
+    "parallel",
     "paths",
     "plan",
     "prefetch_recompute",
@@ -69,3 +76,10 @@ __all__ = [
 ]
 
 __version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    # torch's tensor parallelism, which it is made for, takes a second to import
+    if name == "parallel":
+        return import_module("fusedckpt.parallel")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

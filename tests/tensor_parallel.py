@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from fusedckpt.parallel import MLPParallel
+
 B, S, D, F = 2, 8, 16, 48
 
 
@@ -79,6 +81,15 @@ def as_dtensors(of: nn.Module) -> dict[str, Any]:
     gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     row = {**ROWS, "use_local_output": False}
     return plan(of, {"use_local_output": False}, row, norm=SequenceParallel(), mlp=gathers)
+
+
+def fused_plan(of: nn.Module, way: Any) -> Any:
+    """Return the plan of a fused model, or the style of a fused MLP, with the layouts of a way."""
+    rows = {} if way is replicated else {"input_layouts": Shard(1), "output_layouts": Shard(1)}
+    style = MLPParallel(**rows, use_local_output=way is not as_dtensors)
+    if not hasattr(of, "mlp"):
+        return style
+    return {"mlp": style} | ({} if way is replicated else {"norm": SequenceParallel()})
 
 
 def whole(x: Any) -> Any:

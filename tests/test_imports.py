@@ -16,6 +16,7 @@ ALLOWED = {
     "blocks": {"kernels", "autograd"},
     "layers": {"kernels", "autograd", "blocks"},
     "functional": {"layers"},
+    "parallel": {"layers"},
     "reference": {"blocks", "functional"},
     "checkpointing": {"autograd", "memory"},
     "fusing": {

@@ -341,12 +341,6 @@ def function_of(node: Any) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
-def style_functions(style: Any) -> tuple[Any, Any]:
-    """Return a parallel style's input and output functions; without it linears run as eager."""
-    found = getattr(style, "_prepare_input_fn", None), getattr(style, "_prepare_output_fn", None)
-    return found if None not in found else (_none, _none)
-
-
 @contextmanager
 def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
     """Yield a list that has the actions of CUDA's allocator when the context ends.

@@ -24,7 +24,7 @@ from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing.determinism import same_bits
 from fusedckpt.fusing.sharing import cast_by
 from fusedckpt.layers.head import linear_cross_entropy
-from fusedckpt.layers.parallel import Style, is_sharded, library, parts_of, placed
+from fusedckpt.layers.sharded import is_sharded, library, parts_of, placed
 
 # properties and methods that need no numbers
 _KNOWN = frozenset(
@@ -49,7 +49,7 @@ class Operands(NamedTuple):
     bias: Tensor | None
     cast: torch.dtype | None
     head: Any
-    style: Style | None = None
+    style: Any = None
     pre: float = 1.0
     post: float | None = None
 

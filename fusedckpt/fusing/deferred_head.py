@@ -21,8 +21,7 @@ from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.layers import styles
-from fusedckpt.layers.parallel import Style, is_sharded, library, placed
+from fusedckpt.layers.sharded import is_sharded, library, placed
 
 
 class DeferredHead(nn.Module):
@@ -32,21 +31,12 @@ class DeferredHead(nn.Module):
     _parameters: Any
     save_levels = LEVELS
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, or defer the logits of a style in place of its hooks."""
-        if len(args) == 1 and not (kwargs or torch.compiler.is_compiling()):
-            style = styles.classes_of(self)
-            made = None if style is None else self._deferred(args[0], style)
-            if made is not None:
-                return made
-        return super().__call__(*args, **kwargs)
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, deferred where they may be."""
         made = None if dispatch.has_hooks(self) else self._deferred(input, None)
         return super().forward(input) if made is None else made
 
-    def _deferred(self, x: Any, style: Style | None) -> Tensor | None:
+    def _deferred(self, x: Any, style: Any) -> Tensor | None:
         weight: Any = self.weight
         if not (self.training and torch.is_grad_enabled() and _may_defer(self, x, style)):
             return None
@@ -64,7 +54,7 @@ class DeferredHead(nn.Module):
         return run(*args)
 
 
-def _may_defer(head: Any, x: Any, style: Style | None) -> bool:
+def _may_defer(head: Any, x: Any, style: Any) -> bool:
     """Whether logits may be computed later: the same on every rank."""
     if torch.compiler.is_compiling() or dispatch.DISABLED or dispatch.is_recorded(x):
         return False
@@ -89,7 +79,7 @@ def find_head(model: Any, search: Search) -> None:
         return
     kind = type(head)
     is_plain = "forward" not in vars(head) and dispatch.are_plain(*head._parameters.values())
-    if kind.forward is not nn.Linear.forward or not (is_plain or styles.classes_of(head)):
+    if kind.forward is not nn.Linear.forward or not (is_plain):
         reason = "its output embedding is no nn.Linear with a plain weight, or one split by classes"
         search.report.leave(name, "head", reason, kind.__name__)
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -25,12 +25,13 @@ from fusedckpt.fusing import sharing
 from fusedckpt.fusing.activations import SharedActivation
 from fusedckpt.fusing.again import recomputed
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
-from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, layout_of, tensors_of
+from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, linears_of, tensors_of
 from fusedckpt.fusing.sharing import SharedLinear, recipe_of
 from fusedckpt.fusing.subclass import made_of
-from fusedckpt.layers import fallbacks, parallel
+from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import Fallback
 from fusedckpt.layers.norm import layer_norm, rms_norm
+from fusedckpt.layers.sharded import Sharding
 
 
 def call(module: Any, x: Tensor) -> Any:
@@ -96,6 +97,8 @@ class Swapped(nn.Module):
     # how many tensors a fused call takes, and their names
     _fusedckpt_count = 1
     _fusedckpt_names: tuple[str, ...]
+    # how the weights are laid out over ranks, None for whole ones
+    _fusedckpt_sharding: Sharding | None = None
     # returns the result, or why this call cannot run fused
     _fused: Callable[..., Tensor | Fallback]
 
@@ -121,6 +124,8 @@ class Swapped(nn.Module):
             if type(y) is not tuple:
                 return y
             fallbacks.note(self, y)
+        if self._fusedckpt_sharding is not None and len(given) == 1:
+            return sharded.on_dtensors(super().forward, given[0], self._fusedckpt_sharding)
         return super().forward(*args, **kwargs)
 
     __prepare_scriptable__ = sharing.Shared.__prepare_scriptable__
@@ -153,7 +158,7 @@ class FusedNorm(Swapped):
         weight, bias = (None if name is None else self._parameters.get(name) for name in names)
         if dispatch.are_plain(x, weight, bias):
             return self._computed(x, weight, bias)
-        y = parallel.on_rows(self._computed, 1, x, weight, bias)
+        y = sharded.on_rows(self._computed, 1, x, weight, bias)
         given = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
         return fallbacks.unplain(x, **given) if y is None else y
 
@@ -230,6 +235,10 @@ class FusedMLP(Swapped):
     def _fused(self, x: Tensor) -> Tensor | Fallback:
         return _mlp(self, self._original, x)
 
+    def linears_to_shard(self) -> list[nn.Module] | str:
+        """Return the modules with the block's weights, or why they must stay whole."""
+        return linears_of(self, self._fusedckpt_match)
+
     def _now(self) -> str:
         block = self._fusedckpt_match.block
         more = [] if self.chunks is None else [f"chunks={self.chunks}"]
@@ -259,20 +268,16 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     known = LEVELS[block.kind]
     own = module.save if known == levels.LEVELS else within(module.save, known)
     level = levels.resolve(block.kind, None, own, known)
-    found, layout = broken(module, match.held), None
-    if found is not None and found[0] == "hook":
+    sharding = getattr(module, "_fusedckpt_sharding", None)
+    if sharding is not None:
+        sharded.check_input(type(module).__name__, x, sharding)
         if torch.compiler.is_compiling():
-            # torch.compile cannot trace a look at hooks, but the hooks of parallel linears
-            if not all(map(parallel.is_sharded, module.parameters())):
-                return found
             count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
-            return compiled.run(original, tuple(range(count)), x)
-        layout = layout_of(module, block)
-        if layout is not None:
-            found = broken(module, match.held, [one.weight[:-1] for one in block.linears])
-    tensors = found or tensors_of(module, match, x, layout)
+            run = partial(sharded.on_dtensors, original, sharding=sharding)
+            return compiled.run(run, tuple(range(count)), x)
+    tensors = broken(module, match.held) or tensors_of(module, match, x, sharding)
     if isinstance(tensors, tuple):
-        runs_again = tensors[0] == "dropout" and layout is None and torch.is_grad_enabled()
+        runs_again = tensors[0] == "dropout" and sharding is None and torch.is_grad_enabled()
         if runs_again and dispatch.are_plain(x) and level != "preact":
             return recomputed(module, original, x, draws=True)
         return tensors
@@ -281,7 +286,7 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     def computed(x: Tensor) -> Tensor:
         return run_linears(options, x, (), tensors)
 
-    y = computed(x) if layout is None else parallel.spread(computed, x, layout)
+    y = computed(x) if sharding is None else sharded.spread(computed, x, sharding)
     return y if drops else dropped(module, match, y)
 
 

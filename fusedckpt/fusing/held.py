@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.adapters import base_of, is_dequantising
 from fusedckpt.fusing.replica import Path, replica
-from fusedckpt.layers.styles import style_of
 
 _SIMPLE = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum),
@@ -116,19 +115,17 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
     return found
 
 
-def broken(
-    module: nn.Module, held: tuple[Held, ...], watched: Collection[Path] = ()
-) -> tuple[str, str] | None:
+def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
     """Return the first change in a module, None if there is none.
 
     "child", "hook" or "changed", and the name of the child that was replaced or has hooks, or of
-    the changed attribute; children at the paths `watched` may have hooks.
+    the changed attribute.
     """
     for path, kind, children, reads in held:
         part = child_at(module, path)
         if part is None or (kind is not None and kind is not _kind(part)):
             return "child", ".".join(path)
-        if kind is not None and path not in watched and has_hooks(part):
+        if kind is not None and has_hooks(part):
             return "hook", ".".join(path)
         if children is not None and len(part._modules) != children:
             return "child", ".".join(path)
@@ -272,7 +269,7 @@ def spied(
         return made
 
     def enter(part: nn.Module, path: Path) -> tuple[type, dict[str, Any]]:
-        is_watched = has_hooks(part) and style_of(part) is None
+        is_watched = has_hooks(part)
         if path and (is_watched or type(part).__call__ is not nn.Module.__call__):
             what = "a hook, a replaced forward or a __call__ of its own"
             raise log.stopped(f"{'.'.join(path)} has {what}")

@@ -17,7 +17,6 @@ from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.kernels.activations import name_of
 from fusedckpt.kernels.codes import APPROXIMATE
 from fusedckpt.layers.sequential import Sequential
-from fusedckpt.layers.styles import style_of, unwrapped
 
 # the attributes that every module has
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -136,8 +135,7 @@ def state_key(module: nn.Module) -> Hashable:
             tuple(
                 (n, described(t)) for n, t in [*part._parameters.items(), *part._buffers.items()]
             ),
-            repr(style_of(part)),
-            tuple((n, value(v)) for n, v in unwrapped(part).items() if n not in _OF_MODULES),
+            tuple((n, value(v)) for n, v in vars(part).items() if n not in _OF_MODULES),
         )
         for name, part in module.named_modules(remove_duplicate=False)
     )

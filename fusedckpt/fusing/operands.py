@@ -15,9 +15,9 @@ from fusedckpt.blocks.quantised import quantised
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.held import Block, Held, Weight, child_at
 from fusedckpt.fusing.replica import Path
-from fusedckpt.layers import fallbacks, parallel, styles
+from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import Fallback
-from fusedckpt.layers.parallel import Style
+from fusedckpt.layers.sharded import Sharding
 
 # a linear's weight as [out, in], under the adapters that it has, and its bias
 Linear = tuple[Any, Tensor | None]
@@ -64,14 +64,14 @@ def dropped(module: nn.Module, match: MLPMatch, y: Tensor) -> Tensor:
 
 
 def tensors_of(
-    module: nn.Module, match: MLPMatch, x: Tensor, layout: Style | None
+    module: nn.Module, match: MLPMatch, x: Tensor, sharding: Sharding | None
 ) -> list[Linear] | Fallback:
     """Return the tensors of a block's linears, or why the call is not the matched one.
 
     A first weight with up before gate is cut in two, as programs have gate first.
     """
     rates = match.rates
-    if match.hidden is not None and (layout is not None or not module.training):
+    if match.hidden is not None and (sharding is not None or not module.training):
         # on shards a result is dropped after it is summed; and a module that is not in training may
         # not call a dropout that is
         rates = (*rates, match.hidden)
@@ -82,14 +82,12 @@ def tensors_of(
     if match.last is not None and match.last[1] != "p" and is_mixed:
         # the recording does not tell which module's mode its forward goes by
         return "dropout", match.last[1]
-    if layout is None and not dispatch.are_plain(x):
+    if sharding is None and not dispatch.are_plain(x):
         return fallbacks.unplain(x)
-    if layout is not None and not parallel.takes(x, layout):
-        return "layout", ""
     linears: list[Linear] = []
     given = [(_parameter(module, w), _parameter(module, b)) for w, b, _ in match.block.linears]
-    if layout is not None:
-        given = parallel.shards_of(given, layout)
+    if sharding is not None:
+        given = sharded.shards_of(given, sharding.mesh)
     for linear, (weight, bias) in zip(match.block.linears, given, strict=True):
         obstacle = _obstacle(module, match, linear, (weight, bias), x=x)
         if obstacle is not None:
@@ -103,14 +101,20 @@ def tensors_of(
     return linears
 
 
-def layout_of(module: nn.Module, block: Block) -> Style | None:
-    """Return how tensor parallel linears shard a block, None if they do not."""
+def linears_of(module: nn.Module, match: MLPMatch) -> list[nn.Module] | str:
+    """Return the modules with a block's weights, or why these cannot be sharded."""
+    block, hidden = match.block, match.hidden
+    if hidden is not None and getattr(child_at(module, hidden[0]), hidden[1]):
+        return sharded.DROPS
     if block.kind == "linear_act" or block.packed or any(one.transposed for one in block.linears):
-        return None
-    # adapters are not sharded
-    if any(adapters.is_lora(_outermost(module, one)) for one in block.linears):
-        return None
-    return styles.layout_of(*(child_at(module, one.weight[:-1]) for one in block.linears))
+        return f"a {block.kind} with packed or transposed weights, or of one linear, stays whole"
+    layers = [child_at(module, linear.weight[:-1]) for linear in block.linears]
+    for linear, layer in zip(block.linears, layers, strict=True):
+        outer = _outermost(module, linear)
+        if type(layer) is not nn.Linear or outer is not layer or has_hooks(layer):
+            name = ".".join(linear.weight[:-1])
+            return f"{name} is a {type(outer).__name__} that it has to call"
+    return layers  # type: ignore[return-value]  # linears
 
 
 def _obstacle(

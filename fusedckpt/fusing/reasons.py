@@ -20,7 +20,7 @@ from fusedckpt.blocks import validate
 from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.layouts import is_activation
-from fusedckpt.layers import styles
+from fusedckpt.layers import sharded
 from fusedckpt.layers.fallbacks import Fallback
 from fusedckpt.layers.linear import Linear
 
@@ -34,7 +34,6 @@ _CALLS = {
     "changed": "{} has changed since it was fused",
     "dropout": "{} applies dropout inside the block in training",
     "input": "its input is a {}, which only its own forward takes",
-    "layout": "its input or output is not sharded by whole rows",
     "cache": "called with a {}, which its forward may change, as a cache of keys and values",
     "hooked": "{}: it has a hook, and would be called twice",
     "again": "its attention would save more than four times its result, and runs again in backward",
@@ -113,15 +112,17 @@ def of_weight(name: str, weight: Any) -> str | None:
         return None
     if quantised(weight) is not None:
         return None
+    if sharded.is_sharded(weight):
+        return f"{name} is sharded: fuse before sharding, MLPs by fusedckpt.parallel.MLPParallel"
     what = f"is a {type(weight).__name__} of layout {weight.layout}"
     return f"{name} {why_left(weight) or f'{what}, which only its own forward takes'}"
 
 
 def of_layer(module: nn.Module) -> str | None:
     """Say why no kernel takes a module's own parameters, None if one does."""
-    if styles.is_known(module):
-        return None
     given = dict(module.named_parameters(recurse=False))
+    if sharded.are_replicated(given.values()):
+        return None
     given = {name: weight for name, weight in given.items() if quantised(weight) is None}
     found = next(filter(None, (of_weight(name, weight) for name, weight in given.items())), None)
     if found is not None:

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.layers.styles import unwrapped
-
 Path = tuple[str, ...]
 
 # rows of the random input: enough to tell rules of rounding apart, and few
@@ -43,7 +41,7 @@ def replica(
     """
     kind, own = (type(module), {}) if enter is None else enter(module, path)
     clone = object.__new__(kind)
-    given = unwrapped(module)
+    given = vars(module)
     made: dict[str, Any] = {name: type(given[name])() for name in _HOOKS}
     made |= {n: sizes[v] for n, v in given.items() if type(v) is int and v > 1 and v in sizes}
     if rate is not None:

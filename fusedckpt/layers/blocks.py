@@ -20,10 +20,10 @@ from fusedckpt.blocks.builder import GATED, PLAIN, Linears
 from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import LEVELS, Options, split
 from fusedckpt.kernels.activations import ACTIVATIONS, name_of
-from fusedckpt.layers import parallel
+from fusedckpt.layers import sharded
 from fusedckpt.layers.linear import Linear, run_projections
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.styles import layout_of
+from fusedckpt.layers.sharded import Sharding
 
 # a letter for each kind of layer in a block; looked up by type, subclasses have none
 _LETTERS: dict[type[nn.Module], str] = {
@@ -74,6 +74,7 @@ class _Block(nn.Module):
     # of modules that were pickled before there were any
     dropout = output_dropout = 0.0
     approximate = False
+    _fusedckpt_sharding: Sharding | None = None
 
     def __init__(
         self,
@@ -126,6 +127,8 @@ class _Block(nn.Module):
             is_module=True,
             approximate=self.approximate,
         )
+        if self._fusedckpt_sharding is not None:
+            return self._on_shards(options, input, linears, self._fusedckpt_sharding)
         are_linears, is_norm = _are("l", *linears), norm is None or _are("n", norm)
         pairs = [(linear.weight, linear.bias) for linear in linears] if are_linears else []
         if are_linears and is_norm:
@@ -146,18 +149,39 @@ class _Block(nn.Module):
         return input + y if self.residual else y
 
     def _called(self, options: Options, n: Tensor, linears: list[Any]) -> Tensor:
-        """Call the linears on n, or run on shards of their weights."""
-        layout, is_traced = None, torch.compiler.is_compiling() or dispatch.is_recorded(n)
-        if has_hooks(*linears) and not (options.num_seeds or is_traced):
-            is_known = all(_letter(linear) == "l" for linear in linears)
-            layout = layout_of(*linears) if is_known else None
-        if layout is not None and parallel.takes(n, layout):
-            pairs = parallel.shards_of([(m.weight, m.bias) for m in linears], layout)
-            if dispatch.are_plain(*[tensor for pair in pairs for tensor in pair]):
-                shard = options._replace(residual=False, is_module=False)
-                return parallel.spread(lambda n: run_linears(shard, n, (), pairs), n, layout)
+        """Return the linears' result for n, calling each of them."""
         h = eager.hidden([linear(n) for linear in linears[:-1]], options.activation)
         return eager.dropout(linears[-1](eager.dropout(h, options.dropout)), options.output_dropout)
+
+    def _on_shards(
+        self, options: Options, input: Any, linears: list[Any], sharding: Sharding
+    ) -> Any:
+        """Run the block on this rank's shards of its weights, the norm on its rows of the input."""
+        sharded.check_input(type(self).__name__, input, sharding)
+        options.chosen(levels.override.level)
+        residual, output_dropout = options.residual, options.output_dropout
+        # of the sum over ranks
+        options = options._replace(residual=False, output_dropout=0.0, is_module=False)
+        n = input if self.norm is None else self.norm(sharded.as_norms_take(input, sharding))
+        is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(n)
+        if options.num_seeds or is_traced or has_hooks(*linears):
+            y = sharded.on_dtensors(lambda n: self._called(options, n, linears), n, sharding)
+        else:
+            pairs = [(linear.weight, linear.bias) for linear in linears]
+            shards = sharded.shards_of(pairs, sharding.mesh)
+            y = sharded.spread(lambda n: run_linears(options, n, (), shards), n, sharding)
+        y = eager.dropout(y, output_dropout)
+        return sharded.like_output(input, sharding) + y if residual else y
+
+    def linears_to_shard(self) -> list[nn.Module] | str:
+        """Return its linears, or why their weights must stay whole."""
+        if self.dropout:
+            return sharded.DROPS
+        linears: list[Any] = [self._modules[name] for name in self.names]
+        for name, linear in zip(self.names, linears, strict=True):
+            if letter_of(linear) != "l":
+                return f"{name} is a {type(linear).__name__} that it has to call"
+        return linears
 
     def extra_repr(self) -> str:
         """Describe the settings that no child shows."""

@@ -8,7 +8,6 @@ GEMMs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -24,7 +23,6 @@ from fusedckpt.blocks.head import LEVELS, HeadOptions
 from fusedckpt.blocks.operands import LoRA, are_adapted
 from fusedckpt.kernels.cross_entropy import LogitRule
 from fusedckpt.kernels.runtime import KERNEL_DTYPES
-from fusedckpt.layers import parallel
 
 REDUCTIONS = ("none", "mean", "sum")
 # options that the backends of others take
@@ -54,8 +52,7 @@ def linear_cross_entropy(
     Args:
         x: [..., D], float32, bfloat16, float16 or float64.
         weight: [V, D], of x's dtype; under autocast of any dtype but float64. Or a `LoRA` record,
-            or a quantised weight, as in `mlp`. Or a DTensor sharded by classes, for an x that is a
-            DTensor on its mesh: each rank makes the logits of its classes, and the result is plain.
+            or a quantised weight, as in `mlp`.
         target: [...], int64, from 0 to V - 1, or ignore_index.
         bias: [V] or None.
         ignore_index: the target of tokens without a loss.
@@ -213,11 +210,6 @@ def _by_cce(name: str, x: Any, weight: Any, targets: Tensor, bias: Any, options:
 def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:
     """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
     validate.tensor(options.name, "target", target)
-    if parallel.shares_classes(options.name, x, weight, target, bias):
-        options.chosen(None)
-        _check_range(options, target, weight)
-        own = partial(_statistics, options._replace(rule=options.rule._replace(ignore_index=-1)))
-        return parallel.class_statistics(own, options.rule, x, weight, target, bias)
     _check_call(options, x, weight, target, bias)
     return run_linears(options, x, (target.unsqueeze(-1),), [(weight, bias)])
 

@@ -17,7 +17,7 @@ from fusedckpt.blocks import compiled, eager, norm_sharing, validate
 from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
-from fusedckpt.layers import fallbacks, parallel
+from fusedckpt.layers import fallbacks, sharded
 
 Shape = int | Sequence[int]
 
@@ -59,8 +59,8 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
         y = apply(call, phase, x, weight, bias)
         return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
     shape = options.normalized_shape
-    if parallel.is_sharded(x):
-        y = parallel.on_rows(partial(_called, norm, options), len(shape), x, weight, bias)
+    if sharded.is_sharded(x):
+        y = sharded.on_rows(partial(_called, norm, options), len(shape), x, weight, bias)
         if y is not None:
             return y
     if is_own:

@@ -101,18 +101,8 @@ def test_without_a_part(monkeypatch, name):
 
 
 def test_without_parts_of_distributed_modules():
-    class Style:
-        def _prepare_input_fn(self):
-            """Of two that torch's have."""
-
     assert private.fsdp_parameters(nn.Linear(2, 2)) == []
     assert private.unsharded_of(object()) is None
-    at_input, at_output = private.style_functions(Style)
-    assert at_input is at_output is not Style._prepare_input_fn
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    for style in (ColwiseParallel, RowwiseParallel):
-        assert private.style_functions(style)[0] is style._prepare_input_fn
 
 
 # what others name of torch: dicts of a module and their like, and what is documented so
@@ -128,8 +118,7 @@ PUBLIC = {
 }
 # of Python, and of other libraries, each beside a probe of its own
 FOREIGN = {
-    *("_getframe", "_gradient_checkpointing_func", "_sharding_config"),
-    *("_hf_quantized_needs_local_tp", "_attn_implementation"),
+    *("_getframe", "_gradient_checkpointing_func", "_attn_implementation"),
     *("_experts_implementation", "_apply_gate"),
     # the child of our own wrapper, named as torch's names its own
     "_checkpoint_wrapped_module",

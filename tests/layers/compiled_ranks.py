@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from tensor_parallel import MLP, Block, GatedMLP, Ranks, gathered_once, replicated, same
+from tensor_parallel import MLP, Block, GatedMLP, Ranks, fused_plan, gathered_once, replicated, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -32,7 +32,7 @@ def main(rank: int) -> None:
         model = Block(mlp())
         expected = ranks.expected(copy.deepcopy(model), way)
         fusedckpt.fuse(model, verify=False, save=save)
-        parallelize_module(model, ranks.mesh, way(model))
+        parallelize_module(model, ranks.mesh, fused_plan(model, way))
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         same(ranks.results(model, way, call=compiled), expected)

@@ -22,22 +22,23 @@ from tensor_parallel import (
     S,
     alike,
     as_dtensors,
+    fused_plan,
     gathered_by_each,
     gathered_once,
     local,
-    plan,
     replicated,
     same,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt.memory import saved_tensors
+from fusedckpt.parallel import MLPParallel
 
 # bytes of all rows of D and of F features in float32
 WIDE, HIDDEN = 4 * B * S * D, 4 * B * S * F
@@ -77,23 +78,12 @@ def costs(ranks: Ranks, model: nn.Module, way: Any) -> tuple[int, Any]:
     return saved.nbytes, (counted(forward), counted(backward))
 
 
-def fused_first(model: nn.Module, mesh: DeviceMesh, way: Any) -> nn.Module:
+def fused(model: nn.Module, mesh: DeviceMesh, way: Any) -> nn.Module:
     # numbers are checked below, and once by fuse
-    report = fusedckpt.fuse(model, verify=way is replicated)
-    parallelize_module(model, mesh, way(model))
-    return watched(model, report)
-
-
-def fused_last(model: nn.Module, mesh: DeviceMesh, way: Any) -> nn.Module:
-    parallelize_module(model, mesh, way(model))
-    return watched(model, fusedckpt.fuse(model, verify=way is replicated))
-
-
-def watched(model: nn.Module, report: fusedckpt.FuseReport) -> nn.Module:
-    assert len(report.swapped) == 2, report
-    assert report.left == {}, report
-    model.report = report
-    return model
+    model.report = fusedckpt.fuse(model, verify=way is replicated)
+    assert len(model.report.swapped) == 2, model.report
+    assert model.report.left == {}, model.report
+    return parallelize_module(model, mesh, fused_plan(model, way))
 
 
 def check_table(ranks: Ranks) -> None:
@@ -106,14 +96,13 @@ def check_table(ranks: Ranks) -> None:
         unfused = ranks.results(eager, way)
         found = costs(ranks, eager, way)
         assert found == (saved[0], collectives[0]), found
-        for fuse in (fused_first, fused_last):
-            model = fuse(copy.deepcopy(block), ranks.mesh, way)
-            found = ranks.results(model, way)
-            same(found, expected)
-            alike(found, unfused)
-            found = costs(ranks, model, way)
-            assert found == (saved[1], collectives[1]), (way, fuse, found)
-            assert not model.report.fallbacks, model.report
+        model = fused(copy.deepcopy(block), ranks.mesh, way)
+        results = ranks.results(model, way)
+        same(results, expected)
+        alike(results, unfused)
+        found = costs(ranks, model, way)
+        assert found == (saved[1], collectives[1]), (way, found)
+        assert not model.report.fallbacks, model.report
         assert 2 * saved[1] <= saved[0]
 
 
@@ -124,7 +113,7 @@ def check_own_blocks(ranks: Ranks) -> None:
                 torch.manual_seed(0)
                 block = kind(D, F, bias=True, norm=norm, residual=norm is not None)
                 expected = ranks.expected(block, way)
-                parallelize_module(block, ranks.mesh, way(block))
+                parallelize_module(block, ranks.mesh, fused_plan(block, way))
                 same(ranks.results(block, way), expected)
                 is_ours = not isinstance(norm, nn.RMSNorm)
                 # of the norm's input and of its result, all rows or a half
@@ -143,7 +132,7 @@ def check_shapes(ranks: Ranks) -> None:
             mlp = MLP(bias=True)
             expected = ranks.expected(mlp, way)
             fusedckpt.fuse(mlp, save=save, verify=False)
-            parallelize_module(mlp, ranks.mesh, way(mlp))
+            parallelize_module(mlp, ranks.mesh, fused_plan(mlp, way))
             same(ranks.results(mlp, way), expected)
             # a rank's own features of all rows
             extra = HIDDEN // 2 if save == "preact" else 0
@@ -151,13 +140,13 @@ def check_shapes(ranks: Ranks) -> None:
             assert costs(ranks, mlp, way)[0] == WIDE // parts + extra
         torch.manual_seed(0)
         eager = MLP(bias=False)
-        fused = copy.deepcopy(eager)
-        fusedckpt.fuse(fused, verify=False)
-        for model in (eager, fused):
-            parallelize_module(model, ranks.mesh, way(model))
+        ours = copy.deepcopy(eager)
+        fusedckpt.fuse(ours, verify=False)
+        parallelize_module(eager, ranks.mesh, way(eager))
+        parallelize_module(ours, ranks.mesh, fused_plan(ours, way))
         with torch.autocast("cpu", torch.bfloat16):
-            found, expected = (ranks.results(m, way) for m in (fused, eager))
-            assert costs(ranks, fused, way)[1] == COLLECTIVES[way][1]
+            found, expected = (ranks.results(m, way) for m in (ours, eager))
+            assert costs(ranks, ours, way)[1] == COLLECTIVES[way][1]
         same(found, expected, rtol=0.05, atol=0.05)
 
 
@@ -167,7 +156,7 @@ def check_wide_out(ranks: Ranks) -> None:
     x, dy = torch.randn(B, S, D, requires_grad=True), torch.randn(B, S, 3)
     expected = torch.autograd.grad(mlp(x), [x, *mlp.parameters()], dy)
     report = fusedckpt.fuse(mlp, verify=False)
-    parallelize_module(mlp, ranks.mesh, gathered_by_each(mlp))
+    parallelize_module(mlp, ranks.mesh, fused_plan(mlp, gathered_by_each))
     rows = ranks.rows(x).detach().requires_grad_()
     found = torch.autograd.grad(mlp(rows), [rows, *mlp.parameters()], ranks.rows(dy))
     same(list(found), [ranks.rows(expected[0]), *expected[1:]])
@@ -180,7 +169,7 @@ def check_autograd(ranks: Ranks) -> None:
         torch.manual_seed(0)
         block = Block(GatedMLP())
         expected = ranks.expected(block, way)
-        model = fused_first(copy.deepcopy(block), ranks.mesh, way)
+        model = fused(copy.deepcopy(block), ranks.mesh, way)
         for around in (fusedckpt.checkpoint, checkpoint):
             checkpointed = partial(around, model, use_reentrant=False)
             same(ranks.results(model, way, checkpointed), expected)
@@ -207,7 +196,7 @@ def check_rows_let_go(ranks: Ranks) -> None:
     """What backward gathered ahead is gone once it was read, and where nobody reads it."""
     model = MLP()
     fusedckpt.fuse(model, verify=False)
-    parallelize_module(model, ranks.mesh, gathered_by_each(model))
+    parallelize_module(model, ranks.mesh, fused_plan(model, gathered_by_each))
     x, held = ranks.rows(ranks.x).clone().requires_grad_() * 1, []
     y = model(x)
     rows = y.grad_fn.rows
@@ -222,10 +211,10 @@ def check_second_order(ranks: Ranks) -> None:
     way = gathered_by_each
     torch.manual_seed(0)
     mlp = GatedMLP()
-    unfused, fused = copy.deepcopy(mlp), copy.deepcopy(mlp)
-    fusedckpt.fuse(fused, verify=False)
-    for model in (unfused, fused):
-        parallelize_module(model, ranks.mesh, way(model))
+    unfused, ours = copy.deepcopy(mlp), copy.deepcopy(mlp)
+    fusedckpt.fuse(ours, verify=False)
+    parallelize_module(unfused, ranks.mesh, way(unfused))
+    parallelize_module(ours, ranks.mesh, fused_plan(ours, way))
 
     def gradients(model: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         x = x.clone().requires_grad_()
@@ -238,14 +227,14 @@ def check_second_order(ranks: Ranks) -> None:
         assert torch.__version__ < "2.13", "its collectives are differentiable twice"
         return
     dx, *grads = gradients(mlp, ranks.x, ranks.dy)
-    same(list(gradients(fused, *rows)), [ranks.rows(dx), *grads])
+    same(list(gradients(ours, *rows)), [ranks.rows(dx), *grads])
 
 
 def check_writes(ranks: Ranks) -> None:
     """What was kept and then written to is refused, as autograd does it."""
     model = GatedMLP()
     fusedckpt.fuse(model, verify=False)
-    parallelize_module(model, ranks.mesh, gathered_by_each(model))
+    parallelize_module(model, ranks.mesh, fused_plan(model, gathered_by_each))
     x = ranks.rows(ranks.x).clone().requires_grad_()
     for as_given in (x * 1, DTensor.from_local(x * 1, ranks.mesh, [Shard(1)])):
         y = model(as_given)
@@ -255,44 +244,81 @@ def check_writes(ranks: Ranks) -> None:
             y.sum().backward()
 
 
-def check_left(ranks: Ranks) -> None:
-    """What else is around a linear, or split otherwise, runs as its class, and is named."""
-    hook = "gate_proj: it has a hook, or its forward was replaced"
-    sharded = (
-        "gate_proj.weight is a DTensor of layout torch.strided, which only its own forward takes"
-    )
-    mesh, wide = ranks.mesh, ColwiseParallel(output_layouts=Replicate())
-
-    class Own(ColwiseParallel):
-        @staticmethod
-        def _prepare_input_fn(layouts: Any, wanted: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
-            return ColwiseParallel._prepare_input_fn(layouts, wanted, mod, inputs, mesh)
-
-    for reason, styles, is_hooked in (
-        (sharded, replicated, True),
-        (sharded, lambda _: {"gate_proj": wide}, False),
-        (sharded, lambda model: {**replicated(model), "gate_proj": Own()}, False),
-        (hook, lambda _: {}, True),
+def check_other_styles(ranks: Ranks) -> None:
+    """An MLP whose linears have styles of their own runs its class's forward, and is named."""
+    for styles in (
+        replicated,
+        lambda _: {"gate_proj": ColwiseParallel(output_layouts=Replicate())},
     ):
         torch.manual_seed(0)
         model = GatedMLP()
         expected = ranks.expected(model, replicated)
         report = fusedckpt.fuse(model, verify=False)
-        if given := styles(model):
-            parallelize_module(model, mesh, given)
-        if is_hooked:
-            model.gate_proj.register_forward_hook(lambda *_: None)
+        parallelize_module(model, ranks.mesh, styles(model))
         same(ranks.results(model, replicated), expected)
-        assert report.fallbacks == {"": reason}, report.fallbacks
-    model = GatedMLP()
-    for parameter in model.parameters():
-        torch.distributed.broadcast(parameter.data, 0)
-    expected = model(ranks.x).chunk(2, -1)[ranks.rank]
-    report = fusedckpt.fuse(model, verify=False)
-    parallelize_module(model, mesh, plan(model, {}, {"output_layouts": Shard(-1)}))
-    same([model(ranks.x)], [expected])
-    reason = "its input or output is not sharded by whole rows"
-    assert report.fallbacks == {"": reason}, report.fallbacks
+        assert "gate_proj.weight is sharded: fuse before sharding" in report.fallbacks[""], report
+
+
+def check_own_forward(ranks: Ranks) -> None:
+    """A hook inside, set later, is called: the module computes with DTensors."""
+    for way in (replicated, gathered_by_each, as_dtensors):
+        for make in (
+            GatedMLP,
+            lambda: fusedckpt.GatedMLP(D, F, norm=nn.LayerNorm(D), residual=True),
+        ):
+            torch.manual_seed(0)
+            model = make()
+            expected = ranks.expected(model, way)
+            fusedckpt.fuse(model, verify=False)
+            parallelize_module(model, ranks.mesh, fused_plan(model, way))
+            calls = []
+            model.up_proj.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            same(ranks.results(model, way), expected)
+            assert calls == [1]
+
+
+def check_refused(ranks: Ranks) -> None:
+    """Bad calls raise before any weight is changed."""
+    mesh, own = ranks.mesh, fusedckpt.GatedMLP(D, F)
+    with pytest.raises(TypeError, match="call fuse before parallelize_module"):
+        parallelize_module(GatedMLP(), mesh, MLPParallel())
+    for layout in (Shard(-1), Partial()):
+        with pytest.raises(ValueError, match="must be Replicate"):
+            MLPParallel(output_layouts=layout)
+    odd, called, wide = fusedckpt.MLP(D, 7), fusedckpt.MLP(D, F), init_device_mesh("cpu", (1, 2))
+    called.fc1.register_forward_hook(lambda *_: None)
+    for model, over, why in (
+        (odd, mesh, "7 hidden features"),
+        (called, mesh, "fc1 is a Linear that it has to call"),
+        (own, wide, "a mesh of one dimension"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            MLPParallel()._apply(model, over)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+    parallelize_module(own, mesh, MLPParallel())
+    with pytest.raises(ValueError, match="sharded already"):
+        parallelize_module(own, mesh, MLPParallel())
+    for x, error, why in (
+        (DTensor.from_local(ranks.x, mesh, [Shard(-1)]), ValueError, "whole rows"),
+        (ranks.x.to_sparse(), TypeError, "expected a Tensor or a DTensor"),
+    ):
+        with pytest.raises(error, match=why):
+            own(x)
+
+
+def check_dropout(ranks: Ranks) -> None:
+    """The dropout of a result draws the same on all ranks; saved and loaded as it is."""
+    torch.manual_seed(0)
+    model = fusedckpt.MLP(D, F, output_dropout=0.5)
+    names = [*model.state_dict()]
+    parallelize_module(model, ranks.mesh, MLPParallel())
+    assert [*model.state_dict()] == names
+    torch.manual_seed(3)
+    y = model(ranks.x)
+    parts = [torch.empty_like(y) for _ in range(2)]
+    torch.distributed.all_gather(parts, y.detach())
+    assert torch.equal(*parts)
+    assert (y == 0).any()
 
 
 def check_left_norms(ranks: Ranks) -> None:
@@ -303,7 +329,7 @@ def check_left_norms(ranks: Ranks) -> None:
     report = fusedckpt.fuse(norm, verify=False)
     norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), ranks.mesh, [Shard(0)]))
     same([local(norm(ranks.given(as_dtensors)))], [expected])
-    assert "weight is a DTensor" in report.fallbacks[""]
+    assert "weight is sharded" in report.fallbacks[""]
 
 
 def main(rank: int) -> None:
@@ -316,5 +342,8 @@ def main(rank: int) -> None:
     check_rows_let_go(ranks)
     check_second_order(ranks)
     check_writes(ranks)
-    check_left(ranks)
+    check_other_styles(ranks)
+    check_own_forward(ranks)
+    check_refused(ranks)
+    check_dropout(ranks)
     check_left_norms(ranks)

@@ -1,7 +1,6 @@
-"""Layers on two ranks: in tensor and sequence parallel, compiled, and the head split by classes."""
+"""Layers on two ranks: in tensor and sequence parallel, and compiled."""
 
 import compiled_ranks
-import head_ranks
 import parallel_ranks
 import pytest
 import torch
@@ -9,7 +8,7 @@ from support import run_ranks
 
 
 def main(rank: int) -> None:
-    for module in (parallel_ranks, compiled_ranks, head_ranks):
+    for module in (parallel_ranks, compiled_ranks):
         module.main(rank)
 
 

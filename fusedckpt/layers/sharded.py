@@ -1,0 +1,327 @@
+"""Blocks on this rank's shards of DTensors: tensor and sequence parallelism.
+
+A block gathers its input, runs its autograd Function on this rank's shards of the weights, and
+reduces its output:
+
+    rows of x -gather-> all rows of x -block on own features-> a summand of y -reduce-> rows of y
+
+DTensor moves the data and places the gradients: backward runs the duals of both collectives. With
+sequence parallelism the block saves this rank's rows of x alone; backward gathers all rows in the
+collective that gathers the output's gradient: the same number of collectives as unfused, with twice
+the bytes in that one.
+
+`MLPParallel` in fusedckpt/parallel.py shards a module's weights and notes a `Sharding` on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch
+from fusedckpt.autograd.backward import versions_of
+from fusedckpt.autograd.private import at_end_of_backward, raw_saved
+from fusedckpt.blocks.norm_sharing import Recipe, Source, made_from
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+# why an MLP stays whole whose ranks would have to draw independent masks
+DROPS = (
+    "it applies dropout to its hidden features: shard its linears by ColwiseParallel and "
+    "RowwiseParallel"
+)
+
+
+class Sharding(NamedTuple):
+    """How a block is laid out over the ranks of a mesh of one dimension."""
+
+    mesh: DeviceMesh
+    # the placement of an input that is a plain tensor
+    input: Any
+    # the placement of the result
+    output: Any
+    # whether the result is this rank's part as a plain tensor, or a DTensor
+    is_local: bool
+
+
+class Shardable(Protocol):
+    """A module that computes an MLP, which can run on shards of its weights."""
+
+    # None for weights that are whole
+    _fusedckpt_sharding: Sharding | None
+
+    def linears_to_shard(self) -> list[nn.Module] | str:
+        """Return the modules with the block's weights, the last one last, or why they must stay
+        whole."""
+        ...
+
+
+def library() -> Any:
+    """Return torch.distributed.tensor if it was imported, which takes a second, else None."""
+    return sys.modules.get("torch.distributed.tensor")
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether a value is a DTensor."""
+    tensors = library()
+    return tensors is not None and isinstance(x, tensors.DTensor)
+
+
+def are_replicated(parameters: Iterable[Any]) -> bool:
+    """Whether these are DTensors that every rank holds whole, as those of a norm that runs on a
+    rank's rows."""
+    parameters = [*parameters]
+    return bool(parameters) and all(
+        is_sharded(p) and all(placement.is_replicate() for placement in p.placements)
+        for p in parameters
+    )
+
+
+def placed(local: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
+    """Return the DTensor of which `local` is this rank's part."""
+    return library().DTensor.from_local(local, mesh, [placement], run_check=False)
+
+
+def parts_of(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors, and this rank's parts of those that are DTensors, which have the storage."""
+    with torch.no_grad():
+        return [*tensors, *(t.to_local() for t in tensors if is_sharded(t))]  # type: ignore[union-attr]  # a DTensor
+
+
+def check_input(name: str, x: Any, sharding: Sharding) -> None:
+    """Refuse an input, before any work, that the block cannot gather."""
+    if not is_sharded(x):
+        if not dispatch.are_plain(x):
+            raise TypeError(f"{name}: expected a Tensor or a DTensor, got a {type(x).__name__}")
+        placements = (sharding.input,)
+    elif x.device_mesh != sharding.mesh:
+        raise ValueError(
+            f"{name}: expected a DTensor on the mesh {sharding.mesh}, got {x.device_mesh}"
+        )
+    else:
+        placements = x.placements
+    for placement in (*placements, sharding.output):
+        if not _is_of_rows(placement, x.dim(), 1):
+            raise ValueError(
+                f"{name}: input and output must be replicated or sharded by whole rows of "
+                f"{list(x.shape)}, got {placement}"
+            )
+
+
+def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
+    """Whether a placement keeps rows whole; the last dimensions are features."""
+    if placement.is_replicate():
+        return True
+    return type(placement) is library().Shard and placement.dim % dims < dims - features
+
+
+def shards_of(linears: Sequence[tuple[Any, Any]], mesh: DeviceMesh) -> list[Any]:
+    """Return this rank's parts of a block's weights and biases.
+
+    The first linears are split by output features, the last by input features. Its bias is whole,
+    and every rank adds a share of it.
+    """
+    *first, (weight, bias) = linears
+    shards = [(_local(w), _local(b)) for w, b in first]
+    bias = None if bias is None else _Portion.apply(bias.to_local(), mesh.size())
+    return [*shards, (_local(weight), bias)]
+
+
+def _local(weight: Any) -> Any:
+    return None if weight is None else weight.to_local()
+
+
+class _Portion(torch.autograd.Function):
+    """A rank's share of a bias that all ranks add; its gradient is replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, ranks: int) -> Tensor:
+        return bias / ranks
+
+    @staticmethod
+    def backward(ctx: Any, db: Tensor) -> Any:  # type: ignore[override]
+        return db, None
+
+
+def on_dtensors(forward: Callable[[Any], Any], x: Any, sharding: Sharding) -> Any:
+    """Return the result of a forward that computes with DTensors, placed as the sharding says."""
+    replicate = library().Replicate()
+    x = x if is_sharded(x) else placed(x, sharding.mesh, sharding.input)
+    y = forward(x.redistribute(placements=[replicate]))
+    y = y.redistribute(placements=[sharding.output])
+    return y.to_local() if sharding.is_local else y
+
+
+def as_norms_take(x: Any, sharding: Sharding) -> Any:
+    """Return a block's input as its norm takes it: a DTensor where its rows are sharded."""
+    if sharding.input.is_replicate():
+        return x.to_local() if is_sharded(x) else x
+    return x if is_sharded(x) else placed(x, sharding.mesh, sharding.input)
+
+
+def like_output(x: Any, sharding: Sharding) -> Any:
+    """Return a block's input placed as its output, to which it is added."""
+    if not is_sharded(x):
+        if sharding.is_local and sharding.input == sharding.output:
+            return x
+        x = placed(x, sharding.mesh, sharding.input)
+    x = x.redistribute(placements=[sharding.output])
+    return x.to_local() if sharding.is_local else x
+
+
+def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any:
+    """Return the sum over ranks of a block's results for all rows, placed as the sharding says.
+
+    One collective gathers x if its rows are sharded, and one reduces the output; backward has their
+    duals. The block saves this rank's rows of x if x or the output is sharded, else x.
+    """
+    tensors, mesh = library(), sharding.mesh
+    made, source = made_from(x), getattr(x.grad_fn, "source", None)
+    dtype = dispatch.autocast_dtype(x.device)
+    if dtype is not None and x.dtype != torch.float64:
+        # before it is gathered
+        x = x.to(dtype)
+    # as it was passed, so that autograd sees whether it is written to
+    rows_of_x = x
+    if not is_sharded(x):
+        x = placed(x, mesh, sharding.input)
+    gathered = x
+    if not x.placements[0].is_replicate():
+        gathered = x.redistribute(placements=[tensors.Replicate()])
+    whole = gathered.to_local(grad_placements=[tensors.Partial()])
+    split = next((p for p in (*x.placements, sharding.output) if not p.is_replicate()), None)
+    if split is None or not whole.requires_grad:
+        if made is not None and source is not None:
+            whole = _made_again(whole, source.again, *made)
+        return _summed(block(whole), sharding)
+    if x.placements != (split,):
+        rows_of_x = x.detach().redistribute(placements=[split]).to_local()
+    rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
+    y = block(_made_again(whole, rows.again, rows_of_x, None, None))
+    # whether the block saves rows and gathers its input again
+    saved = raw_saved(y.grad_fn)
+    gathers = bool(saved) and isinstance(saved[0].data, Recipe)
+    is_like_x = (y.shape, y.dtype) == (rows.shape, rows_of_x.dtype)
+    if not (gathers and sharding.output == split and is_like_x):
+        return _summed(y, sharding)
+    y = _SumOfRows.apply(y, rows_of_x, rows)
+    return y if sharding.is_local else _dtensor(y, mesh, [sharding.output], rows.shape)
+
+
+class _Rows:
+    """How rows are sharded over ranks."""
+
+    def __init__(self, mesh: DeviceMesh, dim: int, shape: Sequence[int]):
+        self.mesh, self.dim, self.shape = mesh, dim, shape
+        # all rows of the block's input, gathered by a backward and not yet read
+        self.ahead: Tensor | None = None
+
+    def gathered(self, *parts: Any) -> tuple[Tensor, ...]:
+        """Return all rows of tensors from this rank's, by one collective."""
+        tensors = library()
+        local = [part.to_local() if is_sharded(part) else part for part in parts]
+        stacked: Any = torch.stack(local) if len(local) > 1 else local[0].unsqueeze(0)
+        split = [tensors.Shard(self.dim + 1)]
+        stacked = _dtensor(stacked, self.mesh, split, [len(parts), *self.shape])
+        stacked = stacked.redistribute(placements=[tensors.Replicate()])
+        return stacked.to_local(grad_placements=[tensors.Partial()]).unbind()
+
+    def again(self, rows: Tensor, *_: None) -> Tensor:
+        """Return all rows of a saved tensor."""
+        ahead = self.ahead
+        self.ahead = None
+        return self.gathered(rows)[0] if ahead is None else ahead
+
+    def forget(self) -> None:
+        """Free rows that were not read."""
+        self.ahead = None
+
+
+def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> Any:
+    """Return the DTensor of a shape of which `local` is this rank's part, also an uneven one."""
+    stride = torch.empty(shape, device="meta").stride()
+    options: Any = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+    return library().DTensor.from_local(local, mesh, placements, **options)
+
+
+def _made_again(
+    whole: Tensor, again: Callable[..., Tensor], rows: Any, weight: Any, bias: Any
+) -> Tensor:
+    """Return a tensor that its reader makes again from saved ones."""
+    whole = _Whole.apply(whole, rows)
+    node: Any = whole.grad_fn
+    if node is not None:
+        node.source = Source(again, weight, bias, versions_of(whole, weight, bias))
+    return whole
+
+
+class _Whole(torch.autograd.Function):
+    """All rows; saves the tensor from which a block that reads them can make them again."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.set_materialize_grads(False)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> Any:  # type: ignore[override]
+        return dx, None
+
+
+class _SumOfRows(torch.autograd.Function):
+    """This rank's rows of the sum over ranks; backward gathers the block's input, too."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Any, rows_of_x: Tensor, rows: _Rows) -> Tensor:
+        ctx.save_for_backward(rows_of_x)
+        ctx.set_materialize_grads(False)
+        ctx.rows = rows
+        tensors = library()
+        y = placed(y, rows.mesh, tensors.Partial())
+        return y.redistribute(placements=[tensors.Shard(rows.dim)]).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:  # type: ignore[override]
+        if dy is None:
+            return None, None, None
+        (rows_of_x,), rows = ctx.saved_tensors, ctx.rows
+        dy, rows.ahead = rows.gathered(dy, rows_of_x.detach())
+        at_end_of_backward(rows.forget)
+        return dy, None, None
+
+
+def _summed(y: Tensor, sharding: Sharding) -> Any:
+    """Return the sum of ranks' results."""
+    total = placed(y, sharding.mesh, library().Partial())
+    total = total.redistribute(placements=[sharding.output])
+    return total.to_local() if sharding.is_local else total
+
+
+def on_rows(norm: Callable[..., Any], features: int, x: Any, *parameters: Any) -> Any:
+    """Run a norm over the last dimensions on this rank's rows of a DTensor.
+
+    None if x is not a DTensor, or has other placements; parameters must be replicated.
+    """
+    if not is_sharded(x) or torch.compiler.is_compiling():
+        return None
+    if not all(_is_of_rows(placement, x.dim(), features) for placement in x.placements):
+        return None
+    tensors = library()
+    wholes = (tensors.Replicate(),) * x.device_mesh.ndim
+    # from its rows, a rank has a summand of a parameter's gradient
+    grads = [p if p.is_replicate() else tensors.Partial() for p in x.placements]
+    for p in parameters:
+        if p is not None and not (
+            is_sharded(p) and p.device_mesh == x.device_mesh and p.placements == wholes
+        ):
+            return None
+    local = [None if p is None else p.to_local(grad_placements=grads) for p in parameters]
+    y = norm(x.to_local(), *local)
+    return y if not isinstance(y, Tensor) else _dtensor(y, x.device_mesh, x.placements, x.shape)
