@@ -317,6 +317,8 @@ def checkpoint(
 OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
 
 
+# where torch.compile falls back to eager, it is to compile neither this nor `function` in pieces
+@uncompiled
 def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for name, value in (("function", function), ("context_fn", options.context_fn)):
         if not callable(value):
