@@ -92,7 +92,6 @@ RECIPES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fuse": fused,
     "fuse+ckpt": lambda model: wrap_units(fused(model), fusedckpt.Checkpoint),
     "fuse preact": partial(fused, save="preact"),
-    "fuse approximate": partial(fused, approximate=True),
     "approximate": approximated,
 }
 

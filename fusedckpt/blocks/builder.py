@@ -92,10 +92,9 @@ class Builder:
         out: str,
         reads: Sequence[str],
         params: Sequence[Any] = (),
-        extra: str | None = None,
     ) -> str:
         """Add a step, and return the name of its output."""
-        self.steps.append(Step(op, out, tuple(reads), tuple(params), extra))
+        self.steps.append(Step(op, out, tuple(reads), tuple(params)))
         return out
 
     def norm(self, op: Norm, weight: Any, bias: Any, reads: str = "x", out: str = "n") -> str:

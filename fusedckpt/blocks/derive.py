@@ -32,7 +32,6 @@ class Walk(Writer):
         super().__init__(program, chunked)
         self.saved, self.wanted = saved, wanted[len(program.inputs) :]
         self.makers = {step.out: step for step in program.steps}
-        self.makers |= {step.extra: step for step in program.steps if step.extra is not None}
         # gradients of values: those that passes gave, and those that passed a step unchanged
         self.grads: dict[str, Node] = {}
         self.totals: dict[str, Node] = {}
@@ -79,9 +78,6 @@ class Walk(Writer):
                     due, waiting = waiting, []
                     if due:
                         one = one._replace(gives=(*one.gives, "y"))
-                reads_codes = step.extra in self.saved or step.reads[0] not in self.saved
-                if one.gives == ("r0",) and step.extra is not None and reads_codes:
-                    one = one._replace(reads=("e",))
                 self.emit(step, one, dy)
             for entry in due:
                 self.emit(*entry)
@@ -126,10 +122,7 @@ class Walk(Writer):
         step = self.makers[value]
         for name in step.reads:
             self.need(name)
-        if value == step.extra:
-            self.keep(value, step.op.with_extra(self, self.reads(step), self.params(step))[1])
-        else:
-            self.make(step)
+        self.make(step)
         return self.nodes[value]
 
     def emit(self, step: Step, one: Pass, dy: Node) -> None:
@@ -249,10 +242,6 @@ def forward(program: Program, products: Flags, chunked: bool = False) -> Schedul
             else:
                 nodes = after.op.with_gemm(writer, reads[0], params, step.out in names)
             for name, node in zip((after.out, step.out), nodes, strict=True):
-                writer.keep(name, node)
-        elif step.extra in names:
-            found = step.op.with_extra(writer, writer.reads(step), writer.params(step))
-            for name, node in zip((step.out, step.extra), found, strict=True):
                 writer.keep(name, node)
         else:
             writer.make(step)

@@ -54,10 +54,6 @@ class Op:
         """Return the dtype of y, from those of the values read."""
         return self.dtype or reads[0]
 
-    def extra(self, read: int, dtype: Any) -> tuple[int, Any]:
-        """Return the features and the dtype of the extra result, from those of the first value."""
-        raise NotImplementedError
-
 
 class Pass(NamedTuple):
     """Gradients that one pass gives, by slot, and the slots that it reads besides that of y."""
@@ -67,21 +63,17 @@ class Pass(NamedTuple):
 
 
 class Step(NamedTuple):
-    """out = op(*reads, *params): names of values, numbers of parameters, None for an absent one.
-
-    extra: the name of a second result, which backward may read in slot "e", None for none.
-    """
+    """out = op(*reads, *params): names of values, numbers of parameters, None for an absent one."""
 
     op: Any
     out: str
     reads: tuple[str, ...]
     params: tuple[int | None, ...] = ()
-    extra: str | None = None
 
     def at(self, slot: str) -> Any:
         """Return the name of a slot's value or the number of its parameter, None if absent."""
-        if slot in "ye":
-            return self.out if slot == "y" else self.extra
+        if slot == "y":
+            return self.out
         places = self.params if slot[0] == "p" else self.reads
         return places[int(slot[1])] if int(slot[1]) < len(places) else None
 
@@ -89,10 +81,9 @@ class Step(NamedTuple):
 class Program(NamedTuple):
     """A layer: steps from inputs and parameters to results.
 
-    products: the GEMM outputs that a save level may keep, the gate's first, and codes that may
-    replace them; keeps: results that are saved in place of the inputs; num_dims: how many
-    dimensions make one row; dtype: of the inputs, where a linear reads them; top_k: how many rows
-    each row has at experts.
+    products: the GEMM outputs that a save level may keep, the gate's first; keeps: results that are
+    saved in place of the inputs; num_dims: how many dimensions make one row; dtype: of the inputs,
+    where a linear reads them; top_k: how many rows each row has at experts.
     """
 
     inputs: tuple[str, ...]
@@ -115,8 +106,6 @@ class Program(NamedTuple):
         for step in self.steps:
             first = None if not step.params or step.params[0] is None else params[step.params[0]]
             found[step.out] = step.op.width(found[step.reads[0]], first)
-            if step.extra is not None:
-                found[step.extra] = step.op.extra(found[step.reads[0]], None)[0]
         return found
 
     def dtypes(self, inputs: Sequence[Any]) -> dict[str, Any]:
@@ -124,8 +113,6 @@ class Program(NamedTuple):
         found = dict(zip(self.inputs, inputs, strict=True))
         for step in self.steps:
             found[step.out] = step.op.out_dtype([found[name] for name in step.reads])
-            if step.extra is not None:
-                found[step.extra] = step.op.extra(0, found[step.reads[0]])[1]
         return found
 
     def eager(self, values: dict[str, Any], params: Sequence[Any]) -> tuple[Any, ...]:

@@ -40,8 +40,7 @@ class Options(NamedTuple):
         mlp, gated_mlp: x -> norm -> linears -> hidden layer -> last linear -> plus x
 
     name: in errors about tensors, caller: about options; norm: a NormSpec without its tensors, of
-    `kinds`; over: the shape of a module's norm; save: the level of a call, default: its module's;
-    approximate: whether level "preact" saves codes in place of a pre-activation.
+    `kinds`; over: the shape of a module's norm; save: the level of a call, default: its module's.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Options(NamedTuple):
     dropout: float = 0.0
     output_dropout: float = 0.0
     is_module: bool = False
-    approximate: bool = False
 
     @property
     def num_seeds(self) -> int:
@@ -68,8 +66,8 @@ class Options(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether no linear is adapted, nothing is dropped and nothing approximate."""
-        return not (self.linears.parts or self.num_seeds or self.approximate)
+        """Whether no linear is adapted and nothing is dropped."""
+        return not (self.linears.parts or self.num_seeds)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,7 +81,6 @@ class Options(NamedTuple):
         level = levels.chosen(caller, (self.save, override, self.default), LEVELS[function])
         activation = validate.activation(caller, self.activation)
         validate.block(caller, self.residual, self.chunks)
-        validate.approximate(caller, self.approximate, activation, "" if override else level)
         for key in ("dropout", "output_dropout"):
             arguments.probability(caller, key, getattr(self, key))
         if self.kernel is not None:
@@ -165,8 +162,7 @@ class Options(NamedTuple):
             return None
         b, shape = Builder(around, dtype), linears[-1].weight.shape
         hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
-        codes = "codes" if self.approximate and level == "preact" else None
-        found = self._steps(b, x, spec, linears, hidden, codes)
+        found = self._steps(b, x, spec, linears, hidden)
         found |= {"level": level if around.grad else "inputs", "chunks": self._chunks(b, x, shape)}
         return b.call(self.linears.function, {"x": x}, **found, casts=spec is None)
 
@@ -191,9 +187,8 @@ class Options(NamedTuple):
         spec: NormSpec | None,
         linears: Sequence[Parts],
         hidden: Hidden,
-        codes: str | None,
     ) -> dict[str, Any]:
-        """Add the steps; return the arguments of the call; codes: their name, None for none."""
+        """Add the steps; return the arguments of the call."""
         read, adds = "x", bool(self.residual) and x.dtype == b.dtype
         has_last, function = self.linears.last is not None, self.linears.function
         if spec is not None:
@@ -215,8 +210,7 @@ class Options(NamedTuple):
         for out, number in list(zip(results, firsts, strict=True))[::-1]:
             b.apply(number, wide, read, out)
         if products:
-            results = [b.add(hidden, "h" if has_last else "y", products, extra=codes)]
-            products = (*products, *((codes,) if codes else ()))
+            results = [b.add(hidden, "h" if has_last else "y", products)]
         if has_last:
             y = b.dropout(self.dropout, 0, results[0], "dropped")
             y = b.apply(numbers[-1], None, y, "down")
@@ -248,27 +242,6 @@ def split(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
 def norm_kernel(x: Meta, dtype: torch.dtype) -> str:
     """Return which kernels normalise tensors like x."""
     return "aten" if dispatch.is_aten(x.device, dtype, *x.shape) else "triton"
-
-
-class ActOptions(NamedTuple):
-    """The options of an activation with an approximate derivative."""
-
-    name: str
-    activation: str
-    is_module: bool = False
-    names: tuple[str, ...] = ("x",)
-
-    def chosen(self, override: str | None) -> None:
-        """Has no levels."""
-
-    def settle(self, around: Around, x: Any) -> Any:
-        """Refuse a tensor that kernels do not take."""
-        validate.tensors(self.name, self.names, (x,))
-        if around.twin:
-            return None
-        b = Builder(around, x.dtype)
-        b.add(Hidden(self.activation, norm_kernel(x, x.dtype)), "y", ("x",), extra="codes")
-        return b.call(self.name, {"x": x}, ["y"], {"products": ("codes",)}, level="preact")
 
 
 class NormOptions(NamedTuple):

@@ -20,7 +20,7 @@ from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.blocks.schedule import Writer
-from fusedckpt.kernels import aten, codes
+from fusedckpt.kernels import aten
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels import norm as triton_norm
 from fusedckpt.kernels.norm import NormRule
@@ -157,8 +157,7 @@ class Hidden(Op):
     """h = act(z), times u where gated; or of the two halves of z where packed.
 
     kernel: "aten", "split", "hybrid" (its backward takes in the GEMM that gives dh) or "fused" (the
-    GEMM that gives z takes in act). Its extra result are the codes of z, from which dz is
-    approximate.
+    GEMM that gives z takes in act).
     """
 
     activation: str
@@ -170,10 +169,6 @@ class Hidden(Op):
     def width(self, read: int, weight: Any) -> int:
         """Return the features of h."""
         return read // 2 if self.is_packed else read
-
-    def extra(self, read: int, dtype: Any) -> tuple[int, Any]:
-        """Return the bytes of a row's codes."""
-        return codes.width_of(read), torch.uint8
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write h, over the tensors that it reads; not over half a row.
@@ -191,18 +186,9 @@ class Hidden(Op):
         """Write h = act(x W' + b), and z where it is kept, by one kernel."""
         return code.items(code.call(kernels.linear_act, x, *linear, self.activation, keeps), 2)
 
-    def with_extra(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
-        """Write h, over z, and the codes of z."""
-        args = (reads[0], self.activation, self.kernel)
-        return code.items(code.call(codes.coded_act, *args, over={"out": reads[:1]}), 2)
-
     def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
         """Write dz, du and h, and the sums over the columns of dz and du."""
         reads, sums = one.reads, ("b0" in one.sums, "b1" in one.sums)
-        if "e" in reads:
-            args = (one.dy, reads["e"], self.activation, self.kernel)
-            dz = code.call(codes.coded_grad, *args, over={"out": (one.dy,)})
-            return {"r0": dz} | ({"b0": code.call(column_sums, dz)} if sums[0] else {})
         if "x" in reads:
             args = (one.dy, reads["x"], one.weight, reads.get("b"), self.activation, sums[0])
             slots, node = ("r0", "b0"), code.call(kernels.linear_act_dz, *args)

@@ -19,7 +19,6 @@ from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks.builder import bias_of
 from fusedckpt.blocks.operands import NormSpec, Parts, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
-from fusedckpt.kernels.codes import APPROXIMATE
 
 CASTS = ("torch", "llama", "gemma")
 HALF = (torch.bfloat16, torch.float16)
@@ -237,18 +236,6 @@ def block(name: str, residual: Any, chunks: Any) -> None:
     flag(name, "residual", residual)
     if chunks is not None:
         integer(name, "chunks", chunks, 1)
-
-
-def approximate(name: str, given: Any, activation: str, level: str) -> None:
-    """Refuse an approximate derivative that does not exist, or that nothing would be saved for."""
-    if not flag(name, "approximate", given):
-        return
-    choice(name, "activation", activation, APPROXIMATE)
-    if level == "inputs":
-        raise ValueError(
-            f"{name}: approximate=True needs save='preact', as codes replace a saved "
-            f"pre-activation, got {level!r}"
-        )
 
 
 def projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:

@@ -242,7 +242,6 @@ class FusedMLP(Swapped):
     def _now(self) -> str:
         block = self._fusedckpt_match.block
         more = [] if self.chunks is None else [f"chunks={self.chunks}"]
-        more += ["approximate=True"] if getattr(self, "approximate", False) else []
         now = f"fused as {block.kind}, activation={block.activation}", f"save={self.save}"
         return ", ".join([*now, *more])
 
@@ -297,7 +296,6 @@ def _options(module: Any, block: Block, level: str, drops: dict[str, Any]) -> Op
         *(block.kind, block.kind, linears, block.activation),
         save=level,
         chunks=levels.chunks_of(module.chunks),
-        approximate=level == "preact" and getattr(module, "approximate", False),
         **drops,
     )
 

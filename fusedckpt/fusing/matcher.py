@@ -11,12 +11,9 @@ from torch import nn
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, experts, reasons, verification
 from fusedckpt.fusing.forwards import Swap
-from fusedckpt.fusing.held import Block, Part, is_simple
+from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import blocks_of, lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
-from fusedckpt.kernels.activations import name_of
-from fusedckpt.kernels.codes import APPROXIMATE
-from fusedckpt.layers.sequential import Sequential
 
 # the attributes that every module has
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -25,9 +22,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 class Matcher:
     """The swaps of one call of `fuse`."""
 
-    def __init__(self, save: str, chunks: int | None, verify: bool, approximate: bool = False):
+    def __init__(self, save: str, chunks: int | None, verify: bool):
         self.save, self.chunks, self.verify = save, chunks, verify
-        self.approximate = approximate
         self.known: dict[Hashable, Swap | str | None] = {}
 
     def of(self, module: nn.Module, kind: str) -> Swap | str | None:
@@ -91,25 +87,8 @@ class Matcher:
         problem = verification.difference(module, swap) if self.verify else None
         if problem is not None:
             return problem
-        if self.approximate:
-            swap = _approximate(module, swap)
         part = Part(swap.kind, swap.change, verification.saved_per_token(module, swap))
         return replace(swap, parts={"": part})
-
-
-def _approximate(module: nn.Module, swap: Swap) -> Swap:
-    """Return the swap of an MLP with an approximate derivative, any other unchanged."""
-    block = getattr(swap.attributes.get("_fusedckpt_match"), "block", None)
-    attributes = {**swap.attributes, "approximate": True}
-    if issubclass(swap.to, Sequential):
-        activations = {name_of(layer) for layer in module.children()}
-    elif isinstance(block, Block) and block.kind in ("mlp", "linear_act"):
-        activations, attributes["save"] = {block.activation}, "preact"
-    else:
-        return swap
-    if activations.isdisjoint(APPROXIMATE):
-        return swap
-    return replace(swap, change=f"{swap.change}, approximate", attributes=attributes)
 
 
 def state_key(module: nn.Module) -> Hashable:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.jit import ScriptModule
 
-from fusedckpt.autograd import arguments, levels
+from fusedckpt.autograd import levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, reasons
@@ -47,7 +47,6 @@ def fuse(
     experts: bool = True,
     head: bool = False,
     verify: bool = True,
-    approximate: bool = False,
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
 
@@ -86,8 +85,6 @@ def fuse(
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
             classes are recorded on meta tensors in any case. The model itself is not run;
             gradients, buffers and RNG state do not change.
-        approximate: whether MLPs with GELU or SiLU and no gate save codes at level "preact", see
-            `functional.mlp`: their gradients are then approximate. They are verified without.
 
     Returns:
         The modules swapped, fused before, and left with the reason, and the bytes saved per token.
@@ -110,7 +107,7 @@ def fuse(
         kinds={**flags, "head": head},
     )
     # all are found before anything is touched
-    matcher = Matcher(save, chunks, verify, arguments.flag("fuse", "approximate", approximate))
+    matcher = Matcher(save, chunks, verify)
     _Blocks(search, matcher).find()
     find_attention(search)
     find_head(model, search)
@@ -213,7 +210,6 @@ class _Blocks:
         matcher, report, kind = self.matcher, self.report, type(parent)
         save = within(matcher.save, ("inputs", "preact"))
         attributes = {"save": save, "chunks": matcher.chunks}
-        attributes |= {"approximate": True} if matcher.approximate else {}
         blocks = blocks_of(parent, save, matcher.chunks)
         fused = [layer for layers, _ in blocks.values() for layer in layers]
         for name, reason in reasons.apart(parent):

@@ -6,12 +6,49 @@ and often saves no more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch
-from fusedckpt.blocks import eager
-from fusedckpt.blocks.block import apply
-from fusedckpt.blocks.programs import ActOptions
+from fusedckpt.autograd import dispatch, private
+from fusedckpt.autograd.backward import is_batch, one_by_one
+from fusedckpt.blocks import eager, validate
+from fusedckpt.kernels import codes
+from fusedckpt.kernels.runtime import as_matrix
+
+
+class _Coded(torch.autograd.Function):
+    """act(x) of rows, from whose codes alone backward takes the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
+        """Return act(x); save two bits an element."""
+        rows = as_matrix(x.detach())
+        ctx.how = activation, "aten" if dispatch.is_aten(x.device, x.dtype, *x.shape) else "triton"
+        y, found = codes.coded_act(rows.contiguous(), *ctx.how)
+        ctx.save_for_backward(found)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return dy times the slopes of the codes."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fusedckpt: create_graph=True needs a derivative that can be differentiated again, "
+                "and an approximate one cannot"
+            )
+        (found,), (activation, kernel) = ctx.saved_tensors, ctx.how
+
+        def gradients(dys: Sequence[Any]) -> list[Any]:
+            (dy,) = dys
+            rows = as_matrix(dy)
+            return [codes.coded_grad(rows, found, activation, kernel).view(dy.shape)]
+
+        is_batched = not torch.compiler.is_compiling() and is_batch((dy,))
+        (dx,) = one_by_one(gradients, (dy,)) if is_batched else gradients((dy,))
+        return dx, None
 
 
 def regelu2(x: Tensor) -> Tensor:
@@ -35,7 +72,7 @@ def regelu2(x: Tensor) -> Tensor:
     Source: ReGELU2 of Yang et al., "Reducing Fine-Tuning Memory Overhead by Approximate and
     Memory-Sharing Backpropagation", arXiv 2406.16282.
     """
-    return _run(ActOptions("regelu2", "gelu"), x)
+    return _run("regelu2", "gelu", x)
 
 
 def resilu2(x: Tensor) -> Tensor:
@@ -44,29 +81,28 @@ def resilu2(x: Tensor) -> Tensor:
     The derivative is 0 up to -6.305, -0.0406 up to -0.0009, 1.0403 up to 6.326 and 1 above. All
     else is as in `regelu2`.
     """
-    return _run(ActOptions("resilu2", "silu"), x)
+    return _run("resilu2", "silu", x)
 
 
-def _run(options: ActOptions, x: Tensor) -> Tensor:
-    if isinstance(x, Tensor) and not x.dim():
-        return _run(options, x.view(1)).view(())
-    call, phase, _ = dispatch.settled(options, x)
-    if call is not None:
-        return apply(call, phase, x)
-    return eager.hidden((x,), options.activation)
+def _run(name: str, activation: str, x: Tensor) -> Tensor:
+    is_traced = torch.compiler.is_compiling() or private.are_transforms_active()
+    is_plain = not is_traced and not dispatch.is_recorded(x) and validate.dense(name, {"x": x})
+    if dispatch.DISABLED or not is_plain:
+        return eager.hidden((x,), activation)
+    return _Coded.apply(x if x.dim() else x.view(1), activation).view(x.shape)
 
 
 class _Approximate:
     """A module without arguments, of an activation with an approximate derivative."""
 
-    options: ActOptions
+    options: tuple[str, str]
 
     def __init__(self) -> None:
         super().__init__()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return act(input)."""
-        return _run(self.options, input)
+        return _run(*self.options, input)
 
     def extra_repr(self) -> str:
         """Show no arguments."""
@@ -76,10 +112,10 @@ class _Approximate:
 class ReGELU2(_Approximate, nn.GELU):
     """nn.GELU with the derivative of `functional.regelu2`, which saves two bits an element."""
 
-    options = ActOptions("regelu2", "gelu", is_module=True)
+    options = "regelu2", "gelu"
 
 
 class ReSiLU2(_Approximate, nn.SiLU):
     """nn.SiLU with the derivative of `functional.resilu2`, which saves two bits an element."""
 
-    options = ActOptions("resilu2", "silu", is_module=True)
+    options = "resilu2", "silu"

@@ -73,7 +73,6 @@ class _Block(nn.Module):
     names: tuple[str, ...]
     # of modules that were pickled before there were any
     dropout = output_dropout = 0.0
-    approximate = False
     _fusedckpt_sharding: Sharding | None = None
 
     def __init__(
@@ -92,20 +91,18 @@ class _Block(nn.Module):
         chunks: int | None = None,
         dropout: float = 0.0,
         output_dropout: float = 0.0,
-        approximate: bool = False,
     ):
         name, out = type(self).__name__, in_features if out_features is None else out_features
         sizes = {"in_features": in_features, "hidden_features": hidden_features}
         arguments.linear_sizes(name, sizes | {"out_features": out}, bias, device, dtype)
         arguments.block_sizes(name, in_features, out, norm, residual)
         drops = {"dropout": dropout, "output_dropout": output_dropout}
-        given = {"default": save, "chunks": chunks, **drops, "approximate": approximate}
+        given = {"default": save, "chunks": chunks, **drops}
         activation, _ = Options(name, name, self.linears, activation, **given).chosen(None)
         super().__init__()
         self.norm = norm
         self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
         self.dropout, self.output_dropout = dropout, output_dropout
-        self.approximate = approximate
         for child in self.names[:-1]:
             self.add_module(child, nn.Linear(in_features, hidden_features, bias, device, dtype))
         self.add_module(self.names[-1], nn.Linear(hidden_features, out, bias, device, dtype))
@@ -125,7 +122,6 @@ class _Block(nn.Module):
             dropout=self.dropout if is_dropping else 0.0,
             output_dropout=self.output_dropout if is_dropping else 0.0,
             is_module=True,
-            approximate=self.approximate,
         )
         if self._fusedckpt_sharding is not None:
             return self._on_shards(options, input, linears, self._fusedckpt_sharding)
@@ -186,7 +182,7 @@ class _Block(nn.Module):
     def extra_repr(self) -> str:
         """Describe the settings that no child shows."""
         found = [f"{key}={getattr(self, key)}" for key in ("activation", "residual", "save")]
-        extras = {"chunks": None, "dropout": 0.0, "output_dropout": 0.0, "approximate": False}
+        extras = {"chunks": None, "dropout": 0.0, "output_dropout": 0.0}
         found += [f"{k}={getattr(self, k)}" for k, off in extras.items() if getattr(self, k) != off]
         return ", ".join(found)
 
@@ -201,7 +197,7 @@ class MLP(_Block):
         activation: see `functional.linear_act`.
         bias, device, dtype: of both linears, as nn.Linear has them.
         norm: a norm module over D, which becomes the child `norm`, or None.
-        residual, save, chunks, approximate: see `functional.mlp`.
+        residual, save, chunks: see `functional.mlp`.
         dropout, output_dropout: probabilities for the hidden layer and the result, in training
             only.
 
@@ -217,7 +213,7 @@ class GatedMLP(_Block):
 
         y = down_proj(act(gate_proj(n)) * up_proj(n)), n = norm(x), plus x if residual
 
-    Arguments as in MLP but `approximate`, without biases by default; save also takes "gate", see
+    Arguments as in MLP, without biases by default; save also takes "gate", see
     `functional.gated_mlp`. Children are `gate_proj`, `up_proj`, `down_proj` and, where given,
     `norm`.
     """

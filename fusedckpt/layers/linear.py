@@ -27,7 +27,6 @@ def linear_act(
     *,
     save: str | None = None,
     kernel: str | None = None,
-    approximate: bool = False,
 ) -> Tensor:
     """Return act(F.linear(x, weight, bias)), saving only x for backward.
 
@@ -43,8 +42,6 @@ def linear_act(
             out_features elements per token, and recomputes no GEMM.
         kernel: "fused" (one Triton GEMM with the activation in its epilogue) or "split" (the
             vendor's GEMM, then an elementwise kernel in place); by default split.
-        approximate: at save="preact", save 2-bit codes in place of the pre-activation, and take the
-            derivative of `regelu2` or `resilu2` from them; gelu and silu only, kernel split only.
 
     Returns:
         [..., out_features], in the dtype that F.linear would give.
@@ -58,9 +55,7 @@ def linear_act(
     Other tensor subclasses, and inference tensors where gradients are needed, run in eager.
     """
     name = "linear_act"
-    options = Options(
-        *(name, name, _LINEARS, activation), save=save, kernel=kernel, approximate=approximate
-    )
+    options = Options(*(name, name, _LINEARS, activation), save=save, kernel=kernel)
     return run_linears(options, x, (), [(weight, bias)])
 
 
@@ -116,13 +111,11 @@ class Linear(nn.Linear):
 
         y = act(F.linear(x, weight, bias))
 
-    Constructor, parameters and state_dict are nn.Linear's; `activation`, `save` and `approximate`
+    Constructor, parameters and state_dict are nn.Linear's; `activation` and `save`
     are those of `functional.linear_act`, with no activation by default.
     """
 
     save_levels = LEVELS
-    # of modules that were pickled before there was any
-    approximate = False
 
     def __init__(
         self,
@@ -134,17 +127,14 @@ class Linear(nn.Linear):
         *,
         activation: str | None = None,
         save: str = "inputs",
-        approximate: bool = False,
     ):
         activation = validate.activation("Linear", activation)
         levels.check("Linear", save, LEVELS)
-        validate.approximate("Linear", approximate, activation, save)
         sizes = {"in_features": in_features, "out_features": out_features}
         arguments.linear_sizes("Linear", sizes, bias, device, dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.save = save
-        self.approximate = approximate
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
@@ -152,7 +142,6 @@ class Linear(nn.Linear):
             *("Linear", "Linear", _LINEARS, self.activation),
             default=self.save,
             is_module=True,
-            approximate=self.approximate,
         )
         pair = self.weight, self.bias
         y = run_linears(options, input, (), [pair])
@@ -160,5 +149,4 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.Linear does, with the activation and level after it."""
-        extra = ", approximate=True" if self.approximate else ""
-        return f"{super().extra_repr()}, activation={self.activation}, save={self.save}{extra}"
+        return f"{super().extra_repr()}, activation={self.activation}, save={self.save}"

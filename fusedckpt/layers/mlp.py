@@ -38,7 +38,6 @@ def mlp(
     kernel: str | None = None,
     dropout: float = 0.0,
     output_dropout: float = 0.0,
-    approximate: bool = False,
 ) -> Tensor:
     """Return F.linear(act(F.linear(norm(x), fc1)), fc2), added to x if residual, saving only x.
 
@@ -61,11 +60,6 @@ def mlp(
         dropout, output_dropout: dropout probabilities of the hidden layer, and of the result before
             x is added. Each saves a seed of 8 bytes instead of a mask, drawn from the default
             generator of x's device.
-        approximate: at save="preact", save 2-bit codes in place of the pre-activation, F / 4 bytes
-            per token, and take the derivative of `regelu2` or `resilu2` from them; gelu and silu
-            only, kernel split only. Where a wanted gradient reads the hidden layer, that of
-            fc2_weight or of its adapter, the pre-activation is saved and the derivative is exact:
-            codes beside the hidden layer would take more. So it is at other levels.
 
     A weight may be a `LoRA` record, or quantised (see `register_quantised`): then it is dense only
     while a GEMM reads it, and gets no gradient.
@@ -86,7 +80,6 @@ def mlp(
         kernel=kernel,
         dropout=dropout,
         output_dropout=output_dropout,
-        approximate=approximate,
     )
     return run_linears(options, x, tensors, [(fc1_weight, fc1_bias), (fc2_weight, fc2_bias)])
 
@@ -122,8 +115,7 @@ def gated_mlp(
         down_weight: [D_out, F].
         save: "inputs" (the default), "gate" or "preact", see the table in fusedckpt/layers/mlp.py.
 
-    The other arguments, the result and the errors are those of `mlp`. There is no `approximate`:
-    the gradient of up reads act(gate), beside which codes would take more than gate.
+    The other arguments, the result and the errors are those of `mlp`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """

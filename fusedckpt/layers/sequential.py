@@ -13,7 +13,6 @@ from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears
 from fusedckpt.blocks.programs import Options, split
 from fusedckpt.kernels.activations import name_of
-from fusedckpt.kernels.codes import APPROXIMATE
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.blocks import letter_of, spec_of
 from fusedckpt.layers.mlp import MLP_LEVELS
@@ -60,26 +59,22 @@ class Sequential(nn.Sequential):
     Args:
         save: "inputs" or "preact": the level of a block with an activation, see `functional.mlp`.
         chunks: the number of token chunks of a block with two linears, see `functional.mlp`.
-        approximate: whether blocks with GELU or SiLU save codes, at level "preact", see there.
     """
 
     # of those that were pickled without
     chunks: int | None = None
-    approximate = False
 
     def __init__(
         self,
         *args: Any,
         save: str = "inputs",
         chunks: int | None = None,
-        approximate: bool = False,
     ):
         levels.check("Sequential", save, MLP_LEVELS)
         validate.block("Sequential", False, chunks)
-        arguments.flag("Sequential", "approximate", approximate)
         arguments.modules("Sequential", "args", args)
         super().__init__(*args)
-        self.save, self.chunks, self.approximate = save, chunks, approximate
+        self.save, self.chunks = save, chunks
 
     @property
     def save_levels(self) -> tuple[str, ...] | None:
@@ -93,7 +88,6 @@ class Sequential(nn.Sequential):
         names = list(self._modules)
         blocks = [f"{names[r.start]}-{names[r.start + r.length - 1]} as {r.kind}" for r in found]
         more = "" if self.chunks is None else f", chunks={self.chunks}"
-        more += ", approximate=True" if self.approximate else ""
         return f"save={self.save}{more}, fused: {', '.join(blocks) or 'nothing'}"
 
     def _get_name(self) -> str:
@@ -103,7 +97,6 @@ class Sequential(nn.Sequential):
         found = super().__getitem__(idx)
         if isinstance(idx, slice):
             found.save, found.chunks = self.save, self.chunks  # type: ignore[assignment]  # of this class
-            found.approximate = self.approximate  # type: ignore[assignment]
         return found
 
     def forward(self, input: Tensor) -> Tensor:
@@ -112,7 +105,7 @@ class Sequential(nn.Sequential):
             return super().forward(input)
         levels.check("Sequential", self.save, MLP_LEVELS)
         layers, chunks = list(self._modules.values()), levels.chunks_of(self.chunks)
-        how = {"save": self.save, "chunks": chunks, "approximate": self.approximate}
+        how = {"save": self.save, "chunks": chunks}
         for run in runs(layers):
             if run.kind != "layer":
                 if dispatch.are_plain(input):
@@ -136,14 +129,11 @@ def runs(layers: list[Any]) -> Iterator[Run]:
                 break
 
 
-def _run(
-    run: Run, layers: list[Any], x: Tensor, save: str, chunks: int | None, approximate: bool
-) -> Tensor:
+def _run(run: Run, layers: list[Any], x: Tensor, save: str, chunks: int | None) -> Tensor:
     """Compute the layers of a run as one block."""
     norms, linears, acts = ([m for m in layers if letter_of(m) == letter] for letter in "nla")
     norm, kinds, tensors = split(spec_of(norms[0]) if norms else None)
     activation = name_of(acts[0]) if acts else None
-    approximate = approximate and activation in APPROXIMATE
     options = Options(
         "Sequential" if norms else run.kind,
         "Sequential",
@@ -152,9 +142,8 @@ def _run(
         norm,
         kinds,
         norms[0].normalized_shape if norms else None,
-        default="preact" if approximate else save if acts else "inputs",
+        default=save if acts else "inputs",
         chunks=chunks,
-        approximate=approximate,
     )
     y = run_linears(options, x, tensors, [(m.weight, m.bias) for m in linears])
     return y[0] if isinstance(y, tuple) else y

@@ -75,7 +75,7 @@ def _function(c: Config, t: Operands) -> Any:
                 options[key] = fusedckpt.LoRA(*parts, scale=1.5)
     if "residual" in t:
         del options["residual"]
-    names = signature(called).parameters.keys() - {"approximate", "dropout", "output_dropout"}
+    names = signature(called).parameters.keys() - {"dropout", "output_dropout"}
     return called(
         **{
             name: options[name] if name in options else t.get(renamed.get(name, name))

@@ -34,7 +34,7 @@ class Target(NamedTuple):
 # what kind of value an argument takes, where it is no tensor
 KINDS = {
     **dict.fromkeys(("in_features", "hidden_features", "out_features"), "size"),
-    **dict.fromkeys(("approximate", "bias", "elementwise_affine", "entropy"), "flag"),
+    **dict.fromkeys(("bias", "elementwise_affine", "entropy"), "flag"),
     **dict.fromkeys(("is_sliceable", "residual"), "flag"),
     **dict.fromkeys(("cast", "kind", "layout", "level", "reduction", "to"), "name"),
     **dict.fromkeys(("backend", "kernel", "save"), "name"),
