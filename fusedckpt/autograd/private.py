@@ -92,6 +92,15 @@ def at_end_of_backward(callback: Callable[[], Any]) -> None:
         _queue(callback)
 
 
+def ends_backward() -> bool:
+    """Whether a backward runs whose end can raise: a group's is that of an object."""
+    return _queue is not None and _exec_group() is None and _task_id() != -1
+
+
+# asserts a flag on its device. Without it nothing is asserted where a CUDA graph is captured
+assert_later: Callable[[Tensor, str], None] = _probe("_assert_async", _none)
+
+
 # modes, tracers and transforms around a call. Without them each call is taken to be watched, and
 # goes through torch's ops; or to be under torch.func, and runs its eager reference
 num_dispatch_modes: Callable[[], int] = _probe("_C._len_torch_dispatch_stack", _true)
@@ -113,6 +122,13 @@ is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[reportPriv
 disable_current_modes: Callable[[], AbstractContextManager[Any]] = _probe(
     "utils._python_dispatch._disable_current_modes", nullcontext
 )
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Hide ops from dispatch modes, such as those that count a segment's."""
+    return disable_current_modes() if num_dispatch_modes() else nullcontext()
+
+
 # hides functions from tensor subclasses. Without it logits that are not computed yet are counted
 hide_functions: Callable[[], AbstractContextManager[Any]] = _probe(
     "_C.DisableTorchFunctionSubclass", nullcontext
@@ -255,6 +271,15 @@ def raw_saved(node: Any) -> Any:
 
 # hooks on a tensor. Without them each is taken to have some, and no norm's result is shared
 hooks_of: Callable[[Tensor], Any] = _probe("_backward_hooks.__get__", _true, Tensor)
+
+# whether a tensor is updated as soon as its gradient is complete, as by an optimizer in backward.
+# Without it a later recompute of a fused module raises for such a parameter
+_early: Any = _probe("_post_accumulate_grad_hooks.__get__", _none, Tensor)
+
+
+def updates_early(tensor: Tensor) -> bool:
+    """Whether a parameter has hooks that run when its gradient is complete."""
+    return bool(_early(tensor))
 
 
 # the module by which Dynamo runs frames, there before Dynamo is imported. Without it torch's

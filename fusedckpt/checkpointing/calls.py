@@ -48,6 +48,8 @@ class Options(NamedTuple):
     debug: bool = False
     context_fn: Callable[[], Contexts] = noop_context_fn
     save_regions: tuple[str, ...] = ()
+    # whether the recompute compares samples of saved tensors with the forward's
+    samples: bool = False
 
 
 class Argument:
@@ -268,6 +270,8 @@ class Trace:
         # of regions: their calls, and the places of saved tensors that no recompute brings back
         self.records: list[Any] = []
         self.kept: set[int] = set()
+        # elements of the tensors that were dropped
+        self.samples: Any = None
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,11 +36,15 @@ _local = _Local()
 class Buffers:
     """Puts back, at its end, the buffers of the modules that this thread calls.
 
-    With `attributes`, all other attributes of modules with buffers, too.
+    With `attributes`, all other attributes of modules with buffers, too. is_constant: whether no
+    call writes a buffer, so that it needs no copy.
     """
 
-    def __init__(self, attributes: bool = False):
+    def __init__(
+        self, attributes: bool = False, is_constant: Callable[[Tensor], bool] | None = None
+    ):
         self._thread, self._attributes = threading.get_ident(), attributes
+        self._is_constant = is_constant
         self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._copies: list[tuple[Any, str, Tensor | None, Tensor | None]] = []
 
@@ -62,13 +66,20 @@ class Buffers:
             if id(one) not in self._modules and one._buffers:
                 is_lazy = isinstance(one, LazyModuleMixin)
                 self._modules[id(one)] = one, {} if is_lazy else dict(vars(one))
-                with _unseen():
+                with private.unseen():
                     for name, buffer in one._buffers.items():
-                        self._copies.append((one._buffers, name, buffer, _copy(buffer)))
+                        self._copies.append((one._buffers, name, buffer, self._copy(buffer)))
+
+    def _copy(self, buffer: Tensor | None) -> Tensor | None:
+        if buffer is None or type(buffer) is not Tensor or buffer.is_inference():
+            return None
+        if self._is_constant is not None and self._is_constant(buffer):
+            return None
+        return buffer.data.clone()
 
     def __exit__(self, *_: Any) -> None:
         self._hook.remove()
-        with _unseen():
+        with private.unseen():
             # of a buffer that modules share, the first copy comes last
             for buffers, name, buffer, copy in reversed(self._copies):
                 if copy is not None and buffer is not None:
@@ -104,13 +115,15 @@ def watched(watcher: Watcher) -> Iterator[None]:
 def recomputed(fn: Any) -> Iterator[None]:
     """Put back, at the end of a recompute of `fn`, the buffers of the modules that it calls.
 
-    If `fn` is a bound method of a module, also that module's: its forward, without its hooks.
+    If `fn` is a bound method of a module, also that module's: its forward, without its hooks. `fn`
+    may say by `is_constant` which buffers it writes in no call.
     """
     module = getattr(fn, "__self__", None)
     module = module if isinstance(module, nn.Module) else None
     _local.recomputes += 1
     try:
-        with Buffers() as buffers, ExitStack() as around:
+        is_constant = getattr(fn, "is_constant", None)
+        with Buffers(is_constant=is_constant) as buffers, ExitStack() as around:
             if module is not None:
                 buffers.before(module, ())
             for watcher in _watchers:
@@ -129,14 +142,3 @@ def is_recomputing() -> bool:
         return True
     phase = current()
     return phase is not None and phase.recomputes
-
-
-def _unseen() -> AbstractContextManager[Any]:
-    """Hide ops from selective checkpointing, which counts those of forward and recompute."""
-    return private.disable_current_modes() if private.num_dispatch_modes() else nullcontext()
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    if buffer is None or type(buffer) is not Tensor or buffer.is_inference():
-        return None
-    return buffer.data.clone()

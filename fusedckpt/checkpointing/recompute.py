@@ -25,6 +25,7 @@ from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
 from fusedckpt.checkpointing.determinism import Run, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.regions import Keeper, Record
+from fusedckpt.checkpointing.samples import Pair, sampled
 
 
 class Stop(BaseException):
@@ -52,6 +53,9 @@ class Recompute(Keeper):
         self.extras: dict[int, Tensors] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
         self._num_saved = 0
+        # samples of the forward with those of this recompute
+        self.pairs: list[Pair] = []
+        self._samples: dict[int, Tensor] = {}
         self._stopped = False
         self._problems: list[str] = []
         # the operation that saved the last tensor without a gradient, and that tensor's shape and
@@ -91,7 +95,7 @@ class Recompute(Keeper):
             for held in call.held:
                 if type(held) is Argument:
                     held.tensor()
-        self.values, self.extras = ahead.values, ahead.extras
+        self.values, self.extras, self.pairs = ahead.values, ahead.extras, ahead.pairs
         del self._segment, self._written, self.records, self._met
 
     def run(self) -> None:
@@ -119,6 +123,9 @@ class Recompute(Keeper):
             # regions do not
             del self._segment, self._written, self.records, self._met
         self._check(segment, run)
+        if self._samples:
+            self.pairs = segment.samples.pairs(self._samples)
+            self._samples = {}
 
     def _run_calls(self, run: Run | None) -> None:
         made: dict[Any, Any] = {}
@@ -174,6 +181,10 @@ class Recompute(Keeper):
             )
         if index < len(segment.saved) and segment.options.determinism_check == "default":
             self._compare(index, tensor)
+        if segment.samples is not None and segment.samples.has(index):
+            sample = sampled(tensor, index)
+            if sample is not None:
+                self._samples[index] = sample
         if requires_grad := tensor.requires_grad:
             # its graph would come to hold itself
             tensor = tensor.detach()

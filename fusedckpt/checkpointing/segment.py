@@ -40,6 +40,7 @@ from fusedckpt.checkpointing.calls import (
 from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import Keeper, patterns_of
+from fusedckpt.checkpointing.samples import Samples, compare_at_end, name_of
 
 # where the node of autograd's graph that made an output refers to its segment
 NODE_KEY = "fusedckpt segment"
@@ -72,6 +73,9 @@ class Segment(Trace, Keeper):
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
         self.watched = run = Run(call.fn) if self.options.debug else None
         self.calls.append(call)
+        if self.options.samples:
+            self.samples = self.samples or Samples(name_of(call.fn))
+            self.samples.begin((*args, *kwargs.values()))
         try:
             # an enclosing checkpoint gives a tensor that it recomputes back once only
             for held in call.held if around is None and private.SEES_HOOKS else ():
@@ -94,6 +98,8 @@ class Segment(Trace, Keeper):
             raise RuntimeError("checkpoint: the forward's context suppressed an exception")
         if run is not None:
             run.see("the segment", output)
+        if self.samples is not None:
+            self.samples.drop(self.kept)
         if self.held is not None:
             self._keep(self.held)
         if around is None:
@@ -146,6 +152,8 @@ class Segment(Trace, Keeper):
             # without its graph, which would come to hold itself
             tensor = tensor.detach() if tensor.requires_grad else tensor
             self.held.append((packed, tensor, tensor._version))
+        if self.samples is not None and packed.source is None:
+            self.samples.take(packed.index, tensor)
         return packed
 
     @uncompiled
@@ -180,6 +188,7 @@ class Segment(Trace, Keeper):
         else:
             self._ahead = None
             recompute.take_over(ahead)
+        compare_at_end(recompute.pairs)
         if backward != -1:
             self._recomputes[backward] = recompute
             at_end_of_backward(partial(self._recomputes.pop, backward, None))
@@ -226,7 +235,7 @@ def checkpoint(
     use_reentrant: bool | None = None,
     context_fn: Callable[[], Contexts] = stock.noop_context_fn,
     determinism_check: str = "default",
-    debug: bool = False,
+    debug: bool | str = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
     preserve_python_rng: bool = False,
@@ -264,7 +273,9 @@ def checkpoint(
             parameters that they are computed from, with the forward's; "none" compares nothing.
         debug: copy the output of every module in `function`, run the recompute to its end,
             and raise if any bit differs, with the name of the first such module and the operations
-            of both runs.
+            of both runs. "samples": at little cost, compare 64 elements of each tensor that the
+            recompute brings back, and raise at the end of that backward where any differs by more
+            than rounding.
         early_stop: end the recompute with the last tensor that backward needs.
         preserve_rng_state: give the recompute the random numbers of the forward.
         preserve_python_rng: give it those of `random` and `numpy.random`, too.
@@ -277,8 +288,8 @@ def checkpoint(
     plain call.
 
     Raises:
-        ValueError: use_reentrant is True, determinism_check is unknown, or debug comes with a
-            context_fn.
+        ValueError: use_reentrant is True, determinism_check or debug is unknown, or debug comes
+            with a context_fn.
         TypeError: `function` is not callable, or `save_regions` are not strings.
         torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward,
             or would read another parameter.
@@ -303,13 +314,24 @@ def checkpoint(
                 *args,
                 use_reentrant=False,
                 determinism_check=determinism_check,
-                debug=debug,
+                debug=debug is True,
                 early_stop=early_stop,
                 preserve_rng_state=preserve_rng_state,
                 **kwargs,
             )
     rng = preserve_rng_state, preserve_python_rng
-    options = Options(*rng, determinism_check, early_stop, debug, context_fn, patterns)
+    samples = debug == "samples"
+    if isinstance(debug, str) and not samples:
+        raise ValueError(f"checkpoint: debug must be True, False or 'samples', got {debug!r}")
+    options = Options(
+        *rng,
+        determinism_check,
+        early_stop,
+        bool(debug) and not samples,
+        context_fn,
+        patterns,
+        samples,
+    )
     return _run(options, function, args, kwargs)
 
 
@@ -327,8 +349,8 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     debug, early_stop = private.stock_switches()
     debug = options.debug if debug is None else debug
     early_stop = options.early_stop if early_stop is None else early_stop
-    if debug and options.context_fn is not stock.noop_context_fn:
-        raise ValueError(f"checkpoint: debug=True takes no context_fn, got {options.context_fn}")
+    if (debug or options.samples) and options.context_fn is not stock.noop_context_fn:
+        raise ValueError(f"checkpoint: debug takes no context_fn, got {options.context_fn}")
     check = options.determinism_check
     arguments.choice("checkpoint", "determinism_check", check, ("default", "none"))
     if is_plain_call():
