@@ -27,13 +27,14 @@ from fusedckpt.checkpointing.attention import LINEAR, NAME
 from fusedckpt.checkpointing.calls import ATOMS, objects_in
 from fusedckpt.checkpointing.segment import NODE_KEY, checkpoint
 from fusedckpt.fusing import adapters, reasons, sharing
-from fusedckpt.fusing.again import Again
+from fusedckpt.fusing.again import Again, needs_gradient
 from fusedckpt.fusing.forwards import Swap, Swapped
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.matcher import unfit
 from fusedckpt.fusing.reasons import called_by
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import recipe_of
+from fusedckpt.fusing.state import is_noted
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import Fallback
@@ -68,7 +69,11 @@ class FusedAttention(Swapped):
         keeps_linears = (levels.override.level or self._fusedckpt_save) != "inputs"
         if not self.training or (keeps_linears and not self._fusedckpt_gains) or _is_plain(x):
             return forward(*args, **kwargs)
-        found = self._obstacle((*args, *kwargs.values()))
+        given = *args, *kwargs.values()
+        tensors = [one for one in objects_in([*given]) if isinstance(one, Tensor)]
+        if not needs_gradient(self, tensors):
+            return forward(*args, **kwargs)
+        found = self._obstacle(given)
         way = keeps_linears, *_way(self, kwargs)
         seen = (way, "unseen") if way[1] == "eager" else self.__dict__.get(_SEEN) or (None, "")
         if found is None and seen[0] == way:
@@ -76,9 +81,14 @@ class FusedAttention(Swapped):
         if found is not None:
             fallbacks.note(self, found)
             return forward(*args, **kwargs)
-        given = Again(self, forward, tuple(kwargs)), *args, *kwargs.values()
-        names = (NAME, LINEAR) if keeps_linears else NAME
-        run = partial(checkpoint, *given, preserve_python_rng=True, save_regions=names)
+        again = Again(self, forward, given, tuple(kwargs))
+        run = partial(
+            checkpoint,
+            *(again, *given),
+            preserve_python_rng=True,
+            save_regions=(NAME, LINEAR) if keeps_linears else NAME,
+            debug="samples",
+        )
         recipe = recipe_of(x)
         y = run() if recipe is None else sharing.read(recipe, x, lambda _: run())
         self._look_at(y, way)
@@ -88,7 +98,8 @@ class FusedAttention(Swapped):
         """Return why this call cannot be made twice."""
         for value in given:
             for one in objects_in(value) if type(value) not in ATOMS else ():
-                if not isinstance(one, Tensor) and type(one).__name__ not in _CONSTANT:
+                is_known = isinstance(one, Tensor) or is_noted(one)
+                if not is_known and type(one).__name__ not in _CONSTANT:
                     return "cache", type(one).__name__
         hooked = (
             name for name, layer in self.named_modules() if name and dispatch.has_hooks(layer)

@@ -1,0 +1,139 @@
+"""The tensors that a module's forward writes in place, and those that other code wrote since.
+
+Which tensors a forward writes is known by their versions after its first call with gradients. Only
+these are copied, and from the second call on; in the first call small buffers are copied, and those
+of a class whose code writes in place, until the call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusedckpt.autograd import private
+from fusedckpt.autograd.backward import versions_of
+from fusedckpt.checkpointing.calls import Argument, storage_of
+from fusedckpt.fusing.reasons import called_by
+
+# bytes of a tensor that is copied for one call in any case
+_SMALL = 1 << 16
+# for each tensor True if a forward writes it, else its version and digest
+_KNOWN = WeakTensorKeyDictionary()
+
+
+class Member(NamedTuple):
+    """A parameter or buffer of a module at a call; name: there."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer."""
+        return self.name not in self.module._parameters
+
+
+class Written:
+    """What is known of the tensors of a module at one call of it.
+
+    others: tensors in attributes and objects, and their versions.
+    """
+
+    def __init__(self, members: Sequence[Member], others: Sequence[tuple[Tensor, int]]):
+        self._members, self._others = members, others
+        # by a tensor's id: a copy of it before the call, None where there is none
+        self._copies: dict[int, tuple[Tensor, Argument | Tensor | None]] = {}
+        # of buffers that the call did not write
+        self._digests: dict[int, Tensor | None] = {}
+        for one in members:
+            if one.is_buffer:
+                self._copy(one.tensor, one.tensor.nbytes <= _SMALL or _writes(type(one.module)))
+        for tensor, _ in others:
+            self._copy(tensor, tensor.is_leaf and tensor.nbytes <= _SMALL)
+
+    def _copy(self, tensor: Tensor, is_likely: bool) -> None:
+        """Copy a tensor that the forward writes, or, where that is not known, is likely to."""
+        known = _KNOWN.get(tensor)
+        is_written = is_likely if known is None else known is True
+        if is_written and not tensor.requires_grad and type(tensor) is Tensor:
+            copy = tensor.detach().clone()
+            # counted as any saved tensor
+            self._copies[id(tensor)] = tensor, copy if known is None else Argument(copy)
+
+    def end(self) -> None:
+        """Learn, after the call, which tensors it wrote."""
+        for one in self._members:
+            if one.is_buffer or versions_of(one.tensor) != (one.version,):
+                self._see(one.tensor, one.version, _digest)
+        for tensor, version in self._others:
+            self._see(tensor, version, lambda _: None)
+        self._others = ()
+
+    def _see(self, tensor: Tensor, version: int, digest: Callable[[Tensor], Any]) -> None:
+        if versions_of(tensor) != (version,):
+            # without a copy, a recompute still leaves it as it is
+            self._copies.setdefault(id(tensor), (tensor, None))
+            _KNOWN[tensor] = True
+            return
+        known = _KNOWN.get(tensor)
+        if known is not True:
+            self._copies.pop(id(tensor), None)
+            if known is None or known[0] != version:
+                _KNOWN[tensor] = known = version, digest(tensor)
+            self._digests[id(tensor)] = known[1]
+
+    def by_others(self) -> Member | None:
+        """Return a parameter or buffer that other code wrote since the call, None for none."""
+        return next(filter(self._is_stale, self._members), None)
+
+    def _is_stale(self, one: Member) -> bool:
+        if versions_of(one.tensor) == (one.version,) or _KNOWN.get(one.tensor) is True:
+            return False
+        digest = self._digests.get(id(one.tensor))
+        if digest is not None:
+            # a buffer may be written with its own values, as DistributedDataParallel does
+            now = _digest(one.tensor)
+            return now is None or not torch.equal(digest, now)
+        # an optimizer in backward is done with it: the recompute ends before it
+        return not private.updates_early(one.tensor)
+
+    def swaps(self) -> dict[int, Tensor]:
+        """Return, by the ids of tensors that the forward writes, tensors for a recompute to write.
+
+        Their values are those before the call, where they were copied.
+        """
+        found = {}
+        for number, (tensor, copy) in self._copies.items():
+            before = copy.tensor() if isinstance(copy, Argument) else copy
+            found[number] = (tensor if before is None else before).detach().clone()
+        return found
+
+
+def is_constant(buffer: Tensor) -> bool:
+    """Whether no forward has written a buffer that is large; small ones kernels write uncounted."""
+    return buffer.nbytes > _SMALL and type(_KNOWN.get(buffer)) is tuple
+
+
+def _digest(tensor: Tensor) -> Tensor | None:
+    """Return numbers that tell a tensor's values from others; None for some classes and dtypes."""
+    kind = tensor.dtype
+    is_known = kind == torch.bool or (kind.is_floating_point and kind.itemsize > 1)
+    if not (is_known and storage_of(tensor)) or tensor.device.type not in ("cpu", "cuda"):
+        return None
+    with private.unseen(), torch.no_grad():
+        # of an even number of equal values the first is 0
+        numbers = torch.hash_tensor(tensor), tensor.sum(dtype=torch.float64)
+        return torch.stack([number.view(torch.int64) for number in numbers])
+
+
+@cache
+def _writes(kind: type[nn.Module]) -> bool:
+    """Whether the code of a class writes to tensors in place."""
+    return any(name.endswith("_") and not name.endswith("__") for name in called_by(kind))
