@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as stock
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import arguments, phases, private
@@ -35,6 +35,7 @@ from fusedckpt.checkpointing.calls import (
     Saved,
     Trace,
     layout_of,
+    objects_in,
     stale,
 )
 from fusedckpt.checkpointing.determinism import Run
@@ -359,8 +360,20 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     while isinstance(function, partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
+    if _is_frozen(function) and not any(
+        isinstance(x, Tensor) and x.requires_grad for x in objects_in([*args, *kwargs.values()])
+    ):
+        return function(*args, **kwargs)
     options = options._replace(debug=debug, early_stop=early_stop)
     return Segment(options).run(Call(function, args, kwargs, options), args, kwargs)
+
+
+def _is_frozen(function: Any) -> bool:
+    """Whether a function is a module, or its forward, whose parameters need no gradients."""
+    module = getattr(function, "__self__", function)
+    flags = [p.requires_grad for p in module.parameters()] if isinstance(module, nn.Module) else []
+    # a module without parameters may call others
+    return len(flags) > 0 and not any(flags)
 
 
 def is_plain_call() -> bool:
