@@ -35,6 +35,32 @@ class Stop(BaseException):
 _NO_SLOT = None, None
 
 
+class _Lent:
+    """A saved tensor of a recompute's own graph, which nothing runs backward once it has ended.
+
+    A function may leave tensors of that graph in attributes, as routers leave their losses. They
+    would keep all that it saved until the next step.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor):
+        self._tensor: Tensor | None = tensor
+
+    def take(self) -> Tensor:
+        """Return the tensor."""
+        if self._tensor is None:
+            raise RuntimeError(
+                "checkpoint: backward of a tensor that a recompute left behind: take the one that "
+                "the forward left, before its backward"
+            )
+        return self._tensor
+
+    def free(self) -> None:
+        """Free the tensor."""
+        self._tensor = None
+
+
 class Recompute(Keeper):
     """One recompute of a segment, inside a backward: the tensors it brought back, until taken.
 
@@ -61,6 +87,7 @@ class Recompute(Keeper):
         # the operation that saved the last tensor without a gradient, and that tensor's shape and
         # dtype: rrelu saves its noise, then the tensor of that shape, and then draws the noise
         self._noise: tuple[Any, ...] = ()
+        self._lent: list[_Lent] = []
         self._written: list[tuple[Packed, TensorWeakRef]] = []
         # by index, whether the tensor is dropped: a kept tensor is compared all the same
         self._wanted: dict[int, bool] = {}
@@ -96,7 +123,7 @@ class Recompute(Keeper):
                 if type(held) is Argument:
                     held.tensor()
         self.values, self.extras, self.pairs = ahead.values, ahead.extras, ahead.pairs
-        del self._segment, self._written, self.records, self._met
+        del self._segment, self._written, self._lent, self.records, self._met
 
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
@@ -115,13 +142,15 @@ class Recompute(Keeper):
             if not self._stopped:
                 raise
         finally:
+            for lent in self._lent:
+                lent.free()
             for packed, leaf in self._written:
                 # a write by the recompute itself is accepted
                 if (owner := leaf()) is not None:
                     packed.version = owner._version
             # this lives until the end of the backward; arguments, called functions and outputs of
             # regions do not
-            del self._segment, self._written, self.records, self._met
+            del self._segment, self._written, self._lent, self.records, self._met
         self._check(segment, run)
         if self._samples:
             self.pairs = segment.samples.pairs(self._samples)
@@ -135,7 +164,7 @@ class Recompute(Keeper):
             args, kwargs = call.arguments(made)
             # the context may count operations: buffers are put back outside of it
             with (
-                torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor),
+                torch.autograd.graph.saved_tensors_hooks(self.pack, _Lent.take),
                 torch.enable_grad(),
                 nullcontext() if run is None else run.watched(),
                 call.surroundings.restored(),
@@ -169,7 +198,7 @@ class Recompute(Keeper):
             )
 
     @uncompiled
-    def pack(self, tensor: Tensor) -> Tensor:
+    def pack(self, tensor: Tensor) -> _Lent:
         """Bring back the tensor that the forward saved at this place."""
         index, segment = self._num_saved, self._segment
         if index > self._last and self._stops:
@@ -197,7 +226,9 @@ class Recompute(Keeper):
                 self._stop()
         if not requires_grad:
             self._noise = private.num_nodes(), tensor.shape, tensor.dtype
-        return tensor
+        lent = _Lent(tensor)
+        self._lent.append(lent)
+        return lent
 
     def asks(self, name: str) -> bool:
         """Whether the forward saved regions of this name."""

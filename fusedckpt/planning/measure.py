@@ -11,7 +11,6 @@ show the code between these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.chain import Chain, Level, Unit
-from fusedckpt.planning.meter import Differs, Meter, Reading, Times, once, step_kind
+from fusedckpt.planning.meter import Meter, Reading, Times, once, step_kind
 from fusedckpt.planning.roles import ATTENTION, INSIDE, PLAIN, PRODUCTS, run_at
 from fusedckpt.planning.survey import WRITES, Found
 from fusedckpt.reporting.step import Step
@@ -32,27 +31,16 @@ _RERUN, _OVERHEAD = (0.05, 1.5), 1.0
 
 
 class Measured(NamedTuple):
-    """The chain; by unit why it is never recomputed; the times of a step that saves everything."""
+    """The chain; the times of a step that saves everything."""
 
     chain: Chain
-    left_out: dict[str, str]
     plain: Times | None
 
 
 def measured(step: Step, found: Sequence[Found], selective: bool, chunks: int = 1) -> Measured:
     """Measure units; selective: at PRODUCTS, too; chunks: into which their MLPs are cut."""
-    reasons: dict[str, str] = {}
-    while True:
-        meter = Meter(step, found, chunks)
-        try:
-            alone = meter.alone()
-            break
-        except Differs as error:
-            reasons |= {found[i].name: why for i, why in error.reasons.items()}
-            found = [u._replace(fixed=reasons.get(u.name, u.fixed)) for u in found]
-            is_open = [False, *(not a.fixed and not b.fixed for a, b in pairwise(found))]
-            pairs = zip(found, is_open, strict=True)
-            found = [u._replace(joined=u.joined and is_open) for u, is_open in pairs]
+    meter = Meter(step, found, chunks)
+    alone = meter.alone()
     freed = meter.freed() if any(unit.joined for unit in found) else [0] * len(found)
     costs = _Costs(meter, found, alone, step.parameters()[0].device)
     costs.measure(selective)
@@ -66,7 +54,7 @@ def measured(step: Step, found: Sequence[Found], selective: bool, chunks: int = 
     # of random numbers, which only a CPU has in its own memory
     states = torch.get_rng_state().nbytes if costs.device.type == "cpu" else 0
     chain = Chain(units, alone.live["begin"], before, after, states, max(0, head))
-    return Measured(chain, reasons, plain)
+    return Measured(chain, plain)
 
 
 class _Ms(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fusedckpt.autograd.private import num_nodes, number_of
 from fusedckpt.memory import Mark, Phase, nbytes_of, phases_of, seconds, storage_ref
-from fusedckpt.planning.repeats import Noting, why_not_again
 from fusedckpt.planning.roles import PLAIN, Role, assigned, in_chunks, run_at, segmented
-from fusedckpt.planning.survey import Found
+from fusedckpt.planning.survey import Found, graph_of, trimmers_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
 # markers that begin no phase
-_INSIDE = "returned", "checked", "backward"
+_INSIDE = "returned", "backward"
 
 T = TypeVar("T")
 
@@ -82,8 +83,6 @@ class Reading:
         where = "begin"
         for phase in phases:
             self.live.setdefault(phase.name, phase.start)
-            if phase.name == "check":
-                continue
             where = where if phase.name in _INSIDE else phase.name
             self.peaks[where] = max(self.peaks[where], phase.peak)
             self._ms[where] += phase.ms  # type: ignore[assignment]  # counts may be floats
@@ -104,14 +103,6 @@ class Reading:
     def kept(self, i: int) -> int:
         """Return the bytes of them that live on until backward."""
         return self.begin(i) - self._late[i]
-
-
-class Differs(Exception):
-    """Units that cannot be recomputed, by number, with the reasons."""
-
-    def __init__(self, reasons: dict[int, str]):
-        super().__init__()
-        self.reasons = reasons
 
 
 class _Held:
@@ -157,30 +148,59 @@ class _Held:
         return found
 
 
-def _marked(
-    mark: Mark, held: _Held, i: int, role: Role, forward: Any, args: Any, kwargs: Any
-) -> Any:
-    """Run a unit in its role between markers: itself a role."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    known = {id(x): (x, x.grad_fn) for x in tensors_of([args, kwargs])}
-    held.note(i, (x for x, _ in known.values()), is_given=True)
-    mark(f"enter {i}")
-    output, arrived = role(forward, args, kwargs), list[bool]()
+class _Marker:
+    """Sets markers where units begin and end, and where the first of their gradients arrives."""
 
-    def arrive(_: Any) -> None:
-        if not arrived:
-            arrived.append(True)
-            mark(f"back {i}")
+    def __init__(self, mark: Mark, held: _Held):
+        self._mark, self._held = mark, held
+        # by unit, the numbers of the first node of autograd's graph that it made, and of the next
+        self._nodes: dict[int, tuple[float, float]] = {}
 
-    held.note(i, tensors_of([output]), is_given=False)
-    for x in tensors_of([output]):
-        # written in place, a tensor that was given has another node
-        if x.grad_fn is not None and known.get(id(x), (x, None))[1] is not x.grad_fn:
-            x.grad_fn.register_prehook(arrive)
-    del known
-    mark(f"leave {i}")
-    return output
+    def run(self, i: int, role: Role, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run unit i in its role between markers: itself a role."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        self._held.note(i, tensors_of([args, kwargs]), is_given=True)
+        self._mark(f"enter {i}")
+        first = num_nodes()
+        output = role(forward, args, kwargs)
+        self._nodes[i] = first, num_nodes()
+        self._held.note(i, tensors_of([output]), is_given=False)
+        self._mark(f"leave {i}")
+        return output
+
+    def hook(self, loss: Tensor) -> None:
+        """Set the markers of a backward from `loss`.
+
+        A gradient may arrive by another tensor than a unit returns: by one in an attribute, or by
+        one that a hook of a module inside noted.
+        """
+        units = sorted((first, stop, i) for i, (first, stop) in self._nodes.items())
+        starts = [first for first, _, _ in units]
+
+        def unit_of(node: Any) -> int | None:
+            place = bisect_right(starts, number_of(node)) - 1
+            is_inside = place >= 0 and number_of(node) < units[place][1]
+            return units[place][2] if is_inside else None
+
+        arrived = set[int]()
+
+        def arrive(i: int, _: Any) -> None:
+            if i not in arrived:
+                arrived.add(i)
+                self._mark(f"back {i}")
+
+        entries = dict[Any, int]()
+        for node in graph_of([loss]):
+            own = unit_of(node)
+            for after, _ in node.next_functions:
+                # a leaf has no number, and belongs to no unit
+                if after is not None and not hasattr(after, "variable"):
+                    unit = unit_of(after)
+                    if unit is not None and unit != own:
+                        entries[after] = unit
+        for node, i in entries.items():
+            node.register_prehook(partial(arrive, i))
 
 
 class Meter:
@@ -193,17 +213,17 @@ class Meter:
         """Return roles in which each unit is in a segment of its own, unless none may hold it."""
         return [run_at(PLAIN) if unit.fixed else segmented()[0] for unit in self._found]
 
-    def _in(self, roles: Sequence[Role], mark: Mark, noted: _Held) -> Any:
+    def _in(self, roles: Sequence[Role], marker: _Marker) -> Any:
         pairs = enumerate(zip(self._found, roles, strict=True))
         return assigned(
             {
-                unit.module: partial(_marked, mark, noted, i, in_chunks(role, self._chunks))
+                unit.module: partial(marker.run, i, in_chunks(role, self._chunks))
                 for i, (unit, role) in pairs
             }
         )
 
-    def read(self, roles: Sequence[Role], returned: Callable[[], Any] = tuple) -> Reading:
-        """Run a step and read its phases; returned: called between forward and loss."""
+    def read(self, roles: Sequence[Role]) -> Reading:
+        """Run a step and read its phases."""
         step, held = self._step.fresh()
         noted = _Held(len(self._found))
 
@@ -211,12 +231,13 @@ class Meter:
             def loss(output: Any) -> Any:
                 mark("returned")
                 noted.see(len(self._found))
-                mark("check")
-                returned()
-                mark("checked")
-                return step.loss(output)
+                value = step.loss(output)
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    marker.hook(value)
+                return value
 
-            with self._in(roles, mark, noted):
+            marker = _Marker(mark, noted)
+            with self._in(roles, marker):
                 step._replace(loss=loss).take(mark, held)
 
         phases = phases_of(run, held[0].device, step.resident(held))
@@ -225,28 +246,15 @@ class Meter:
     def times(self, roles: Sequence[Role]) -> tuple[Times, list[float]]:
         """Return the times of a step, and the ms of each unit's forward in it."""
         device, at = self._step.parameters()[0].device, dict[str, float]()
-        with self._in(roles, lambda x: at.update({x: seconds(device)}), _Held(len(roles))):
+        marker = _Marker(lambda x: at.update({x: seconds(device)}), _Held(len(roles)))
+        with self._in(roles, marker):
             found = times_of(self._step)
         spans = (at.get(f"leave {i}", 0.0) - at.get(f"enter {i}", 0.0) for i in range(len(roles)))
         return found, [1e3 * span for span in spans]
 
     def alone(self) -> Reading:
-        """Read a step in which every unit is in a checkpoint of its own; raise Differs."""
-        segments, roles = dict[int, Noting](), self._alone()
-
-        def role(i: int, forward: Any, args: Any, kwargs: Any) -> Any:
-            segment = segments[i] = Noting(self._found[i].module)
-            return segment.finish(segment.go_on(forward, args, kwargs))
-
-        def check() -> None:
-            reasons = {i: why for i, x in segments.items() if (why := why_not_again(x))}
-            # the graph keeps those that backward needs
-            segments.clear()
-            if reasons:
-                raise Differs(reasons)
-
-        units = enumerate(self._found)
-        return self.read([roles[i] if u.fixed else partial(role, i) for i, u in units], check)
+        """Read a step in which every unit is in a checkpoint of its own."""
+        return self.read(self._alone())
 
     def freed(self) -> list[int]:
         """Run a forward with units in segments as long as can be; return bytes by unit.
@@ -259,11 +267,13 @@ class Meter:
             roles += [run_at(PLAIN)] if self._found[i].fixed else segmented(stop - i)
         given = list[list[tuple[StorageWeakRef, int]]]([[] for _ in roles])
         takers: Counter[int] = Counter()
+        trimmers = list[Callable[[], None]]()
 
         def noting(i: int, role: Role, forward: Any, args: Any, kwargs: Any) -> Any:
             tensors = [x for x in tensors_of([args, kwargs]) if x.requires_grad]
             given[i] = [(storage_ref(x), nbytes_of([x])) for x in tensors]
             takers.update({storage.cdata for storage, _ in given[i]})
+            trimmers.extend(trimmers_of(args, kwargs))
             return role(forward, args, kwargs)
 
         step, _ = self._step.fresh()
@@ -274,6 +284,8 @@ class Meter:
             sum(n for x, n in known if x.expired() and takers[x.cdata] == 1) for known in given
         ]
         del output
+        for trim in trimmers:
+            trim()
         return found
 
     def saving(self, levels: Sequence[str], group: Sequence[int]) -> Reading:

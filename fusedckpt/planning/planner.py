@@ -200,8 +200,7 @@ def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
         tell("trying plans")
         title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}"
         again = measure if any(map(has_levels, (unit.module for unit in survey.units))) else None
-        left_out = survey.left_out | found.left_out
-        trials = Trials(step, found, title, limit, left_out, again)
+        trials = Trials(step, found, title, limit, survey.left_out, again)
         best = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
         best = trials.timed(best)
     return replace(best, gradient_bytes=nbytes_of(step.gradients.values()))

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.private import storage_key
-from fusedckpt.checkpointing.calls import Argument
+from fusedckpt.checkpointing.calls import ATOMS, Argument
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.memory import storages_of, strided
 from fusedckpt.planning.roles import HandingOn
+from fusedckpt.reporting.containers import nested, restorer
 from fusedckpt.reporting.trial import is_state, tensors_of
 
+CHANGES = "changes its argument"
 NOT_THE_SAME = "its forward is not the same twice"
 _OVERWRITTEN = "its input is modified later in the step"
 
@@ -36,6 +38,8 @@ class Noting(HandingOn):
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module, self._saved, self._late = module, list[tuple[int, Any]](), list[Tensor]()
+        # the objects among its arguments that the call changed, by place and class
+        self.changed: dict[str, Any] = {}
         self._before = {(id(at), name): _state_of(x) for at, name, x in _states_in(module)}
 
     def pack(self, tensor: Tensor) -> Any:
@@ -71,7 +75,7 @@ class Noting(HandingOn):
 
 
 def why_not_again(segment: Noting) -> str:
-    """Make a segment's call again as its recompute would; return why that cannot be.
+    """Make a segment's call again as its recompute would; return why that cannot be, or "".
 
     The call finds counters and generators as the model's forward left them. Of tensors of the unit
     that its own call wrote it finds other values, as they may equal those before: a power iteration
@@ -87,6 +91,8 @@ def why_not_again(segment: Noting) -> str:
     except RuntimeError:
         return _OVERWRITTEN
     again, values = Noting(segment.module), [(at, x, at[x]) for at, x in segment.written if x in at]
+    contents = {name: _contents_of(x) for name, x in segment.changed.items()}
+    restorers = [restorer(part) for x in segment.changed.values() for part in nested(x)]
     try:
         for at, name, x in values:
             at[name] = 2 * x + 1
@@ -94,14 +100,34 @@ def why_not_again(segment: Noting) -> str:
         hooks = torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
         with call.surroundings.restored(), recomputed(call.fn), hooks:
             again.finish(call.fn(*args, **kwargs))
+        for name, x in segment.changed.items():
+            # layers that share keys and values write the same ones again, a cache grows
+            if not _are_close(_contents_of(x), contents[name]):
+                return f"{CHANGES} {name}"
     except Exception:
         # so would a recompute
         return NOT_THE_SAME
     finally:
         for at, name, x in values:
             at[name] = x
-    same = len(again.results) == len(segment.results)
-    return "" if same and all(map(_is_close, again.results, segment.results)) else NOT_THE_SAME
+        for restore in restorers:
+            restore()
+    return "" if _are_close(again.results, segment.results) else NOT_THE_SAME
+
+
+def _contents_of(value: Any) -> list[Any]:
+    """Return the tensors, as noted, and the data in an object; of others their classes."""
+    contents = list[Any]()
+    for part in nested(value):
+        if isinstance(part, Tensor):
+            contents.append(_noted(part))
+        else:
+            contents.append(part if type(part) in ATOMS else type(part))
+    return contents
+
+
+def _are_close(again: list[Any], results: list[Any]) -> bool:
+    return len(again) == len(results) and all(map(_is_close, again, results))
 
 
 def _states_in(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

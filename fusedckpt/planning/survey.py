@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,9 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import function_of, pytree
+from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.memory import nbytes_of, storage_ref
-from fusedckpt.planning.roles import PLAIN, assigned, segmented
+from fusedckpt.planning.repeats import CHANGES, NOT_THE_SAME, Noting, why_not_again
+from fusedckpt.planning.roles import PLAIN, assigned
 from fusedckpt.planning.units import levels_of
+from fusedckpt.reporting.containers import nested, trimmer
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
@@ -73,8 +76,12 @@ class _Called(NamedTuple):
 class _Visits:
     """The calls of modules in one forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.counts: Counter[str] = Counter()
+        self.trimmers: list[Callable[[], None]] = []
+        # the last call of each
+        self.segments: dict[str, Noting] = {}
         self.takers: Counter[int] = Counter()
         self.calls: dict[str, _Called] = {}
         # the tensors that the last unit returned
@@ -88,29 +95,27 @@ class _Visits:
         _refuse(name, tensors)
         self.counts[name] += 1
         given = [x for x in tensors if x.requires_grad]
+        leaves, versions = _leaf_ids([args, kwargs]), [x._version for x in tensors]
         # a segment of several units would hold an object, and the graph of the tensors in it
-        visible = _leaf_ids([args, kwargs])
-        returned = [id(x) in visible and self._is_returned(x) for x in given]
-        before, states = [(id(x), x._version) for x in tensors], _states(args, kwargs)
+        returned = [id(x) in leaves and self._is_returned(x) for x in given]
+        self.trimmers += trimmers_of(args, kwargs)
+        objects = _objects_in(args, kwargs)
+        states = {key: _state_of(x) for key, x in objects.items()}
         # it keeps nothing: a forward that saves everything may not fit
-        output = segmented()[0](forward, args, kwargs)
-        after = [(id(x), x._version) for x in tensors_of([args, kwargs])]
-        if (later := _states(args, kwargs)) != states:
-            raise ValueError(
-                "plan: expected units that do the same each time they are called, one changes its "
-                f"argument {next(key for key in later if later[key] != states.get(key))}: for a "
-                "cache of keys and values, call plan and the model with (..., use_cache=False)"
-            )
+        segment = self.segments[name] = Noting(self._model.get_submodule(name))
+        output = segment.finish(segment.go_on(forward, args, kwargs))
+        writes = versions != [x._version for x in tensors] or leaves != _leaf_ids([args, kwargs])
+        segment.changed = {k: x for k, x in objects.items() if _state_of(x) != states[k]}
         made = [x for x in tensors_of([output]) if x.requires_grad]
         visible = _leaf_ids(output)
         self._returned = {id(x): (weakref.ref(x), x._version) for x in made if id(x) in visible}
         if self.counts[name] == 1:
             known = [*zip(map(storage_ref, given), returned, strict=True)]
             self.takers.update({storage.cdata for storage, _ in known})
-            nodes = [*_graph_of(made, {x.grad_fn for x in given})]
+            nodes = [*graph_of(made, {x.grad_fn for x in given})]
             is_fused, attends = (any(map(holds, nodes)) for holds in (_is_fused, _attends))
             why_not = "" if made else "returns no tensor that requires a gradient"
-            ways = before != after, is_fused, attends, why_not
+            ways = writes, is_fused, attends, why_not
             self.calls[name] = _Called(known, nbytes_of(given), *ways)
         return output
 
@@ -118,8 +123,19 @@ class _Visits:
         known = self._returned.get(id(x))
         return known is not None and known[0]() is x and known[1] == x._version
 
-    def units(self, model: nn.Module) -> Iterator[Found]:
-        """Yield the units in the order in which they run."""
+    def find_fixed(self) -> dict[str, str]:
+        """Call units again, as a recompute would; return by name why none may hold a unit."""
+        fixed = {}
+        while self.segments:
+            name, segment = self.segments.popitem()
+            if self.calls[name].writes:
+                fixed[name] = WRITES
+            elif self.counts[name] == 1 and (why := why_not_again(segment)):
+                fixed[name] = why
+        return fixed
+
+    def units(self, fixed: Mapping[str, str]) -> Iterator[Found]:
+        """Yield the units in the order in which they run; fixed: by name why no segment may."""
         is_open = False
         for name, call in self.calls.items():
             if call.why_not or self.counts[name] > 1:
@@ -130,11 +146,10 @@ class _Visits:
                 for i, (storage, is_returned) in enumerate(call.given)
                 if not i or self.takers[storage.cdata] == 1
             ]
-            joined, is_open = is_open and bool(own) and all(own), not call.writes
-            module, fixed = model.get_submodule(name), WRITES if call.writes else ""
+            joined, is_open = is_open and bool(own) and all(own), name not in fixed
+            module, why = self._model.get_submodule(name), fixed.get(name, "")
             levels = levels_of(module) or (LEVELS[::-1] if call.is_fused else (PLAIN,))
-            joined = joined and is_open
-            yield Found(name, module, fixed, joined, levels, call.attends, call.input)
+            yield Found(name, module, why, joined and is_open, levels, call.attends, call.input)
 
     def why_not(self, name: str) -> str:
         """Return why a module is no unit, nothing for a unit."""
@@ -144,16 +159,36 @@ class _Visits:
 
 
 def surveyed(step: Step, names: Sequence[str]) -> Survey:
-    """Run a forward; raise ValueError where it has no unit."""
-    visits, (step, held) = _Visits(), step.fresh()
+    """Run a forward, and call its units again; raise ValueError where it has no unit."""
+    survey = _surveyed(step, names)
+    # a unit may do more in its first call, such as make a tensor that it keeps
+    is_same = NOT_THE_SAME not in survey.left_out.values()
+    return survey if is_same else _surveyed(step, names)
+
+
+def _surveyed(step: Step, names: Sequence[str]) -> Survey:
+    visits, (step, held) = _Visits(step.model), step.fresh()
     modules = {name: step.model.get_submodule(name) for name in names}
     with assigned({module: partial(visits.visit, name) for name, module in modules.items()}):
         output = step.model(*step.args, **step.kwargs)
     outputs = [*tensors_of([output])]
     last = nbytes_of([*outputs, *held]) - nbytes_of(held) + _leaf_bytes(outputs, held)
     trained = {*_leaves_of(tensors_of([step.loss(output)]))}.intersection(step.parameters())
+    # behind the loss, which may read tensors that units leave in attributes
+    fixed = visits.find_fixed()
+    for trim in visits.trimmers:
+        trim()
     left_out = {name: why for name in names if (why := visits.why_not(name))}
-    if not (units := [*visits.units(step.model)]):
+    left_out |= {name: why for name, why in fixed.items() if why != WRITES}
+    units = [*visits.units(fixed)]
+    changing = [unit.fixed for unit in units if unit.fixed.startswith(CHANGES)]
+    if changing and all(unit.fixed for unit in units):
+        raise ValueError(
+            "plan: expected units that do the same each time they are called, each one "
+            f"{changing[0]}: for a cache of keys and values, call plan and the model with "
+            "(..., use_cache=False)"
+        )
+    if not units:
         told = [f"{name} {why}" for name, why in left_out.items()]
         told = [*told[:3], f"{len(told) - 3} more"] if len(told) > 4 else told
         raise ValueError(
@@ -193,7 +228,7 @@ def _attends(node: Any) -> bool:
     return any(kernel in node.name() for kernel in ("ScaledDotProduct", "FlashAttn"))
 
 
-def _graph_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
+def graph_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
     """Yield the nodes of the graph that made tensors, from nodes at `ends` on."""
     seen: set[Any] = {None, *ends}
     todo: list[Any] = [tensor.grad_fn for tensor in tensors]
@@ -206,7 +241,7 @@ def _graph_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[A
 
 
 def _leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [node.variable for node in _graph_of(tensors) if hasattr(node, "variable")]
+    return [node.variable for node in graph_of(tensors) if hasattr(node, "variable")]
 
 
 def _leaf_bytes(outputs: Iterable[Tensor], held: list[Tensor]) -> int:
@@ -220,23 +255,30 @@ def _leaf_bytes(outputs: Iterable[Tensor], held: list[Tensor]) -> int:
     return nbytes_of([*made, *held]) - nbytes_of(held) + gradients
 
 
-def _states(args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the state of the objects among arguments, by place and class."""
-    objects = {
+def trimmers_of(args: Any, kwargs: Any) -> list[Callable[[], None]]:
+    """Return functions that take from containers among arguments the items added from now on.
+
+    A unit may add tensors of its own graph to a dict, which its segment holds: where no backward
+    comes, they would hold each other.
+    """
+    return [trimmer(x) for value in (*args, *kwargs.values()) for x in nested(value)]
+
+
+def _objects_in(args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the objects among arguments that a call may change, by place and class."""
+    return {
         f"{name}, a {type(x).__name__}": x
         for name, x in [*enumerate(args), *kwargs.items()]
         if hasattr(x, "__dict__") and not isinstance(x, (Tensor, nn.Module))
     }
-    return {name: _state(x) for name, x in objects.items()}
 
 
-def _state(value: Any, depth: int = 5) -> Any:
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    if not depth or isinstance(value, nn.Module):
-        return None
-    if not isinstance(value, (list, tuple)):
-        value = (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).values()
-    return [_state(part, depth - 1) for part in value]
+def _state_of(value: Any) -> list[Any]:
+    """Return data, and ids and versions of tensors, in an object."""
+    state = list[Any]()
+    for part in nested(value):
+        if isinstance(part, Tensor):
+            state.append((id(part), part._version))
+        else:
+            state.append(part if type(part) in ATOMS else id(part))
+    return state

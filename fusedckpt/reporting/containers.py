@@ -12,11 +12,13 @@ import enum
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from fusedckpt.checkpointing.calls import ATOMS
 
 # the classes whose methods read and write the items of a subclass, too
 _BUILT_IN: tuple[type, ...] = (OrderedDict, dict, list, deque, set)
@@ -44,6 +46,19 @@ def parts_of(value: Any) -> list[Any]:
     else:
         values = []
     return values + [*attributes_of(value).values()]
+
+
+def nested(tree: Any) -> Iterator[Any]:
+    """Yield an object and those inside it, each object but data once."""
+    seen, todo = dict[int, Any](), [tree]
+    while todo:
+        value = todo.pop()
+        if type(value) not in ATOMS:
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            todo += reversed(parts_of(value))
+        yield value
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -95,6 +110,23 @@ def _restorer_of_weak(value: Any) -> Callable[[], None]:
             _refill(base, value.data, alive)
 
     return restore
+
+
+def trimmer(value: Any) -> Callable[[], None]:
+    """Return a function that removes the items that a dict or a list gets from now on."""
+    base = _base_of(value)
+    if base is list:
+        count = list.__len__(value)
+        return lambda: list.__delitem__(value, slice(count, None))
+    if base not in (dict, OrderedDict):
+        return lambda: None
+    keys = set(base.keys(value))
+
+    def trim() -> None:
+        for key in [key for key in base.keys(value) if key not in keys]:
+            base.__delitem__(value, key)
+
+    return trim
 
 
 def refill_dict(container: dict[Any, Any], before: Mapping[Any, Any]) -> None:

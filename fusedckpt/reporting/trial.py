@@ -20,7 +20,14 @@ from torch.optim import Optimizer
 from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
 from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.memory import strided
-from fusedckpt.reporting.containers import CONTAINERS, parts_of, refill_dict, restorer, with_parts
+from fusedckpt.reporting.containers import (
+    CONTAINERS,
+    nested,
+    parts_of,
+    refill_dict,
+    restorer,
+    with_parts,
+)
 
 # generators that a module may have for itself: how to read their state, and to write it
 _GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] = [
@@ -109,16 +116,7 @@ def _aliased(tree: Any, known: dict[int, tuple[Any, Any]]) -> Any:
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in any nesting of containers and objects that are data, each once."""
-    seen, todo = dict[int, Any](), [tree]
-    while todo:
-        value = todo.pop()
-        if type(value) in ATOMS or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if isinstance(value, Tensor):
-            yield value
-        else:
-            todo += reversed(parts_of(value))
+    yield from (value for value in nested(tree) if isinstance(value, Tensor))
 
 
 def _parameters_of(given: Any) -> list[Any]:
