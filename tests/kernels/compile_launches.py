@@ -2,13 +2,13 @@
 
 import torch
 
-from bench.launches import benchmarked, grouped, hybrids, linears, meta, norms
 from fusedckpt.kernels import norm
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import coded_act, coded_grad
 from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
 from fusedckpt.kernels.dropout import dropout
 from fusedckpt.kernels.linear import HiddenGrad, hidden, hidden_grad, hybrid_grad
+from tests.kernels.launches import benchmarked, grouped, hybrids, linears, meta, norms
 
 
 def rare_norms(n: int) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
 from bench import __main__ as command
-from bench import compile_only
-from bench.compile_only import CHIPS, Compiled, check, compile_all
-from bench.model import model
+from tests.kernels import compile_only
+from tests.kernels.compile_only import CHIPS, Compiled, check, compile_all
+from tests.kernels.model import model
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,9 @@
 
 The interpreter proves a kernel's numbers; this proves, also without a GPU, that the same source
 compiles for each chip and comes out without spills, serialised wgmma or an empty body. Whether a
-kernel is interpreted is fixed when it is decorated, so `bench model` and tests call `compile_all`,
-which runs
+kernel is interpreted is fixed when it is decorated, so tests call `compile_all`, which runs
 
-    python -m bench.compile_only sm_90 MODULE:FUNC
+    python -m tests.kernels.compile_only sm_90 MODULE:FUNC
 """
 
 from __future__ import annotations
@@ -38,9 +37,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from bench import sass
-from bench.env import ROOT
-from bench.sass import body
+from tests.kernels import sass
+from tests.kernels.sass import body
+
+ROOT = Path(__file__).parents[2]
 
 
 class Chip(NamedTuple):
@@ -274,7 +274,7 @@ def compile_all(function: str, targets: Sequence[str] = tuple(CHIPS)) -> list[Co
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
 
     def compile_one(target: str) -> list[Compiled]:
-        command = [sys.executable, "-m", "bench.compile_only", target, function]
+        command = [sys.executable, "-m", "tests.kernels.compile_only", target, function]
         how: Any = {"cwd": ROOT, "env": environment, "check": True}
         said = subprocess.run(command, stdout=subprocess.PIPE, **how)
         lines = [json.loads(line) for line in said.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""The launches that `bench model` compiles, on meta tensors, at every size of cases.py."""
+"""The launches of layers on meta tensors, at every size of bench/cases.py."""
 
 from __future__ import annotations
 
