@@ -147,7 +147,7 @@ def compile_for(target: str) -> Iterator[Collection[Compiled]]:
     )
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        label = _label(self, args, kwargs)
+        label = label_of(self, args, kwargs)
         try:
             kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
             key, read = kernel.hash, _read(kernel)
@@ -255,7 +255,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _label(kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def label_of(kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Return a launch's kernel with its dtypes, constexprs and absent operands."""
     known = {name: value for name, value in kwargs.items() if name in kernel.signature.parameters}
     bound = kernel.signature.bind_partial(*args, **known)
     bound.apply_defaults()

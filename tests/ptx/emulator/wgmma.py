@@ -1,0 +1,149 @@
+"""sm_90: products of warp groups, whose operands lie in shared memory.
+
+A product happens when its group is waited for, so it reads shared memory as late as it may.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from . import floats
+from .binding import Binding, Call
+from .floats import TYPES
+from .hopper import swizzled
+from .memory import Fault
+from .warps import GROUP, PAIR, left_fragment, numbers_of
+
+Array = np.ndarray
+# bits 62 and 63 of a descriptor: bytes of a row that is swizzled
+_SWIZZLES = {1: 128, 2: 64, 3: 32}
+
+
+def bind_wgmma(b: Binding) -> Call:
+    """Start a product, close a group of them, or wait for all groups but the last few."""
+    unit, action = b.unit, b.instruction.words[1]
+    if action == "mma_async":
+        return _start_product(b)
+    if action == "fence":
+        return _fence(b)
+    if action == "commit_group":
+        return lambda mask: unit.products.append([])
+    left = int(b.operands[0])
+
+    def wait(mask: Any) -> None:
+        # the kernel may touch the registers of products now
+        unit.products_fenced[b.lanes(mask)] = False
+        # the last list is of products that are in no group yet
+        while len(unit.products) - 1 > left:
+            for product in unit.products.pop(0):
+                product()
+
+    return wait
+
+
+def _fence(b: Binding) -> Call:
+    """Order a warp's accesses to registers before the products that follow."""
+
+    def fence(mask: Any) -> None:
+        b.unit.products_fenced[b.whole_warps(mask)] = True
+
+    return fence
+
+
+class Operand:
+    """An operand [rows, depth] in shared memory, as a descriptor names it.
+
+    `place`: where its numbers lie.
+    """
+
+    def __init__(
+        self, unit: Any, block: int, descriptor: int, shape: tuple[int, int], kind: str, turns: bool
+    ):
+        (rows, depth), size = shape, TYPES[kind].itemsize
+        self.shared, self.kind, self.size = unit.launch.shared, kind, size
+        start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
+        if descriptor >> 62 not in _SWIZZLES or descriptor >> 49 & 7:
+            raise NotImplementedError(f"wgmma descriptor {descriptor:#x}: layout")
+        width = _SWIZZLES[descriptor >> 62]
+        r, k = np.arange(rows)[:, None], np.arange(depth)[None, :]
+        if turns:
+            # transposed: 8 of its depth form a piece, `width` bytes of rows each
+            across = width // size
+            address = start + r // across * leading + k // 8 * stride
+            address = address + k % 8 * width + r % across * size
+        else:
+            address = start + r // 8 * stride + r % 8 * width + k * size
+        address = swizzled(address, width)
+        if address.max() + size > self.shared.size:
+            raise Fault("wgmma reads beyond shared memory")
+        self.place = block * self.shared.size + address
+
+    def part(self, rows: slice) -> Operand:
+        """Return some rows."""
+        part = copy(self)
+        part.place = self.place[rows]
+        return part
+
+    def note(self, warp: int, text: str) -> None:
+        """Note that a warp reads it now, or at any time until its wait."""
+        if self.shared.races:
+            place = self.place.ravel()
+            self.shared.note_read(place, np.full(len(place), warp), self.size, text)
+
+    def read(self) -> Array:
+        """Return its numbers as float32."""
+        words = self.shared.views[self.size][self.place // self.size]
+        is_tf32 = self.kind == "tf32"
+        return floats.cut_to_tf32(words) if is_tf32 else floats.widen(words, self.kind)
+
+
+def _start_product(b: Binding) -> Call:
+    unit, kind = b.unit, b.kind
+    shape = next(word for word in b.instruction.words if word.startswith("m64"))
+    columns, depth = (int(number) for number in re.findall(r"[nk](\d+)", shape))
+    names, first, second, scale, sign_a, sign_b, *transposed = b.operands
+    if (sign_a, sign_b) != ("1", "1"):
+        raise NotImplementedError(f"a negated operand: {b.text}")
+    registers, in_registers = b.registers_of(names), isinstance(first, tuple)
+    # an operand in registers has no flag, 32-bit numbers have none at all
+    flags = [flag == "1" for flag in transposed]
+    left_turns, right_turns = [False, False, *flags][-2:]
+    left = b.registers_of(first) if in_registers else b.source(first, "u64")
+    right, adds = b.source(second, "u64"), b.source(scale, "pred")
+
+    def start(mask: Any) -> None:
+        if not unit.products_fenced[b.whole_warps(mask)].all():
+            raise Fault(f"{b.text}: no wgmma.fence since the last wait")
+        for lanes in b.whole_warps(mask).reshape(-1, 32):
+            lane, warp = lanes[0], int(unit.warp[lanes[0]])
+            block, rows = int(unit.block[lane]), slice(16 * (warp % 4), 16 * (warp % 4) + 16)
+            if in_registers:
+                x: Any = left_fragment(numbers_of([r[lanes] for r in left], kind), depth, kind)[0]
+            else:
+                whole = Operand(unit, block, int(left[lane]), (64, depth), kind, left_turns)
+                x = whole.part(rows)
+                x.note(warp, b.text)
+                unit.launch.shared.check_fenced(x.place, b.text)
+            w = Operand(unit, block, int(right[lane]), (columns, depth), kind, right_turns)
+            w.note(warp, b.text)
+            unit.launch.shared.check_fenced(w.place, b.text)
+            task = lanes, warp, x, w, bool(np.broadcast_to(adds, unit.lanes)[lane])
+            unit.products[-1].append(lambda task=task: product(*task))
+
+    def product(lanes: Array, warp: int, x: Any, w: Operand, add: bool) -> None:
+        # it may have read at any time since its start
+        for operand in (x, w):
+            if isinstance(operand, Operand):
+                operand.note(warp, b.text)
+        left_numbers = x.read() if isinstance(x, Operand) else x
+        total = left_numbers.astype(np.float64) @ w.read().T.astype(np.float64)
+        for index, register in enumerate(registers):
+            part = total[GROUP + 8 * (index // 2 % 2), 8 * (index // 4) + 2 * PAIR + index % 2]
+            part = part + register[lanes].view(np.float32) if add else part
+            register[lanes] = part.astype(np.float32).view(np.uint32)
+
+    return start

@@ -1,0 +1,221 @@
+"""Cases of kernels over elements and rows, launched through the project's own launchers.
+
+Sizes are small, odd where a kernel has another path for odd ones, and give more than one tile where
+tiles exist. The cases of products are in product_cases.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fusedckpt.kernels import codes, cross_entropy, dropout, linear, norm
+from fusedckpt.kernels.activations import ACTIVATIONS
+from tests.ptx.judging import DTYPES, KernelCase, Maybe, Results, beside, leaf, named, summed
+
+
+def activation(name: str, kind: str) -> Results:
+    """act_kernel and act_grad_kernel, without a gate."""
+    dtype, (m, n) = DTYPES[kind], (40, 136)
+    z, dh = 3 * torch.randn(m, n, dtype=dtype), torch.randn(m, n, dtype=dtype)
+    h = linear.hidden(z, None, name, "split")
+    grads = linear.HiddenGrad(z, None, torch.empty_like(z), torch.empty_like(z), None)
+    db, _ = linear.hidden_grad(dh, grads, name, (True, False), "split")
+
+    def eager(z: Tensor, dh: Tensor) -> Sequence[Maybe]:
+        z = leaf(z)
+        h = ACTIVATIONS[name].eager(z)
+        (dz,) = torch.autograd.grad(h, z, dh)
+        return h.detach(), h.detach(), dz, summed(dz)
+
+    return beside((h, grads.h, grads.dz, db), eager, z, dh)
+
+
+def gate(name: str, kind: str, layout: str) -> Results:
+    """act_kernel and act_grad_kernel of a gate and up, halves of one tensor's columns or apart."""
+    dtype, (m, n) = DTYPES[kind], (44, 104)
+    packed, dh = torch.randn(m, 2 * n, dtype=dtype), torch.randn(m, n, dtype=dtype)
+    if layout == "halves":
+        z, up = packed.chunk(2, 1)
+        dz, dup = torch.empty_like(packed).chunk(2, 1)
+    else:
+        z, up = (half.clone() for half in packed.chunk(2, 1))
+        dz, dup = torch.empty_like(z), torch.empty_like(z)
+    h = linear.hidden(z, up, name, "split")
+    grads = linear.HiddenGrad(z, up, torch.empty_like(h), dz, dup)
+    sums = linear.hidden_grad(dh, grads, name, (True, True), "split")
+
+    def eager(z: Tensor, up: Tensor, dh: Tensor) -> Sequence[Maybe]:
+        z, up = leaf(z), leaf(up)
+        h = ACTIVATIONS[name].eager(z) * up
+        dz, dup = torch.autograd.grad(h, (z, up), dh)
+        return h.detach(), h.detach(), dz, dup, summed(dz), summed(dup)
+
+    return beside((h, grads.h, dz, dup, *sums), eager, z, up, dh)
+
+
+def dropped(kind: str, first: int, m: int, n: int) -> Results:
+    """dropout_kernel; numpy's generator makes the same bits."""
+    x, seed = torch.randn(m, n, dtype=DTYPES[kind]), torch.tensor([1234567891011])
+    ours, same = (dropout.dropout(x, 0.3, seed, first, kernel) for kernel in ("split", "aten"))
+    return Results([ours], [same], [same.double()])
+
+
+def coded(name: str, kind: str, n: int) -> Results:
+    """coded_act_kernel in place, and coded_grad_kernel; codes must be equal."""
+    dtype = DTYPES[kind]
+    z, dh = 2 * torch.randn(5, n, dtype=dtype), torch.randn(5, n, dtype=dtype)
+    place = z.clone()
+    h, packed = codes.coded_act(place, name, "split", out=place)
+    dz = codes.coded_grad(dh.clone(), packed, name, "split")
+    h_aten, packed_aten = codes.coded_act(z, name, "aten")
+    dz_aten = codes.coded_grad(dh, packed_aten, name, "aten")
+    truth = ACTIVATIONS[name].eager(z.double()), dz_aten.double(), packed_aten.double()
+    return Results((h, dz, packed.float()), (h_aten, dz_aten, packed_aten.float()), truth)
+
+
+def normed(
+    kind: str, dtype_name: str, m: int, n: int, residual: str = "", cast: str = "torch"
+) -> Results:
+    """The kernels of norms forward and backward; LayerNorm has a bias."""
+    dtype, rule = DTYPES[dtype_name], norm.NormRule(kind, 1e-6, 0.0, cast)
+    x, w = torch.randn(m, n, dtype=dtype), torch.randn(n, dtype=dtype)
+    r = torch.randn(m, n, dtype=DTYPES[residual]) if residual else None
+    b = torch.randn(n, dtype=dtype) if kind == "layer" else None
+    out_dtype = torch.promote_types(dtype, r.dtype) if r is not None else dtype
+    y, total = norm.norm(x, r, w, b, rule, out_dtype)
+    source = x if total is None else total
+    dy, dtotal = torch.randn_like(source), torch.randn_like(source)
+    needs = True, True, b is not None
+    grads = norm.norm_grad(dy, dtotal, source, w, rule, needs, sums_dtype=dtype)
+
+    def eager(
+        x: Tensor, r: Maybe, w: Tensor, b: Maybe, dy: Tensor, dtotal: Tensor
+    ) -> Sequence[Maybe]:
+        s = leaf(x if r is None else x + r)
+        vectors = [leaf(v.to(s.dtype)) for v in (w, b) if v is not None]
+        y = normalised(s, vectors, rule)
+        ds, *sums = torch.autograd.grad(y, [s, *vectors], dy)
+        absent = [None] * (2 - len(vectors))
+        return y.detach(), None if r is None else s.detach(), ds + dtotal, *sums, *absent
+
+    return beside((y, total, *grads), eager, x, r, w, b, dy, dtotal)
+
+
+def norm_of_sums(kind: str, m: int, n: int) -> Results:
+    """norm_grad_kernel of x in bfloat16 whose gradient, a sum of products, is in float32."""
+    rule = norm.NormRule(kind, 1e-6)
+    x, dtotal, w = (torch.randn(*s, dtype=torch.bfloat16) for s in ((m, n), (m, n), (n,)))
+    dy = torch.randn(m, n)
+    grads = norm.norm_grad(dy, dtotal, x, w, rule, (True, True, kind == "layer"))
+
+    def eager(x: Tensor, w: Tensor, dy: Tensor, dtotal: Tensor) -> Sequence[Maybe]:
+        # eager in float32, rounded once: no op of torch takes a gradient of another dtype
+        wide = dy.dtype
+        vectors = [leaf(w.to(wide)), *[leaf(torch.zeros_like(w, dtype=wide))] * (kind == "layer")]
+        s = leaf(x.to(wide))
+        ds, *sums = torch.autograd.grad(normalised(s, vectors, rule), [s, *vectors], dy)
+        return (ds + dtotal).to(x.dtype), *sums, *[None] * (kind == "rms")
+
+    return beside(grads, eager, x, w, dy, dtotal)
+
+
+def normalised(s: Tensor, vectors: list[Tensor], rule: norm.NormRule) -> Tensor:
+    """Return eager's norm of s; vectors: its weight, and its bias if any."""
+    if rule.kind == "layer":
+        return torch.nn.functional.layer_norm(s, s.shape[1:], *vectors, eps=rule.eps)
+    wide = s.to(torch.promote_types(s.dtype, torch.float32))
+    xhat = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + rule.eps)
+    xhat = xhat.to(s.dtype) if rule.cast == "llama" else xhat
+    return (xhat * vectors[0]).to(s.dtype)
+
+
+def head(kind: str, n: int, rule: cross_entropy.LogitRule) -> Results:
+    """cross_entropy_kernel: statistics of rows of logits, their gradient, that in place."""
+    u, target = 2 * torch.randn(3, n, dtype=DTYPES[kind]), torch.randint(0, n, (3, 1))
+    target[1] = rule.ignore_index
+    dy = torch.randn(3, cross_entropy.WIDTH)
+    if not rule.entropy:
+        dy[:, 3] = 0
+    place = u.clone()
+    statistics = cross_entropy.statistics(u, target, rule, "triton")
+    dz = cross_entropy.statistics_grad(dy, u, target, rule, "triton")
+    cross_entropy.statistics_grad(dy, place, target, rule, "triton", dz=place)
+
+    def eager(u: Tensor, dy: Tensor) -> Sequence[Maybe]:
+        dz = cross_entropy.statistics_grad(dy, u, target, rule, "aten")
+        return cross_entropy.statistics(u, target, rule, "aten"), dz, dz
+
+    return beside((statistics, dz, place), eager, u, dy)
+
+
+def element_cases() -> list[KernelCase]:
+    """Return the cases of activations, gates, dropout and codes."""
+    return [
+        *(named(activation, name, kind) for name in ACTIVATIONS for kind in ("bf16", "f32")),
+        *(named(activation, name, "f16") for name in ("gelu", "silu")),
+        named(gate, "silu", "bf16", "apart"),
+        named(gate, "silu", "bf16", "halves"),
+        named(gate, "silu", "f32", "halves"),
+        named(gate, "gelu", "bf16", "apart"),
+        named(gate, "gelu", "f32", "apart"),
+        named(dropped, "bf16", 3, 21, 130),
+        named(dropped, "f32", 1, 9, 301),
+        named(dropped, "f16", 5, 5, 1001),
+        named(coded, "gelu", "bf16", 4100),
+        named(coded, "silu", "f32", 1001),
+        named(coded, "gelu", "f16", 700),
+    ]
+
+
+def norm_cases() -> list[KernelCase]:
+    """Return the cases of norms: rows that fit in registers, and wide ones, in column chunks."""
+    sizes = [
+        *((33, 32), (70, 64), (5, 768), (3, 2048), (3, 4096)),
+        *((2, 8192), (2, 16384), (2, 16400)),
+    ]
+    return [
+        *(
+            named(normed, kind, "bf16", m, n, residual="bf16")
+            for kind in ("rms", "layer")
+            for m, n in sizes
+        ),
+        named(normed, "rms", "bf16", 3, 4096, residual="f32"),
+        named(normed, "rms", "bf16", 2, 16400, residual="f32"),
+        named(normed, "layer", "bf16", 2, 16400, residual="f32"),
+        named(normed, "rms", "f16", 33, 1008, residual="f16"),
+        named(normed, "layer", "f32", 5, 1040, residual="f32"),
+        # the weight of Llama's norms comes after a rounding
+        *(
+            named(normed, "rms", "bf16", m, n, cast="llama")
+            for m, n in ((19, 64), (3, 4096), (2, 8192), (2, 16400))
+        ),
+        *(
+            named(normed, "rms", "bf16", m, n, residual="f32", cast="llama")
+            for m, n in ((19, 64), (3, 4096), (2, 16400))
+        ),
+        named(normed, "rms", "bf16", 19, 301, cast="llama"),
+        named(normed, "layer", "f32", 3, 4100),
+        named(normed, "layer", "f16", 4, 2048),
+        named(norm_of_sums, "layer", 18, 64),
+        named(norm_of_sums, "layer", 2, 4096),
+        named(norm_of_sums, "rms", 18, 64),
+        named(norm_of_sums, "rms", 2, 8192),
+    ]
+
+
+def head_cases() -> list[KernelCase]:
+    """Return the cases of the statistics of logits."""
+    rules = {
+        "plain": cross_entropy.LogitRule(),
+        "capped": cross_entropy.LogitRule(0.5, 30.0, 1.2, entropy=True),
+    }
+    sizes = [("plain", 9000), ("capped", 4097), ("plain", 17), ("capped", 17)]
+    return [
+        KernelCase(f"head/{kind}-{n}-{rule}", partial(head, kind, n, rules[rule]))
+        for kind in ("bf16", "f16", "f32")
+        for rule, n in sizes
+    ]
