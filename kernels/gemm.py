@@ -18,6 +18,8 @@ from .runtime import INTERPRETED, TensorDescriptor, arch, is_exact, load, store,
 
 # rows of tiles that share their columns of w in L2
 GROUP_M = tl.constexpr(8)
+# triton 3.6 has tensor descriptors that cannot round to TF32
+DESCRIPTORS_ROUND = hasattr(TensorDescriptor, "round_f32_to_tf32")
 
 
 class Tile(NamedTuple):
@@ -75,7 +77,7 @@ def family(arch: str) -> str:
 def tile_for(arch: str, itemsize: int, k: int, hybrid: bool, aligned: bool, precision: str) -> Tile:
     """Return the tile of a GEMM with contraction length k on operands of `itemsize` bytes.
 
-    aligned: whether tensor descriptors address the operands; precision: "tf32" or "ieee".
+    aligned: whether tensor descriptors address the operands; precision: see `precision_of`.
     """
     if itemsize == 4 and precision == "ieee" and arch != "interpreter":
         return SCALAR
@@ -147,6 +149,14 @@ def column_slices(acc, SLICES: tl.constexpr):
 
 
 @triton.jit
+def round_to_tf32(x):
+    """Round float32 to TF32, to nearest, on NVIDIA."""
+    return tl.inline_asm_elementwise(
+        "cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def multiply(
     x,
     w,
@@ -165,8 +175,10 @@ def multiply(
 ):
     """Return the product of rows rm, from `rows` on, and columns rn, from `columns` on; k > 0.
 
-    strides: of x along rows and K, of w along columns and K.
+    strides: of x along rows and K, of w along columns and K. PRECISION: see `precision_of`.
     """
+    ROUNDS: tl.constexpr = PRECISION == "rounded tf32"
+    DOT: tl.constexpr = "tf32" if ROUNDS else PRECISION
     stride_xm, stride_xk, stride_wn, stride_wk = strides
     rk = tl.arange(0, BLOCK_K)
     acc = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
@@ -186,9 +198,11 @@ def multiply(
             # one stride is 1, for which triton specialises
             b_offsets = (start + rk).to(tl.int64)[:, None] * stride_wk + rn[None, :] * stride_wn
             b = tl.load(w + b_offsets, inside[:, None] & (rn < n)[None, :], 0.0)
+            if ROUNDS:
+                a, b = round_to_tf32(a), round_to_tf32(b)
         if INTERPRETED:
             a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=DOT)
     return acc
 
 
@@ -276,7 +290,8 @@ def gemm(
     (m, k), n, stored = x.shape, w.shape[0], as_stored(w)
     assert x.stride(1) == 1 or k == 1
     assert 1 in w.stride() or w.numel() == 1
-    aligned = fits_descriptors(x, w)
+    rounds = precision_of(x) == "rounded tf32"
+    aligned = fits_descriptors(x, w) and (DESCRIPTORS_ROUND or not rounds)
     options = options_for(x, k, hybrid, aligned) | {"TRANSPOSED": stored is not w}
     # from Hopper on, tiles are loaded by tensor descriptors that the host makes
     options["DESCRIPTORS"] = aligned and family(arch()) in ("sm_90", "sm_100", "interpreter")
@@ -284,8 +299,9 @@ def gemm(
     operands: Any = x, w
     if options["DESCRIPTORS"]:
         block = [block_n, block_k] if stored is w else [block_k, block_n]
+        rounding = {"round_f32_to_tf32": True} if rounds else {}
         operands = [
-            TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block)
+            TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block, **rounding)
             for t, block in ((x, [block_m, block_k]), (stored, block))
         ]
     row_tiles = triton.cdiv(m, block_m)
@@ -299,9 +315,21 @@ def gemm(
 
 def options_for(x: Tensor, k: int, hybrid: bool, aligned: bool) -> dict[str, Any]:
     """Return the tile and precision of a launch with contraction length k: see `tile_for`."""
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    precision = precision_of(x)
     tile = tile_for(arch(), x.element_size(), k, hybrid, aligned, precision)
     return {"PRECISION": precision} | tile._asdict()
+
+
+def precision_of(x: Tensor) -> str:
+    """Return how operands of x's dtype are multiplied: "ieee", "tf32" or "rounded tf32".
+
+    Rounded: NVIDIA's tensor cores cut float32 to TF32, off by half a digit on average, always
+    towards zero, so that it is rounded to nearest before, as cuBLAS does.
+    """
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "ieee"
+    is_cut = x.dtype == torch.float32 and arch().startswith("sm_")
+    return "rounded tf32" if is_cut else "tf32"
 
 
 def as_stored(w: Tensor) -> Tensor:

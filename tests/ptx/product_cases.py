@@ -119,6 +119,9 @@ def product_cases(arch: str) -> list[KernelCase]:
         named(gemm, "bf16", 100, 99, 75),
         named(gemm, "f16", 70, 99, 75, name="mish", layout="columns"),
         named(gemm, "f32", 100, 96, 48),
+        named(gemm, "tf32", 100, 96, 80),
+        named(gemm, "tf32", 100, 96, 80, layout="columns"),
+        named(gemm, "tf32", 100, 99, 41),
         named(hybrid, "bf16", 150, 144, 80, "silu", gated=True),
         named(hybrid, "bf16", 150, 144, 80, "gelu"),
         named(hybrid, "bf16", 150, 136, deep, "gelu", gated=True),
@@ -126,9 +129,10 @@ def product_cases(arch: str) -> list[KernelCase]:
         named(hybrid, "bf16", 100, 99, 75, "silu", gated=True),
         named(hybrid, "bf16", 100, 99, 75, "gelu"),
         named(hybrid, "f32", 80, 80, 48, "gelu", gated=True),
+        named(hybrid, "tf32", 80, 80, 48, "gelu", gated=True),
         *(
             named(grouped, kind, 65, 90, 48, 80, layout=layout, adds=layout == "columns")
-            for kind in ("bf16", "f16", "f32")
+            for kind in ("bf16", "f16", "f32", "tf32")
             for layout in ("rows", "columns")
         ),
         named(grouped, "bf16", 5, 90, 75, 99),
