@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from fusedckpt.allocations import open_workspaces, profiled
-from fusedckpt.autograd.private import hide_functions, local_of, storage_key
+from fusedckpt.autograd.private import local_of, storage_key
 
 __all__ = [
     "Phase",
@@ -145,9 +145,7 @@ def strided(tensor: Tensor) -> list[Tensor]:
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storage of each of `tensors`; shared ones occur several times."""
-    # deferred logits are computed when they are asked for their storage
-    with hide_functions():
-        return [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
+    return [part.untyped_storage() for tensor in tensors for part in strided(tensor)]
 
 
 def storage_ref(tensor: Tensor) -> StorageWeakRef:

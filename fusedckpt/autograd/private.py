@@ -129,10 +129,6 @@ def unseen() -> AbstractContextManager[Any]:
     return disable_current_modes() if num_dispatch_modes() else nullcontext()
 
 
-# hides functions from tensor subclasses. Without it logits that are not computed yet are counted
-hide_functions: Callable[[], AbstractContextManager[Any]] = _probe(
-    "_C.DisableTorchFunctionSubclass", nullcontext
-)
 # sees every op. Without it a checkpoint's debug=True names none, and fuse recognises no forward
 TorchDispatchMode: Any = _probe("utils._python_dispatch.TorchDispatchMode", nullcontext)
 

@@ -39,6 +39,7 @@ _CALLS = {
     "again": "its attention would save more than four times its result, and runs again in backward",
     "large": "attention or a linear in it would save more than four times its result",
     "unseen": "its attention is no call of torch's or transformers' functions",
+    "logits": "{}, and computes its logits",
     "dtype": "its input is {}, a dtype that was not proven equal, or not that of its weights",
 }
 # in code and as attributes: torch's functions, and transformers' tables of activations

@@ -18,7 +18,7 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.attention import find_attention
-from fusedckpt.fusing.deferred_head import find_head
+from fusedckpt.fusing.causal_loss import find_head
 from fusedckpt.fusing.experts import holds as holds_experts
 from fusedckpt.fusing.forwards import FusedFeedForward, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
@@ -45,7 +45,7 @@ def fuse(
     linear: bool = True,
     attention: bool = True,
     experts: bool = True,
-    head: bool = False,
+    head: bool | str = False,
     verify: bool = True,
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
@@ -76,10 +76,11 @@ def fuse(
         only, skip: one name of a module or pattern of fnmatch, or a list of them.
         norm, mlp, linear, attention, experts: whether norms, MLPs, linears with a norm or
             activation, attention modules, and experts are swapped.
-        head: whether the output embedding that a model of transformers names returns deferred
-            logits in training: its loss is then computed without logits, as
-            `functional.linear_cross_entropy` does; other code that reads them gets real ones. Read
-            them before the optimizer's step: later they raise.
+        head: whether causal language models of transformers compute their loss in training without
+            logits, as `functional.linear_cross_entropy` does: then `logits` of their output is
+            None. A scale and a softcap of logits are read in the first step; a model that does
+            anything else to them is named there, and computes them as before. "always": in
+            evaluation with labels, too.
         verify: before a swap, compare outputs and gradients of the fused module with the
             original's, on random inputs and weights: the error against float64 may be twice the
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
@@ -93,24 +94,27 @@ def fuse(
     Raises:
         TypeError: `model` is not an nn.Module, names or `save` are not strings, or `chunks` not an
             int.
-        ValueError: `save` is not a level, `chunks` is below 1, or a pattern of `only` matches
-            nothing.
+        ValueError: `save` is not a level, `chunks` is below 1, a pattern of `only` matches nothing,
+            or head=True for a model without an output embedding of transformers.
         After an error the model is unchanged.
     """
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
     validate.block("fuse", False, chunks)
+    if head not in (False, True, "always"):
+        raise ValueError(f'fuse: head must be True, False or "always", got {head!r}')
     flags = {"norm": norm, "mlp": mlp, "linear": linear, "attention": attention}
     flags["experts"] = experts
     search = Search(
         *(dict(model.named_modules()), save, patterns("only", only), patterns("skip", skip)),
-        kinds={**flags, "head": head},
+        kinds={**flags, "head": bool(head)},
     )
     # all are found before anything is touched
     matcher = Matcher(save, chunks, verify)
     _Blocks(search, matcher).find()
     find_attention(search)
-    find_head(model, search)
+    if head:
+        find_head(model, search, always=head == "always")
     search.check()
     search.report.watch(model)
     if linear:

@@ -38,7 +38,7 @@ from fusedckpt.checkpointing.calls import (
     storage_of,
 )
 from fusedckpt.checkpointing.segment import Segment, checkpoint, is_plain_call
-from fusedckpt.fusing.deferred_head import DeferredHead
+from fusedckpt.fusing.causal_loss import FusedHead
 from fusedckpt.fusing.subclass import made_of, subclass
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
@@ -72,7 +72,7 @@ class Planned(nn.Module):
 
 
 class PlannedHead(Planned):
-    """The methods of a head with deferred logits: the loss runs in its role."""
+    """The methods of a head that computes its loss: the loss runs in its role."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the logits."""
@@ -98,7 +98,7 @@ def _unplanned(kind: Any) -> Any:
 def assign(module: nn.Module, role: Role) -> None:
     """Let `module` run in `role`."""
     kind = type(module)
-    module.__class__ = subclass(PlannedHead if issubclass(kind, DeferredHead) else Planned, kind)
+    module.__class__ = subclass(PlannedHead if issubclass(kind, FusedHead) else Planned, kind)
     module.__dict__[_ROLE] = role
     if "forward" in module.__dict__:
         module.__dict__[_FORWARD] = module.__dict__.pop("forward")

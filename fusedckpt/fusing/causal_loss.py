@@ -1,0 +1,368 @@
+"""The loss of a causal language model of transformers, computed without its logits.
+
+While such a model computes its loss, its output embedding keeps its input, and returns an empty
+tensor in place of logits. The model's code scales that, or caps it, and gives it to its loss
+function; ours computes `functional.linear_cross_entropy` from the input instead. `logits` of the
+model's output is then None.
+
+The scale and the cap are read once, in the first such call: there the output embedding returns a
+few numbers, which show what reaches the loss. A model that does anything else to its logits is
+named, and computes them as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch, private
+from fusedckpt.autograd.dispatch import autocast_dtype
+from fusedckpt.blocks.head import LEVELS
+from fusedckpt.fusing.forwards import Swap
+from fusedckpt.fusing.held import MARK, Part
+from fusedckpt.fusing.reasons import called_by
+from fusedckpt.fusing.search import Search
+from fusedckpt.fusing.sharing import cast_by
+from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.layers import fallbacks
+from fusedckpt.layers.head import linear_cross_entropy
+
+# told by name: transformers is not imported
+_LOSS = "transformers.loss.loss_utils", "ForCausalLMLoss"
+# in place of logits in the first call: most show a scale, the last ones a cap
+_PROBES = (0.0, 1e-3, -1e-3, 0.1, -3.0, 20.0, -1e5, 1e7)
+# of what reaches the loss, which may be rounded to float32
+_TOLERANCE = 1e-5
+# the attributes of the model: what reaches its loss, and whether evaluation skips logits, too
+_MAPPING, _ALWAYS = "_fusedckpt_mapping", "_fusedckpt_always"
+
+
+class LogitMapping(NamedTuple):
+    """What a model makes of its logits u: softcap tanh(scale u / softcap), or scale u.
+
+    ops: the names of autograd's nodes between, by which a later call is known to do the same.
+    """
+
+    scale: float
+    softcap: float | None
+    ops: tuple[str, ...]
+
+
+class _Refused(Exception):
+    """The model does something to its logits that its loss cannot do; the message says what."""
+
+
+@dataclass
+class _LossCall:
+    """One call of a model that computes its loss without logits.
+
+    mapping: None in the first call, which reads it.
+    """
+
+    mapping: LogitMapping | None
+    # the input of the output embedding, and the autocast of its call, once it was called
+    hidden: Tensor | None = None
+    cast: torch.dtype | None = None
+    # what the output embedding returned in place of logits
+    logits: Tensor | None = field(default=None, repr=False)
+    has_loss: bool = False
+
+    def stand_in(self, head: nn.Module, x: Tensor) -> Tensor:
+        """Keep the output embedding's input, and return a tensor in place of its logits."""
+        if self.hidden is not None:
+            raise _Refused("calls its output embedding several times")
+        self.hidden = x
+        # autocast leaves float64 as it is
+        self.cast = None if x.dtype == torch.float64 else autocast_dtype(x.device)
+        lead, dtype = x.shape[:-1], self.cast or x.dtype
+        if self.mapping is None:
+            wide = torch.float32 if x.device.type == "mps" else torch.float64
+            rows = torch.arange(math.prod(lead), device=x.device, dtype=wide).view(*lead, 1)
+            # rows differ, so that one that moves shows
+            logits = torch.tensor(_PROBES, device=x.device, dtype=wide) * (1 + rows / rows.numel())
+        else:
+            logits = torch.empty(*lead, 0, device=x.device, dtype=dtype)
+        self.logits = logits.requires_grad_(torch.is_grad_enabled())
+        return self.logits
+
+    def mapping_to(self, result: Any) -> LogitMapping:
+        """Return what the model made of the logits before it gave them to its loss."""
+        if self.logits is None or not isinstance(result, Tensor):
+            raise _Refused("gives its loss no logits of its output embedding")
+        if result.shape != self.logits.shape:
+            shapes = f"{[*self.logits.shape[:-1]]} and {[*result.shape[:-1]]}"
+            raise _Refused(f"selects rows of its logits before the loss ({shapes})")
+        ops = tuple(_ops_of(result))
+        if self.mapping is not None:
+            if ops != self.mapping.ops:
+                raise _Refused("changes its logits in other ways than in its first step")
+            return self.mapping
+        return _read(self.logits.detach().double(), result.detach().double(), ops)
+
+
+def _ops_of(result: Tensor) -> Iterator[str]:
+    """Yield the names of the nodes that made a tensor of logits, casts excepted."""
+    node = result.grad_fn
+    while node is not None:
+        if node.name() not in ("ToCopyBackward0", "torch::autograd::AccumulateGrad"):
+            yield node.name()
+        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+
+
+def _read(logits: Tensor, result: Tensor, ops: tuple[str, ...]) -> LogitMapping:
+    """Return the mapping from numbers in place of logits to what became of them."""
+    first, last = (logits[..., i].flatten()[0].item() for i in (3, -1))
+    scaled, largest = (result[..., i].flatten()[0].item() for i in (3, -1))
+    scale, softcap = scaled / first, None
+    if math.isfinite(largest) and abs(largest) < abs(scale * last) / 2:
+        softcap = abs(largest)
+        # tanh bends a little at 0.1 already
+        scale = softcap * math.atanh(min(scaled / softcap, 1.0 - 1e-12)) / first
+    if not (math.isfinite(scale) and scale > 0) or softcap == 0.0:
+        raise _Refused("changes its logits before the loss by more than a scale and a softcap")
+    expected = scale * logits
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)
+    if not torch.allclose(result, expected, rtol=_TOLERANCE, atol=1e-9):
+        raise _Refused("changes its logits before the loss by more than a scale and a softcap")
+    scale = 1.0 if abs(scale - 1) < 1e-9 else scale
+    return LogitMapping(scale, softcap, ops)
+
+
+class FusedHead(nn.Module):
+    """Forward of an output embedding: its input is kept while its model computes a loss."""
+
+    _fusedckpt_prefix = "Fused"
+    _parameters: Any
+    save_levels = LEVELS
+    # the call of the model that runs now
+    _fusedckpt_call: _LossCall | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the logits, or a tensor in their place."""
+        call = self._fusedckpt_call
+        if call is None or not _may_skip(self, input):
+            return super().forward(input)
+        return call.stand_in(self, input)
+
+    def _fusedckpt_loss(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        """Compute a loss: the work of the module, which a plan may let run otherwise."""
+        return run(*args)
+
+
+def _may_skip(head: Any, x: Any) -> bool:
+    """Whether a loss can be computed from the head's input and weights: the same on every rank."""
+    if dispatch.is_recorded(x) or not isinstance(x, Tensor) or not x.numel():
+        return False
+    tensors = [t for t in (x, head.weight, head.bias) if t is not None]
+    is_one = len({t.dtype for t in tensors}) == 1 or autocast_dtype(x.device) is not None
+    transformed = private.are_transforms_active() or private.forward_level() >= 0
+    return dispatch.are_plain(*tensors) and is_one and not transformed
+
+
+class FusedCausalModel(nn.Module):
+    """Forward of a causal language model: with labels, in training, it computes no logits."""
+
+    # a Trainer looks a model up by the name of its class
+    _fusedckpt_prefix = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours, original = made_of(cls) or (nn.Module, nn.Module)
+        if issubclass(ours, FusedCausalModel):
+            theirs: Any = original.forward
+
+            # with the original's signature, which a Trainer reads
+            @functools.wraps(theirs)
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                run = partial(theirs, self, *args, **kwargs)
+                return self._without_logits(run) if self._may_skip(args, kwargs) else run()
+
+            cls.forward = forward
+
+    @property
+    def loss_function(self) -> Any:
+        """The model's loss, or ours of the hidden states."""
+        own = super().loss_function  # type: ignore[misc]  # of transformers' models
+        call = getattr(self.get_output_embeddings(), "_fusedckpt_call", None)  # type: ignore[operator]
+        return own if call is None or call.hidden is None else partial(self._loss, call)
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        self._loss_function = value
+
+    def _may_skip(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call computes a loss, and may do so without logits."""
+        head: Any = self.get_output_embeddings()  # type: ignore[operator]  # of transformers' models
+        if not isinstance(head, FusedHead) or torch.compiler.is_compiling() or dispatch.DISABLED:
+            return False
+        if not (self.training and torch.is_grad_enabled()) and not self.__dict__.get(_ALWAYS):
+            return False
+        if dispatch.has_hooks(head):
+            fallbacks.note(head, ("hooked", "its output embedding"))
+            return False
+        if isinstance(reason := self.__dict__.get(_MAPPING), str):
+            fallbacks.note(head, ("logits", reason))
+            return False
+        if not _is_causal_loss(super().loss_function):  # type: ignore[misc]
+            return False
+        try:
+            bound = inspect.signature(type(self).forward).bind(self, *args, **kwargs)
+        except TypeError:
+            return False
+        return bound.arguments.get("labels") is not None
+
+    def _without_logits(self, run: Callable[[], Any]) -> Any:
+        """Run the model's forward; the first time, see what it does to its logits."""
+        head: Any = self.get_output_embeddings()  # type: ignore[operator]
+        mapping = self.__dict__.get(_MAPPING)
+        # what one call did in training says nothing about nodes that evaluation has not
+        known = mapping if torch.is_grad_enabled() else None
+        call, state = _LossCall(known), _random_state(head)
+        try:
+            head._fusedckpt_call = call
+            output = run()
+            if call.hidden is not None and not call.has_loss:
+                raise _Refused("computes its loss without its loss_function")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # only now: its frames hold the tensors of the call
+            reason = str(error) if isinstance(error, _Refused) else ""
+            if known is not None and not reason:
+                raise
+            reason = reason or f"raised a {type(error).__name__} for numbers in place of its logits"
+        else:
+            return output if call.hidden is None else _without(output)
+        finally:
+            head.__dict__.pop("_fusedckpt_call", None)
+        _restore(head, state)
+        output = run()
+        reason = f"{type(self).__name__} {reason}"
+        self.__dict__[_MAPPING] = reason
+        fallbacks.note(head, ("logits", reason))
+        warnings.warn(f"fuse(head=True): {reason}: it computes its logits as before", stacklevel=3)
+        return output
+
+    def _loss(
+        self,
+        call: _LossCall,
+        logits: Any,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return transformers' ForCausalLMLoss of the logits that the model did not compute."""
+        head: Any = self.get_output_embeddings()  # type: ignore[operator]
+        mapping = call.mapping_to(logits)
+        if torch.is_grad_enabled():
+            self.__dict__[_MAPPING] = mapping
+        call.has_loss = True
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        run = partial(
+            _loss_of_rows,
+            head.weight,
+            head.bias,
+            scale=mapping.scale,
+            softcap=mapping.softcap,
+            ignore_index=ignore_index,
+            num_items=num_items_in_batch,
+        )
+        hidden = call.hidden
+        assert hidden is not None
+        with cast_by(hidden.device, call.cast):
+            rows = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
+            loss = head._fusedckpt_loss(run, hidden, rows)
+        return loss.to(torch.float32)
+
+
+def _loss_of_rows(weight: Any, bias: Any, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return linear_cross_entropy(hidden, weight, target, bias, **options)
+
+
+def _without(output: Any) -> Any:
+    """Return a model's output with None in place of logits."""
+    if isinstance(output, tuple):
+        return output[0], None, *output[2:]
+    return type(output)(**{**output, "logits": None})
+
+
+def _random_state(head: Any) -> tuple[Tensor, Tensor | None]:
+    device = head.weight.device
+    # it is not to be read while a CUDA graph is captured
+    has_own = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if has_own else None
+
+
+def _restore(head: Any, state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], head.weight.device)
+
+
+def _is_causal_loss(function: Any) -> bool:
+    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) == _LOSS
+
+
+def find_head(model: nn.Module, search: Search, always: bool) -> None:
+    """Find the causal models of transformers in a model, and their output embeddings."""
+    pairs = [(module, _head_of(module)) for module in model.modules()]
+    pairs = [(module, head) for module, head in pairs if head is not None]
+    if not pairs:
+        raise ValueError(
+            "fuse: head=True needs a model of transformers with an output embedding, and "
+            f"{type(model).__name__} has none: compute its loss with fusedckpt.LinearCrossEntropy"
+        )
+    names = {module: name for name, module in search.modules.items()}
+    for module, head in pairs:
+        name = names.get(head)
+        if name is None or not search.has(name, "head"):
+            continue
+        if (original := vars(head).get(MARK)) is not None:
+            if issubclass(type(head), FusedHead):
+                search.report.keep(name, original.parts[""])
+            continue
+        if (reason := _obstacle(module, head)) is not None:
+            search.report.leave(name, "head", reason, type(head).__name__)
+            continue
+        part = Part("head", f"{type(head).__name__} -> loss without logits", None)
+        search.report.swap(name, part)
+        to = subclass(FusedHead, type(head))
+        search.swaps.append((head, Swap("head", part.change, to, {}, parts={"": part})))
+        attributes = {_MAPPING: None, _ALWAYS: always}
+        to = subclass(FusedCausalModel, type(module))
+        search.swaps.append((module, Swap("head", part.change, to, attributes)))
+
+
+def _head_of(module: nn.Module) -> nn.Module | None:
+    """Return the output embedding that a model of transformers names itself, None for others."""
+    find = getattr(type(module), "get_output_embeddings", None)
+    if find is None or not hasattr(type(module), "loss_function"):
+        return None
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    return head if isinstance(head, nn.Module) else None
+
+
+def _obstacle(module: nn.Module, head: nn.Module) -> str | None:
+    """Return why a model cannot compute its loss without logits, None if it may."""
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        return "its output embedding is no nn.Linear"
+    if not dispatch.are_plain(*head._parameters.values()):
+        return "its output embedding has a weight that is no plain tensor"
+    if not _is_causal_loss(module.loss_function) or "loss_function" not in called_by(type(module)):
+        return f"{type(module).__name__} computes another loss than ForCausalLMLoss"
+    return None
