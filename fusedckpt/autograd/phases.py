@@ -9,11 +9,14 @@ Where that is missing, layers save the tensors of their level, which recomputes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import Hooks
@@ -117,6 +120,48 @@ def current() -> Phase | None:
     if stock is None:
         return None
     return _STOCK_FORWARD if stock == "forward" else _StockRecompute(hooks[0])
+
+
+@contextmanager
+def outside_hooks_of(owner: Phase) -> Iterator[None]:
+    """Remove hooks on saved tensors meanwhile: the innermost ones, down to those of a phase."""
+    removed: list[Hooks] = []
+    while (hooks := private.top_hooks()) is not None:
+        removed.append(hooks)
+        saved_tensors_hooks(*hooks).__exit__()
+        if getattr(hooks[0], "__self__", None) is owner:
+            break
+    try:
+        yield
+    finally:
+        for hooks in reversed(removed):
+            saved_tensors_hooks(*hooks).__enter__()
+
+
+class PackHook:
+    """The `pack` of a checkpoint's phase, which torch knows by its attributes to be no user's."""
+
+    __slots__ = ("__self__",)
+    _checkpoint_internal = True
+
+    def __init__(self, owner: Any):
+        self.__self__ = owner
+
+    @private.uncompiled
+    def __call__(self, tensor: Tensor) -> Any:
+        """Pack a saved tensor."""
+        return self.__self__.pack(tensor)
+
+    @property
+    def _user_hooks(self) -> Hooks | None:
+        with outside_hooks_of(self.__self__):
+            return private.user_hooks()
+
+
+# makes the hook of a phase that has `pack`
+pack_hook: Callable[[Any], Callable[[Tensor], Any]] = (
+    attrgetter("pack") if private.user_hooks is None else PackHook
+)
 
 
 def of_layer() -> Phase | None:

@@ -201,6 +201,21 @@ _top_hooks: Any = _probe("_C._autograd._top_saved_tensors_default_hooks", None)
 SEES_HOOKS = _top_hooks is not None and disable_current_modes is not nullcontext
 top_hooks: Callable[[], Hooks | None] = partial(_top_hooks or _none, False)
 
+
+# returns the user's hooks, below those of checkpoints, for selective checkpoints. Before torch 2.14
+# these ask for none, and no hook has to say whose it is
+user_hooks: Any = _probe("utils.checkpoint._current_user_saved_tensors_hooks", None)
+
+
+def respect_hooks(context: Any, respects: bool | None) -> None:
+    """Tell the forward's context of a selective checkpoint whether its tensors go through hooks.
+
+    Before torch 2.14 they never do.
+    """
+    if hasattr(context, "respect_saved_tensors_hooks"):
+        context.respect_saved_tensors_hooks = respects
+
+
 _HOOKS = {"_checkpoint_hook": "forward", "_recomputation_hook": "recompute"}
 _PHASES = {f"{name}.__init__.<locals>.pack_hook": phase for name, phase in _HOOKS.items()}
 if None in [_probe(f"utils.checkpoint.{name}", None) for name in _HOOKS]:

@@ -11,7 +11,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import noop_context_fn
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd import private
+from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.backward import Versioned
 from fusedckpt.checkpointing.determinism import Run
 
@@ -39,7 +39,7 @@ _PYTHON_GENERATORS = [
 
 
 class Options(NamedTuple):
-    """Those of `checkpoint`."""
+    """The options of `checkpoint`, which says what each is."""
 
     preserve_rng_state: bool = True
     preserve_python_rng: bool = False
@@ -50,6 +50,7 @@ class Options(NamedTuple):
     save_regions: tuple[str, ...] = ()
     # whether the recompute compares samples of saved tensors with the forward's
     samples: bool = False
+    respect_saved_tensors_hooks: bool | None = None
 
 
 class Argument:
@@ -251,11 +252,34 @@ class Call:
         """Leave in `made` the parts of a result that later calls of this recompute take."""
 
 
+class Checkpointed:
+    """A function whose calls go through `run`, a checkpoint; in a class, a method."""
+
+    def __init__(self, run: Callable[..., Any], function: Callable[..., Any]):
+        if not callable(function):
+            arguments.wrong_type("checkpoint", "function", "callable", function)
+        self._run, self._function = run, function
+        # not its attributes, which may be changed later
+        update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the function's result, saving its arguments."""
+        return self._run(self._function, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Checkpointed:
+        bind = getattr(self._function, "__get__", None)
+        if instance is None or bind is None:
+            return self
+        return Checkpointed(self._run, bind(instance, owner))
+
+
 class Trace:
     """The record that a segment's forward leaves for its recompute."""
 
     def __init__(self, options: Options):
         self.options, self.contexts = options, options.context_fn()
+        if options.context_fn is not noop_context_fn:
+            private.respect_hooks(self.contexts[0], options.respect_saved_tensors_hooks)
         # whether a recompute runs only when, and as far as, backward needs it
         self.stops = options.early_stop and not options.debug
         self.calls: list[Call] = []

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import TensorWeakRef
 
@@ -164,7 +165,7 @@ class Recompute(Keeper):
             args, kwargs = call.arguments(made)
             # the context may count operations: buffers are put back outside of it
             with (
-                torch.autograd.graph.saved_tensors_hooks(self.pack, _Lent.take),
+                saved_tensors_hooks(phases.pack_hook(self), _Lent.take),
                 torch.enable_grad(),
                 nullcontext() if run is None else run.watched(),
                 call.surroundings.restored(),

@@ -12,8 +12,7 @@ checkpoints around that one see the tensors that the region saves.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fusedckpt.autograd import arguments, phases, private
+from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.private import pytree
@@ -146,8 +145,8 @@ class _First(_Inside):
             self._held.append((packed, kept, tensor._version))
         return packed
 
-    def record(self, name: str, result: Any, around: int) -> Record:
-        """Save the tensors held and the result, as autograd saves arguments.
+    def record(self, name: str, result: Any, outermost: Keeper) -> Record:
+        """Save the tensors held and the result, as autograd saves arguments outside of `outermost`.
 
         Not where they are too many, or an input or a saved tensor was written.
         """
@@ -158,7 +157,7 @@ class _First(_Inside):
         is_written = any(tensor._version != version for _, tensor, version in self._held)
         if is_large or is_written or versions_of(*self._inputs) != self._before:
             return Record(name)
-        with _outside(around):
+        with phases.outside_hooks_of(outermost):
             for packed, tensor, _ in self._held:
                 packed.source, packed.layout = Argument(tensor), None
             kept = [Argument(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
@@ -186,20 +185,6 @@ def _derived(tensor: Tensor, inputs: Sequence[Tensor]) -> Derived | None:
 
 def _extent(x: Tensor) -> int:
     return sum((n - 1) * stride for n, stride in zip(x.size(), x.stride(), strict=True))
-
-
-@contextmanager
-def _outside(count: int) -> Iterator[None]:
-    """Remove the innermost hooks on saved tensors, those of as many checkpoints."""
-    removed: list[Any] = []
-    for _ in range(count):
-        removed.append(private.top_hooks())
-        saved_tensors_hooks(*removed[-1]).__exit__()
-    try:
-        yield
-    finally:
-        for hooks in reversed(removed):
-            saved_tensors_hooks(*hooks).__enter__()
 
 
 def patterns_of(save_regions: str | Sequence[str]) -> tuple[str, ...]:
@@ -258,7 +243,7 @@ def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> An
         if not keeper.recomputes:
             keeper.records.append(met[0])
     if met[0].outputs is None:
-        with saved_tensors_hooks(_Inside(top).pack, top.unpack):
+        with saved_tensors_hooks(phases.pack_hook(_Inside(top)), top.unpack):
             return call()
     top.skip(met[0], inputs)
     return _result(met[0], inputs)
@@ -280,9 +265,9 @@ def _run(call: Callable[[], Any], name: str, keepers: list[Keeper], inside: _Fir
     """Call a region for the first time."""
     record = Record(name)
     try:
-        with saved_tensors_hooks(inside.pack, keepers[0].unpack):
+        with saved_tensors_hooks(phases.pack_hook(inside), keepers[0].unpack):
             result = call()
-        record = inside.record(name, result, len(keepers))
+        record = inside.record(name, result, keepers[-1])
         states = [state for keeper in keepers for state in keeper.states()]
         record = record._replace(states=states)
     finally:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as stock
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import arguments, phases, private
@@ -28,6 +29,7 @@ from fusedckpt.checkpointing.attention import SAVED_CONTEXTS, functions_called, 
 from fusedckpt.checkpointing.calls import (
     Argument,
     Call,
+    Checkpointed,
     Contexts,
     Leaves,
     Options,
@@ -86,7 +88,7 @@ class Segment(Trace, Keeper):
                 # where the arguments were all that an enclosing recompute is for
                 around.enter(())
             with (
-                torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
+                saved_tensors_hooks(phases.pack_hook(self), self.unpack),
                 nullcontext() if run is None else run.watched(),
                 functions_called(self),
                 self.contexts[0],
@@ -231,22 +233,29 @@ def _recall(of: weakref.ref[Segment], place: int, extras: Tensors) -> Tensors:
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
     context_fn: Callable[[], Contexts] = stock.noop_context_fn,
     determinism_check: str = "default",
     debug: bool | str = False,
     early_stop: bool = True,
-    preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     preserve_python_rng: bool = False,
     save_regions: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Any:
     """Return function(*args, **kwargs), saving its arguments and running it again in backward.
 
+        y = fusedckpt.checkpoint(block, x)
+
+        @fusedckpt.checkpoint(save_regions="attention")
+        def run(x): ...
+
     A drop-in for torch.utils.checkpoint.checkpoint(..., use_reentrant=False), with its results and
-    the same arguments. The differences:
+    the arguments of the newest torch. Without a function it returns a decorator, which takes
+    functions, methods and modules. The differences:
 
     - Fused layers at any level save nothing in the forward, and their GEMM outputs in the
       recompute, so that backward recomputes no GEMM. A fused layer that ends the segment is not
@@ -268,6 +277,7 @@ def checkpoint(
         args, kwargs: its arguments, the same objects each time. Other state that it reads is
             neither checked nor restored.
         use_reentrant: False or None; True is torch's other implementation.
+        preserve_rng_state: give the recompute the random numbers of the forward.
         context_fn: returns two context managers, for the forward and for the recompute, such as
             torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
         determinism_check: "default" compares shape, dtype and device of recomputed tensors, and the
@@ -278,8 +288,10 @@ def checkpoint(
             recompute brings back, and raise at the end of that backward where any differs by more
             than rounding.
         early_stop: end the recompute with the last tensor that backward needs.
-        preserve_rng_state: give the recompute the random numbers of the forward.
-        preserve_python_rng: give it those of `random` and `numpy.random`, too.
+        respect_saved_tensors_hooks: whether tensors that a selective `context_fn` saves go through
+            the hooks on saved tensors around, such as save_on_cpu. None is False, with torch's
+            warning where there are such hooks. Before torch 2.14 they do not.
+        preserve_python_rng: give the recompute those of `random` and `numpy.random`, too.
         save_regions: patterns (fnmatch) of the names of regions that the recompute does not run
             again, see `region`. Calls of F.scaled_dot_product_attention and of flash_attn's and
             transformers' attention functions are regions named "attention".
@@ -289,8 +301,8 @@ def checkpoint(
     plain call.
 
     Raises:
-        ValueError: use_reentrant is True, determinism_check or debug is unknown, or debug comes
-            with a context_fn.
+        ValueError: use_reentrant is True, determinism_check or debug is unknown, debug comes with a
+            context_fn, or a call without a function has other arguments than options.
         TypeError: `function` is not callable, or `save_regions` are not strings.
         torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward,
             or would read another parameter.
@@ -301,43 +313,59 @@ def checkpoint(
     if use_reentrant:
         advice = "pass use_reentrant=False, or call torch.utils.checkpoint.checkpoint"
         raise ValueError(f"checkpoint: use_reentrant=True is not supported: {advice}")
-    patterns = patterns_of(save_regions)
-    if torch.compiler.is_compiling():
-        if context_fn is stock.noop_context_fn and is_asked(patterns):
-            context_fn = SAVED_CONTEXTS
-        if context_fn is not stock.noop_context_fn:
-            # Dynamo does not take the default where it is named
-            kwargs["context_fn"] = context_fn
-        # fused layers save nothing of their own; torch 2.11 takes no such change in the function
-        with saving("inputs"):
-            return stock.checkpoint(
-                function,
-                *args,
-                use_reentrant=False,
-                determinism_check=determinism_check,
-                debug=debug is True,
-                early_stop=early_stop,
-                preserve_rng_state=preserve_rng_state,
-                **kwargs,
-            )
-    rng = preserve_rng_state, preserve_python_rng
     samples = debug == "samples"
     if isinstance(debug, str) and not samples:
         raise ValueError(f"checkpoint: debug must be True, False or 'samples', got {debug!r}")
     options = Options(
-        *rng,
-        determinism_check,
-        early_stop,
-        bool(debug) and not samples,
-        context_fn,
-        patterns,
-        samples,
+        preserve_rng_state=preserve_rng_state,
+        preserve_python_rng=preserve_python_rng,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        debug=bool(debug) and not samples,
+        context_fn=context_fn,
+        save_regions=patterns_of(save_regions),
+        samples=samples,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
     )
-    return _run(options, function, args, kwargs)
+    if function is not None or args:
+        return run_checkpoint(options, function, args, kwargs)
+    if kwargs:
+        found = ", ".join(kwargs)
+        raise ValueError(f"checkpoint: expected a function, or its options alone, got {found}")
+    return partial(Checkpointed, partial(run_checkpoint, options))
 
 
 # the names that a call of `checkpoint` takes for itself
 OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
+
+
+def run_checkpoint(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return function(*args, **kwargs), whose keywords may be names of options."""
+    if not torch.compiler.is_compiling():
+        return _run(options, function, args, kwargs)
+    contexts = options.context_fn
+    if contexts is stock.noop_context_fn and is_asked(options.save_regions):
+        contexts = SAVED_CONTEXTS
+    # Dynamo does not take these defaults where they are named
+    rest: dict[str, Any] = {}
+    if contexts is not stock.noop_context_fn:
+        rest["context_fn"] = contexts
+    if private.user_hooks is not None and options.respect_saved_tensors_hooks is not None:
+        rest["respect_saved_tensors_hooks"] = options.respect_saved_tensors_hooks
+    taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & {*kwargs}}
+    # fused layers save nothing of their own; torch 2.11 takes no such change in the function
+    with saving("inputs"):
+        return stock.checkpoint(
+            partial(function, **taken) if taken else function,
+            *args,
+            use_reentrant=False,
+            determinism_check=options.determinism_check,
+            debug=options.debug,
+            early_stop=options.early_stop,
+            preserve_rng_state=options.preserve_rng_state,
+            **rest,
+            **kwargs,
+        )
 
 
 # where torch.compile falls back to eager, it is to compile neither this nor `function` in pieces

@@ -139,5 +139,4 @@ class _Forward:
 
 def _run(call: Any, options: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Checkpoint a call; its keyword arguments may have names of options."""
-    taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & {*kwargs}}
-    return checkpoint(partial(call, **taken) if taken else call, *args, **options, **kwargs)
+    return checkpoint(**options)(call)(*args, **kwargs)
