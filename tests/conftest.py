@@ -28,6 +28,22 @@ from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
 quick_interpreter.patch()
 
 
+def pytest_addoption(parser):
+    """Add an option by which tests show that mix devices."""
+    parser.addoption(
+        "--on-device",
+        action="store_true",
+        help="make tensors on the GPU unless a test names a device: a test that passes with this "
+        "alone makes one on the CPU that belongs on the GPU",
+    )
+
+
+def pytest_configure(config):
+    """Set the default device, also for tensors made as test files are imported."""
+    if config.getoption("--on-device") and torch.cuda.is_available():
+        torch.set_default_device("cuda")
+
+
 def pytest_collection_finish():
     """Collect garbage less often, and not among the million objects that were imported."""
     from torch._dynamo import guards

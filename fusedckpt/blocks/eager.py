@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -133,7 +134,8 @@ def norm(
         return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
     if rule.cast == "torch":
         scale = weight + rule.offset if weight is not None and rule.offset else weight
-        return F.rms_norm(x, shape, scale, eps)
+        # on CUDA torch.compile passes a size that it left open to torch's op as an address
+        return F.rms_norm(x, tuple(map(operator.index, shape)), scale, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     mean_square = wide.square().mean(dim=tuple(range(-len(shape), 0)), keepdim=True)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE, flops, gemms, randn, saved_bytes
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
@@ -91,6 +92,14 @@ class Normed(Own):
         return super().attend(self.norm_q(q), self.norm_k(k), v)
 
 
+class Plain(Normed):
+    """Its attention is of plain ops, which save all probabilities on any device."""
+
+    def attend(self, q, k, v):
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().attend(q, k, v)
+
+
 class Flash(torch.autograd.Function):
     """In the place of flash_attn's own."""
 
@@ -159,6 +168,18 @@ def count(fn):
     )
 
 
+def statistics_bytes(batch=2, dtype=torch.float32):
+    """Return the bytes that attention saves beside queries, keys, values and its output.
+
+    These are the log-sum-exp. A GPU's kernels may pad it, and save the state of a generator.
+    """
+    inputs = [randn(batch, T, H, D // H, dtype=dtype).transpose(1, 2) for _ in range(3)]
+    nbytes = saved_bytes(SDPA, inputs) - 4 * inputs[0].nbytes
+    log_sum_exp = batch * T * 4 * H
+    assert nbytes == log_sum_exp if DEVICE.type == "cpu" else nbytes >= log_sum_exp
+    return nbytes
+
+
 KINDS = {
     "own": Own,
     "processor": lambda: Called(Processor()),
@@ -179,7 +200,7 @@ def test_saves_input_output_and_log_sum_exp(kind):
     if DEVICE.type == "cpu":
         assert count(lambda: grads(model, x)) == 1
     # x, attention's output and the second norm's input
-    assert saved_bytes(model, [x]) == 2 * T * (3 * 4 * D + 4 * H)
+    assert saved_bytes(model, [x]) == 2 * T * 3 * 4 * D + statistics_bytes()
     unfuse(model)
     assert_equal(model, eager, x)
 
@@ -199,14 +220,14 @@ def test_other_levels_save_the_linears_outputs(save):
     once, twice = (flops(lambda m=m: m(x).sum().backward()) for m in (eager, model))
     assert once == twice > 0
     # x, q, k, v, attention's output, and the second norm's input
-    assert saved_bytes(model, [x]) == 2 * T * (6 * 4 * D + 4 * H)
+    assert saved_bytes(model, [x]) == 2 * T * 6 * 4 * D + statistics_bytes()
     with fusedckpt.saving("inputs"):
-        assert saved_bytes(model, [x]) == 2 * T * (3 * 4 * D + 4 * H)
+        assert saved_bytes(model, [x]) == 2 * T * 3 * 4 * D + statistics_bytes()
 
 
 def test_a_call_that_saves_too_much_runs_as_ever():
     """At other levels attention is not run again either."""
-    eager, model, report = pair(lambda: Normed(0.5), save="preact")
+    eager, model, report = pair(lambda: Plain(0.5), save="preact")
     for _ in range(2):
         assert_equal(model, eager, x := randn(2, 4 * T, D))
         (reason,) = report.fallbacks.values()
@@ -225,7 +246,8 @@ def test_under_autocast():
     x = randn(2, T, D)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         assert_equal(model.attention, eager.attention, x)
-        assert saved_bytes(model.attention, [x]) == 2 * T * (4 * D + 2 * D + 4 * H)
+        found = saved_bytes(model.attention, [x])
+    assert found == 2 * T * (4 * D + 2 * D) + statistics_bytes(dtype=torch.bfloat16)
 
 
 def test_functions_of_flash_attn(monkeypatch):
@@ -241,11 +263,12 @@ def test_functions_of_flash_attn(monkeypatch):
 def test_a_llama_layer_saves_three_rows():
     """In bfloat16 6 D bytes a token, and 4 a head."""
     transformers = pytest.importorskip("transformers")
-    saved, heads, width = [], 8, 64
+    # GPUs' kernels pad heads that are no multiple of 8 wide
+    saved, width = [], 64
     for layers in (1, 2):
         config = transformers.LlamaConfig(
             **{"vocab_size": 16, "hidden_size": D, "intermediate_size": width, "use_cache": False},
-            **{"num_attention_heads": heads, "num_key_value_heads": 2, "num_hidden_layers": layers},
+            **{"num_attention_heads": H, "num_key_value_heads": 2, "num_hidden_layers": layers},
         )
         config._attn_implementation = "sdpa"
         model = transformers.LlamaModel(config).to(DEVICE, torch.bfloat16).train()
@@ -255,7 +278,7 @@ def test_a_llama_layer_saves_three_rows():
         saved.append(found.nbytes)
         if DEVICE.type == "cpu":
             assert count(lambda y=y: y.sum().backward()) == 0
-    assert saved[1] - saved[0] == T * (6 * D + 4 * heads)
+    assert saved[1] - saved[0] == T * 6 * D + statistics_bytes(1, torch.bfloat16)
 
 
 FALLBACKS = {
@@ -269,7 +292,7 @@ FALLBACKS = {
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_calls_that_are_not_fused(case):
     options, words = FALLBACKS[case]
-    eager, model, report = pair(Scores)
+    eager, model, report = pair(Plain if case == "again" else Scores)
     for each in (eager, model):
         if case == "hook":
             each.attention.qkv.register_forward_hook(lambda *_: None)

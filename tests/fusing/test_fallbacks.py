@@ -56,7 +56,7 @@ class OtherLinear(nn.Linear):
 
 
 def adapt(model):
-    model[0].gate = LoraLinear(model[0].gate)
+    model[0].gate = LoraLinear(model[0].gate).to(DEVICE)
 
 
 def hook(model):

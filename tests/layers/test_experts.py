@@ -240,11 +240,16 @@ def test_module():
 FLAT = QuantisedWeight(torch.Size((D, HIDDEN)), torch.float32, DEVICE, print)
 
 
+def on_device(value):
+    return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+
 def broken(**fields):
     """Return gate_up as a record of which a part does not fit."""
     parts = {"A": (E, RANK, D), "B": (E, 2 * HIDDEN, RANK)}
-    given = {key: torch.zeros(shape, device=DEVICE) for key, shape in parts.items()}
-    return {"gate_up": LoRA(torch.zeros(E, 2 * HIDDEN, D, device=DEVICE), **given | fields)}
+    given = {key: torch.zeros(shape) for key, shape in parts.items()} | fields
+    given["weight"] = torch.zeros(E, 2 * HIDDEN, D)
+    return {"gate_up": LoRA(**{key: on_device(value) for key, value in given.items()})}
 
 
 @pytest.mark.parametrize(
@@ -282,6 +287,6 @@ def broken(**fields):
 def test_refusals(change, error, says):
     x, scores, gate_up, down = leaves()
     given = {"index": routing(T), "scores": scores, "gate_up": gate_up, "down": down} | change
-    given = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    given = {key: on_device(value) for key, value in given.items()}
     with pytest.raises(error, match=f"^experts: .*{says}"):
         experts(x, **given)

@@ -156,7 +156,7 @@ def test_gemms_under_a_checkpoint(wrap):
 
 def test_adapters_after_a_norm_layer_share_its_input():
     """Linears of a norm's result keep the norm's input, as linears without adapters do."""
-    norm, q, k = fusedckpt.RMSNorm(D), adapted(F, D), adapted(D, D)
+    norm, q, k = fusedckpt.RMSNorm(D, device=DEVICE), adapted(F, D), adapted(D, D)
 
     def fn(x):
         n = norm(x)
@@ -179,7 +179,7 @@ def bad_calls():
     w, x = adapted(F, D), randn(T, D)
     linear = functional.linear_act
     return {
-        "A must be [r, 24]": lambda: linear(x, w._replace(A=torch.zeros(RANK, D + 1))),
+        "A must be [r, 24]": lambda: linear(x, w._replace(A=randn(RANK, D + 1))),
         "weight.A must be a tensor": lambda: linear(x, w._replace(A=None)),
         "weight.scale must be a number": lambda: linear(x, w._replace(scale="2")),
         "a probability, got 2.0": lambda: linear(x, w._replace(dropout=2.0)),

@@ -1,5 +1,7 @@
 """How high functions climb, mlp and gated_mlp to the byte: every tensor at the worst moment."""
 
+import sys
+
 import pytest
 import torch
 from block_calls import Dtypes, Operands, Sizes, function_of
@@ -14,8 +16,8 @@ from fusedckpt.memory import peak_bytes
 # F so wide that a norm's few D-wide temporaries never make the peak
 T, D, F = 2048, 8, 512
 WIDE = 4
-# of the tens of tensors alive at once, on CUDA
-ROUNDING = 64 * 512
+# off a CPU a block is all rows
+BLOCK = BLOCK_ELEMENTS if DEVICE.type == "cpu" else sys.maxsize
 
 
 def forward_peak(gated, level, chunks, itemsize, has_norm):
@@ -23,7 +25,7 @@ def forward_peak(gated, level, chunks, itemsize, has_norm):
     hidden = T // chunks * F
     n = T // chunks * D if has_norm else 0
     # a block of act(gate) before up meets it
-    scratch = min(hidden, BLOCK_ELEMENTS) if gated else 0
+    scratch = min(hidden, BLOCK) if gated else 0
     kept = {"inputs": 0, "preact": 2 if gated else 1}[level] * T * F
     # the GEMM outputs that are not kept; n is freed before h, which goes over one of them
     fresh = {"inputs": 2 if gated else 1, "preact": 0}[level] * hidden
@@ -38,12 +40,13 @@ def backward_peak(gated, level, chunks, itemsize, has_norm):
     hidden, n = T // chunks * F, T // chunks * D if has_norm else 0
     # gate, up and dh, which become dgate, h and dup in blocks; at preact z and dh become dz and h
     blocks = 2 if gated else int(level == "preact")
-    scratch = blocks * itemsize * min(hidden, BLOCK_ELEMENTS)
-    # one chunk's product is the gradient; several add up in float32 in place, those of half
-    # precision by way of wide copies of a few rows, which take what the float32 sum does at most
+    scratch = blocks * itemsize * min(hidden, BLOCK)
+    # one chunk's product is the gradient; several add up in float32 in place, but those of half
+    # precision on a CPU by wide copies of a few rows, which take what the float32 sum does at most
     product = itemsize * D * F
     if chunks > 1:
-        product = 0 if itemsize == WIDE else WIDE * (D + F) * (D * F // (D + F))
+        is_copied = itemsize < WIDE and DEVICE.type == "cpu"
+        product = WIDE * (D + F) * (D * F // (D + F)) if is_copied else 0
     # in later chunks: the gradients so far, the norm's too, and dx in x's dtype
     wide = weights * D * F + (D if has_norm else 0)
     sums = 0 if chunks == 1 else WIDE * wide + itemsize * T * D
@@ -84,16 +87,10 @@ def test_peaks(gated, level, chunks, norm, dtype):
         down = peak_bytes(lambda: torch.autograd.grad(y, inputs, dy), DEVICE)
     forward_bytes = forward_peak(gated, level, chunks, dtype.itemsize, norm)
     backward_bytes = backward_peak(gated, level, chunks, dtype.itemsize, norm)
-    if DEVICE.type == "cpu":
-        # the input of the first GEMM, or a result, may be free by then
-        spared = T * D * dtype.itemsize // chunks
-        assert forward_bytes - spared <= up <= forward_bytes
-        assert backward_bytes - spared <= down <= backward_bytes
-    else:
-        # off a CPU a block is all rows, and every tensor is rounded up to 512 bytes
-        rows = dtype.itemsize * T // chunks * F * gated
-        assert up <= forward_bytes + rows + ROUNDING
-        assert down <= backward_bytes + 2 * rows + ROUNDING
+    # the input of the first GEMM, or a result, may be free by then
+    spared = T * D * dtype.itemsize // chunks
+    assert forward_bytes - spared <= up <= forward_bytes
+    assert backward_bytes - spared <= down <= backward_bytes
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="off a CPU a block is all rows")
@@ -128,11 +125,12 @@ def test_sums_are_rounded_one_after_the_other():
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_sums_of_half_precision_copy_a_block_of_rows(dtype):
-    """Not all of x in float32, twice as large as x."""
+    """Not all of x in float32, twice as large as x. A GPU's reduction has buffers of its own."""
     x = randn(8 * BLOCK_ELEMENTS // F + 3, F, dtype=dtype, requires_grad=False)
     found = []
     peak = peak_bytes(lambda: found.append(column_sums(x)), DEVICE)
-    assert peak <= 4 * BLOCK_ELEMENTS + 3 * 4 * F + ROUNDING
+    if DEVICE.type == "cpu":
+        assert peak <= 4 * BLOCK_ELEMENTS + 3 * 4 * F
     assert x.nbytes >= 16 * BLOCK_ELEMENTS
     truth = x.double().sum(0)
     error, eager = (t.sub(truth).norm() for t in (found[0], x.sum(0, dtype=torch.float32)))

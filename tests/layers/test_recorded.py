@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES
 from own_classes import LlamaRMSNorm, SwiGLU
-from support import as_tuple, randn
+from support import DEVICE, as_tuple, randn
 from torch import nn
 from torch.export import Dim
 from torch.func import functional_call
@@ -50,6 +50,10 @@ STRICT = (False, True) if torch.__version__ >= "2.13" else (False,)
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
+def layer_of(name):
+    return LAYERS[name]().to(DEVICE, torch.float64)
+
+
 def trained(model, x, layer):
     """Return outputs and gradients, of x and of the parameters that `layer` names."""
     x = x.detach().clone().requires_grad_()
@@ -76,7 +80,7 @@ def reloaded(save, load, program):
 
 @every_layer
 def test_an_exported_layer_trains(name):
-    layer, x = LAYERS[name]().double(), rows(5, 4)
+    layer, x = layer_of(name), rows(5, 4)
     for strict in STRICT[[*LAYERS].index(name) % 2 :][:1] or STRICT:
         shapes = ({0: Dim("batch"), 1: Dim("tokens")},)
         program = torch.export.export(layer, (x,), strict=strict, dynamic_shapes=shapes)
@@ -89,7 +93,7 @@ def test_an_exported_layer_trains(name):
 
 @every_layer
 def test_a_traced_layer_trains(name):
-    layer, x = LAYERS[name]().double(), rows(5, 4)
+    layer, x = layer_of(name), rows(5, 4)
     with warnings.catch_warnings():
         # a shape that is taken for a constant
         warnings.simplefilter("error", torch.jit.TracerWarning)
@@ -104,7 +108,7 @@ def test_a_traced_layer_trains(name):
 
 @every_layer
 def test_a_recorded_step_runs(name):
-    layer, x = LAYERS[name]().double(), rows(5, 4)
+    layer, x = layer_of(name), rows(5, 4)
 
     def step(x, parameters):
         ys = as_tuple(functional_call(layer, parameters, (x,)))
@@ -152,7 +156,7 @@ def test_recorded_functions_train(case):
 
 def test_what_another_thread_records_changes_nothing():
     """A layer whose forward and recompute were to differ would save other tensors."""
-    layer, x = LAYERS["mlp-preact"]().double(), rows(5, 4)
+    layer, x = layer_of("mlp-preact"), rows(5, 4)
     inside, outside = threading.Event(), threading.Event()
 
     def slow(x):

@@ -160,6 +160,8 @@ def test_norms(norm, dtype, added):
 
 @pytest.mark.parametrize(("norm", "dtypes"), MIXED.values(), ids=list(MIXED))
 def test_mixed_dtypes(norm, dtypes):
+    if dtypes is MIXED["wide norm"][1] and DEVICE.type != "cpu":
+        pytest.skip("torch's LayerNorm takes one dtype there")
     for block in (block for block, name in BLOCKS if name == norm):
         check_block(block, norm, (), dtypes, bias=False)
         middle = ["frozen"] * (len(LINEARS[block]) - 2)

@@ -24,7 +24,6 @@ from report_models import (
     squares,
     step,
 )
-from support import randn
 from torch import nn
 
 import fusedckpt
@@ -222,7 +221,7 @@ class Adjacent(nn.Module):
 
 
 def test_inputs_in_a_graph_of_the_caller():
-    weight = randn(D).cpu()
+    weight = torch.randn(D, requires_grad=True)
     x = torch.ones(R, D) * weight
     found = report(mlp(), x)
     assert found.gradient_bytes == 2 * W + 4 * (D + F) + X
