@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fusedckpt.autograd import arguments, levels, phases, private
+from fusedckpt.autograd import arguments, levels, phases, private, recipes
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.routed import has_kernel
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
@@ -237,7 +237,7 @@ def settled(options: Any, *tensors: Any) -> Settled:
             metas.append((t.shape, t.dtype, t.device))
         else:
             return _settled_anew(options, tensors, is_twin)._replace(phase=phase)
-    has_modes = private.num_dispatch_modes() or private.num_function_modes()
+    has_modes = private.num_dispatch_modes() or recipes.num_other_modes()
     around = (
         grad,
         autocast_dtype(tensors[0].device) if metas[0] and private.is_any_autocast_on() else None,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import backward as autograd
-from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd import dispatch, levels, recipes
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
 from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.phases import Phase
@@ -122,10 +122,14 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
         share = norm_sharing.apply
     elif phase is None and call.is_norm and x.grad_fn is not None:
         share = norm_sharing.apply_norm
-    if share is None:
-        y = Block.apply(call, phase, read, *tensors)
+    function = partial(Block.apply, call, phase)
+    tracker = recipes.active() if phase is None else None
+    if tracker is not None:
+        y = norm_sharing.apply_tracked(tracker, function, share, call, x, read, tensors)
+    elif share is None:
+        y = function(read, *tensors)
     else:
-        y = share(partial(Block.apply, call, phase), x, read, *tensors)
+        y = share(function, x, read, *tensors)
     return x + y if call.adds_after else y
 
 

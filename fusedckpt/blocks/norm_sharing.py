@@ -22,6 +22,7 @@ from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.backward import Versioned, is_unwatched, versions_of
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.private import Hooks
+from fusedckpt.autograd.recipes import Stored, Tracker
 from fusedckpt.blocks import ops, run
 
 # where the node of a module's output has its `Output`
@@ -176,6 +177,50 @@ def apply_norm(function: Callable[..., Any], x: Tensor, read: Tensor, *args: Any
         return MadeAgain(segment, segment.pack_output(output.place, x), output.given, read.dtype)
 
     return _replacing(run, kept)
+
+
+def apply_tracked(
+    tracker: Tracker,
+    function: Callable[..., Any],
+    share: Callable[..., Any] | None,
+    call: Any,
+    x: Tensor,
+    read: Tensor,
+    tensors: Sequence[Any],
+) -> Any:
+    """Run a block in a forward whose functions save recipes.
+
+    share: as without a tracker, None to save the input. The block saves the recipe of its input,
+    if that has one, and a norm's result gets one.
+    """
+    view = tracker.view_of(read)
+    if view is None:
+        y = function(read, *tensors) if share is None else share(function, x, read, *tensors)
+    else:
+        y = _replacing(partial(function, read, *tensors), lambda: Stored(None, view))
+        if call.is_norm and y.grad_fn is not None:
+            # readers of a norm's result ask the tracker; its node would make the input for them
+            y.grad_fn.is_free = False
+    if not isinstance(y, Tensor) or y.grad_fn is None:
+        return y
+    node: Any = y.grad_fn
+    inputs = (read, *tensors)
+    if view is None:
+        for index in node.saved.inputs:
+            if isinstance(inputs[index], Tensor):
+                tracker.note_saved(inputs[index])
+    if call.is_norm:
+        are_given = [isinstance(t, Tensor) for t in inputs]
+        again = partial(_normalised_from, call, are_given)
+        tracker.note_made(again, [t for t in inputs if isinstance(t, Tensor)], [y])
+    return y
+
+
+def _normalised_from(call: Any, are_given: Sequence[bool], *tensors: Tensor) -> Tensor:
+    """Return a norm's result, from those of its tensors that are given."""
+    remaining = iter(tensors)
+    x, *parameters = [next(remaining) if is_given else None for is_given in are_given]
+    return _normalised(call, x, *parameters)  # type: ignore[arg-type]  # x is given
 
 
 def _replacing(

@@ -17,6 +17,8 @@ from fusedckpt.fusing.match_mlps import blocks_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.sequential import Sequential
 
+# the attribute of a model with recipes: why its last call saved none
+RECIPES = "_fusedckpt_no_recipes"
 _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
 
 
@@ -101,6 +103,12 @@ class FuseReport:
 
     def _hint(self) -> Iterator[str]:
         """Yield the line that leads to measured bytes of the whole model."""
+        attributes = vars(model) if (model := self._model and self._model[0]()) else {}
+        if RECIPES in attributes:
+            why = attributes[RECIPES]
+            yield "recipes: results of cheap functions are made again in backward" + (
+                f"; not in the last call: {why}" if why else ""
+            )
         if self.swapped or self.already:
             yield "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.jit import ScriptModule
 
-from fusedckpt.autograd import levels
+from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, reasons
@@ -26,6 +26,7 @@ from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_mlps import blocks_of, feed_forward_of
 from fusedckpt.fusing.match_shared import find_shared, may_share
 from fusedckpt.fusing.matcher import Matcher, unfit
+from fusedckpt.fusing.recipe_mode import find_root
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.layers import fallbacks
@@ -47,6 +48,7 @@ def fuse(
     experts: bool = True,
     head: bool | str = False,
     verify: bool = True,
+    recipes: bool = False,
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
 
@@ -86,6 +88,10 @@ def fuse(
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
             classes are recorded on meta tensors in any case. The model itself is not run;
             gradients, buffers and RNG state do not change.
+        recipes: whether results of cheap functions anywhere in the model, norms, activations,
+            dropouts, gates and sums, are made again in backward where their inputs are saved
+            anyway, instead of saved. That costs some time on the CPU for each function, so tensors
+            below 1 MiB are left; it applies to eager training without saved-tensor hooks of others.
 
     Returns:
         The modules swapped, fused before, and left with the reason, and the bytes saved per token.
@@ -119,6 +125,8 @@ def fuse(
     search.report.watch(model)
     if linear:
         find_shared(search)
+    if arguments.flag("fuse", "recipes", recipes):
+        find_root(model, search)
     for module, swap in search.swaps:
         swap.apply(module)
     return search.report
@@ -275,8 +283,10 @@ def unfuse(model: nn.Module) -> nn.Module:
         warnings.warn("unfuse: no module of the model is fused", stacklevel=2)
     for name, module in swapped:
         kind = type(module)
-        _, was = made_of(kind) or (None, None)
-        if kind not in (LayerNorm, RMSNorm, Sequential) and was is not module.__dict__[MARK].kind:
+        was, original = kind, module.__dict__[MARK].kind
+        while was is not original and (made := made_of(was)) is not None:
+            was = made[1]
+        if was not in (original, LayerNorm, RMSNorm, Sequential):
             where = name or "the model"
             raise ValueError(f"unfuse: {where} became a {kind.__name__}: undo that first")
     for _, module in swapped:
