@@ -1,8 +1,9 @@
-"""Calls of attention as regions, without a change of the model.
+"""Calls of attention and of scans as regions, without a change of the model.
 
 While a checkpoint runs that asks for regions named "attention", these are such regions:
 F.scaled_dot_product_attention, the functions of transformers' attention interface, and those of
-flash_attn. Where it asks for LINEAR, F.linear is one until attention is called. Other threads call
+flash_attn; of regions named "scan", the functions of `scans`. Where it asks for LINEAR, F.linear is
+one until attention is called. Other threads call
 them as ever, as a region outside of a checkpoint is a plain call. Under torch.compile a policy
 saves the outputs of attention's ops.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import cache, partial, update_wrapper
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.dispatch import autocast_dtype
+from fusedckpt.checkpointing import scans
 from fusedckpt.checkpointing.regions import Keeper, region
 
 NAME = "attention"
@@ -78,10 +80,6 @@ def _put_back(table: MutableMapping[str, Any], name: str, ours: Any, fn: Any) ->
         table[name] = fn
 
 
-def _region(fn: Any) -> Any:
-    return update_wrapper(region(fn, NAME), fn)
-
-
 def _cast(x: Any) -> Any:
     """Cast as autocast does, but outside of a region, which does not save its inputs."""
     is_cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
@@ -101,7 +99,7 @@ def _attention() -> Iterator[_Place]:
     interface: Any = getattr(library, "ALL_ATTENTION_FUNCTIONS", {})
     for name in interface:
         if name not in _NO_REGIONS:
-            yield interface, name, _region(interface[name])
+            yield interface, name, _as_region(interface[name], NAME)
     for module in filter(None, map(sys.modules.get, _FLASH)):
         yield from _flash(module)
 
@@ -111,7 +109,20 @@ def _flash(module: Any) -> tuple[_Place, ...]:
     """Return the Functions of a module of flash_attn, which models import the functions of."""
     kinds = [(name, x) for name, x in vars(module).items() if isinstance(x, type)]
     found = [(n, x) for n, x in kinds if issubclass(x, torch.autograd.Function)]
-    return tuple((vars(module), n, SimpleNamespace(apply=region(x.apply, NAME))) for n, x in found)
+    return tuple((vars(module), n, _as_region(x, NAME)) for n, x in found)
+
+
+def _scans() -> Iterator[_Place]:
+    for table, name in scans.places():
+        yield table, name, _as_region(table[name], scans.SCAN)
+
+
+@cache
+def _as_region(fn: Any, name: str) -> Any:
+    """Return a function, or an autograd Function, as a region."""
+    if isinstance(fn, type):
+        return SimpleNamespace(apply=region(fn.apply, name))  # type: ignore[attr-defined]
+    return update_wrapper(region(fn, name), fn)
 
 
 def _linear() -> Iterator[_Place]:
@@ -127,19 +138,25 @@ def _linear() -> Iterator[_Place]:
     yield _TORCH, "linear", update_wrapper(ours, fn)
 
 
-_ATTENTION, _LINEAR = _Functions(_attention), _Functions(_linear)
-
-
-def functions_called(keeper: Keeper) -> AbstractContextManager[Any]:
-    """Make calls of functions regions where a checkpoint's phase asks for them."""
-    if LINEAR in keeper.patterns:
-        return _both()
-    return _ATTENTION.regions() if keeper.asks(NAME) else nullcontext()
+# by the names of their regions
+_FUNCTIONS = {NAME: _Functions(_attention), scans.SCAN: _Functions(_scans)}
+_LINEAR = _Functions(_linear)
 
 
 @contextmanager
-def _both() -> Iterator[None]:
-    with _ATTENTION.regions(), _LINEAR.regions():
+def functions_called(keeper: Keeper) -> Iterator[None]:
+    """Make calls of functions regions where a checkpoint's phase asks for them."""
+    if not keeper.patterns:
+        yield
+        return
+    with ExitStack() as stack:
+        if LINEAR in keeper.patterns:
+            # it ends where attention is called
+            stack.enter_context(_FUNCTIONS[NAME].regions())
+            stack.enter_context(_LINEAR.regions())
+        for name, functions in _FUNCTIONS.items():
+            if keeper.asks(name):
+                stack.enter_context(functions.regions())
         yield
 
 

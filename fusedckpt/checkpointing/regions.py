@@ -29,7 +29,7 @@ from fusedckpt.checkpointing.calls import Argument, Packed, layout_of, objects_i
 from fusedckpt.memory import nbytes_of
 
 # a region that would save more than this many times its output is recomputed
-_MOST = 4
+MOST = 4
 # the input of a region whose inputs need no gradient
 _ANCHOR = torch.empty(0, requires_grad=True)
 _STOCK = (
@@ -153,7 +153,7 @@ class _First(_Inside):
         leaves, spec = pytree.tree_flatten(result)
         outputs = [x for x in leaves if isinstance(x, Tensor)]
         held = [tensor for packed, tensor, _ in self._held if packed.source is None]
-        is_large = nbytes_of([*held, *outputs]) > _MOST * nbytes_of(outputs)
+        is_large = nbytes_of([*held, *outputs]) > MOST * nbytes_of(outputs)
         is_written = any(tensor._version != version for _, tensor, version in self._held)
         if is_large or is_written or versions_of(*self._inputs) != self._before:
             return Record(name)
@@ -247,6 +247,10 @@ def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> An
             return call()
     top.skip(met[0], inputs)
     return _result(met[0], inputs)
+
+
+# for code that looks for regions of a name: a partial's function, and then its arguments
+_call.is_region = True  # type: ignore[attr-defined]
 
 
 def _keepers(name: str) -> list[Keeper]:

@@ -88,6 +88,9 @@ class Samples:
         self._of: dict[int, Tensor] = {}
         # storages of arguments, whose versions are checked
         self._given: frozenset[int] = frozenset()
+        # bytes of the tensors that were dropped, and the storage of the last one
+        self.nbytes = 0
+        self._last = 0
         # the last tensor that requires no grad, which may yet be written: index, shape and dtype
         self._noise: tuple[int, Any] = -1, None
 
@@ -103,7 +106,11 @@ class Samples:
             # rrelu saves its noise, then its input, and then draws the noise
             self._of.pop(self._noise[0], None)
         self._noise = (index, None if tensor.requires_grad else like)
-        if storage_of(tensor) not in self._given:
+        key = storage_of(tensor)
+        if key not in self._given:
+            # saved again by the operation that reads it
+            self.nbytes += 0 if key and key == self._last else tensor.numel() * tensor.itemsize
+            self._last = key
             sample = sampled(tensor, index)
             if sample is not None:
                 self._of[index] = sample

@@ -294,7 +294,8 @@ def checkpoint(
         preserve_python_rng: give the recompute those of `random` and `numpy.random`, too.
         save_regions: patterns (fnmatch) of the names of regions that the recompute does not run
             again, see `region`. Calls of F.scaled_dot_product_attention and of flash_attn's and
-            transformers' attention functions are regions named "attention".
+            transformers' attention functions are regions named "attention", those of transformers'
+            kernels of mixers and of fla's and mamba_ssm's Functions regions named "scan".
 
     torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. Under
     torch.compile this is torch's own checkpoint; under no_grad, torch.func and forward-mode AD a

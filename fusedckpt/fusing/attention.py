@@ -1,12 +1,14 @@
-"""Attention modules whose forward runs again in backward, but for attention itself.
+"""Attention modules and mixers whose forward runs again in backward, but for attention and scans.
 
-Such a module saves its input, and the output and log-sum-exp of attention: one call of
-`F.scaled_dot_product_attention`, or of a function of transformers' attention interface. Its forward
-is the original one, in a checkpoint with that call as a region. Where a fused norm made its input,
-the norm's input is saved in its place.
+Such a module saves its input, and the results of attention and of scans: calls of
+`F.scaled_dot_product_attention`, of transformers' attention interface, of the functions of `scans`.
+Its forward is the original one, in a checkpoint with these calls as regions. Where a fused norm
+made its input, the norm's input is saved in its place. Attention that is no such call, and a scan
+in torch's ops, runs again, too, where it would save more than four times its result.
 
-At the levels "gate" and "preact" it also saves the outputs of its linears, and recomputes its norms
-and all between these and attention. A module without norms, which would save no less, runs as ever.
+At the levels "gate" and "preact" an attention module also saves the outputs of its linears, and
+recomputes its norms and all between these and attention. A module without norms, which would save
+no less, runs as ever.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ from fusedckpt.autograd.private import pytree
 from fusedckpt.blocks.norm_sharing import OUTPUT, Output
 from fusedckpt.checkpointing.attention import LINEAR, NAME
 from fusedckpt.checkpointing.calls import ATOMS, objects_in
+from fusedckpt.checkpointing.regions import MOST
+from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import NODE_KEY, checkpoint
 from fusedckpt.fusing import adapters, reasons, sharing
 from fusedckpt.fusing.again import Again, needs_gradient
 from fusedckpt.fusing.forwards import Swap, Swapped
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.matcher import unfit
-from fusedckpt.fusing.reasons import called_by
+from fusedckpt.fusing.mixing import mixers
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import recipe_of
 from fusedckpt.fusing.state import is_noted
@@ -39,15 +43,12 @@ from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import Fallback
 
-_CALLS = frozenset(
-    ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "flex_attention")
-    + ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
-    + ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func")
-)
 # objects of these classes do not change in a forward
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")
 # the attributes of a module: its options whose calls run as ever, and why; its level; see `_gains`
 _SEEN, _SAVE, _GAINS = "_fusedckpt_unseen", "_fusedckpt_save", "_fusedckpt_gains"
+# kinds of the functions by which it mixes tokens
+_MIXES = "_fusedckpt_mixes"
 
 
 class FusedAttention(Swapped):
@@ -61,6 +62,7 @@ class FusedAttention(Swapped):
     # of those that were pickled without
     _fusedckpt_save = "inputs"
     _fusedckpt_gains = False
+    _fusedckpt_mixes = frozenset((NAME,))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, in a checkpoint while training."""
@@ -75,8 +77,8 @@ class FusedAttention(Swapped):
             return forward(*args, **kwargs)
         found = self._obstacle(given)
         way = keeps_linears, *_way(self, kwargs)
-        seen = (way, "unseen") if way[1] == "eager" else self.__dict__.get(_SEEN) or (None, "")
-        if found is None and seen[0] == way:
+        seen = self.__dict__.get(_SEEN)
+        if found is None and seen is not None and seen[0] == (way, x.shape):
             found = seen[1], ""
         if found is not None:
             fallbacks.note(self, found)
@@ -86,12 +88,12 @@ class FusedAttention(Swapped):
             checkpoint,
             *(again, *given),
             preserve_python_rng=True,
-            save_regions=(NAME, LINEAR) if keeps_linears else NAME,
+            save_regions=(NAME, LINEAR) if keeps_linears else (NAME, SCAN),
             debug="samples",
         )
         recipe = recipe_of(x)
         y = run() if recipe is None else sharing.read(recipe, x, lambda _: run())
-        self._look_at(y, way)
+        self._look_at(x, y, way)
         return y
 
     def _obstacle(self, given: tuple[Any, ...]) -> Fallback | None:
@@ -107,20 +109,31 @@ class FusedAttention(Swapped):
         name = next(hooked, None)
         return None if name is None else ("hooked", name)
 
-    def _look_at(self, y: Any, way: tuple[Any, ...]) -> None:
-        """Note that attention runs again; where it gains nothing, later calls are as ever."""
-        for place, one in enumerate(pytree.tree_leaves(y)):
-            node: Any = one.grad_fn if isinstance(one, Tensor) else None
+    def _look_at(self, x: Tensor, y: Any, way: tuple[Any, ...]) -> None:
+        """Note that attention or a scan runs again; where it gains little, later calls are as ever.
+
+        That is at other levels, and where attention is no region, and saves little itself.
+        """
+        results = [one for one in pytree.tree_leaves(y) if isinstance(one, Tensor)]
+        for place, one in enumerate(results):
+            node: Any = one.grad_fn
             segment = node and node.metadata.get(NODE_KEY, lambda: None)()
             if not segment:
                 continue
-            found = None if NAME in (record.name for record in segment.records) else "unseen"
-            if found is None and any(record.outputs is None for record in segment.records):
-                found = "large" if way[0] else "again"
-            if found in ("unseen", "large"):
-                self.__dict__[_SEEN] = way, found
+            again = [record.name for record in segment.records if record.outputs is None]
+            is_unseen = self._fusedckpt_mixes == {NAME} and NAME not in {
+                record.name for record in segment.records
+            }
+            found = None
+            if again:
+                found = ("large", "") if way[0] else ("again", again[0])
+            elif is_unseen:
+                is_large = segment.samples.nbytes > MOST * results[0].nbytes
+                found = ("again", NAME) if is_large and not way[0] else ("unseen", "")
+            if found is not None and found[0] != "again":
+                self.__dict__[_SEEN] = (way, x.shape), found[0]
             if found is not None:
-                fallbacks.note(self, (found, ""))
+                fallbacks.note(self, found)
             elif not (way[0] or dispatch.has_hooks(self)):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 given = Versioned(*self.parameters())
@@ -162,42 +175,27 @@ def find_attention(search: Search) -> None:
     save, report = search.save, search.report
     known = {*search.inside, *(module for module, _ in search.swaps)}
     mlps = {module for module, swap in search.swaps if swap.kind == "mlp"}
-    for name in _names(search.modules):
+    for name, kinds in mixers(search.modules).items():
         module = search.modules[name]
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue
-        attributes = {_SEEN: None, _SAVE: save, _GAINS: _gains(module)}
-        if not search.has(name, "attention") or not (save == "inputs" or attributes[_GAINS]):
+        gains = kinds == {NAME} and _gains(module)
+        attributes = {_SEEN: None, _SAVE: save, _GAINS: gains, _MIXES: kinds}
+        if not search.has(name, "attention") or not (save == "inputs" or gains):
             continue
         kind = type(module)
         reason = reasons.of_storage(module) or unfit(module, attributes, [])
         if reason is not None:
             report.leave(name, "attention", reason, kind.__name__)
             continue
-        kept = "attention itself" if save == "inputs" else "attention and linears"
-        change = f"{kind.__name__} -> recomputed but for {kept}"
+        change = f"{kind.__name__} -> recomputed{_kept(save, kinds)}"
         part, to = Part("attention", change, None), subclass(FusedAttention, kind)
         report.swap(name, part)
         search.swaps.append((module, Swap("attention", change, to, attributes, parts={"": part})))
 
 
-def _names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of the modules that call attention: the innermost with weights."""
-    found = dict[str, None]()
-    for name, module in modules.items():
-        if _calls_attention(module):
-            while name and not any(p.dim() > 1 for p in modules[name].parameters()):
-                # a module for the call alone
-                name = name.rpartition(".")[0]
-            found[name] = None
-    return [n for n in found if n and not any(other.startswith(f"{n}.") for other in found)]
-
-
-def _calls_attention(module: nn.Module) -> bool:
-    """Whether the code of a module, or of a callable object in it, calls attention."""
-    if isinstance(module, nn.MultiheadAttention):
-        return True
-    # in attributes, as diffusers' processors are
-    own = [type(value) for value in vars(module).values() if callable(value)]
-    names = [called_by(type(module)), *(called_by(kind, "__call__") for kind in own)]
-    return any(not _CALLS.isdisjoint(found) for found in names)
+def _kept(save: str, kinds: frozenset[str]) -> str:
+    if save != "inputs":
+        return " but for attention and linears"
+    kept = ["attention itself"] * (NAME in kinds) + ["its scan"] * (SCAN in kinds)
+    return f" but for {' and '.join(kept)}" if kept else ""

@@ -65,7 +65,9 @@ class FuseReport:
         return {**self.__dict__, "_model": []}
 
     def swap(self, name: str, part: Part) -> None:
-        """Add a module that is swapped."""
+        """Add a module that is swapped, though it may have been left as another kind."""
+        self.left.pop(name, None)
+        self.classes.pop(name, None)
         self.swapped[name] = part.change
         self._add(name, part)
 

@@ -36,9 +36,9 @@ _CALLS = {
     "input": "its input is a {}, which only its own forward takes",
     "cache": "called with a {}, which its forward may change, as a cache of keys and values",
     "hooked": "{}: it has a hook, and would be called twice",
-    "again": "its attention would save more than four times its result, and runs again in backward",
+    "again": "its {} would save more than four times its result, and runs again in backward",
     "large": "attention or a linear in it would save more than four times its result",
-    "unseen": "its attention is no call of torch's or transformers' functions",
+    "unseen": "its attention is no call of torch's or transformers' functions, and saves little",
     "logits": "{}, and computes its logits",
     "dtype": "its input is {}, a dtype that was not proven equal, or not that of its weights",
 }

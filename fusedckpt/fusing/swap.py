@@ -62,7 +62,10 @@ def fuse(
     - experts with transformers' parameters, `gate_up_proj` and `down_proj` of three dimensions;
     - modules that call F.scaled_dot_product_attention, flash_attn or transformers' attention
       functions: while training they save their input, and attention's output and log-sum-exp; at
-      other levels those with norms of queries and keys also save their linears' outputs.
+      other levels those with norms of queries and keys also save their linears' outputs;
+    - mixers: modules that call a scan (transformers' kernels, fla, mamba_ssm, a function that
+      `region(fn, "scan")` returned) or causal_conv1d. At level "inputs" they save their input, and
+      the scan's result.
 
     A module gets a subclass of its class, or fusedckpt's class for one of torch's. A call that was
     not proven equal (another dtype, a child replaced or hooked since) runs the original forward.
@@ -77,7 +80,7 @@ def fuse(
             call chooses by its shapes.
         only, skip: one name of a module or pattern of fnmatch, or a list of them.
         norm, mlp, linear, attention, experts: whether norms, MLPs, linears with a norm or
-            activation, attention modules, and experts are swapped.
+            activation, attention modules and mixers, and experts are swapped.
         head: whether causal language models of transformers compute their loss in training without
             logits, as `functional.linear_cross_entropy` does: then `logits` of their output is
             None. A scale and a softcap of logits are read in the first step; a model that does

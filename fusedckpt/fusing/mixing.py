@@ -1,0 +1,161 @@
+"""Modules that mix tokens, found by the functions that their code calls: attention and mixers.
+
+The code is that of a class's forward, of its other methods and of callable objects in its
+attributes that are called there, and of functions of the user's package or file that these call. A
+function that only other code chooses, out of a table, is found by running the model, see
+`find_called`.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from inspect import unwrap
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from fusedckpt.checkpointing import scans
+from fusedckpt.checkpointing.attention import NAME
+
+# functions of attention, and of diffusers, which choose one of them
+_ATTENTION = frozenset(
+    ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "flex_attention")
+    + ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
+    + ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "dispatch_attention_fn")
+)
+# their functions beside a class's own file are not looked into
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
+# how many functions are looked into for one class
+_MOST = 200
+
+
+def mixers(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
+    """Return the names of the modules that mix tokens, and the kinds of functions they call.
+
+    Of several, one inside another, it is the innermost with weights.
+    """
+    found = dict[str, frozenset[str]]()
+    for name, module in modules.items():
+        if kinds := kinds_called(module):
+            while name and not any(p.dim() > 1 for p in modules[name].parameters()):
+                # a module for the call alone
+                name = name.rpartition(".")[0]
+            found[name] = found.get(name, frozenset()) | kinds
+    return innermost(found)
+
+
+def innermost(found: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Leave out the model itself, and modules around others."""
+    return {
+        name: kinds
+        for name, kinds in found.items()
+        if name and not any(other.startswith(f"{name}.") for other in found)
+    }
+
+
+def kinds_called(module: nn.Module) -> frozenset[str]:
+    """Return the kinds of functions that a module's code, or a callable object in it, calls."""
+    if isinstance(module, nn.MultiheadAttention):
+        return frozenset((NAME,))
+    # in attributes, as diffusers' processors are
+    own = [type(value) for value in vars(module).values() if callable(value)]
+    functions = [kind for x in vars(module).values() if (kind := _kind_of(x)) is not None]
+    called = [_called_by(type(module), "forward"), *(_called_by(kind, "__call__") for kind in own)]
+    return frozenset(functions).union(*called)
+
+
+def _kind_of(fn: Any) -> str | None:
+    """Return the kind of a function, also of a partial of it; None where it mixes no tokens."""
+    kind = scans.kind_of(fn)
+    if kind is None and isinstance(fn, partial):
+        return _kind_of(fn.func)
+    is_function = isinstance(fn, (FunctionType, BuiltinFunctionType))
+    return NAME if is_function and fn.__name__ in _ATTENTION else kind
+
+
+@cache
+def _called_by(kind: type, method: str) -> frozenset[str]:
+    """Return the kinds of functions that a method calls, by itself or by the functions it calls."""
+    # FSDP's class of a module is made in torch, the forward is not
+    by = next((base for base in kind.__mro__ if method in vars(base)), kind)
+    if by.__module__.startswith("torch."):
+        return frozenset()
+    found, seen = set[str](), set[Any]()
+    queue = [*_methods(kind, method)]
+    for fn in queue:
+        code = fn.__code__
+        if code in seen or len(seen) > _MOST:
+            continue
+        seen.add(code)
+        names = {*_names(code)}
+        if not _ATTENTION.isdisjoint(names):
+            found.add(NAME)
+        for called in (*_values(fn, names), *_attributes(kind, names)):
+            mixing = _kind_of(called)
+            if mixing is not None:
+                found.add(mixing)
+            elif isinstance(called, FunctionType) and _is_own(called, by):
+                queue.append(unwrap(called))
+        for name in names:
+            queue += _methods(kind, name) if not hasattr(nn.Module, name) else ()
+    return frozenset(found)
+
+
+def _methods(kind: type, name: str) -> Iterator[FunctionType]:
+    """Yield the functions of a name of all classes of one: one calls the other's by super()."""
+    for base in kind.__mro__:
+        method = vars(base).get(name)
+        method = getattr(method, "__func__", method)
+        method = unwrap(method) if callable(method) else None
+        if isinstance(method, FunctionType) and not base.__module__.startswith("torch."):
+            yield method
+
+
+def _attributes(kind: type, names: set[str]) -> Iterator[Any]:
+    """Yield the attributes of a class that are no methods, such as a function of a table."""
+    for base in kind.__mro__[: kind.__mro__.index(object)]:
+        own = (vars(base)[name] for name in names & vars(base).keys())
+        own = (getattr(value, "__func__", value) for value in own)
+        yield from (value for value in own if not isinstance(value, FunctionType))
+
+
+def _is_own(fn: FunctionType, kind: type) -> bool:
+    """Whether a function is of a class's file or package."""
+    if fn.__module__ == kind.__module__:
+        return True
+    package = kind.__module__.partition(".")[0]
+    return package not in _LIBRARIES and (fn.__module__ or "").partition(".")[0] == package
+
+
+def _values(fn: FunctionType, names: set[str]) -> Iterator[Any]:
+    """Yield the values of a function's globals and closed-over variables, and of modules' names."""
+    for code in _codes(fn.__code__):
+        for one in dis.get_instructions(code):
+            if one.opname == "LOAD_GLOBAL":
+                value = fn.__globals__.get(one.argval)
+                if isinstance(value, ModuleType):
+                    yield from (vars(value).get(name) for name in names)
+                yield value
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            # not assigned yet
+            continue
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code, and that of functions inside."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    for one in _codes(code):
+        yield from one.co_names

@@ -1,0 +1,235 @@
+"""Modules found by the functions that their code calls, and scans that run once."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, randn, saved_bytes
+from torch import nn
+
+import fusedckpt
+from fusedckpt import fuse
+from fusedckpt.fusing.mixing import kinds_called
+
+D, T = 16, 12
+RUNS = []
+
+
+class Scan(torch.autograd.Function):
+    """A cumulative sum with a gate, which saves its inputs alone, as a kernel does."""
+
+    @staticmethod
+    def forward(ctx, x, gate):
+        RUNS.append("scan")
+        ctx.save_for_backward(x, gate)
+        return (x * gate.sigmoid()).cumsum(1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            x, gate = given
+            return torch.autograd.grad((x * gate.sigmoid()).cumsum(1), given, dy)
+
+
+def plain(x, gate):
+    return Scan.apply(x, gate)
+
+
+named = fusedckpt.region(plain, "scan")
+# in the place of a package's own
+package = types.ModuleType("fla.ops.some.chunk")
+package.ScanFunction = type("ScanFunction", (Scan,), {"__module__": package.__name__})
+exec("def chunk(x, gate):\n    return ScanFunction.apply(x, gate)", vars(package))
+chunk = package.chunk
+
+
+def by_transformers(name):
+    """Return the function as transformers decorates its kernels."""
+    hub = pytest.importorskip("transformers.integrations")
+    return hub.use_kernel_func_from_hub_with_fallback(name, "no_such_package")(plain)
+
+
+class Mixer(nn.Module):
+    """Projections, a convolution over tokens, a scan, a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x, cache=None):
+        x, gate, z = self.into(x).chunk(3, -1)
+        return self.out(self.scan(F.silu(x), gate) * F.silu(z))
+
+
+class Named(Mixer):
+    def scan(self, x, gate):
+        return named(x, gate)
+
+
+class Behind(Mixer):
+    def scan(self, x, gate):
+        return helper(x, gate)
+
+
+def helper(x, gate):
+    return named(x, gate)
+
+
+class OfPackage(Mixer):
+    def scan(self, x, gate):
+        return chunk(x, gate)
+
+
+def pair(kind):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.LayerNorm(D), kind()).to(DEVICE)
+    fused = copy.deepcopy(eager)
+    return eager, fused, fuse(fused)
+
+
+def grads(model, x):
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("kind", [Named, Behind, OfPackage])
+def test_a_scan_runs_once(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    eager, fused, report = pair(kind)
+    assert report.swapped["1"] == f"{kind.__name__} -> recomputed but for its scan"
+    x = randn(2, T, D)
+    torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    RUNS.clear()
+    grads(fused, x)
+    assert RUNS == ["scan"]
+    assert report.fallbacks == {}
+    # the norm's input, and the scan's result
+    assert saved_bytes(fused, [x]) == 2 * T * 2 * D * 4
+    assert isinstance(package.ScanFunction, type)
+
+
+def test_a_kernel_of_transformers(monkeypatch):
+    """Where it is found in the module of a model."""
+    module = types.ModuleType("transformers.models.some.modeling_some")
+    module.kernel = by_transformers("mamba_chunk_scan_combined")
+    module.update = by_transformers("selective_state_update")
+    module.convolution = by_transformers("causal_conv1d_fn")
+    names = "kernel", "update", "convolution"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = {}
+    for name in names:
+        code = f"def scan(self, x, gate):\n    return {name}(x, gate)"
+        exec(code, vars(module))
+        kind = type("Kernel", (Mixer,), {"scan": module.scan, "__module__": module.__name__})
+        eager, fused, report = pair(kind)
+        found[name] = report.swapped.get("1")
+        x = randn(2, T, D)
+        torch.testing.assert_close(grads(fused, x), grads(eager, x))
+        RUNS.clear()
+        grads(fused, x)
+        assert len(RUNS) == (2 if name == "convolution" else 1)
+    assert found == {
+        "kernel": "Kernel -> recomputed but for its scan",
+        "update": None,
+        "convolution": "Kernel -> recomputed",
+    }
+
+
+def test_a_scan_that_saves_too_much_runs_again():
+    def large(x, gate):
+        RUNS.append("large")
+        for _ in range(8):
+            x = (x * gate.sigmoid()).sin()
+        return x
+
+    class Large(Mixer):
+        scan = staticmethod(fusedckpt.region(large, "scan"))
+
+    eager, fused, report = pair(Large)
+    x = randn(2, T, D)
+    torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    RUNS.clear()
+    grads(fused, x)
+    assert len(RUNS) == 2
+    assert "its scan would save more than four times" in report.fallbacks["1"]
+    assert saved_bytes(fused, [x]) == 2 * T * D * 4
+
+
+def test_a_checkpoint_saves_scans_by_name():
+    model, x = Mixer().to(DEVICE), randn(2, T, D)
+    model.scan = named
+    for names, count in ((), 2), ("scan", 1), ("s*", 1), ("attention", 2):
+        RUNS.clear()
+        fusedckpt.checkpoint(model, x, save_regions=names).sum().backward()
+        assert len(RUNS) == count
+
+
+SDPA = F.scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def direct(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def twice(q, k, v):
+    return direct(q, k, v)
+
+
+def closing():
+    def inside(q, k, v):
+        return twice(q, k, v)
+
+    class Closing(Attention):
+        def attend(self, q, k, v):
+            return inside(q, k, v)
+
+    return Closing()
+
+
+class Direct(Attention):
+    def attend(self, q, k, v):
+        return direct(q, k, v)
+
+
+class Twice(Attention):
+    def attend(self, q, k, v):
+        return twice(q, k, v)
+
+
+HELPERS = {"direct": Direct, "twice": Twice, "closed over": closing}
+
+
+@pytest.mark.parametrize("kind", HELPERS.values(), ids=list(HELPERS))
+def test_attention_behind_helpers(kind):
+    eager, fused, report = pair(kind)
+    assert "recomputed but for attention itself" in report.swapped["1"]
+    x = randn(2, T, D)
+    torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    assert saved_bytes(fused, [x]) == 2 * T * (2 * D + 2) * 4
+    assert report.fallbacks == {}
+
+
+def test_functions_of_other_code_are_not_looked_into():
+    class Other(Attention):
+        def attend(self, q, k, v):
+            return q + F.softmax(k, -1) * v
+
+    assert kinds_called(Other()) == frozenset()
+    assert kinds_called(nn.Linear(2, 2)) == frozenset()
+    assert kinds_called(nn.MultiheadAttention(4, 2)) == {"attention"}
