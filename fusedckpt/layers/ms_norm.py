@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import arguments, dispatch, private
+from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.blocks import validate
 
 
@@ -105,9 +105,7 @@ class MSRMSNorm(nn.RMSNorm):
         return _normalised(self, x)
 
 
-def merge_affine(
-    norm: nn.Module, *linears: nn.Linear, model: nn.Module, args: tuple[Any, ...]
-) -> nn.Module:
+def merge_affine(norm: nn.Module, *linears: nn.Linear) -> nn.Module:
     """Multiply a norm's weight and bias into its linears; return the norm without both.
 
         W' = W diag(weight), b' = b + W bias
@@ -115,19 +113,19 @@ def merge_affine(
     in float64, rounded once. A linear without a bias gets one where the norm has one. Training then
     differs: an optimizer moves the product. Put the returned norm in the place of `norm`.
 
+    Nothing checks who reads the norm's result: a model computes the same only where the linears are
+    all that reads it, each reads nothing else, and none shares its weight (as a router beside
+    them, or a residual taken after the norm, would).
+
     Args:
         norm: nn.LayerNorm, nn.RMSNorm, or ours, over one dimension.
         linears: nn.Linear, all that read the result of `norm`.
-        model: holds them, not fused; `model(*args)` is run once, without gradients; its buffers and
-            random states stay as they are.
 
     Raises:
-        ValueError: something else reads the norm's result, a linear reads something else or shares
-            its weight, or shapes do not fit.
-        TypeError: norm, linears, model or args are of other classes.
+        ValueError: shapes do not fit, or the norm has no weight.
+        TypeError: norm or linears are of other classes.
     """
     scale, shift = _affine("merge_affine", norm, linears)
-    _check_readers(norm, linears, model, args)
     for linear in linears:
         weight = linear.weight.double()
         _write(linear, weight * scale, None if shift is None else weight @ shift)
@@ -179,69 +177,3 @@ def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
     scale = norm.weight.detach().double() + getattr(norm, "offset", 0.0)
     bias = getattr(norm, "bias", None)
     return scale, None if bias is None else bias.detach().double()
-
-
-class _Readers(private.TorchDispatchMode):
-    """Notes readers of a norm's results besides its linears, and of the linears' weights.
-
-    owners: names of modules, by storages of their parameters.
-    """
-
-    def __init__(self, owners: dict[int, str], weights: set[int]) -> None:
-        super().__init__()
-        self.owners, self.weights, self.unread = owners, weights, set(weights)
-        # by storage; they live on, so that no other tensor takes it
-        self.results: dict[int, Tensor] = {}
-        self.problems: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        given, made = _by_storage((args, kwargs)), _by_storage(found)
-        reads, weights = given.keys() & self.results.keys(), given.keys() & self.weights
-        if func.is_view:
-            return found
-        if reads and name == "_to_copy":
-            self.results |= made
-        elif reads and not weights:
-            names = [self.owners[one] for one in given if one in self.owners]
-            self.problems.append(f"{names[0] if names else name} reads the result of norm as well")
-        elif weights and not reads:
-            names = [self.owners.get(one, name) for one in weights]
-            self.problems.append(f"{names[0]} multiplies another tensor as well")
-        self.unread -= weights
-        return found
-
-
-def _by_storage(values: Any) -> dict[int, Tensor]:
-    leaves = private.pytree.tree_leaves(values)
-    found = [t for t in leaves if isinstance(t, Tensor)]
-    return {private.storage_key(t.untyped_storage()): t for t in found}
-
-
-def _check_readers(norm: nn.Module, linears: Any, model: Any, args: Any) -> None:
-    """Run the model; refuse other readers of the norm, and linears that read something else."""
-    arguments.module("merge_affine", "model", model)
-    if not isinstance(args, (tuple, list)):
-        arguments.wrong_type("merge_affine", "args", "a tuple", args)
-    owners = {
-        storage: name
-        for name, module in model.named_modules()
-        for storage in _by_storage(list(module._parameters.values()))
-    }
-    mode = _Readers(owners, set(_by_storage([one.weight for one in linears])))
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    hook = norm.register_forward_hook(lambda _norm, _args, y: mode.results.update(_by_storage(y)))
-    try:
-        with torch.random.fork_rng(), torch.no_grad(), mode:
-            returned = _by_storage(model(*args))
-    finally:
-        hook.remove()
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    if returned.keys() & mode.results.keys():
-        mode.problems.append("the caller of model reads the result of norm as well")
-    if mode.unread:
-        name = owners.get(min(mode.unread), "one of linears")
-        mode.problems.append(f"{name} does not multiply the result of norm")
-    if mode.problems:
-        raise ValueError(f"merge_affine: {mode.problems[0]}")
