@@ -1,14 +1,11 @@
-"""torchtitan: overrides that fuse every block and its experts, and checkpoint it with ours.
+"""torchtitan: overrides that fuse every block, and checkpoint it with ours.
 
     --override.imports fusedckpt.integrations.torchtitan.fused_block
     --override.imports 'fusedckpt.integrations.torchtitan.fused_block={"save": "preact"}'
     --override.imports fusedckpt.integrations.torchtitan.full_checkpoint
 
-    --override.imports 'fusedckpt.integrations.torchtitan.fused_experts={"save": "gate"}'
-
 `full_checkpoint={"save_regions": ["attention"]}` does not run attention again. Blocks are fused
-where they are built, before tensor parallelism, checkpoints, compile and FSDP. `fused_experts` runs
-the experts of mixtures by the steps of `functional.experts`; under expert parallelism, too.
+where they are built, before tensor parallelism, checkpoints, compile and FSDP.
 """
 
 from __future__ import annotations
@@ -17,26 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 # the checkers' environment does not have it
 # pyright: reportMissingImports=false
 from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import TransformerBlock
-from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
-from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.builder import ROUTED_GATED, Linears
-from fusedckpt.blocks.experts import ExpertOptions
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.wrapper import checkpoint_in_place
 from fusedckpt.fusing.swap import fuse
 
-__all__ = ["full_checkpoint", "fused_block", "fused_experts"]
+__all__ = ["full_checkpoint", "fused_block"]
 
 
 @override(target=TransformerBlock.Config, description="fusedckpt.fuse")
@@ -81,46 +72,3 @@ def full_checkpoint(config: Any, save_regions: str | Sequence[str] = ()) -> Any:
     """
     made = derive(config, _FullCheckpoint.Config)
     return replace(made, save_regions=patterns_of(save_regions))
-
-
-class _FusedExperts(GroupedExperts):
-    """Experts on rows in the order of their experts; see `functional.experts` for the levels."""
-
-    _fusedckpt_options: ExpertOptions
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Map rows [R, D] by the expert that each belongs to; rows of no expert become zeros."""
-        local = (p.to_local() if isinstance(p, DTensor) else p for p in self._parameters.values())
-        # as torchtitan multiplies, in any dtype of x
-        w1, w2, w3 = (p.bfloat16() for p in local)
-        ends = num_tokens_per_expert.cumsum(0)
-        rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
-        index = torch.searchsorted(ends, rows, right=True)[:, None]
-        scores = torch.ones(index.shape, device=x.device)
-        pairs = [(w1, None), (w3, None), (w2, None)]
-        options = self._fusedckpt_options
-        with torch.autocast(x.device.type, enabled=False):
-            return run_linears(options, x.bfloat16(), (index, scores), pairs).type_as(x)
-
-
-@override(target=GroupedExperts.Config, description="fusedckpt.functional.experts")
-def fused_experts(config: Any, save: str = "inputs", chunks: int | None = None) -> Any:
-    """Return a config whose experts save only their rows; see `functional.experts` for the levels.
-
-    Experts of a class with another forward, or other products, are built as they are.
-    """
-    linears = Linears(ROUTED_GATED)
-    options = ExpertOptions("fused_experts", "silu", save=save, chunks=chunks, linears=linears)
-    options.chosen(None)
-
-    class FusedExpertsConfig(type(config)):
-        __slots__ = ()
-
-        def build(self, **kwargs: Any) -> nn.Module:
-            module = super().build(**kwargs)
-            names = [name[:2] for name in module._parameters]
-            if type(module) is GroupedExperts and names == ["w1", "w2", "w3"]:
-                module.__class__, module._fusedckpt_options = _FusedExperts, options
-            return module
-
-    return derive(config, FusedExpertsConfig)

@@ -6,23 +6,19 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.utils.checkpoint as stock
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fusedckpt.autograd import arguments
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.segment import checkpoint
-from fusedckpt.fusing import reasons
-from fusedckpt.fusing.experts import experts_swap, fused
 from fusedckpt.fusing.held import MARK
 from fusedckpt.fusing.swap import fuse
 from fusedckpt.integrations.first_batch import at_first_batch
 
-__all__ = ["FuseCallback", "register_experts", "use_checkpoint"]
+__all__ = ["FuseCallback", "use_checkpoint"]
 
 _REENTRANT = (
     "fusedckpt.checkpoint has no use_reentrant=True: pass "
@@ -139,35 +135,6 @@ def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> 
     for module, function in _checkpointing(model):
         ours: Any = partial(checkpoint, *function.args, **{**function.keywords, **given})
         module._gradient_checkpointing_func = ours
-
-
-def register_experts() -> None:
-    """Register "fusedckpt" among transformers' implementations of experts.
-
-        register_experts()
-        AutoModelForCausalLM.from_pretrained(name, experts_implementation="fusedckpt")
-
-    `fuse` needs none of it; this is for expert parallelism, which transformers sets up while it
-    loads a model, around the forward that its config names. The results are not verified. The save
-    level is "inputs", or that of `fusedckpt.saving`.
-    """
-    ALL_EXPERTS_FUNCTIONS.register("fusedckpt", _experts_forward)
-
-
-# how each module's experts are computed, or why they cannot be
-_MATCHES: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-
-
-def _experts_forward(module: nn.Module, x: Tensor, index: Tensor, scores: Tensor) -> Any:
-    if module not in _MATCHES:
-        swap = experts_swap(module, "inputs", None)
-        _MATCHES[module] = swap if isinstance(swap, str) else swap.attributes["_fusedckpt_match"]
-    match = _MATCHES[module]
-    y = match if isinstance(match, str) else fused(module, match, "inputs", None, x, index, scores)
-    if isinstance(y, (str, tuple)):
-        why = y if isinstance(y, str) else reasons.of_call(module, y)
-        raise ValueError(f'experts_implementation="fusedckpt": {type(module).__name__}: {why}')
-    return y
 
 
 def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, partial[Any]]]:

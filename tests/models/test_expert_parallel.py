@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,11 @@ def main(folder: Path, rank: int) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.distributed import DistributedConfig
 
-    from fusedckpt.integrations.transformers import register_experts
-
-    register_experts()
+    # the recipe as it stands on the page, but for the model that it loads
+    page = Path(__file__).parents[2] / "fusedckpt/fusing/README.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (recipe,) = [block for block in blocks if "ALL_EXPERTS_FUNCTIONS" in block]
+    exec(recipe.partition("model = ")[0], {})
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
