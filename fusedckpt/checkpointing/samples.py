@@ -9,7 +9,8 @@ The result is a flag on the tensors' device, so that no GPU is waited for within
 of the backward reads the flags of all segments at once. torch._assert_async would spare that one
 wait, but its error names no function and ends all use of the GPU by the process; here it is a
 Python error, and comes before an optimizer's step. Where a CUDA graph is captured nothing can be
-read, and torch._assert_async takes the place.
+read, and under torch.cuda.set_sync_debug_mode nothing is to be waited for: torch._assert_async takes
+the place.
 """
 
 from __future__ import annotations
@@ -179,12 +180,19 @@ def compare(pairs: list[Pair]) -> None:
                 torch.stack([p.now for p in group]),
             )
             are_same = _are_same(before, now, dtype)
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if not _may_wait(device):
                 private.assert_later(are_same.all(), _message(group[0].name))
                 continue
             wrong = [p for p, is_same in zip(group, are_same.tolist(), strict=True) if not is_same]
             if wrong:
                 raise CheckpointError(_message(wrong[0].name))
+
+
+def _may_wait(device: torch.device) -> bool:
+    """Whether the result of a kernel may be read now."""
+    if device.type != "cuda":
+        return True
+    return not (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())
 
 
 def _message(name: str) -> str:

@@ -139,7 +139,8 @@ def test_one_kernel_a_dropped_tensor():
     assert len(segment.samples._of) == 5
     assert all(sample.numel() == 64 for sample in segment.samples._of.values())
     # the region's result and log-sum-exp are known for such when it returns
-    assert len(segment.kept) == 2
+    # and for the state of a GPU's generator
+    assert len(segment.kept) == (2 if DEVICE.type == "cpu" else 4)
     assert sum(e.count for e in events.key_averages() if e.key == "aten::take") == 7
     with torch.profiler.profile() as events:
         y.sum().backward()
@@ -164,6 +165,26 @@ def test_at_once_where_the_end_cannot_raise(monkeypatch):
     scale[0] = 2.0
     with pytest.raises(CheckpointError, match="other values"):
         y.backward()
+
+
+def test_an_error_of_the_device_where_nothing_may_be_waited_for(monkeypatch):
+    """A CPU raises it at once."""
+    monkeypatch.setattr(samples, "_may_wait", lambda device: False)
+    before, now = torch.zeros(3), torch.ones(3)
+    samples.compare([samples.Pair("f", before, before)])
+    with pytest.raises(RuntimeError, match="f: its recompute brings back other values"):
+        samples.compare([samples.Pair("f", before, now)])
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU waits for nothing")
+def test_nothing_is_waited_for_where_that_is_an_error():
+    fn, x = changing(nn.Linear(D, D).to(DEVICE), [1.0]), randn(8, D)
+    y = checkpoint(fn, x, debug="samples").sum()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_options():
