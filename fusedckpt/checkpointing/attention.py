@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.checkpointing import scans
-from fusedckpt.checkpointing.regions import Keeper, region
+from fusedckpt.checkpointing.regions import Keeper, region, regions_seen
 
 NAME = "attention"
 # asked for by this name alone, not by a pattern
@@ -113,16 +113,21 @@ def _flash(module: Any) -> tuple[_Place, ...]:
 
 
 def _scans() -> Iterator[_Place]:
-    for table, name in scans.places():
+    for table, name, _ in scans.places(scans.SCAN):
         yield table, name, _as_region(table[name], scans.SCAN)
 
 
 @cache
 def _as_region(fn: Any, name: str) -> Any:
     """Return a function, or an autograd Function, as a region."""
+    return _wrapped(fn, lambda run: region(run, name))
+
+
+def _wrapped(fn: Any, wrap: Callable[[Any], Any]) -> Any:
+    """Return a function, or an object like an autograd Function, whose calls are wrapped."""
     if isinstance(fn, type):
-        return SimpleNamespace(apply=region(fn.apply, name))  # type: ignore[attr-defined]
-    return update_wrapper(region(fn, name), fn)
+        return SimpleNamespace(apply=wrap(fn.apply))  # type: ignore[attr-defined]
+    return update_wrapper(wrap(fn), fn)
 
 
 def _linear() -> Iterator[_Place]:
@@ -136,6 +141,27 @@ def _linear() -> Iterator[_Place]:
         return run(_cast(input), weight, bias)
 
     yield _TORCH, "linear", update_wrapper(ours, fn)
+
+
+@contextmanager
+def watched(see: Callable[[str], None]) -> Iterator[None]:
+    """Call `see` with the kind of each function of attention or of a mixer that is called."""
+
+    def spying(kind: str, fn: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            see(kind)
+            return fn(*args, **kwargs)
+
+        return run
+
+    def spies() -> Iterator[_Place]:
+        for table, name, kind in scans.places(scans.SCAN, scans.CONVOLUTION):
+            yield table, name, _wrapped(table[name], partial(spying, kind))
+        for table, name, _ in _attention():
+            yield table, name, _wrapped(table[name], partial(spying, NAME))
+
+    with _Functions(spies).regions(), regions_seen(see):
+        yield
 
 
 # by the names of their regions

@@ -12,7 +12,8 @@ checkpoints around that one see the tensors that the region saves.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -230,7 +231,23 @@ def region(fn: Callable[..., Any], name: str, recompute: bool = False) -> Callab
     return fn if arguments.flag("region", "recompute", recompute) else partial(_call, fn, name)
 
 
+# called with the name of each region that is called
+_watchers: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def regions_seen(see: Callable[[str], None]) -> Iterator[None]:
+    """Call `see` with the names of regions that are called inside."""
+    _watchers.append(see)
+    try:
+        yield
+    finally:
+        _watchers.remove(see)
+
+
 def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    for see in _watchers:
+        see(name)
     keepers = _keepers(name)
     if not keepers:
         return fn(*args, **kwargs)

@@ -55,12 +55,13 @@ def _kernel_of(fn: FunctionType) -> str | None:
     return fn.__closure__[code.co_freevars.index("func_name")].cell_contents  # type: ignore[index]
 
 
-def places() -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the scans that models call: their table, and their name in it."""
+def places(*kinds: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield the functions of these kinds that models call: their table, name in it, and kind."""
     for name in _modules(len(sys.modules)):
         module = sys.modules.get(name)
         if module is not None:
-            yield from ((vars(module), key) for key in _names(module))
+            table = vars(module)
+            yield from ((table, key, kind) for key, kind in _names(module) if kind in kinds)
 
 
 @lru_cache(1)
@@ -74,8 +75,8 @@ def _modules(_: int) -> list[str]:
 
 
 @cache
-def _names(module: Any) -> list[str]:
+def _names(module: Any) -> list[tuple[str, str]]:
     is_package = module.__name__.startswith(_PACKAGES)
     # of a package its Functions, as its functions may be imported by name
-    table = [*vars(module).items()]
-    return [n for n, fn in table if isinstance(fn, type) == is_package and kind_of(fn) == SCAN]
+    table = [(n, fn) for n, fn in [*vars(module).items()] if isinstance(fn, type) == is_package]
+    return [(n, kind) for n, fn in table if (kind := kind_of(fn)) is not None]

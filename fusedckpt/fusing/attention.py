@@ -35,7 +35,8 @@ from fusedckpt.fusing.again import Again, needs_gradient
 from fusedckpt.fusing.forwards import Swap, Swapped
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.matcher import unfit
-from fusedckpt.fusing.mixing import mixers
+from fusedckpt.fusing.mixing import mixers, united
+from fusedckpt.fusing.running import mixers_of
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import recipe_of
 from fusedckpt.fusing.state import is_noted
@@ -170,12 +171,20 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (made_of(type(module)) or (None, None))[1] is nn.Linear
 
 
-def find_attention(search: Search) -> None:
-    """Find attention modules that are not swapped otherwise, in a block, or around an MLP."""
+def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
+    """Find attention and mixers that are not swapped otherwise, in a block, or around an MLP."""
     save, report = search.save, search.report
+    found = mixers(search.modules)
+    if batch is not None and search.kinds["attention"]:
+        called = mixers_of(model, batch)
+        if isinstance(called, str):
+            report.notes.append(f"attention and mixers were found by their code, as {called}")
+        else:
+            found = united(called, found)
+            report.notes.append("attention and mixers were found by running the batch")
     known = {*search.inside, *(module for module, _ in search.swaps)}
     mlps = {module for module, swap in search.swaps if swap.kind == "mlp"}
-    for name, kinds in mixers(search.modules).items():
+    for name, kinds in found.items():
         module = search.modules[name]
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue

@@ -31,7 +31,8 @@ class FuseReport:
     classes: of modules left, the class; shared: of linears and activations that save the recipe of
     their input, where a fused norm made it, the class; saved: of fused modules, the bytes per token
     saved for backward before and now, the input included, measured on meta tensors (missing for
-    attention, and where it cannot run on them).
+    attention, and where it cannot run on them). notes: how attention and mixers were found, where
+    `fuse` was given a batch.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class FuseReport:
     already: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict, compare=False)
+    notes: list[str] = field(default_factory=list, compare=False)
     _model: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -101,6 +103,7 @@ class FuseReport:
         lines += [f"  {n:4d} x {kind} -> saves the norm's input" for kind, n in counts.items()]
         left = {name: (self.classes[name], reason) for name, reason in self.left.items()}
         lines += [f"  left {line}" for line in _grouped(left, {})]
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join([*lines, *self._unfused(), *self._hint()])
 
     def _hint(self) -> Iterator[str]:

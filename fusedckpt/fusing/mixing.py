@@ -3,7 +3,7 @@
 The code is that of a class's forward, of its other methods and of callable objects in its
 attributes that are called there, and of functions of the user's package or file that these call. A
 function that only other code chooses, out of a table, is found by running the model, see
-`find_called`.
+`running`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,18 @@ def mixers(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
                 name = name.rpartition(".")[0]
             found[name] = found.get(name, frozenset()) | kinds
     return innermost(found)
+
+
+def united(
+    called: Mapping[str, frozenset[str]], found: Mapping[str, frozenset[str]]
+) -> dict[str, frozenset[str]]:
+    """Return the modules that a run has shown, and those found in parts that it did not reach."""
+    added = {
+        name: kinds
+        for name, kinds in found.items()
+        if not any(f"{a}.".startswith(f"{b}.") for n in called for a, b in ((n, name), (name, n)))
+    }
+    return {**called, **added}
 
 
 def innermost(found: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:

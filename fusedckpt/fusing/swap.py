@@ -17,7 +17,7 @@ from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, reasons
-from fusedckpt.fusing.attention import find_attention
+from fusedckpt.fusing.attention import find_mixers
 from fusedckpt.fusing.causal_loss import find_head
 from fusedckpt.fusing.experts import holds as holds_experts
 from fusedckpt.fusing.forwards import FusedFeedForward, Swap, within
@@ -48,6 +48,7 @@ def fuse(
     experts: bool = True,
     head: bool | str = False,
     verify: bool = True,
+    batch: Any = None,
     recipes: bool = False,
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
@@ -86,6 +87,9 @@ def fuse(
             None. A scale and a softcap of logits are read in the first step; a model that does
             anything else to them is named there, and computes them as before. "always": in
             evaluation with labels, too.
+        batch: arguments of the model, as a dict, a tuple, or one tensor. With these a copy of the
+            model runs once, without gradients, and modules that call attention or a scan are found
+            whatever helper calls it. Without, they are found by their code.
         verify: before a swap, compare outputs and gradients of the fused module with the
             original's, on random inputs and weights: the error against float64 may be twice the
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
@@ -121,7 +125,7 @@ def fuse(
     # all are found before anything is touched
     matcher = Matcher(save, chunks, verify)
     _Blocks(search, matcher).find()
-    find_attention(search)
+    find_mixers(model, search, batch)
     if head:
         find_head(model, search, always=head == "always")
     search.check()

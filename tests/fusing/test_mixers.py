@@ -233,3 +233,81 @@ def test_functions_of_other_code_are_not_looked_into():
     assert kinds_called(Other()) == frozenset()
     assert kinds_called(nn.Linear(2, 2)) == frozenset()
     assert kinds_called(nn.MultiheadAttention(4, 2)) == {"attention"}
+
+
+class OfATable(Attention):
+    """Calls a function that its code does not name."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen, self.generator = [], torch.Generator().manual_seed(0)
+
+    def attend(self, q, k, v):
+        self.calls += 1
+        self.seen.append(torch.rand((), generator=self.generator).item())
+        name = "scaled_dot_product_attention"
+        return getattr(F, name)(q, k, v)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(D), OfATable()
+
+    def forward(self, x, scale=1.0):
+        return self.attention(self.norm(x)) * scale
+
+
+@pytest.mark.parametrize("batch", ["tensor", "tuple", "dict"])
+def test_found_by_running(batch):
+    torch.manual_seed(0)
+    eager = nn.Sequential(Layer(), Layer()).to(DEVICE) if batch == "tensor" else Layer().to(DEVICE)
+    assert not any("attention" in k for k in fuse(copy.deepcopy(eager)).kinds.values())
+    fused, x = copy.deepcopy(eager), randn(2, T, D)
+    calls = [copy.deepcopy(m.generator.get_state()) for m in fused.modules() if hasattr(m, "seen")]
+    given = {"tensor": x, "tuple": (x, 2.0), "dict": {"x": x, "scale": 2.0}}[batch]
+    before = torch.get_rng_state()
+    report = fuse(fused, batch=given)
+    changes = [c for n, c in report.swapped.items() if n.endswith("attention")]
+    assert changes == ["OfATable -> recomputed but for attention itself"] * len(changes)
+    assert len(changes) == (2 if batch == "tensor" else 1)
+    assert "attention and mixers were found by running the batch" in str(report)
+    # nothing of the run is left
+    assert torch.equal(before, torch.get_rng_state())
+    for module, state in zip(
+        [m for m in fused.modules() if hasattr(m, "seen")], calls, strict=True
+    ):
+        assert module.seen == []
+        assert module.calls == 0
+        assert torch.equal(module.generator.get_state(), state)
+    for _ in range(2):
+        torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    assert [m.calls for m in fused.modules() if hasattr(m, "seen")] == [
+        m.calls for m in eager.modules() if hasattr(m, "seen")
+    ]
+    assert report.fallbacks == {}
+
+
+def test_a_batch_that_does_not_run():
+    model = nn.Sequential(nn.LayerNorm(D), Direct()).to(DEVICE)
+    report = fuse(model, batch={"y": 1})
+    assert "recomputed but for attention" in report.swapped["1"]
+    assert "found by their code, as the model raised TypeError" in str(report)
+    model = nn.Sequential(nn.LayerNorm(D), Named()).to(DEVICE)
+    assert "1" in fuse(model, batch=randn(2, T, D)).swapped
+
+
+def test_the_innermost_with_weights_and_parts_that_do_not_run():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Sequential(OfATable()), Direct()
+
+        def forward(self, x):
+            return self.first(x)
+
+    model = Either().to(DEVICE)
+    report = fuse(model, batch=randn(2, T, D))
+    found = {name for name, kind in report.kinds.items() if kind == "attention"}
+    assert found == {"first.0", "second"}
