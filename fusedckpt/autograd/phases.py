@@ -10,7 +10,7 @@ Where that is missing, layers save the tensors of their level, which recomputes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -162,6 +162,31 @@ class PackHook:
 pack_hook: Callable[[Any], Callable[[Tensor], Any]] = (
     attrgetter("pack") if private.user_hooks is None else PackHook
 )
+
+
+def in_default_stock(around: Hooks | None) -> bool:
+    """Whether the innermost hooks are of the forward of torch's non-reentrant checkpoint.
+
+    Of one without options, and with the hooks `around` right around it.
+    """
+    hooks = private.top_hooks()
+    if hooks is None or private.stock_phase(hooks[0]) != "forward":
+        return False
+    saved_tensors_hooks(*hooks).__exit__()
+    below = private.top_hooks()
+    saved_tensors_hooks(*hooks).__enter__()
+    try:
+        frame = private.variable_of(hooks[0], "frame")
+        run = frame.recompute_fn
+        return (
+            below == around
+            and isinstance(private.variable_of(run, "recompute_context"), nullcontext)
+            and private.variable_of(run, "preserve_rng_state") is True
+            and (frame.early_stop, frame.unpack_error_cb) == (True, None)
+            and "default" in frame.metadata_fn.__name__
+        )
+    except (AttributeError, TypeError, ValueError):
+        return False
 
 
 def of_layer() -> Phase | None:

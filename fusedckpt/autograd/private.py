@@ -228,13 +228,16 @@ def stock_phase(pack: Any) -> str | None:
     return _PHASES.get(pack.__qualname__) if is_stock else None
 
 
+def variable_of(function: Any, name: str) -> Any:
+    """Return a variable that a function closes over."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
 def num_wanted(pack: Any) -> int | None:
     """Return how many tensors a recompute of torch's ends after; None, and more is computed."""
     pack = getattr(pack, "_torchdynamo_orig_callable", pack)
     try:
-        names = pack.__code__.co_freevars
-        cells = {n: c.cell_contents for n, c in zip(names, pack.__closure__, strict=True)}
-        frame, backward = cells["target_frame_ref"](), cells["gid"]
+        frame, backward = variable_of(pack, "target_frame_ref")(), variable_of(pack, "gid")
         count, done = len(frame.weak_holders), frame.recomp_counter[backward]
         return count - done if frame.early_stop else None
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.utils.checkpoint as stock
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fusedckpt.autograd import arguments
+from fusedckpt.autograd import arguments, private
+from fusedckpt.autograd.phases import in_default_stock
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.fusing.held import MARK
@@ -120,6 +123,9 @@ def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> 
         model.gradient_checkpointing_enable()
         use_checkpoint(model, save_regions=["attention"])
 
+    Models of diffusers are taken, too, after `enable_gradient_checkpointing()`: the function by
+    which they checkpoint is called once with a module that looks which checkpoint calls it.
+
     With save_regions=["attention"] attention does not run again: a layer saves its input, and
     attention's output and log-sum-exp.
 
@@ -138,18 +144,63 @@ def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> 
 
 
 def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, partial[Any]]]:
-    """Return the modules that gradient checkpointing runs, and the function that each calls."""
-    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
-    if not found:
+    """Return the modules that gradient checkpointing runs, and the checkpoint that each calls."""
+    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
+    if not modules:
         raise ValueError(
             "use_checkpoint: no module has gradient_checkpointing set: call "
             "model.gradient_checkpointing_enable() before"
         )
-    functions: list[Any] = [getattr(each, "_gradient_checkpointing_func", None) for each in found]
-    for function in functions:
-        if getattr(function, "func", None) not in (stock.checkpoint, checkpoint):
+    # one function for all of them
+    checkpoints: dict[Any, partial[Any]] = {}
+    for module in modules:
+        function: Any = getattr(module, "_gradient_checkpointing_func", None)
+        if function in checkpoints:
+            continue
+        if getattr(function, "func", None) in (stock.checkpoint, checkpoint):
+            checkpoints[function] = function
+        elif _calls_checkpoint(function):
+            checkpoints[function] = partial(checkpoint)
+        else:
             raise ValueError(f"use_checkpoint: expected torch's checkpoint, found {function}")
-    return [*zip(found, functions, strict=True)]
+    return [(module, checkpoints[module._gradient_checkpointing_func]) for module in modules]
+
+
+class _Probe(nn.Module):
+    """Notes its calls: the arguments, and whether torch's checkpoint alone is around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+        self._hooks, self._modes = private.top_hooks(), _modes()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Note a call, and return its first argument."""
+        is_default = in_default_stock(self._hooks) and _modes() == self._modes
+        self.calls.append((is_default, kwargs, *args))
+        return args[0]
+
+
+def _modes() -> tuple[Any, ...]:
+    modes = private.num_dispatch_modes(), private.num_function_modes()
+    return *modes, private.is_any_autocast_on()
+
+
+def _calls_checkpoint(function: Any) -> bool:
+    """Whether a function checkpoints its first argument, called with the others, and no more.
+
+    Such is the one of diffusers' models. It is called with a module that looks around.
+    """
+    probe, args = _Probe(), tuple(torch.zeros(1, requires_grad=True) for _ in range(2))
+    try:
+        with torch.enable_grad():
+            y = function(probe, *args)
+    except Exception:
+        return False
+    if len(probe.calls) != 1 or len(probe.calls[0]) != 4:
+        return False
+    is_default, kwargs, *given = probe.calls[0]
+    return is_default and not kwargs and y is args[0] and all(map(operator.is_, given, args))
 
 
 def _is_reentrant(function: partial[Any]) -> bool:

@@ -153,7 +153,8 @@ def by_another(model):
     """Return a model that calls another function than torch's checkpoint, as offload has it."""
 
     def run(function, *args, **kwargs):
-        return stock.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        with torch.autograd.graph.save_on_cpu():
+            return stock.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def enable(**kwargs):
         model._set_gradient_checkpointing(True, functools.partial(run))
