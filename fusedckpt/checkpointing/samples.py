@@ -9,7 +9,7 @@ The result is a flag on the tensors' device, so that no GPU is waited for within
 of the backward reads the flags of all segments at once. torch._assert_async would spare that one
 wait, but its error names no function and ends all use of the GPU by the process; here it is a
 Python error, and comes before an optimizer's step. Where a CUDA graph is captured nothing can be
-read, and under torch.cuda.set_sync_debug_mode nothing is to be waited for: torch._assert_async takes
+read, and under torch.cuda.set_sync_debug_mode nothing may be waited for: torch._assert_async takes
 the place.
 """
 
