@@ -109,7 +109,9 @@ def call_builtins_directly() -> None:
     checks = tl.load.__code__
 
     def patch(obj, name, member, builder, scope):
-        function = member.__wrapped__ if member.__code__ is checks else member
+        # a class has no code
+        is_checked = getattr(member, "__code__", None) is checks
+        function = member.__wrapped__ if is_checked else member
         semantic = TritonSemantic(builder)
 
         def called(*args, _semantic=None, **kwargs):
@@ -198,7 +200,7 @@ def patch_once() -> None:
 
 
 def patch() -> None:
-    """Do all of it where kernels are interpreted, with triton 3.6 or 3.7: another one is slower."""
+    """Do all of it where kernels are interpreted, with triton 3.6 to 3.8: another one is slower."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     with suppress(AttributeError, NameError):

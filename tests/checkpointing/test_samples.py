@@ -141,7 +141,8 @@ def test_one_kernel_a_dropped_tensor():
     # the region's result and log-sum-exp are known for such when it returns
     # and for the state of a GPU's generator
     assert len(segment.kept) == (2 if DEVICE.type == "cpu" else 4)
-    assert sum(e.count for e in events.key_averages() if e.key == "aten::take") == 7
+    taken = sum(e.count for e in events.key_averages() if e.key == "aten::take")
+    assert taken == 5 + len(segment.kept)
     with torch.profiler.profile() as events:
         y.sum().backward()
     assert sum(e.count for e in events.key_averages() if e.key == "aten::take") == 5

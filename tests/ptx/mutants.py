@@ -126,6 +126,8 @@ def outcome(arch: str, kernel: str, numbers: Collection[int]) -> str | None:
             tensors, _ = run(arch, kernel, how, change)
         except Fault as fault:
             return f"fault with {name}: ...{str(fault)[-70:]}"
-        if not all(torch.equal(a, b) for a, b in zip(tensors, truth(arch, kernel, name), strict=True)):
+        if not all(
+            torch.equal(a, b) for a, b in zip(tensors, truth(arch, kernel, name), strict=True)
+        ):
             return f"other numbers with {name}"
     return None
