@@ -248,6 +248,12 @@ class Call:
         count = len(values) - len(self._names)
         return values[:count], dict(zip(self._names, values[count:], strict=True))
 
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Yield what is held of each argument, with its name or number."""
+        count = len(self.held) - len(self._names)
+        names = [*(f"argument {i}" for i in range(count)), *self._names]
+        return zip(names, self.held, strict=True)
+
     def leave(self, result: Any, made: dict[Any, Any]) -> None:
         """Leave in `made` the parts of a result that later calls of this recompute take."""
 

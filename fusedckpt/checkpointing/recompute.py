@@ -27,6 +27,7 @@ from fusedckpt.checkpointing.determinism import Run, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.regions import Keeper, Record
 from fusedckpt.checkpointing.samples import Pair, sampled
+from fusedckpt.checkpointing.stateful import advice_for
 
 
 class Stop(BaseException):
@@ -34,6 +35,8 @@ class Stop(BaseException):
 
 
 _NO_SLOT = None, None
+# of operations that get tensors of other shapes
+_OF_SHAPES = RuntimeError, ValueError, IndexError, AssertionError
 
 
 class _Lent:
@@ -83,7 +86,8 @@ class Recompute(Keeper):
         # samples of the forward with those of this recompute
         self.pairs: list[Pair] = []
         self._samples: dict[int, Tensor] = {}
-        self._stopped = False
+        # whether a call was begun, and whether all tensors came back before its end
+        self._entered = self._stopped = False
         self._problems: list[str] = []
         # the operation that saved the last tensor without a gradient, and that tensor's shape and
         # dtype: rrelu saves its noise, then the tensor of that shape, and then draws the noise
@@ -138,9 +142,10 @@ class Recompute(Keeper):
             self._run_calls(run)
         except Stop:
             pass
-        except Exception:
+        except Exception as error:
             # TorchScript makes another error of it
             if not self._stopped:
+                self._explain(error, run)
                 raise
         finally:
             for lent in self._lent:
@@ -173,7 +178,9 @@ class Recompute(Keeper):
                 functions_called(self),
                 self._segment.contexts[1],
             ):
+                self._entered = True
                 result = call.fn(*args, **kwargs)
+                self._entered = False
                 if call is self._segment.calls[-1]:
                     for place in self._segment.outputs:
                         self.pack(pytree.tree_leaves(result)[place])
@@ -182,6 +189,19 @@ class Recompute(Keeper):
                 run.see("the segment", result)
             # the next call gets the parts of it that it needs
             del result, args, kwargs
+
+    def _explain(self, error: Exception, run: Run | None) -> None:
+        """Raise a CheckpointError in place of an error that the forward did not have."""
+        # running out of memory is an error of another class
+        if not self._entered or type(error) not in _OF_SHAPES:
+            return
+        advice = advice_for(self._segment.calls)
+        if advice or type(error) is RuntimeError:
+            raise CheckpointError(
+                f"checkpoint: the recompute raised {type(error).__name__}: {error}. The function "
+                f"must do the same each time it is called.{advice}"
+                f"{'' if run is None else run.listed()}"
+            ) from error
 
     def _check(self, segment: Trace, run: Run | None) -> None:
         """Raise where the recompute did not do the same as the forward."""
@@ -195,7 +215,7 @@ class Recompute(Keeper):
             advice = "pass `debug=True` to see what differs" if run is None else run.listed()
             raise CheckpointError(
                 f"checkpoint: {'; '.join(problems)}. The function must do the same each time it is "
-                f"called: {advice}"
+                f"called: {advice}.{advice_for(segment.calls)}"
             )
 
     @uncompiled
