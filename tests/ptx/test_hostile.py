@@ -10,7 +10,7 @@ from datetime import date
 import pytest
 
 triton = pytest.importorskip("triton", reason="kernels need Triton")
-from tests.ptx.table import ARCHS, cases_of
+from tests.ptx.table import ARCHS, cases_of  # noqa: E402  # needs Triton
 
 RUNS_ALL = os.environ.get("FUSEDCKPT_PTX") == "all"
 TURNS = 2
