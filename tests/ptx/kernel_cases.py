@@ -135,9 +135,9 @@ def normalised(s: Tensor, vectors: list[Tensor], rule: norm.NormRule) -> Tensor:
 
 def head(kind: str, n: int, rule: cross_entropy.LogitRule) -> Results:
     """cross_entropy_kernel: statistics of rows of logits, their gradient, that in place."""
-    u, target = 2 * torch.randn(3, n, dtype=DTYPES[kind]), torch.randint(0, n, (3, 1))
+    u, target = 2 * torch.randn(5, n, dtype=DTYPES[kind]), torch.randint(0, n, (5, 1))
     target[1] = rule.ignore_index
-    dy = torch.randn(3, cross_entropy.WIDTH)
+    dy = torch.randn(5, cross_entropy.WIDTH)
     if not rule.entropy:
         dy[:, 3] = 0
     place = u.clone()

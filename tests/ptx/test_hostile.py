@@ -9,8 +9,10 @@ from datetime import date
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="kernels need Triton")
-from tests.ptx.table import ARCHS, cases_of  # noqa: E402  # needs Triton
+pytest.importorskip("triton", reason="kernels need Triton")
+import triton
+
+from tests.ptx.table import ARCHS, cases_of
 
 RUNS_ALL = os.environ.get("FUSEDCKPT_PTX") == "all"
 TURNS = 2
@@ -18,7 +20,16 @@ WARPS = (
     {"mode": "warps", "order": "down", "copies": "late"},
     {"mode": "warps", "order": "random", "copies": "early"},
 )
-MUTATED = [("sm_80", "gemm"), ("sm_80", "norm_grad"), ("sm_90", "gemm"), ("sm_90", "unaligned")]
+# the places, among the instructions that order others, of those that a kernel could do without: a
+# barrier before anything is in shared memory, a wait for copies after the loop that read them, and
+# on sm_90 barriers that double a wait which every warp makes
+HARMLESS = {
+    ("sm_80", "gemm"): {0, 4},
+    ("sm_80", "norm_grad"): {0, 10},
+    ("sm_90", "gemm"): {0, 1, 2, 3, 4, 6, 10, 12},
+    ("sm_90", "unaligned"): set(),
+    ("sm_90", "norm_grad"): {0, 10},
+}
 
 
 def kernel_names(arch: str) -> list[str]:
@@ -42,14 +53,15 @@ def test_a_few_kernels_warp_by_warp(ask, arch, turn):
     check(ask, arch, chosen(kernel_names(arch), turn), WARPS[turn])
 
 
-@pytest.mark.skipif(not RUNS_ALL, reason="FUSEDCKPT_PTX=all runs them")
 @pytest.mark.parametrize("how", WARPS, ids=lambda how: f"{how['order']}-{how['copies']}")
-@pytest.mark.parametrize(("arch", "name"), [(a, n) for a in ARCHS for n in kernel_names(a)])
+@pytest.mark.parametrize(
+    ("arch", "name"), [(a, n) for a in ARCHS for n in kernel_names(a) if RUNS_ALL]
+)
 def test_every_kernel_warp_by_warp(ask, arch, name, how):
     check(ask, arch, name, how)
 
 
-@pytest.mark.parametrize(("arch", "kernel"), MUTATED)
+@pytest.mark.parametrize(("arch", "kernel"), HARMLESS)
 def test_every_kind_of_order_is_needed(ask, arch, kernel):
     """Without all barriers, or all waits or fences of a kind, a kernel is not right."""
     orders = ask("orders", arch=arch, kernel=kernel)
@@ -61,11 +73,15 @@ def test_every_kind_of_order_is_needed(ask, arch, kernel):
         assert ask("mutant", arch=arch, kernel=kernel, numbers=numbers), f"{kind} is not missed"
 
 
-def unnoticed(ask, arch: str, kernel: str, places: Sequence[int]) -> set[int]:
-    """Return the places among instructions that order others without which nothing is wrong."""
+@pytest.mark.skipif(triton.__version__ != "3.7.1", reason="another Triton orders otherwise")
+@pytest.mark.parametrize(("arch", "kernel"), HARMLESS)
+def test_an_order_alone_is_needed_or_known_to_be_harmless(ask, arch, kernel):
     orders = ask("orders", arch=arch, kernel=kernel)
-    return {
+    places = range(len(orders))
+    chosen_places = places if RUNS_ALL else {chosen(places, turn) for turn in range(TURNS)}
+    unnoticed = {
         place
-        for place in places
+        for place in chosen_places
         if ask("mutant", arch=arch, kernel=kernel, numbers=[orders[place][0]]) is None
     }
+    assert unnoticed == HARMLESS[arch, kernel] & {*chosen_places}
