@@ -294,7 +294,8 @@ class Trace:
         self.saved: list[Saved] = []
         # of fused layers, by the place of their saved tensors: name, and slot for GEMM outputs
         self.slots: dict[int, tuple[str, weakref.ref[Any]]] = {}
-        self.watched: Run | None = None
+        # the forward's record, where the recompute is compared with it bit by bit
+        self.watch: Run | None = None
         # places of the outputs that were saved behind all other tensors
         self.outputs: list[int] = []
         # of regions: their calls, and the places of saved tensors that no recompute brings back

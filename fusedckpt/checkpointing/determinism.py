@@ -32,7 +32,18 @@ class Run(TorchDispatchMode):
         self._expected = iter(forward._outputs if forward else ())
         # last hooks of modules that have hooks, while calls of these modules run
         self._last: list[RemovableHandle] = []
+        # regions that run, which the recompute does not run
+        self._num_pauses = 0
         self.difference: str | None = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take no note of the operations and module calls inside."""
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -49,23 +60,25 @@ class Run(TorchDispatchMode):
                     self._last.pop().remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._operations.append(str(func))
+        if not self._num_pauses:
+            self._operations.append(str(func))
         return func(*args, **(kwargs or {}))
 
     @uncompiled
     def _before(self, module: nn.Module, args: Any) -> None:
-        if module._forward_hooks and self._is_of_this_thread():
+        if module._forward_hooks and self._is_seen():
             # global hooks run before a module's own, which may replace its output
             self._last.append(module.register_forward_hook(self._see_last))
 
     @uncompiled
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not module._forward_hooks and self._is_of_this_thread():
+        if not module._forward_hooks and self._is_seen():
             self._see_module(module, output)
 
-    def _is_of_this_thread(self) -> bool:
+    def _is_seen(self) -> bool:
         # hooks are global: calls in other threads are not seen
-        return threading.get_ident() == self._thread and not torch.compiler.is_compiling()
+        is_here = threading.get_ident() == self._thread and not torch.compiler.is_compiling()
+        return is_here and not self._num_pauses
 
     def _see_last(self, module: nn.Module, args: Any, output: Any) -> None:
         self._last.pop().remove()

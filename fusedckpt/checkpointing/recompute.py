@@ -133,7 +133,7 @@ class Recompute(Keeper):
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
         segment = self._segment
-        run = segment.watched and Run(segment.calls[0].fn, segment.watched)
+        self.watch = run = segment.watch and Run(segment.calls[0].fn, segment.watch)
         self._leaves = calls.Leaves()
         try:
             for call in segment.calls:

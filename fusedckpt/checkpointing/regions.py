@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing.calls import Argument, Packed, layout_of, objects_in, storage_of
+from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.memory import nbytes_of
 
 # a region that would save more than this many times its output is recomputed
@@ -76,17 +77,21 @@ class Record(NamedTuple):
 
 
 class Keeper(Phase):
-    """A phase of our checkpoint, its forward or its recompute, in which regions are called.
+    """A phase of our checkpoint, its forward or its recompute, in which regions are called."""
 
-    patterns: of the names of regions that it saves; refuses: whether all inside run again; around:
-    the phase around it, while it runs; records: of its regions, in the order of their calls; kept:
-    places of saved tensors that no recompute brings back.
-    """
-
+    # patterns of the names of regions that it saves
     patterns: Collection[str] = ()
+    # whether all regions inside run again
     refuses = False
+    # whether a region that it saves was called
+    has_matched = False
+    # what a debugging checkpoint compares by
+    watch: Run | None = None
+    # the phase around it, while it runs
     around: Phase | None = None
+    # the regions that were called, in the order of their calls
     records: list[Record]
+    # the places of saved tensors that no recompute brings back
     kept: set[int]
 
     def asks(self, name: str) -> bool:
@@ -198,6 +203,17 @@ def patterns_of(save_regions: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
+def warn_of_no_region(function: Any, patterns: Collection[str]) -> None:
+    """Warn that a checkpointed function called no region that its checkpoint asks for."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    warnings.warn(
+        f"checkpoint: {name} called no region that save_regions={list(patterns)} names, so that "
+        "all of it runs again. A function that a module imported by name is no region, see "
+        "`region`",
+        stacklevel=5,
+    )
+
+
 def region(fn: Callable[..., Any], name: str, recompute: bool = False) -> Callable[..., Any]:
     """Return a function that calls `fn`, and that a checkpoint around need not run again.
 
@@ -210,8 +226,13 @@ def region(fn: Callable[..., Any], name: str, recompute: bool = False) -> Callab
     a call of `fn`.
 
     These regions run again all the same: one that would save more than four times the bytes of its
-    outputs, that writes to its inputs, or raises; all in a checkpoint with `debug=True` or a
-    `context_fn`. A region inside a region is part of it.
+    outputs, that writes to its inputs, or raises; all in a checkpoint with a `context_fn`. A region
+    inside a region is part of it.
+
+    `fn` may have no side effects that the checkpointed function reads: its effects are those of the
+    forward alone. An attribute that `fn` sets, for instance, has the value of its last call when
+    the recompute reads it, and gradients are silently wrong. `debug=True` finds that: it skips the
+    region as ever, and compares the rest with the forward bit by bit.
 
     Args:
         fn: any function. The tensors among its arguments, in plain containers too, are the region's
@@ -251,6 +272,18 @@ def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> An
     keepers = _keepers(name)
     if not keepers:
         return fn(*args, **kwargs)
+    watches = [keeper.watch for keeper in keepers if keeper.watch is not None]
+    if not watches:
+        return _call_in(keepers, fn, name, args, kwargs)
+    # the recompute does not run it: not the forward's operations are compared, but what follows
+    with ExitStack() as stack:
+        for watch in watches:
+            stack.enter_context(watch.paused())
+        return _call_in(keepers, fn, name, args, kwargs)
+
+
+def _call_in(keepers: list[Keeper], fn: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call a region in the phases that ask for it."""
     inputs = [x for x in objects_in([*args, *kwargs.values()]) if isinstance(x, Tensor)]
     call, top = partial(fn, *args, **kwargs), keepers[0]
     met = [record for keeper in keepers if (record := keeper.meet(name)) is not None]
@@ -277,7 +310,8 @@ def _keepers(name: str) -> list[Keeper]:
         warnings.warn(_STOCK, stacklevel=4)
     while isinstance(phase, Keeper) and not phase.refuses:
         found.append(phase)
-        count = len(found) if phase.asks(name) else count
+        if phase.asks(name):
+            phase.has_matched, count = True, len(found)
         phase = phase.around
     return found[:count]
 

@@ -42,7 +42,7 @@ from fusedckpt.checkpointing.calls import (
 )
 from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.checkpointing.recompute import Recompute
-from fusedckpt.checkpointing.regions import Keeper, patterns_of
+from fusedckpt.checkpointing.regions import Keeper, patterns_of, warn_of_no_region
 from fusedckpt.checkpointing.samples import Samples, compare_at_end, name_of
 
 # where the node of autograd's graph that made an output refers to its segment
@@ -66,15 +66,15 @@ class Segment(Trace, Keeper):
         # one that came before its backward
         self._ahead: Recompute | None = None
         self.patterns, of_ops = self.options.save_regions, self.options.context_fn
-        # a debugging recompute compares all ops, a context may count them
-        self.refuses = self.options.debug or of_ops is not stock.noop_context_fn
+        # a context may count all ops, or save some
+        self.refuses = of_ops is not stock.noop_context_fn
 
     def run(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a call for the first time, dropping the tensors that autograd saves."""
         self.is_complete, self.around = False, (around := phases.current())
         # a tensor that comes back through hooks is elsewhere in memory
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
-        self.watched = run = Run(call.fn) if self.options.debug else None
+        self.watch = run = Run(call.fn) if self.options.debug else None
         self.calls.append(call)
         if self.options.samples:
             self.samples = self.samples or Samples(name_of(call.fn))
@@ -394,7 +394,11 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     ):
         return function(*args, **kwargs)
     options = options._replace(debug=debug, early_stop=early_stop)
-    return Segment(options).run(Call(function, args, kwargs, options), args, kwargs)
+    segment = Segment(options)
+    output = segment.run(Call(function, args, kwargs, options), args, kwargs)
+    if options.save_regions and not (segment.has_matched or segment.refuses or options.samples):
+        warn_of_no_region(function, options.save_regions)
+    return output
 
 
 def _is_frozen(function: Any) -> bool:
