@@ -64,10 +64,13 @@ def test_recursive_peaks_at_a_logarithm(exponent, function, width):
     run("recursive")
     assert torch.equal(x.grad, expected)
     calls.clear()
+    # a GPU's peak falls by what is freed of before
+    x.grad = None
     rise = peak_bytes(lambda: run("recursive"), DEVICE)
     assert rise == (exponent + 3 + width) * x.nbytes
     assert len(calls) <= count * (1 + exponent / 2) + 1
     if count == 256:
+        x.grad = None
         assert peak_bytes(lambda: run("sqrt"), DEVICE) == (65 if width else 33) * x.nbytes
         with saved_tensors() as saved:
             checkpoint_sequential([function] * count, "recursive", x * 1)

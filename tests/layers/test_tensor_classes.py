@@ -264,6 +264,7 @@ def test_inference_tensors(name, path):
         assert worked == indices or kept
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="torch's RMSNorm refuses it there")
 def test_a_norm_of_an_inference_tensor_before_a_layer():
     with torch.inference_mode():
         x = randn(N, D)
