@@ -2,7 +2,7 @@
 
 The ends of experts' rows are read on the device, so that no launch waits for it: the grid is as
 large as any routing needs. Weights are addressed by strides, so that [E, N, K] and [E, K, N] are
-read in place. Rows of no expert come last, and are neither read nor written.
+read in place. Rows of no expert come last, and are not read; products have zeros there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .gemm import family, finish, multiply, options_for
-from .runtime import arch, load, store, tl, triton
+from .gemm import finish, multiply, options_for
+from .runtime import load, store, tl, triton
+
+# programs of an expert, and elements that each clears at once
+CLEARED: dict[str, Any] = {"PARTS": 32, "BLOCK": 2048}
 
 
 class StoreRows(NamedTuple):
@@ -55,6 +58,14 @@ def rows_of(ends, expert):
 
 
 @triton.jit
+def store_zeros(y, rows, columns, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store zeros in the tile of y [M, N] that begins at a row and a column."""
+    rm, rn = rows.to(tl.int64) + tl.arange(0, BLOCK_M), columns + tl.arange(0, BLOCK_N)
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), y.dtype.element_ty)
+    tl.store(y + rm[:, None] * n + rn[None, :], zeros, (rm < m)[:, None] & (rn < n)[None, :])
+
+
+@triton.jit
 def expert_of(tile, ends, num_experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """Return the expert of a tile of rows, num_experts or more for none, and its first tile."""
     experts = tl.arange(0, EXPERTS)
@@ -92,6 +103,10 @@ def grouped_gemm_kernel(
     tile, columns = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n * BLOCK_N
     expert, first_tile = expert_of(tile, ends, num_experts, BLOCK_M, EXPERTS)
     if expert >= num_experts:
+        # rows of no expert: saved, arbitrary numbers would differ from run to run
+        if out.total is None:
+            rows = tl.load(ends + num_experts - 1) + (tile - first_tile) * BLOCK_M
+            store_zeros(out.y, rows, columns, out.num_rows, n, BLOCK_M, BLOCK_N)
         return
     begin, end = rows_of(ends, expert)
     rows = begin + (tile - first_tile) * BLOCK_M
@@ -119,14 +134,18 @@ def grouped_grad_kernel(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Compute one tile of x' dy over the rows of one expert; of an expert without rows nothing."""
+    """Compute one tile of x' dy over the rows of one expert."""
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles = tl.cdiv(m, BLOCK_M) * tiles_n
     expert, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     begin, end = rows_of(ends, expert)
-    if begin >= end:
-        return
     rows, columns = place // tiles_n * BLOCK_M, place % tiles_n * BLOCK_N
+    # experts' gradients lie below each other
+    above = expert.to(tl.int64) * m
+    if begin >= end:
+        if out.total is None:
+            store_zeros(out.y + above * n, rows, columns, m, n, BLOCK_M, BLOCK_N)
+        return
     rm, column = rows.to(tl.int64) + tl.arange(0, BLOCK_M), columns.to(tl.int64)
     rn = column + tl.arange(0, BLOCK_N)
     x += begin.to(tl.int64) * stride_xm
@@ -136,8 +155,6 @@ def grouped_grad_kernel(
     strides = 1, stride_xm * wide, 1, stride_dym
     operands = x, dy, rows, columns, rm, rn, m, n, end - begin, strides
     acc = multiply(*operands, False, False, PRECISION, BLOCK_K)
-    # experts' gradients lie below each other
-    above = expert.to(tl.int64) * m
     finish(acc, above + rm, column, above + m, n, expert, out, load_total, store_rows, None, SLICES)
 
 
@@ -152,6 +169,8 @@ def grouped_gemm(
 ) -> None:
     """Write x [R, K] times the weight w [E, K, N] of each row's expert into y [R, N], or add it.
 
+    y gets zeros in the rows of no expert, which come last; where it is added to, they stay.
+
     ends [E]: where each expert's rows end. y, bias [E, N] and scores [R] are contiguous.
     """
     (num_rows, k), (num_experts, _, n) = x.shape, w.shape
@@ -161,8 +180,8 @@ def grouped_gemm(
     assert x.stride(1) == 1 or k == 1
     out = StoreRows(y, y if adds else None, bias, scores, num_rows)
     options = _options(x, (w.stride(1) if w.stride(2) == 1 else w.stride(2), x.stride(0)), k)
-    # each expert that has rows may have one tile that is not full
-    row_tiles = triton.cdiv(num_rows, options["BLOCK_M"]) + min(num_experts, num_rows)
+    # each expert that has rows, and the rows of none, may have one tile that is not full
+    row_tiles = triton.cdiv(num_rows, options["BLOCK_M"]) + min(num_experts + 1, num_rows)
     grid = (row_tiles * triton.cdiv(n, options["BLOCK_N"]),)
     strides = x.stride(0), w.stride(0), w.stride(2), w.stride(1)
     experts = triton.next_power_of_2(num_experts)
@@ -173,12 +192,14 @@ def grouped_gemm(
 
 
 def grouped_grad(x: Tensor, dy: Tensor, ends: Tensor, dw: Tensor, adds: bool = False) -> None:
-    """Write x' dy of each expert's rows into dw [E, M, N], or add it; none where it has no rows.
+    """Write x' dy of each expert's rows into dw [E, M, N], or add it; zeros where it has no rows.
 
     x [R, M] and dy [R, N] have adjacent columns; dw is contiguous.
     """
     num_experts, m, n = dw.shape
     if not len(x):
+        if not adds:
+            dw.zero_()
         return
     assert all(t.stride(1) == 1 or t.shape[1] == 1 for t in (x, dy))
     out = StoreRows(dw, dw if adds else None)
@@ -188,8 +209,27 @@ def grouped_grad(x: Tensor, dy: Tensor, ends: Tensor, dw: Tensor, adds: bool = F
         grouped_grad_kernel[grid](x, dy, out, ends, m, n, x.stride(0), dy.stride(0), **options)
 
 
+@triton.jit
+def clear_unused_kernel(dw, ends, numel, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write zeros over a part of an expert's gradient if it has no rows."""
+    expert, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    begin, end = rows_of(ends, expert)
+    if begin < end:
+        return
+    zeros = tl.zeros((BLOCK,), dw.dtype.element_ty)
+    for start in range(part * BLOCK, numel, PARTS * BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        tl.store(dw + expert.to(tl.int64) * numel + places, zeros, places < numel)
+
+
+def clear_unused(dw: Tensor, ends: Tensor) -> None:
+    """Write zeros over the gradients dw [E, M, N] of experts without rows; dw is contiguous."""
+    assert dw.is_contiguous()
+    with torch.cuda.device_of(dw):
+        clear_unused_kernel[len(dw) * CLEARED["PARTS"],](dw, ends, dw[0].numel(), **CLEARED)
+
+
 def _options(x: Tensor, leads: tuple[int, ...], k: int) -> dict[str, Any]:
     """Return the options of a launch, whose operands have rows `leads` apart."""
-    # the large tiles from Hopper on are those of tensor descriptors, which cut no rows of experts
     aligned = all(lead * x.element_size() % 16 == 0 for lead in leads)
-    return options_for(x, k, False, aligned and family(arch()) not in ("sm_90", "sm_100"))
+    return options_for(x, k, False, aligned)

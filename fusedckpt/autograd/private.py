@@ -56,6 +56,9 @@ def _true(*_: Any) -> bool:
     return True
 
 
+# without it torch.compile's code of experts does not refuse a negative index, which adds nothing
+assert_async: Callable[[Tensor, str], None] = _probe("_assert_async", _none)
+
 # the node that autograd's engine runs in this thread. Without it a backward computes all gradients
 # that may be wanted, and in the recompute of a reentrant checkpoint layers save by their level
 current_node: Callable[[], Any] = _probe("_C._current_autograd_node", _none)

@@ -28,26 +28,26 @@ from torch.utils.checkpoint import (
 )
 
 from fusedckpt.autograd import private
-from fusedckpt.kernels import routed
+from fusedckpt.kernels import grouped, routed
 
 
 def _route(x: Tensor, ends: Tensor) -> routed.Route:
     """Return a route of rows that are sorted already."""
     numbers = torch.arange(len(x), device=x.device)
-    pieces = routed.pieces_of([0, *ends.tolist()])
-    return routed.Route(numbers, numbers[:, None], ends, pieces)
+    pieces = routed.pieces_of(ends.tolist())
+    return routed.Route(numbers, numbers, numbers[:, None], ends, pieces)
 
 
 @torch.library.custom_op("fusedckpt::grouped_product", mutates_args=())
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return x [R, K] times the weight [E, K, N] of each row's expert, zero for no expert's."""
-    return routed.product(x, weight, None, _route(x, ends))
+    return grouped.product(x, weight, None, _route(x, ends))
 
 
 @torch.library.custom_op("fusedckpt::grouped_weight_grad", mutates_args=())
 def grouped_weight_grad(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return x' dy of each expert's rows, [E, K, N]."""
-    return routed.weight_grad(x, dy, _route(x, ends))
+    return grouped.weight_grad(x, dy, _route(x, ends))
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

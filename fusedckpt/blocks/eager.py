@@ -17,8 +17,8 @@ from fusedckpt.autograd import dispatch, private
 from fusedckpt.blocks.operands import parts_of
 from fusedckpt.kernels import dropout as dropout_kernel
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
+from fusedckpt.kernels.gating import Gating
 from fusedckpt.kernels.norm import NormRule
-from fusedckpt.kernels.routed import Gating
 from fusedckpt.kernels.runtime import as_matrix
 
 

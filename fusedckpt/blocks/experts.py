@@ -24,7 +24,7 @@ from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.quantised import QuantisedWeight, quantised
 from fusedckpt.blocks.routed_steps import Adapted, Gated, Grouped, Move, Route
 from fusedckpt.kernels import routed
-from fusedckpt.kernels.routed import ClampedSwiGLU, Gating
+from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 
 LEVELS = ("inputs", "gate", "preact")
 _INPUTS: tuple[str, ...] = ("x", "index", "scores")
@@ -130,7 +130,8 @@ class ExpertOptions(NamedTuple):
         dtype, top_k = b.dtype, index.shape[-1]
         pairs = zip(self.linears.keys, linears, strict=True)
         numbers = [b.linear(*pair, num_dims=3) for pair in pairs]
-        b.add(Route(linears[-1].weight.shape[0], self._kernel(b, x, linears)), "route", ("index",))
+        route = Route(linears[-1].weight.shape[0], *self._kernels(b, x, linears))
+        b.add(route, "route", ("index",))
         b.add(Move(top_k, gathers=True, dtype=dtype), "rows", ("x", "route"))
         for out, number in zip(self.products, numbers, strict=False):
             self._apply(b, top_k, number, ("rows", "route"), out)
@@ -139,13 +140,18 @@ class ExpertOptions(NamedTuple):
         self._apply(b, top_k, numbers[-1], reads, "down_rows")
         b.add(Move(top_k, gathers=False, dtype=dtype), "y", ("down_rows", "route"))
 
-    def _kernel(self, b: Builder, x: Any, linears: Any) -> str | None:
-        """Return the kernel of the products, None for a loop: quantised weights take that."""
-        if any(parts.is_quantised for parts in linears):
-            return None
+    def _kernels(self, b: Builder, x: Any, linears: Any) -> tuple[str | None, bool]:
+        """Return the kernel of the products, and whether Triton's kernels do the rest.
+
+        The first is None for a loop, which quantised weights take.
+        """
         ranks = [self._turned(a.shape[1:])[0] for parts in linears for a, _ in parts.adapters]
         sizes = (x.shape[-1], *linears[-1].weight.shape[1:], *ranks)
-        return routed.kernel_for(dispatch.path_of(x.device, b.dtype), x.device, b.dtype, *sizes)
+        path = dispatch.path_of(x.device, b.dtype)
+        runs_triton = not dispatch.is_aten(x.device, b.dtype, *sizes)
+        if any(parts.is_quantised for parts in linears):
+            return None, runs_triton
+        return routed.kernel_for(path, x.device, b.dtype, *sizes), runs_triton
 
     def _apply(self, b: Builder, top_k: int, numbers: Any, reads: Any, out: str) -> None:
         """Add the steps of a grouped linear: y, then for each adapter a narrow value and a sum."""

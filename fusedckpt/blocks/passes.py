@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fusedckpt.blocks.quantised import QuantisedWeight
+from fusedckpt.kernels import grouped
 from fusedckpt.kernels import linear as kernels
-from fusedckpt.kernels import routed
 from fusedckpt.kernels.linear import HiddenGrad
 from fusedckpt.kernels.products import add_product, product_for, wide_product
 from fusedckpt.kernels.runtime import as_weight
@@ -56,7 +56,7 @@ def weight_sum(total: Tensor | None, dy: Tensor, x: Tensor, scale: float) -> Ten
 
 
 # they add to the sum over earlier chunks
-SUMS = (weight_sum, routed.weight_sum)
+SUMS = (weight_sum, grouped.weight_sum)
 
 
 def sum_of(total: Tensor | None, grad: Tensor) -> Tensor:

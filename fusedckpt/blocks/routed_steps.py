@@ -14,30 +14,34 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fusedckpt.autograd import private
 from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.compiled import grouped_product
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantised import EachExpert, QuantisedWeight
 from fusedckpt.blocks.schedule import Writer
-from fusedckpt.kernels import routed
-from fusedckpt.kernels.routed import Gating
+from fusedckpt.kernels import gating, grouped, routed
+from fusedckpt.kernels.gating import Gating
 
 
 @dataclass(frozen=True)
 class Route(Op):
-    """How the slots of an index are sorted by expert; kernel: which multiplies."""
+    """How the slots of an index are sorted by expert: see `routed.Route`."""
 
     num_experts: int
     kernel: str | None
+    runs_triton: bool = False
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write the route."""
-        return [code.call(routed.route, reads[0], self.num_experts, self.kernel)]
+        return [code.call(routed.route, reads[0], self.num_experts, self.kernel, self.runs_triton)]
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Any:
         """Return the route."""
-        kernel = "torch" if torch.compiler.is_compiling() else None
-        return routed.route(reads[0], self.num_experts, kernel)
+        if not torch.compiler.is_compiling():
+            return routed.route(reads[0], self.num_experts, None)
+        private.assert_async((reads[0] >= 0).all(), "experts: index must be at least 0")
+        return routed.route(reads[0], self.num_experts, "torch")
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Grouped(Op):
         if self.scale != 1:
             # of an adapter: smaller than any product with it
             weight = code.call(torch.mul, weight, self.scale)
-        return code.call(routed.product, x, weight, *args, dtype=self.dtype)
+        return code.call(grouped.product, x, weight, *args, dtype=self.dtype)
 
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y."""
@@ -121,17 +125,17 @@ class Grouped(Op):
             args = (dy, None, route, None, one.total)
             return {slot: self._product(code, reads["p0"], True, *args)}
         if slot == "p1":
-            return {slot: code.call(routed.bias_grad, dy, route, reads.get("r2"))}
+            return {slot: code.call(grouped.bias_grad, dy, route, reads.get("r2"))}
         if slot == "r2":
-            return {slot: code.call(routed.bias_scores_grad, dy, reads["p1"], route)}
+            return {slot: code.call(grouped.bias_scores_grad, dy, reads["p1"], route)}
         pair = (reads["r0"], dy) if self.is_transposed else (dy, reads["r0"])
         if self.scale != 1:
             # scaled in float32, so that no factor overflows
-            found = code.call(routed.weight_sum, None, *pair, route)
+            found = code.call(grouped.weight_sum, None, *pair, route)
             return {slot: code.call("mul_", found, self.scale)}
         if "sum" in reads:
-            return {slot: code.call(routed.weight_sum, reads["sum"], *pair, route)}
-        return {slot: code.call(routed.weight_grad, *pair, route)}
+            return {slot: code.call(grouped.weight_sum, reads["sum"], *pair, route)}
+        return {slot: code.call(grouped.weight_grad, *pair, route)}
 
     def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
         """Return y by torch's ops, with zeros for the rows of no expert."""
@@ -205,7 +209,7 @@ class Gated(Op):
         """Write h."""
         z, *others = reads
         up = [None] if self.is_packed else []
-        return [code.call(routed.gated, z, *up, *others, self.gating)]
+        return [code.call(gating.gated, z, *up, *others, self.gating)]
 
     def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
         """Write h, and the gradients of z, up and the scores."""
@@ -217,7 +221,7 @@ class Gated(Op):
             del over["h"]
         if self.is_packed:
             del over["du"]
-        node = code.call(routed.gated_grad, one.dy, *args, self.gating, needs, over=over)
+        node = code.call(gating.gated_grad, one.dy, *args, self.gating, needs, over=over)
         h, dz, du, ds = code.items(node, 4)
         if one.total is not None:
             ds = code.call(passes.summed, one.total, ds)
@@ -227,6 +231,7 @@ class Gated(Op):
     def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
         """Return h by torch's ops."""
         *zs, scores, route = reads
-        gate, up = routed.halves(zs[0], None if self.is_packed else zs[1], self.gating, route)
+        rows = [routed.as_rows(z, route) for z in zs]
+        gate, up = gating.halves(rows[0], None if self.is_packed else rows[1], self.gating)
         h = eager.gated(gate, up, self.gating)
         return routed.per_token((h * routed.of_rows(scores, route)).to(h.dtype), route)

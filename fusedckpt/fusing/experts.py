@@ -31,7 +31,7 @@ from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.verification import difference, saved_per_token
 from fusedckpt.kernels.activations import ACTIVATIONS
-from fusedckpt.kernels.routed import ClampedSwiGLU, Gating
+from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.experts import experts
 from fusedckpt.layers.fallbacks import Fallback

@@ -23,7 +23,7 @@ from fusedckpt.autograd import arguments
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.experts import LEVELS, ExpertOptions
 from fusedckpt.blocks.operands import LoRA
-from fusedckpt.kernels.routed import ClampedSwiGLU
+from fusedckpt.kernels.gating import ClampedSwiGLU
 
 
 def experts(

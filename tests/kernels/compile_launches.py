@@ -2,11 +2,12 @@
 
 import torch
 
-from fusedckpt.kernels import norm
+from fusedckpt.kernels import gating, norm, routed
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import coded_act, coded_grad
 from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
 from fusedckpt.kernels.dropout import dropout
+from fusedckpt.kernels.grouped_gemm import clear_unused
 from fusedckpt.kernels.linear import HiddenGrad, hidden, hidden_grad, hybrid_grad
 from tests.kernels.launches import benchmarked, grouped, hybrids, linears, meta, norms
 
@@ -63,6 +64,23 @@ def codes() -> None:
         coded_grad(z, packed, activation, "split", out=z)
 
 
+def routes(
+    num_experts: int, top_k: int, n: int, gating_rule: gating.Gating, dtype: torch.dtype
+) -> None:
+    """A mixture's rows, sorted, gated in place and summed: gate and up together and apart."""
+    index = meta(8192, top_k, dtype=torch.int64)
+    order, tokens, places, ends, _ = routed.sorted_rows(index, num_experts)
+    route = routed.Route(order, tokens, places, ends, None, "triton", runs_triton=True)
+    h, scores = meta(8192, top_k * n, dtype=dtype), meta(8192, top_k, dtype=torch.float32)
+    for z, up in ((meta(8192, 2 * top_k * n, dtype=dtype), None), (torch.empty_like(h), h)):
+        gating.gated(z, up, scores, route, gating_rule)
+        over = {"h": h, "dz": z} if up is None else {"dz": z, "du": up}
+        needs = up is None, True
+        gating.gated_grad(h, z, up, scores, route, gating_rule, needs, **over)
+    routed.combine(meta(8192, top_k * 2048, dtype=dtype), route)
+    clear_unused(meta(num_experts, 2 * n, 2048, dtype=dtype), ends)
+
+
 def every_size() -> None:
     benchmarked()
     everything()
@@ -87,6 +105,11 @@ def everything() -> None:
     hybrids("gelu", gated=True)
     hybrids("gelu", gated=True, dtype=torch.float32)
     grouped(431, 333, 101, num_experts=5)
+    # Qwen3-30B-A3B's sizes, GptOss's, and odd ones
+    for dtype in (torch.bfloat16, torch.float32):
+        routes(128, 8, 768, "silu", dtype)
+        routes(32, 4, 2880, gating.ClampedSwiGLU(), dtype)
+    routes(512, 2, 331, "gelu", torch.float16)
     for dtype in (torch.float16, torch.float32):
         grouped(dtype=dtype)
     torch.backends.cuda.matmul.fp32_precision = "tf32"

@@ -37,14 +37,15 @@ from triton.runtime import driver  # noqa: E402
 
 from fusedckpt import NormSpec, functional  # noqa: E402
 from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
-from fusedckpt.kernels import runtime  # noqa: E402
+from fusedckpt.kernels import routed, runtime  # noqa: E402
 
 # off a CPU all rows are one block
 runtime.BLOCK_ELEMENTS = sys.maxsize
 # what ATen does beside the kernels: the vendor's GEMMs and passes over what they wrote. Copies and
 # fills are not counted, as a CPU needs some where a GPU needs none
-ATEN = ("mm", "addmm", "add", "add_", "mul", "sum")
+ATEN = ("mm", "addmm", "add", "add_", "mul", "sum", "index_select")
 TOKENS, D, F = 512, 4096, 14336
+EXPERTS, TOP_K, EXPERT_D, EXPERT_F = 128, 8, 2048, 768
 WIDE, MISALIGNED = 20480, 1001
 
 
@@ -108,6 +109,11 @@ LAUNCHES = {
     "mlp hybrid": ("2 addmm, act", "addmm, 2 map, gemm, sum_partials, 3 mm, sum"),
     "gated_mlp split": ("3 mm, act", "act_grad, 6 mm"),
     "gated_mlp hybrid": ("3 mm, act", "2 map, gemm, 5 mm"),
+    # and on a device a gather, the assertion that no index is negative
+    "experts": (
+        "count, scan, place, index_select, 2 grouped_gemm, gate, combine",
+        "count, scan, place, 2 index_select, 3 grouped_gemm, gate_grad, 2 grouped_grad, combine",
+    ),
     "norm, gated_mlp, residual": (
         "norm, 3 mm, act, add",
         "norm, act_grad, 6 mm, norm_grad, sum_partials",
@@ -141,6 +147,10 @@ def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
     def plain(x: Tensor, *weights: Tensor, kernel: str) -> Tensor:
         return mlp(x, *weights, kernel=kernel)
 
+    def mixture(x: Tensor, scores: Tensor, *weights: Tensor) -> Tensor:
+        index = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+        return functional.experts(x, index, scores, *weights)
+
     linear = x, gate, bias
     return {
         "linear": (lambda *a: linear_act(*a, activation="identity"), (x, query, down_bias)),
@@ -171,6 +181,15 @@ def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
         "mlp hybrid": (lambda *a: plain(*a, kernel="hybrid"), (x, gate, bias, down, down_bias)),
         "gated_mlp split": (lambda *a: gated(*a, kernel="split"), (x, gate, up, down)),
         "gated_mlp hybrid": (lambda *a: gated(*a, kernel="hybrid"), (x, gate, up, down)),
+        "experts": (
+            mixture,
+            (
+                leaf(TOKENS, EXPERT_D, dtype=torch.float16),
+                leaf(TOKENS, TOP_K, dtype=torch.float32),
+                leaf(EXPERTS, 2 * EXPERT_F, EXPERT_D, dtype=torch.float16),
+                leaf(EXPERTS, EXPERT_D, EXPERT_F, dtype=torch.float16),
+            ),
+        ),
         "norm, gated_mlp, residual": (block, (x, norm_weight, gate, up, down)),
         "norm, gated_mlp, residual, preact": (
             lambda *a: block(*a, save="preact"),
@@ -184,7 +203,16 @@ def written(counts: Counter[str]) -> set[str]:
     return {name if count == 1 else f"{count} {name}" for name, count in names.items()}
 
 
+def sorted_by_none(index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """Launch the kernels that sort rows, which write nothing here; ATen reads their results."""
+    return tuple(t.zero_() for t in _sort(index, num_experts))
+
+
+_sort = routed.sorted_rows
+
+
 def main() -> None:
+    routed.sorted_rows = sorted_by_none
     library = libcuda()
     driver.set_active(Hopper())
     products = torch.library.Library("aten", "IMPL")

@@ -215,6 +215,17 @@ def test_chunks_bound_the_peak():
     assert cut < whole / 2
 
 
+def test_negative_index_under_compile():
+    """Compiled code asserts, where a check that reads the index would wait for the device."""
+    x, scores, *weights = leaves()
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    compiled(x, routing(T), scores, *weights)
+    if DEVICE.type == "cpu":
+        # on a GPU the assertion ends the process
+        with pytest.raises(RuntimeError, match="index must be at least 0"):
+            compiled(x, torch.full((T, K), -1), scores, *weights)
+
+
 def test_module():
     torch.manual_seed(0)
     module = Experts(E, D, HIDDEN, bias=True, save="preact", chunks=2).to(DEVICE)

@@ -83,8 +83,9 @@ def grouped(
     w = w if layout == "rows" else w.mT.contiguous().mT
     bias = None if adds else torch.randn(len(ends), n, dtype=dtype)
     scores = None if adds else torch.rand(rows)
-    y = torch.randn(rows, n, dtype=dtype) if adds else torch.zeros(rows, n, dtype=dtype)
-    dw = torch.zeros(len(ends), k, n, dtype=torch.float32 if adds else dtype)
+    y = torch.randn(rows, n, dtype=dtype) if adds else torch.empty(rows, n, dtype=dtype)
+    shape = len(ends), k, n
+    dw = torch.zeros(shape, dtype=torch.float32) if adds else torch.empty(shape, dtype=dtype)
     y_before, dw_before, on_device = y.clone(), dw.clone(), torch.tensor(ends, dtype=torch.int32)
     with precision(kind):
         grouped_gemm.grouped_gemm(x, w, on_device, y, bias, scores, adds)
@@ -93,7 +94,8 @@ def grouped(
     def eager(
         x: Tensor, w: Tensor, bias: Maybe, scores: Maybe, y: Tensor, dw: Tensor, dy: Tensor
     ) -> Sequence[Maybe]:
-        y, dw, begin = y.clone(), dw.clone(), 0
+        # what is not added to is written whole, with zeros where no expert has rows
+        y, dw, begin = *(t.clone() if adds else torch.zeros_like(t) for t in (y, dw)), 0
         x, w, dy = (rounded(t, kind) for t in (x, w, dy))
         for expert, end in enumerate(ends):
             total = x[begin:end] @ w[expert]
@@ -133,6 +135,11 @@ def product_cases(arch: str) -> list[KernelCase]:
         *(
             named(grouped, kind, 65, 90, 48, 80, layout=layout, adds=layout == "columns")
             for kind in ("bf16", "f16", "f32", "tf32")
+            for layout in ("rows", "columns")
+        ),
+        *(
+            named(grouped, kind, 65, 90, deep, 144, layout=layout, adds=layout == "columns")
+            for kind in ("bf16", "f16")
             for layout in ("rows", "columns")
         ),
         named(grouped, "bf16", 5, 90, 75, 99),

@@ -211,6 +211,13 @@ def test_bytes_are_permuted():
     assert (probe("prmt.b32", ["b32"] * 3, "b32", [a, b, selector]) == expected).all()
 
 
+@pytest.mark.parametrize("kind", ["b32", "b64"])
+def test_set_bits_are_counted(kind: str):
+    numbers = drawn(kind, 1)
+    expected = [int(x).bit_count() for x in numbers]
+    assert (probe(f"popc.{kind}", [kind], "b32", [numbers]) == expected).all()
+
+
 def test_half_precision_is_rounded_to_nearest_even():
     x = drawn("f32", 1)
     assert is_equal("bf16", probe("cvt.rn.bf16.f32", ["f32"], "bf16", [x]), to_bf16(x)).all()

@@ -65,6 +65,8 @@ def _function(b: Binding) -> Function:
         return shift, [kind, "u32"], kind
     if opcode == "bfe":
         return integers.extract_bits, [kind, "u32", "u32"], kind
+    if opcode == "popc":
+        return integers.population, [kind], "u32"
     if opcode == "prmt":
         return integers.permute_bytes, ["u32"] * 3, "u32"
     if kind == "f32":

@@ -70,6 +70,11 @@ def extract_bits(a: Array, position: Array, length: Array) -> Array:
     return field.astype(f"u{a.dtype.itemsize}").view(a.dtype)
 
 
+def population(x: Array) -> Array:
+    """popc: the number of bits that are set."""
+    return np.unpackbits(x.view(np.uint8).reshape(*x.shape, -1), axis=-1).sum(-1, dtype=np.uint32)
+
+
 def permute_bytes(a: Array, b: Array, selector: Array) -> Array:
     """prmt.b32 without a mode: each nibble picks a byte of a and b, or eight copies of its sign."""
     pair = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
