@@ -57,7 +57,7 @@ def _kernel_of(fn: FunctionType) -> str | None:
 
 def places(*kinds: str) -> Iterator[tuple[dict[str, Any], str, str]]:
     """Yield the functions of these kinds that models call: their table, name in it, and kind."""
-    for name in _modules(len(sys.modules)):
+    for name in _modules(len(sys.modules), next(reversed(sys.modules))):
         module = sys.modules.get(name)
         if module is not None:
             table = vars(module)
@@ -65,8 +65,8 @@ def places(*kinds: str) -> Iterator[tuple[dict[str, Any], str, str]]:
 
 
 @lru_cache(1)
-def _modules(_: int) -> list[str]:
-    """Return the modules with such functions, once for each number of modules."""
+def _modules(*_: Any) -> list[str]:
+    """Return the modules with such functions, again where modules were added."""
     return [
         name
         for name in [*sys.modules]

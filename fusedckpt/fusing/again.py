@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fusedckpt.checkpointing.segment import checkpoint
@@ -63,14 +64,33 @@ class Again:
 
 
 def recomputed(
-    module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, draws: bool
-) -> Tensor:
-    """Run a module's forward that saves x, or the recipe of x, and is run again in backward."""
-    if not needs_gradient(module, (x,)):
-        return forward(x)
-    recipe, again = recipe_of(x), Again(module, forward, (x,))
-    run = partial(checkpoint, again, preserve_rng_state=draws, debug="samples")
-    return run(x) if recipe is None else sharing.read(recipe, x, run)
+    module: nn.Module,
+    forward: Callable[..., Any],
+    x: Tensor,
+    args: Sequence[Any],
+    names: tuple[str, ...] = (),
+    *,
+    regions: Sequence[str] = (),
+    draws: tuple[bool, bool] = (True, False),
+) -> Any:
+    """Run a module's forward that saves its arguments, and is run again in backward.
+
+    x: one of them, whose recipe is saved in its place; names: of the last ones; regions: names of
+    regions that do not run again; draws: whether it may draw numbers of torch and of Python.
+    """
+    # torch.compile's own checkpoint keeps what the function reads
+    is_compiled = torch.compiler.is_compiling()
+    fn = forward if is_compiled and not names else Again(module, forward, args, names)
+    run = partial(
+        checkpoint,
+        *(fn, *args),
+        preserve_rng_state=draws[0],
+        preserve_python_rng=draws[1],
+        save_regions=regions,
+        debug="samples",
+    )
+    recipe = recipe_of(x)
+    return run() if recipe is None else sharing.read(recipe, x, lambda _: run())
 
 
 def needs_gradient(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

@@ -23,7 +23,7 @@ from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, Options
 from fusedckpt.fusing import sharing
 from fusedckpt.fusing.activations import SharedActivation
-from fusedckpt.fusing.again import recomputed
+from fusedckpt.fusing.again import needs_gradient, recomputed
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
 from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, linears_of, tensors_of
 from fusedckpt.fusing.sharing import SharedLinear, recipe_of
@@ -200,26 +200,6 @@ def normalised(
     return norm_sharing.remember(module, y, weight, bias)
 
 
-# of a module that no program computes
-RERUN = Block("recomputed", (), "")
-
-
-class Recomputed(Swapped):
-    """The module's own forward, recomputed in backward up to the input of its last linear."""
-
-    _fusedckpt_match: MLPMatch
-
-    def _fused(self, x: Tensor) -> Tensor | Fallback:
-        if not torch.is_grad_enabled():
-            return self._original(x)
-        found = broken(self, self._fusedckpt_match.held)
-        if found is not None:
-            return found
-        if not dispatch.are_plain(x, *self.parameters()):
-            return fallbacks.unplain(x, **dict(self.named_parameters(recurse=False)))
-        return recomputed(self, self._original, x, draws=self.training)
-
-
 class FusedMLP(Swapped):
     """Forward of an MLP of any class; saves the tensors that its level names."""
 
@@ -278,7 +258,11 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     if isinstance(tensors, tuple):
         runs_again = tensors[0] == "dropout" and sharding is None and torch.is_grad_enabled()
         if runs_again and dispatch.are_plain(x) and level != "preact":
-            return recomputed(module, original, x, draws=True)
+            return (
+                recomputed(module, original, x, (x,))
+                if needs_gradient(module, (x,))
+                else original(x)
+            )
         return tensors
     options = _options(module, block, level, drops := drops_of(module, match))
 

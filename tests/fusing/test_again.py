@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fusedckpt import fuse, report, unfuse
+from fusedckpt.fusing import attention, forwards, recomputed
 
 D, BIG = 4, 1 << 15
 
@@ -214,6 +215,20 @@ def test_a_recomputed_mlp(between):
     assert_same(*(step(model, BETWEEN[between]) for model in (eager, fused)))
 
 
+def test_a_recomputed_mlp_in_a_full_graph():
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.LayerNorm(D), Odd()).to(DEVICE)
+    fused = copy.deepcopy(eager)
+    fuse(fused)
+    x = torch.randn(2, 3, D, device=DEVICE)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    grads = [
+        torch.autograd.grad(run(x).square().sum(), [*model.parameters()])
+        for run, model in ((compiled, fused), (eager, eager))
+    ]
+    assert_same(*grads)
+
+
 @pytest.mark.parametrize("attention", [True, False])
 def test_nothing_but_saved_tensors_lives_on(attention):
     """Neither a norm's output nor q, k and v: autograd keeps pack hooks, which must hold none."""
@@ -233,3 +248,7 @@ def test_nothing_but_saved_tensors_lives_on(attention):
     found = report(model, torch.randn(2, rows, width))
     # states of random number generators
     assert sum(found.held.values()) < 2 * 16384 < 2 * rows * width * 4
+
+
+def test_pickles_of_earlier_releases_find_the_class():
+    assert vars(forwards)["Recomputed"] is attention.FusedAttention is recomputed.Recomputed

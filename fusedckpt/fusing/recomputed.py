@@ -1,0 +1,175 @@
+"""A module whose own forward runs again in backward, but for calls of attention and of scans.
+
+It saves its input, and the results of these calls: `F.scaled_dot_product_attention`, transformers'
+attention interface, the functions of `scans`. Where a fused norm made its input, the norm's input
+is saved in its place. Attention that is no such call, and a scan in torch's ops, runs again, too,
+where it would save more than four times its result. An MLP that no program computes calls none.
+
+At the levels "gate" and "preact" an attention module also saves the outputs of its linears, and
+recomputes its norms and all between these and attention. A module without norms, which would save
+no less, runs as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch, levels, phases
+from fusedckpt.autograd.backward import Versioned, versions_of
+from fusedckpt.autograd.private import pytree
+from fusedckpt.blocks.norm_sharing import OUTPUT, Output
+from fusedckpt.checkpointing.attention import LINEAR, NAME
+from fusedckpt.checkpointing.calls import ATOMS, objects_in
+from fusedckpt.checkpointing.regions import MOST
+from fusedckpt.checkpointing.scans import SCAN
+from fusedckpt.checkpointing.segment import NODE_KEY
+from fusedckpt.fusing.again import needs_gradient, recomputed
+from fusedckpt.fusing.forwards import Swapped
+from fusedckpt.fusing.held import Block, broken
+from fusedckpt.fusing.operands import MLPMatch
+from fusedckpt.fusing.state import is_noted
+from fusedckpt.layers import fallbacks
+from fusedckpt.layers.fallbacks import Fallback
+
+# of an MLP that no program computes
+RERUN = Block("recomputed", (), "")
+
+# objects of these classes do not change in a forward
+_CONSTANT = ("BlockMask", "device", "dtype", "Size")
+# the attributes of a module: its options whose calls run as ever, and why; its level; see `_gains`
+SEEN, SAVE, GAINS = "_fusedckpt_unseen", "_fusedckpt_save", "_fusedckpt_gains"
+# kinds of the functions by which it mixes tokens
+MIXES = "_fusedckpt_mixes"
+
+
+class Recomputed(Swapped):
+    """The forward of a module's own class, recomputed in backward but for attention and scans.
+
+    At the levels "gate" and "preact" of an attention module, but for its linears, too.
+    """
+
+    # of an MLP that no program computes: the state that was recorded
+    _fusedckpt_match: MLPMatch | None = None
+    # pickles of earlier releases have none
+    _fusedckpt_save = "inputs"
+    _fusedckpt_gains = False
+    _fusedckpt_mixes = frozenset((NAME,))
+
+    @property
+    def save_levels(self) -> tuple[str, ...] | None:
+        """Return the levels that it offers to a plan; None of an MLP, which has one."""
+        return ("inputs", "preact") if self._fusedckpt_match is None else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the original forward, in a checkpoint where that saves less."""
+        forward = super(Swapped, self).forward
+        x: Any = args[0] if args else kwargs.get(next(iter(self._fusedckpt_names), ""))
+        keeps_linears = self._level() != "inputs"
+        if self._runs_as_ever(x, keeps_linears):
+            return forward(*args, **kwargs)
+        given = *args, *kwargs.values()
+        tensors = [one for one in objects_in([*given]) if isinstance(one, Tensor)]
+        if not needs_gradient(self, tensors):
+            return forward(*args, **kwargs)
+        found, way = self._obstacle(given), (keeps_linears, *_way(self, kwargs))
+        seen = self.__dict__.get(SEEN)
+        if found is None and seen is not None and seen[0] == (way, x.shape):
+            found = seen[1], ""
+        if found is not None:
+            fallbacks.note(self, found)
+            return forward(*args, **kwargs)
+        is_mlp = self._fusedckpt_match is not None
+        regions = () if is_mlp else (NAME, LINEAR) if keeps_linears else (NAME, SCAN)
+        draws = self.training, not is_mlp
+        y = recomputed(self, forward, x, given, tuple(kwargs), regions=regions, draws=draws)
+        if not is_mlp:
+            self._look_at(x, y, way)
+        return y
+
+    def _level(self) -> str:
+        """Return the level of a call; an MLP has one."""
+        if self._fusedckpt_match is not None:
+            return "inputs"
+        return levels.override.level or self._fusedckpt_save
+
+    def _runs_as_ever(self, x: Any, keeps_linears: bool) -> bool:
+        """Whether a call saves nothing for backward, or a compiler or checkpoint around decides."""
+        if self._fusedckpt_match is not None:
+            return not torch.is_grad_enabled() or dispatch.is_recorded(x)
+        return not self.training or (keeps_linears and not self._fusedckpt_gains) or _is_plain(x)
+
+    def _obstacle(self, given: tuple[Any, ...]) -> Fallback | None:
+        """Return why this call cannot be made twice."""
+        if self._fusedckpt_match is not None:
+            return self._of_mlp(self._fusedckpt_match, given)
+        for value in given:
+            for one in objects_in(value) if type(value) not in ATOMS else ():
+                is_known = isinstance(one, Tensor) or is_noted(one)
+                if not is_known and type(one).__name__ not in _CONSTANT:
+                    return "cache", type(one).__name__
+        hooked = (
+            name for name, layer in self.named_modules() if name and dispatch.has_hooks(layer)
+        )
+        name = next(hooked, None)
+        return None if name is None else ("hooked", name)
+
+    def _of_mlp(self, match: MLPMatch, given: tuple[Any, ...]) -> Fallback | None:
+        if len(given) != 1 or not isinstance(given[0], Tensor):
+            return "arguments", ""
+        found = broken(self, match.held)
+        if found is not None or dispatch.are_plain(*given, *self.parameters()):
+            return found
+        return fallbacks.unplain(given[0], **dict(self.named_parameters(recurse=False)))
+
+    def _look_at(self, x: Tensor, y: Any, way: tuple[Any, ...]) -> None:
+        """Note that attention or a scan runs again; where it gains little, later calls are as ever.
+
+        That is at other levels, and where attention is no region, and saves little itself.
+        """
+        results = [one for one in pytree.tree_leaves(y) if isinstance(one, Tensor)]
+        for place, one in enumerate(results):
+            node: Any = one.grad_fn
+            segment = node and node.metadata.get(NODE_KEY, lambda: None)()
+            if not segment:
+                continue
+            again = [record.name for record in segment.records if record.outputs is None]
+            is_unseen = self._fusedckpt_mixes == {NAME} and NAME not in {
+                record.name for record in segment.records
+            }
+            found = None
+            if again:
+                found = ("large", "") if way[0] else ("again", again[0])
+            elif is_unseen:
+                is_large = segment.samples.nbytes > MOST * results[0].nbytes
+                found = ("again", NAME) if is_large and not way[0] else ("unseen", "")
+            if found is not None and found[0] != "again":
+                self.__dict__[SEEN] = (way, x.shape), found[0]
+            if found is not None:
+                fallbacks.note(self, found)
+            elif not (way[0] or dispatch.has_hooks(self)):
+                # a norm of it saves nothing; hooks may gather weights for the call alone
+                given = Versioned(*self.parameters())
+                node.metadata[OUTPUT] = Output(weakref.ref(segment), place, given, versions_of(one))
+            return
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether a call saves nothing for backward, or a checkpoint or compiler around decides."""
+    return (
+        not isinstance(x, Tensor)
+        or torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or dispatch.is_recorded(x)
+        or phases.current() is not None
+    )
+
+
+def _way(module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the options by which a module computes attention itself, or calls a function."""
+    named = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return named, kwargs.get("need_weights"), kwargs.get("output_attentions")
