@@ -14,18 +14,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Level:
-    """A unit that saves something from its forward until its backward.
-
-    kept: bytes beyond those that it saves in a checkpoint of its own, below 0 where it saves less.
-    extra: ms that a step takes more than at the fastest level. forward: the peak of the step while
-    the unit runs. backward: the peak from the arrival of its gradient to that of the unit before.
-    """
+    """A unit that saves something from its forward until its backward."""
 
     name: str
+    # bytes beyond those that it saves in a checkpoint of its own, below 0 where it saves less
     kept: int
+    # ms that a step takes more than at the fastest level
     extra: float
+    # the peak of the step while the unit runs, in bytes
     forward: int
+    # the peak from the arrival of its gradient to that of the unit before
     backward: int
+    # bytes among `kept` that autocast's cache of cast weights holds in any forward
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Unit:
     which starts here; freed: of those that it does not keep where the unit is behind another one.
     begin: live bytes when its forward begins; arrives: when its gradient arrives. between: the peak
     from its end to the beginning of the next unit. joined: it may be in one segment with the unit
-    before.
+    before. members: the names of its modules, where these are several. released: bytes of its input
+    that it does not save, which a segment that starts here keeps.
     """
 
     name: str
@@ -53,6 +55,26 @@ class Unit:
     arrives: int
     joined: bool = False
     fixed: str = ""
+    members: tuple[str, ...] = ()
+    released: int = 0
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of its modules, in the order in which they run."""
+        return self.members or (self.name,)
+
+    @property
+    def backward_behind(self) -> int:
+        """The peak of its recompute and backward where it ends a segment of several units.
+
+        There an input that it does not save is gone after the recompute. But a recompute may end
+        before the unit does, which only the unit in a segment of its own shows.
+        """
+        assert self.again is not None
+        if not self.released:
+            return self.again.backward
+        runs = self.arrives + self.inside.forward - self.begin
+        return min(self.again.backward, max(runs, self.inside.backward))
 
     @property
     def fastest(self) -> Level:
@@ -74,7 +96,8 @@ class Chain:
     base: live bytes when the step begins: parameters, gradients, optimizer. before, after: the
     peaks until the first unit runs, and after all backwards. states: bytes of random states that a
     segment keeps of each unit. head: bytes that the code behind the last unit saves. slower: ms of
-    a step for each extra ms of units alone.
+    a step for each extra ms of units alone. outlives: whether autocast's cache lives until the
+    loss is computed.
     """
 
     units: tuple[Unit, ...]
@@ -84,6 +107,7 @@ class Chain:
     states: int = 0
     head: int = 0
     slower: float = 1.0
+    outlives: bool = True
 
     @property
     def forward_ms(self) -> float:
@@ -102,7 +126,7 @@ class Chain:
     def saved(self, unit: Unit, level: Level) -> int:
         """Return the bytes that a unit saves at a level, its input included."""
         # `kept` is beyond a checkpoint of its own, which saves random states beside the input
-        return max(0, unit.input + self.states + level.kept)
+        return max(0, unit.input + self.states * len(unit.modules) + level.kept)
 
     def extra_of(self, item: Item) -> float:
         """Return the ms that an item adds to a step."""
@@ -113,7 +137,7 @@ class Chain:
 
     def saves(self, unit: Unit) -> int:
         """Return the bytes that a unit adds in a segment from its recompute to its backward."""
-        return unit.inside.kept + self.states
+        return unit.inside.kept + self.states * len(unit.modules)
 
 
 @dataclass(frozen=True)
@@ -159,16 +183,19 @@ def simulate(chain: Chain, items: Sequence[Item]) -> Outcome:
 def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     """Yield peaks of a step, and the part of the step that each is of, in order."""
     yield chain.before, "code before the units"
-    offset, offsets = 0, []
+    offset, cached, offsets = 0, 0, []
     for item in items:
         offsets.append(offset)
         for number, unit in enumerate(chain.units[item.start : item.stop]):
             level = chain.level_of(item) or unit.again
             assert level is not None
-            yield level.forward + offset, f"forward of {unit.name}"
+            yield level.forward + offset - cached, f"forward of {unit.name}"
             # `again` keeps 0
             offset += -unit.freed if number else level.kept
-            yield unit.between + offset, f"code behind {unit.name}"
+            cached += level.cached
+            if unit is chain.units[-1] and not chain.outlives:
+                cached = 0
+            yield unit.between + offset - cached, f"code behind {unit.name}"
     for item, offset in zip(reversed(items), reversed(offsets), strict=True):
         if level := chain.level_of(item):
             yield level.backward + offset, f"backward of {chain.units[item.start].name}"
@@ -182,12 +209,17 @@ def _backward(chain: Chain, item: Item, offset: int) -> Iterator[tuple[int, str]
     *units, last = chain.units[item.start : item.stop]
     assert last.again is not None
     behind = chain.units[item.start + 1 : item.stop]
+    if units:
+        # the segment's own argument
+        offset += units[0].released
     live = offset + last.arrives - sum(unit.freed for unit in behind)
     for unit, after in zip(units, behind, strict=True):
         yield live + unit.inside.forward - unit.begin, f"recompute of {unit.name}"
         live += chain.saves(unit) + after.freed
     offset += sum(map(chain.saves, units))
-    yield last.again.backward + offset, f"recompute of {last.name}"
-    for unit in reversed(units):
-        offset -= chain.saves(unit)
+    peak = last.backward_behind if units else last.again.backward
+    yield peak + offset, f"recompute of {last.name}"
+    for unit, after in zip(reversed(units), reversed(behind), strict=True):
+        # random states live as long as the segment
+        offset += chain.states * len(after.modules) - chain.saves(unit)
         yield unit.inside.backward + offset, f"backward of {unit.name}"

@@ -11,6 +11,7 @@ show the code between these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ import torch
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.chain import Chain, Level, Unit
-from fusedckpt.planning.meter import Meter, Reading, Times, once, step_kind
-from fusedckpt.planning.roles import ATTENTION, INSIDE, PLAIN, PRODUCTS, run_at
+from fusedckpt.planning.meter import Meter, Reading, Times, once, roles_at, step_kind
+from fusedckpt.planning.roles import ATTENTION, INSIDE, PLAIN, PRODUCTS
 from fusedckpt.planning.survey import WRITES, Found
 from fusedckpt.reporting.step import Step
 
@@ -41,7 +42,7 @@ def measured(step: Step, found: Sequence[Found], selective: bool, chunks: int = 
     """Measure units; selective: at PRODUCTS, too; chunks: into which their MLPs are cut."""
     meter = Meter(step, found, chunks)
     alone = meter.alone()
-    freed = meter.freed() if any(unit.joined for unit in found) else [0] * len(found)
+    freed = meter.freed(alone) if any(unit.joined for unit in found) else [0] * len(found)
     costs = _Costs(meter, found, alone, step.parameters()[0].device)
     costs.measure(selective)
     kind = step_kind(step), chunks, tuple(unit.name for unit in found), selective
@@ -53,7 +54,15 @@ def measured(step: Step, found: Sequence[Found], selective: bool, chunks: int = 
     after = max(peaks["optimizer"], peaks["end"])
     # of random numbers, which only a CPU has in its own memory
     states = torch.get_rng_state().nbytes if costs.device.type == "cpu" else 0
-    chain = Chain(units, alone.live["begin"], before, after, states, max(0, head))
+    chain = Chain(
+        units,
+        base=alone.live["begin"],
+        before=before,
+        after=after,
+        states=states,
+        head=max(0, head),
+        outlives=costs.outlives,
+    )
     return Measured(chain, plain)
 
 
@@ -72,6 +81,9 @@ class _Costs:
         self._meter, self._found, self._alone, self.device = meter, found, alone, device
         # by unit and level, the fastest first
         self._readings: list[dict[str, Reading]] = [{} for _ in found]
+        # by unit and level, the casts of weights that units before it save in that reading
+        self._cached_before: dict[tuple[int, str], int] = {}
+        self.outlives = torch.is_autocast_enabled(device.type)
         self._groups = [*self._fitting()]
 
     def _fitting(self) -> Iterator[list[int]]:
@@ -106,7 +118,10 @@ class _Costs:
             for group in self._groups:
                 reading = self._meter.saving(levels, group)
                 for i in group:
-                    self._readings[i].setdefault(levels[i], reading)
+                    if levels[i] not in self._readings[i]:
+                        self._readings[i][levels[i]] = reading
+                        before = sum(self._cached(k, levels[k]) for k in group if k < i)
+                        self._cached_before[i, levels[i]] = before
 
     def _levels(self, i: int) -> dict[str, Reading]:
         return {name: x for name, x in self._readings[i].items() if name != INSIDE}
@@ -117,7 +132,8 @@ class _Costs:
         forward = [self._readings[i][name].ms("enter", i) for i, name in enumerate(fastest)]
         plain, profiled = None, sum(forward)
         if len(self._groups) == 1:
-            plain, forward = self._meter.times([run_at(name) for name in fastest])
+            pairs = zip(fastest, self._found, strict=True)
+            plain, forward = self._meter.times([roles_at(name, unit) for name, unit in pairs])
         scale = sum(forward) / profiled if profiled else 1.0
         kinds = [self._kind(i) for i in range(len(self._found))]
         alike: dict[Any, list[int]] = {}
@@ -130,7 +146,7 @@ class _Costs:
         """Return a key that units which cost the same share."""
         module = self._found[i].module
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
-        kept = tuple((name, self._kept(i, x)) for name, x in self._readings[i].items())
+        kept = tuple((name, self._kept(i, name)) for name in self._readings[i])
         return type(module), shapes, self._found[i].input, kept
 
     def _ms(self, alike: Sequence[int], scale: float, forward: Sequence[float]) -> _Ms:
@@ -147,46 +163,73 @@ class _Costs:
         low, high = (share * ms for share in _RERUN)
         again = min(max(scale * again, low), high + _OVERHEAD)
         extra, least = {first: 0.0}, 0.0
-        for name in sorted(names, key=lambda name: -self._kept(alike[0], readings[name])):
+        for name in sorted(names, key=lambda name: -self._kept(alike[0], name)):
             least = max(scale * (both[name] - both[first]), least + _NOT_FREE * ms)
             # a recompute without attention takes no longer than one with it
             extra[name] = min(least, again) if name == ATTENTION else least
         return _Ms(ms, extra, again)
 
-    def _kept(self, i: int, reading: Reading) -> int:
+    def _kept(self, i: int, name: str) -> int:
+        """Return the bytes that a unit saves at a level beyond a checkpoint of its own."""
+        reading, cached = self._readings[i][name], self._cached(i, name)
         before, after = (reading.kept(k) - self._alone.kept(k) for k in (i, i + 1))
-        return after - before
+        if i == len(self._found) - 1 and not self.outlives:
+            # the model has returned, and the cache of an autocast in its forward is empty
+            return after - before - self._cached_before[i, name]
+        return after - before + cached
 
-    def _level(self, i: int, name: str, reading: Reading, extra: float = 0.0) -> Level:
-        alone = self._alone
+    def _released(self, i: int, name: str) -> int:
+        """Return the bytes of its input that a checkpoint keeps, and the unit itself does not."""
+        sizes, alone = self._alone.inputs[i], self._alone.kept_inputs[i]
+        kept = self._readings[i][name].kept_inputs[i]
+        rows = zip(sizes, alone, kept, strict=False)
+        return sum(nbytes for nbytes, was_kept, is_kept in rows if was_kept and not is_kept)
+
+    def _cached(self, i: int, name: str) -> int:
+        """Return the bytes of casts of weights that a unit saves, and autocast's cache holds."""
+        is_recomputed = name in (PRODUCTS, ATTENTION)
+        return 0 if is_recomputed or self._found[i].fixed else self._found[i].casts
+
+    def _level(self, i: int, name: str, extra: float = 0.0) -> Level:
+        alone, reading = self._alone, self._readings[i][name]
         # beyond the bytes that units before this one save
         forward = reading.peak("enter", i) - (reading.begin(i) - alone.begin(i))
-        backward = reading.peak("back", i) - (reading.kept(i) - alone.kept(i))
-        return Level(name, self._kept(i, reading), extra, max(0, forward), max(0, backward))
+        before = reading.kept(i) - alone.kept(i) + self._cached_before[i, name]
+        backward = reading.peak("back", i) - before
+        return Level(
+            name,
+            self._kept(i, name),
+            extra,
+            forward=max(0, forward),
+            backward=max(0, backward),
+            cached=self._cached(i, name),
+        )
 
     def unit(self, i: int, freed: int, ms: _Ms) -> Unit:
         """Return a unit with its costs."""
         found, alone, readings = self._found[i], self._alone, self._readings[i]
-        levels = [self._level(i, x, reading, ms.extra[x]) for x, reading in self._levels(i).items()]
+        levels = [self._level(i, name, ms.extra[name]) for name in self._levels(i)]
         useful = list[Level]()
         for level in sorted(levels, key=lambda level: (level.extra, level.kept)):
             # one that keeps no less than a faster one is of no use
             if not useful or level.kept < useful[-1].kept:
                 useful.append(level)
-        inside = readings.get(INSIDE) or next(iter(readings.values()))
+        inside = INSIDE if INSIDE in readings else next(iter(readings))
         again = Level("again", 0, ms.again, alone.peak("enter", i), alone.peak("back", i))
         return Unit(
             found.name,
             tuple(useful),
             again=None if found.fixed else again,
-            inside=self._level(i, INSIDE, inside),
+            inside=replace(self._level(i, inside), name=INSIDE),
             forward_ms=ms.forward,
             input=found.input,
             freed=freed if found.joined else 0,
+            released=self._released(i, inside),
             begin=alone.begin(i),
             between=alone.peak("leave", i),
             arrives=alone.live.get(f"back {i}", alone.begin(i)),
             # code may hold the input anyway
             joined=found.joined and 2 * freed > found.input,
             fixed=found.fixed,
+            members=tuple(name for name, _ in found.members),
         )

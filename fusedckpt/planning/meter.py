@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt.autograd.private import num_nodes, number_of
@@ -23,6 +23,8 @@ from fusedckpt.reporting.trial import tensors_of
 _INSIDE = "returned", "backward"
 
 T = TypeVar("T")
+# by unit, the roles of its modules
+Roles = Sequence[Sequence[Role]]
 
 
 class Times(NamedTuple):
@@ -71,14 +73,71 @@ def peak_of(step: Step) -> int:
     return max(phase.peak for phase in phases)
 
 
+class _Held:
+    """The tensors that units get and make in a step, and how long they live.
+
+    A caller may hold a tensor that no backward needs for longer than the unit runs, as the forward
+    of an nn.Sequential holds its argument. It is gone when the model returns.
+    """
+
+    def __init__(self, count: int):
+        self._count, self._given = count, set[StorageWeakRef]()
+        # by unit the storages of the arguments that require grad
+        self._inputs: list[list[StorageWeakRef]] = [[] for _ in range(count)]
+        self.inputs: list[list[int]] = [[] for _ in range(count)]
+        # by storage: the marker from which on nothing has to hold it, its bytes, and the marker at
+        # which it was first gone
+        self._since: dict[StorageWeakRef, tuple[int, int]] = {}
+        self._gone: dict[StorageWeakRef, int] = {}
+
+    def note(self, i: int, tensors: Iterable[Tensor], is_given: bool) -> None:
+        """Note the tensors that unit i gets, or makes."""
+        tensors = [x for x in tensors if x.requires_grad]
+        if is_given:
+            self.see(i)
+            self._inputs[i] = [*map(storage_ref, tensors)]
+            self.inputs[i] = [nbytes_of([x]) for x in tensors]
+        for x in tensors:
+            storage = storage_ref(x)
+            # a tensor that a unit makes for another is for the first that gets it to hold
+            is_first = is_given and storage not in self._given
+            if is_first or storage not in self._since:
+                self._since[storage] = i + 1, nbytes_of([x])
+            if is_given:
+                self._given.add(storage)
+
+    def see(self, marker: int) -> None:
+        """Note the tensors that are gone; marker: a number of a unit, or of all units."""
+        for storage in self._since:
+            if storage not in self._gone and storage.expired():
+                self._gone[storage] = marker
+
+    def kept_inputs(self) -> list[list[bool]]:
+        """Return by unit whether each of its arguments lives until backward."""
+        return [[storage not in self._gone for storage in own] for own in self._inputs]
+
+    def late(self) -> list[int]:
+        """Return by marker the bytes of tensors that nothing holds in the end."""
+        found = [0] * (self._count + 1)
+        for storage, marker in self._gone.items():
+            since, nbytes = self._since[storage]
+            for between in range(since, marker):
+                found[between] += nbytes
+        return found
+
+
 class Reading:
     """A step's phases by unit: peaks, live bytes at its markers, and ms.
 
-    late: bytes that live when a unit begins, or the model returns, and are gone in the end.
+    held: the tensors that units get and make in it.
     """
 
-    def __init__(self, phases: Sequence[Phase], late: Sequence[int]):
-        self._late, self.live = late, dict[str, int]()
+    def __init__(self, phases: Sequence[Phase], held: _Held):
+        # bytes that live when a unit begins, or the model returns, and are gone in the end
+        self._late = held.late()
+        # by unit, of its arguments that require grad: bytes, and whether they live until backward
+        self.inputs, self.kept_inputs = held.inputs, held.kept_inputs()
+        self.live = dict[str, int]()
         self.peaks, self._ms = Counter[str](), Counter[str]()
         where = "begin"
         for phase in phases:
@@ -105,49 +164,6 @@ class Reading:
         return self.begin(i) - self._late[i]
 
 
-class _Held:
-    """The tensors that units get and make in a step, and how long they live.
-
-    A caller may hold a tensor that no backward needs for longer than the unit runs, as the forward
-    of an nn.Sequential holds its argument. It is gone when the model returns.
-    """
-
-    def __init__(self, count: int):
-        self._count, self._given = count, set[StorageWeakRef]()
-        # by storage: the marker from which on nothing has to hold it, its bytes, and the marker at
-        # which it was first gone
-        self._since: dict[StorageWeakRef, tuple[int, int]] = {}
-        self._gone: dict[StorageWeakRef, int] = {}
-
-    def note(self, i: int, tensors: Iterable[Tensor], is_given: bool) -> None:
-        """Note the tensors that unit i gets, or makes."""
-        if is_given:
-            self.see(i)
-        for x in tensors:
-            storage = storage_ref(x)
-            # a tensor that a unit makes for another is for the first that gets it to hold
-            is_first = is_given and storage not in self._given
-            if x.requires_grad and (is_first or storage not in self._since):
-                self._since[storage] = i + 1, nbytes_of([x])
-            if is_given:
-                self._given.add(storage)
-
-    def see(self, marker: int) -> None:
-        """Note the tensors that are gone; marker: a number of a unit, or of all units."""
-        for storage in self._since:
-            if storage not in self._gone and storage.expired():
-                self._gone[storage] = marker
-
-    def late(self) -> list[int]:
-        """Return by marker the bytes of tensors that nothing holds in the end."""
-        found = [0] * (self._count + 1)
-        for storage, marker in self._gone.items():
-            since, nbytes = self._since[storage]
-            for between in range(since, marker):
-                found[between] += nbytes
-        return found
-
-
 class _Marker:
     """Sets markers where units begin and end, and where the first of their gradients arrives."""
 
@@ -156,17 +172,32 @@ class _Marker:
         # by unit, the numbers of the first node of autograd's graph that it made, and of the next
         self._nodes: dict[int, tuple[float, float]] = {}
 
-    def run(self, i: int, role: Role, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run unit i in its role between markers: itself a role."""
+    def roles_of(self, i: int, roles: Sequence[Role]) -> list[Role]:
+        """Return roles in which the modules of unit i run in these between markers."""
+        last = len(roles) - 1
+        return [partial(self._run, i, k == 0, k == last, role) for k, role in enumerate(roles)]
+
+    def _run(
+        self,
+        i: int,
+        is_first: bool,
+        is_last: bool,
+        role: Role,
+        forward: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        self._held.note(i, tensors_of([args, kwargs]), is_given=True)
-        self._mark(f"enter {i}")
-        first = num_nodes()
+        if is_first:
+            self._held.note(i, tensors_of([args, kwargs]), is_given=True)
+            self._mark(f"enter {i}")
+            self._nodes[i] = num_nodes(), num_nodes()
         output = role(forward, args, kwargs)
-        self._nodes[i] = first, num_nodes()
-        self._held.note(i, tensors_of([output]), is_given=False)
-        self._mark(f"leave {i}")
+        if is_last:
+            self._nodes[i] = self._nodes[i][0], num_nodes()
+            self._held.note(i, tensors_of([output]), is_given=False)
+            self._mark(f"leave {i}")
         return output
 
     def hook(self, loss: Tensor) -> None:
@@ -203,26 +234,36 @@ class _Marker:
             node.register_prehook(partial(arrive, i))
 
 
+def roles_at(level: str, unit: Found) -> list[Role]:
+    """Return the roles of a unit's modules that save a level."""
+    return [run_at(level) for _ in unit.members]
+
+
 class Meter:
     """Runs steps of a model with its units in roles."""
 
     def __init__(self, step: Step, found: Sequence[Found], chunks: int):
         self._step, self._found, self._chunks = step, found, chunks
 
-    def _alone(self) -> list[Role]:
+    def _alone(self) -> list[list[Role]]:
         """Return roles in which each unit is in a segment of its own, unless none may hold it."""
-        return [run_at(PLAIN) if unit.fixed else segmented()[0] for unit in self._found]
+        return [
+            roles_at(PLAIN, unit) if unit.fixed else segmented(len(unit.members))
+            for unit in self._found
+        ]
 
-    def _in(self, roles: Sequence[Role], marker: _Marker) -> Any:
-        pairs = enumerate(zip(self._found, roles, strict=True))
-        return assigned(
-            {
-                unit.module: partial(marker.run, i, in_chunks(role, self._chunks))
-                for i, (unit, role) in pairs
-            }
-        )
+    def _in(self, roles: Roles, marker: _Marker) -> Any:
+        cut = [[in_chunks(role, self._chunks) for role in own] for own in roles]
+        marked = [marker.roles_of(i, own) for i, own in enumerate(cut)]
+        return assigned(self._by_module(marked))
 
-    def read(self, roles: Sequence[Role]) -> Reading:
+    def _by_module(self, roles: Roles) -> dict[nn.Module, Role]:
+        """Return roles by the module that runs in each."""
+        members = [member for unit in self._found for member in unit.members]
+        flat = [role for own in roles for role in own]
+        return {module: role for (_, module), role in zip(members, flat, strict=True)}
+
+    def read(self, roles: Roles) -> Reading:
         """Run a step and read its phases."""
         step, held = self._step.fresh()
         noted = _Held(len(self._found))
@@ -241,9 +282,9 @@ class Meter:
                 step._replace(loss=loss).take(mark, held)
 
         phases = phases_of(run, held[0].device, step.resident(held))
-        return Reading(phases, noted.late())
+        return Reading(phases, noted)
 
-    def times(self, roles: Sequence[Role]) -> tuple[Times, list[float]]:
+    def times(self, roles: Roles) -> tuple[Times, list[float]]:
         """Return the times of a step, and the ms of each unit's forward in it."""
         device, at = self._step.parameters()[0].device, dict[str, float]()
         marker = _Marker(lambda x: at.update({x: seconds(device)}), _Held(len(roles)))
@@ -256,16 +297,22 @@ class Meter:
         """Read a step in which every unit is in a checkpoint of its own."""
         return self.read(self._alone())
 
-    def freed(self) -> list[int]:
+    def freed(self, alone: Reading) -> list[int]:
         """Run a forward with units in segments as long as can be; return bytes by unit.
 
-        Those of the inputs that nothing keeps until backward where a segment goes on with the unit.
+        Those of the inputs that a segment of the unit alone keeps until backward, and one that
+        begins earlier does not. alone: the reading in which each unit is in its own.
         """
         roles, count = list[Role](), len(self._found)
-        while (i := len(roles)) < count:
-            stop = next((k for k in range(i + 1, count) if not self._found[k].joined), count)
-            roles += [run_at(PLAIN)] if self._found[i].fixed else segmented(stop - i)
-        given = list[list[tuple[StorageWeakRef, int]]]([[] for _ in roles])
+        start = 0
+        while start < count:
+            behind = range(start + 1, count)
+            stop = next((k for k in behind if not self._found[k].joined), count)
+            members = sum(len(unit.members) for unit in self._found[start:stop])
+            is_fixed = bool(self._found[start].fixed)
+            roles += [run_at(PLAIN)] * members if is_fixed else segmented(members)
+            start = stop
+        given = list[list[tuple[StorageWeakRef, int]]]([[] for _ in self._found])
         takers: Counter[int] = Counter()
         trimmers = list[Callable[[], None]]()
 
@@ -276,21 +323,29 @@ class Meter:
             trimmers.extend(trimmers_of(args, kwargs))
             return role(forward, args, kwargs)
 
+        assignment = self._by_module([[role] for role in roles])
+        for i, unit in enumerate(self._found):
+            _, first = unit.members[0]
+            assignment[first] = partial(noting, i, assignment[first])
         step, _ = self._step.fresh()
-        pairs = enumerate(zip(self._found, roles, strict=True))
-        with assigned({x.module: partial(noting, i, role) for i, (x, role) in pairs}):
+        with assigned(assignment):
             output = step.model(*step.args, **step.kwargs)
-        found = [
-            sum(n for x, n in known if x.expired() and takers[x.cdata] == 1) for known in given
+        freed = [
+            sum(
+                nbytes
+                for (storage, nbytes), is_kept in zip(known, alone.kept_inputs[i], strict=False)
+                if is_kept and storage.expired() and takers[storage.cdata] == 1
+            )
+            for i, known in enumerate(given)
         ]
         del output
         for trim in trimmers:
             trim()
-        return found
+        return freed
 
     def saving(self, levels: Sequence[str], group: Sequence[int]) -> Reading:
         """Read a step in which the units of a group save a level each, the others nothing."""
         roles = self._alone()
         for i in group:
-            roles[i] = run_at(levels[i])
+            roles[i] = roles_at(levels[i], self._found[i])
         return self.read(roles)

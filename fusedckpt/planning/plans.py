@@ -24,7 +24,7 @@ from fusedckpt.planning.plan_plot import draw
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
 
-_FORMAT = {"format": "fusedckpt.plan", "version": 4}
+_FORMAT = {"format": "fusedckpt.plan", "version": 5}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Plan:
         if any(roles.is_assigned(module) for module in inner.modules()):
             raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
         for unit in self.chain.units:
-            _unit(inner, unit.name)
+            for name in unit.modules:
+                _unit(inner, name)
         for name, expected in self.structure.items():
             if (found := structure_of(_unit(inner, name))) != expected:
                 raise ValueError(
@@ -119,16 +120,19 @@ class Plan:
             if item.level is None:
                 yield from zip(names, roles.segmented(len(names)), strict=True)
             elif item.level != roles.PLAIN or self.chunks > 1:
-                yield names[0], roles.run_at(item.level)
+                for name in names:
+                    yield name, roles.run_at(item.level)
 
     def _names(self, item: Item) -> list[str]:
-        return [unit.name for unit in self.chain.units[item.start : item.stop]]
+        units = self.chain.units[item.start : item.stop]
+        return [name for unit in units for name in unit.modules]
 
     def cut(self, functions: Sequence[Any]) -> list[Any]:
         """Return the functions of an nn.Sequential, those in chunks that the plan cuts."""
         found = list(functions)
         for unit in self.chain.units if self.chunks > 1 else ():
-            found[int(unit.name)] = Chunked(found[int(unit.name)], self.chunks)
+            for name in unit.modules:
+                found[int(name)] = Chunked(found[int(name)], self.chunks)
         return found
 
     def spans(self, count: int) -> list[Span]:
@@ -191,6 +195,7 @@ def _read(found: Any) -> Plan:
         raise ValueError(f"expected {_FORMAT['format']}, version {_FORMAT['version']}")
     for unit in (units := found["chain"]["units"]):
         unit["levels"] = tuple(Level(**level) for level in unit["levels"])
+        unit["members"] = tuple(unit["members"])
         unit["inside"], again = Level(**unit["inside"]), unit["again"]
         unit["again"] = None if again is None else Level(**again)
     found["chain"]["units"] = tuple(Unit(**unit) for unit in units)

@@ -38,12 +38,17 @@ class Noting(HandingOn):
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module, self._saved, self._late = module, list[tuple[int, Any]](), list[Tensor]()
+        # by storage the bytes and the kind of device of the weights that autocast cast
+        self.casts: dict[int, tuple[int, str]] = {}
         # the objects among its arguments that the call changed, by place and class
         self.changed: dict[str, Any] = {}
         self._before = {(id(at), name): _state_of(x) for at, name, x in _states_in(module)}
 
     def pack(self, tensor: Tensor) -> Any:
         """Note a tensor that is saved."""
+        if _is_cast(tensor):
+            storage = tensor.untyped_storage()
+            self.casts[storage_key(storage)] = storage.nbytes(), tensor.device.type
         # integers may be a workspace that nobody wrote; random masks change the output
         if tensor.is_floating_point() and tensor.device.type == "cpu":
             if tensor.requires_grad:
@@ -72,6 +77,16 @@ class Noting(HandingOn):
             if not _is_unwritten(self._before.get((id(at), name)), x)
         ]
         return output
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    """Whether a tensor is a weight as autocast casts it and keeps it, or a view of that."""
+    owner = tensor if tensor._base is None else tensor._base
+    node: Any = owner.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    # below autocast, where a tensor is saved, nothing tells whether that is enabled
+    return torch.is_autocast_cache_enabled() and hasattr(node.next_functions[0][0], "variable")
 
 
 def why_not_again(segment: Noting) -> str:

@@ -120,8 +120,8 @@ def _starts_of(chain: Chain, longest: int) -> list[_Starts]:
     found: list[_Starts] = []
     # of the segments that start behind the unit, a row each: peaks of forwards behind the first
     # unit, and of recomputes and backwards; live bytes when the gradient arrives; bytes of inputs
-    # that are not kept; ms
-    ways = none = np.zeros((5, 0))
+    # that are not kept; bytes of random states; ms
+    ways = none = np.zeros((6, 0))
     after: Unit | None = None
     for i, unit in reversed([*enumerate(chain.units)]):
         ways = none if after is None or not after.joined else _prepended(chain, unit, after, ways)
@@ -129,10 +129,13 @@ def _starts_of(chain: Chain, longest: int) -> list[_Starts]:
             ways, first = none, 0
         else:
             first = unit.again.forward
-            alone = unit.between, unit.again.backward, unit.arrives, 0, unit.again.extra
+            states = chain.states * len(unit.modules)
+            alone = unit.between, unit.again.backward, unit.arrives, 0, states, unit.again.extra
             # bytes below 2^53 are exact
             ways = np.column_stack((np.array(alone, float), ways[:, : longest - 1]))
-        forward, backward, _, freed, ms = ways
+        forward, backward, _, freed, _, ms = ways
+        # those of several units keep the argument of the first
+        backward = np.concatenate((backward[:1], backward[1:] + unit.released))
         levels = unit.levels
         own = [max(x.forward, unit.between + x.kept, x.backward) for x in levels]
         stop = np.concatenate(([i + 1] * len(levels), i + 1 + np.arange(len(ms))))
@@ -149,12 +152,16 @@ def _prepended(chain: Chain, unit: Unit, after: Unit, ways: Any) -> Any:
     """Put a unit before segments; after: the unit that was their first."""
     if after.again is None:
         return ways[:, :0]
-    forward, backward, live, freed, ms = ways
+    forward, backward, live, freed, states, ms = ways
+    # the first of them was that unit alone
+    backward = np.concatenate(([after.backward_behind], backward[1:]))
     first, live = max(unit.between, after.again.forward), live - after.freed
     runs, saves = unit.inside.forward - unit.begin, chain.saves(unit)
-    backward = np.maximum(np.maximum(backward + saves, live + runs), unit.inside.backward)
+    backward = np.maximum(backward + saves, live + runs)
+    backward = np.maximum(backward, unit.inside.backward + states)
     forward, freed = np.maximum(forward - after.freed, first), freed + after.freed
-    return np.stack((forward, backward, live, freed, ms + unit.forward_ms))
+    states = states + chain.states * len(unit.modules)
+    return np.stack((forward, backward, live, freed, states, ms + unit.forward_ms))
 
 
 class _Search:

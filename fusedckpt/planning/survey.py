@@ -28,20 +28,28 @@ WRITES = "modifies its input"
 
 
 class Found(NamedTuple):
-    """A unit.
-
-    fixed: why no segment may hold it. joined: it gets the output of the unit before. levels: those
-    that it offers, from the most that is saved. attends: whether it runs a kernel of attention.
-    input: bytes that it gets which require grad.
-    """
+    """A unit: a module, and modules beside it that save nothing, such as nn.Flatten."""
 
     name: str
     module: nn.Module
+    # why no segment may hold it, or ""
     fixed: str
+    # whether it gets the output of the unit before
     joined: bool
+    # the save levels that it offers, from the most that is saved
     levels: tuple[str, ...]
+    # whether it runs a kernel of attention
     attends: bool
+    # bytes of its arguments that require grad
     input: int
+    # bytes of its outputs that require grad
+    output: int
+    # whether its forward saves nothing for backward
+    is_empty: bool
+    # bytes of the weights that autocast casts, and that the forward saves
+    casts: int
+    # its modules by name, in the order in which they run
+    members: tuple[tuple[str, nn.Module], ...]
 
 
 class Survey(NamedTuple):
@@ -58,18 +66,24 @@ class Survey(NamedTuple):
 
 
 class _Called(NamedTuple):
-    """The first call of a module.
+    """The first call of a module."""
 
-    given: the storages that it gets which require grad, and whether the unit before returned each.
-    is_fused: fused layers ran in it, modules or functions. attends: a kernel of attention did.
-    why_not: why it is no unit.
-    """
-
+    # the storages that it gets which require grad, and whether the unit before returned each
     given: list[tuple[StorageWeakRef, bool]]
+    # bytes of these, and of the tensors that it returns
     input: int
+    output: int
+    # whether it modifies an argument in place
     writes: bool
+    # whether fused layers ran in it, modules or functions
     is_fused: bool
+    # whether a kernel of attention did
     attends: bool
+    # whether it saves nothing for backward
+    is_empty: bool
+    # bytes of the weights that autocast cast, and that it saves
+    casts: int
+    # why it is no unit, or ""
     why_not: str
 
 
@@ -84,6 +98,8 @@ class _Visits:
         self.segments: dict[str, Noting] = {}
         self.takers: Counter[int] = Counter()
         self.calls: dict[str, _Called] = {}
+        # the storages of casts of weights, which live as long as autocast's cache
+        self._casts = set[int]()
         # the tensors that the last unit returned
         self._returned: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
@@ -115,9 +131,29 @@ class _Visits:
             nodes = [*graph_of(made, {x.grad_fn for x in given})]
             is_fused, attends = (any(map(holds, nodes)) for holds in (_is_fused, _attends))
             why_not = "" if made else "returns no tensor that requires a gradient"
-            ways = writes, is_fused, attends, why_not
-            self.calls[name] = _Called(known, nbytes_of(given), *ways)
+            self.calls[name] = _Called(
+                known,
+                input=nbytes_of(given),
+                output=nbytes_of(made),
+                writes=writes,
+                is_fused=is_fused,
+                attends=attends,
+                is_empty=not segment.saved,
+                casts=self._new_casts(segment),
+                why_not=why_not,
+            )
         return output
+
+    def _new_casts(self, segment: Noting) -> int:
+        """Return the bytes of casts of weights that autocast's cache holds, new in this unit."""
+        new = {
+            key: nbytes
+            for key, (nbytes, kind) in segment.casts.items()
+            # the end of an autocast in the unit's own forward empties the cache
+            if key not in self._casts and torch.is_autocast_enabled(kind)
+        }
+        self._casts |= new.keys()
+        return sum(new.values())
 
     def _is_returned(self, x: Tensor) -> bool:
         known = self._returned.get(id(x))
@@ -148,8 +184,20 @@ class _Visits:
             ]
             joined, is_open = is_open and bool(own) and all(own), name not in fixed
             module, why = self._model.get_submodule(name), fixed.get(name, "")
-            levels = levels_of(module) or (LEVELS[::-1] if call.is_fused else (PLAIN,))
-            yield Found(name, module, why, joined and is_open, levels, call.attends, call.input)
+            offered = levels_of(module) or (LEVELS[::-1] if call.is_fused else ())
+            yield Found(
+                name,
+                module,
+                fixed=why,
+                joined=joined and is_open,
+                levels=offered or (PLAIN,),
+                attends=call.attends,
+                input=call.input,
+                output=call.output,
+                is_empty=call.is_empty and not (why or offered),
+                casts=call.casts,
+                members=((name, module),),
+            )
 
     def why_not(self, name: str) -> str:
         """Return why a module is no unit, nothing for a unit."""
@@ -180,7 +228,7 @@ def _surveyed(step: Step, names: Sequence[str]) -> Survey:
         trim()
     left_out = {name: why for name in names if (why := visits.why_not(name))}
     left_out |= {name: why for name, why in fixed.items() if why != WRITES}
-    units = [*visits.units(fixed)]
+    units = _grouped([*visits.units(fixed)], left_out)
     changing = [unit.fixed for unit in units if unit.fixed.startswith(CHANGES)]
     if changing and all(unit.fixed for unit in units):
         raise ValueError(
@@ -196,6 +244,46 @@ def _surveyed(step: Step, names: Sequence[str]) -> Survey:
             f"of reentrant checkpoints: {'; '.join(told) or 'it has no parts'}; units= names others"
         )
     return Survey(units, left_out, last, trained)
+
+
+def _grouped(units: Sequence[Found], left_out: dict[str, str]) -> list[Found]:
+    """Join units that save nothing to those before them, or behind them.
+
+    In a segment of its own such a unit keeps no input, which the measured step would lack. An
+    identity or a view shares memory with the unit before; nn.Upsample runs with the unit behind,
+    whose segment then keeps the smaller input. Units without either are code between others.
+    """
+    groups, waiting = list[Found](), list[Found]()
+
+    def place_waiting() -> None:
+        """Join the units that wait to the unit before them, or leave them out."""
+        if waiting and waiting[0].joined and groups:
+            groups[-1] = _group([groups[-1], *waiting], groups[-1])
+        else:
+            left_out.update({unit.name: "saves nothing" for unit in waiting})
+        waiting.clear()
+
+    for unit in units:
+        if not unit.joined:
+            place_waiting()
+        if not unit.is_empty:
+            groups.append(_group([*waiting, unit], unit))
+            waiting.clear()
+        elif unit.joined and groups and not waiting and unit.output <= unit.input:
+            groups[-1] = _group([groups[-1], unit], groups[-1])
+        else:
+            waiting.append(unit)
+    place_waiting()
+    return groups
+
+
+def _group(units: Sequence[Found], main: Found) -> Found:
+    """Return a unit of the modules of several; main: the one that saves something."""
+    first, last = units[0], units[-1]
+    members = tuple(member for unit in units for member in unit.members)
+    return main._replace(
+        joined=first.joined, input=first.input, output=last.output, members=members
+    )
 
 
 def _refuse(name: str, tensors: Iterable[Tensor]) -> None:

@@ -56,7 +56,7 @@ class Trials:
         return self.measured.chain
 
     def _plan(self, solution: Outcome) -> Plan:
-        model, names = self.step.model, [unit.name for unit in self.chain.units]
+        model, names = self.step.model, [x for unit in self.chain.units for x in unit.modules]
         return Plan(
             type(model).__name__, self.title, self.limit, self.chain, solution.items,
             solution.peak, solution.extra, solution.lower_bound, left_out=dict(self.left_out),

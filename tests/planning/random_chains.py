@@ -33,6 +33,7 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
             arrives=draw.randrange(most),
             joined=joined,
             fixed="modifies its input" if fixed[i] else "",
+            released=draw.choice((0, 0, draw.randrange(most // 2))),
         )
 
     units = tuple(unit(i) for i in range(count))

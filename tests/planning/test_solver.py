@@ -50,6 +50,9 @@ def replay(chain: Chain, items) -> tuple[int, float]:
             extra += level.extra
             continue
         last = item.stop - 1
+        # its argument, whatever the first unit saves
+        held = chain.units[item.start].released if last > item.start else 0
+        more[0] += held
         for i in range(item.start, last):
             unit = chain.units[i]
             runs = unit.inside.forward - unit.begin
@@ -58,10 +61,17 @@ def replay(chain: Chain, items) -> tuple[int, float]:
             more[i] += unit.inside.kept + chain.states
             more[i + 1] += chain.units[i + 1].freed
             extra += unit.forward_ms
-        peaks.append(chain.units[last].again.backward + sum(more[:last]))
+        end = chain.units[last]
+        backward = end.again.backward
+        if last > item.start and end.released:
+            runs = end.arrives + end.inside.forward - end.begin
+            backward = min(backward, max(runs, end.inside.backward))
+        peaks.append(backward + sum(more[:last]))
         extra += chain.units[last].again.extra
         for i in reversed(range(item.start, last)):
-            peaks.append(chain.units[i].inside.backward + sum(more[:i]))
+            states = chain.states * (last - i)
+            peaks.append(chain.units[i].inside.backward + sum(more[:i]) + held * (i == 0) + states)
+        more[0] -= held
     return max(peaks), extra
 
 
