@@ -72,6 +72,34 @@ class Argument:
         return self._saved if isinstance(self._saved, Tensor) else self._saved.unpack()
 
 
+class LateArgument(Argument):
+    """An argument that is saved with the first tensor that autograd saves, if there is any.
+
+    So hooks on saved tensors do not see the arguments of a call that needs no gradients.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.dtype, self.storage = tensor.dtype, storage_of(tensor)
+        self.layout = layout_of(tensor) if self.storage else None
+        self._saved, self._problem = tensor, ""
+        # inference tensors have none
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def save(self) -> None:
+        """Save the tensor now, unless it was written since, so that a recompute raises."""
+        if not isinstance(self._saved, Tensor) or self._version is None:
+            return
+        if self._saved._version != self._version:
+            self._problem = stale("an argument or an output of a region", self._saved)
+        self._saved = private.make_saved(self._saved, is_output=False)
+
+    def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
+        """Return the argument; raise where it was written in place since."""
+        if self._problem:
+            raise RuntimeError(self._problem)
+        return super().tensor(made)
+
+
 class Packed:
     """Stands for a saved tensor: its index, and where it is while something else keeps it.
 

@@ -78,8 +78,9 @@ class Recompute(Keeper):
     def __init__(self, segment: Trace, keeps: bool):
         self._segment, self._keeps, self._stops = segment, keeps, segment.stops
         self.records, self._met = list[Record](), iter(segment.records)
-        self.patterns = segment.options.save_regions
         self._names = {record.name for record in segment.records}
+        # a checkpoint around may have asked for them
+        self.patterns = segment.options.save_regions or tuple(self._names)
         self.extras: dict[int, Tensors] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
         self._num_saved = 0

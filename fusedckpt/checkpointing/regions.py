@@ -26,7 +26,14 @@ from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.private import pytree
-from fusedckpt.checkpointing.calls import Argument, Packed, layout_of, objects_in, storage_of
+from fusedckpt.checkpointing.calls import (
+    Argument,
+    LateArgument,
+    Packed,
+    layout_of,
+    objects_in,
+    storage_of,
+)
 from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.memory import nbytes_of
 
@@ -93,6 +100,9 @@ class Keeper(Phase):
     records: list[Record]
     # the places of saved tensors that no recompute brings back
     kept: set[int]
+    # until it packs a tensor: arguments that are saved then, outside of it or of the phase beside
+    # them; None afterwards, and in a recompute
+    late: list[tuple[LateArgument, Keeper | None]] | None = None
 
     def asks(self, name: str) -> bool:
         """Whether it saves regions of this name."""
@@ -151,10 +161,11 @@ class _First(_Inside):
             self._held.append((packed, kept, tensor._version))
         return packed
 
-    def record(self, name: str, result: Any, outermost: Keeper) -> Record:
-        """Save the tensors held and the result, as autograd saves arguments outside of `outermost`.
+    def record(self, name: str, result: Any, keepers: list[Keeper]) -> Record:
+        """Save the tensors held and the result, as autograd saves arguments outside of checkpoints.
 
-        Not where they are too many, or an input or a saved tensor was written.
+        Not where they are too many, or an input or a saved tensor was written. Where the
+        checkpoints have saved nothing yet, the result is saved when they do.
         """
         leaves, spec = pytree.tree_flatten(result)
         outputs = [x for x in leaves if isinstance(x, Tensor)]
@@ -163,10 +174,16 @@ class _First(_Inside):
         is_written = any(tensor._version != version for _, tensor, version in self._held)
         if is_large or is_written or versions_of(*self._inputs) != self._before:
             return Record(name)
-        with phases.outside_hooks_of(outermost):
+        is_late = all(keeper.late is not None for keeper in keepers)
+        hold = LateArgument if is_late else Argument
+        with phases.outside_hooks_of(keepers[-1]):
             for packed, tensor, _ in self._held:
                 packed.source, packed.layout = Argument(tensor), None
-            kept = [Argument(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
+            kept = [hold(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
+        for keeper in keepers:
+            outermost = None if keeper is keepers[-1] else keepers[-1]
+            if keeper.late is not None:
+                keeper.late += [(x, outermost) for x in kept if isinstance(x, LateArgument)]
         self._keeper.kept.update(self._places)
         needs = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         return Record(name, self._derived, [*zip(kept, needs, strict=True)], spec)
@@ -322,7 +339,7 @@ def _run(call: Callable[[], Any], name: str, keepers: list[Keeper], inside: _Fir
     try:
         with saved_tensors_hooks(phases.pack_hook(inside), keepers[0].unpack):
             result = call()
-        record = inside.record(name, result, keepers[-1])
+        record = inside.record(name, result, keepers)
         states = [state for keeper in keepers for state in keeper.states()]
         record = record._replace(states=states)
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as stock
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
@@ -31,13 +31,13 @@ from fusedckpt.checkpointing.calls import (
     Call,
     Checkpointed,
     Contexts,
+    LateArgument,
     Leaves,
     Options,
     Packed,
     Saved,
     Trace,
     layout_of,
-    objects_in,
     stale,
 )
 from fusedckpt.checkpointing.determinism import Run
@@ -62,6 +62,7 @@ class Segment(Trace, Keeper):
         self._leaves = Leaves()
         # while it may turn out that a call writes its arguments: the tensors it saved, and versions
         self.held: list[tuple[Packed, Tensor, int]] | None = None
+        self.late = []
         self._recomputes: dict[int, Recompute] = {}
         # one that came before its backward
         self._ahead: Recompute | None = None
@@ -109,6 +110,19 @@ class Segment(Trace, Keeper):
             self._mark(output, (*args, *kwargs.values()))
         return output
 
+    def hold_late(self, tensor: Tensor) -> LateArgument:
+        """Return an argument that is saved with the first tensor that autograd saves."""
+        argument = LateArgument(tensor)
+        if self.late is not None:
+            self.late.append((argument, None))
+        return argument
+
+    def _save_late(self) -> None:
+        late, self.late = self.late or (), None
+        for argument, outermost in late:
+            with phases.outside_hooks_of(outermost or self):
+                argument.save()
+
     def _keep(self, held: list[tuple[Packed, Tensor, int]]) -> None:
         """Keep saved tensors, as without a checkpoint; a tensor written since still raises."""
         for packed, tensor, version in held:
@@ -132,6 +146,8 @@ class Segment(Trace, Keeper):
     @uncompiled
     def pack(self, tensor: Tensor) -> Packed:
         """Return the stand-in that autograd keeps in the tensor's place."""
+        if self.late is not None:
+            self._save_late()
         packed = Packed()
         packed.index, packed.source, packed.layout = len(self.saved), None, None
         leaves, owner = self._leaves.of(tensor), calls.leaf_of(tensor)
@@ -389,24 +405,16 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     while isinstance(function, partial):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
-    if _is_frozen(function) and not any(
-        isinstance(x, Tensor) and x.requires_grad for x in objects_in([*args, *kwargs.values()])
-    ):
-        return function(*args, **kwargs)
     options = options._replace(debug=debug, early_stop=early_stop)
     segment = Segment(options)
-    output = segment.run(Call(function, args, kwargs, options), args, kwargs)
+    # where no argument needs a gradient, perhaps nothing does
+    values = (*args, *kwargs.values())
+    needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in values)
+    hold = Argument if needs_grad else segment.hold_late
+    output = segment.run(Call(function, args, kwargs, options, hold), args, kwargs)
     if options.save_regions and not (segment.has_matched or segment.refuses or options.samples):
         warn_of_no_region(function, options.save_regions)
     return output
-
-
-def _is_frozen(function: Any) -> bool:
-    """Whether a function is a module, or its forward, whose parameters need no gradients."""
-    module = getattr(function, "__self__", function)
-    flags = [p.requires_grad for p in module.parameters()] if isinstance(module, nn.Module) else []
-    # a module without parameters may call others
-    return len(flags) > 0 and not any(flags)
 
 
 def is_plain_call() -> bool:

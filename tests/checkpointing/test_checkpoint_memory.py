@@ -147,21 +147,3 @@ def test_arguments_are_freed_when_their_segment_is_done(name):
         assert not storage.expired()
         loss.backward()
     assert freed == [True]
-
-
-@pytest.mark.parametrize("wraps", ["module", "forward"])
-def test_frozen_modules_are_called(wraps):
-    """Where nothing needs a gradient no argument is packed, as an offloading hook would copy it."""
-    module, packed = nn.Linear(6, 6).to(DEVICE), []
-    fn = module if wraps == "module" else module.forward
-    x = torch.randn(4, 6, device=DEVICE)
-    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
-        module.requires_grad_(False)
-        checkpoint(fn, x)
-        assert packed == []
-        # each of these needs the segment
-        checkpoint(fn, x.clone().requires_grad_())
-        module.requires_grad_(True)
-        checkpoint(fn, x)
-        checkpoint(lambda x: module(x), x)
-    assert len(packed) == 3
