@@ -8,6 +8,7 @@ from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.quantised import QuantisedWeight, register_quantised
+from fusedckpt.blocks.shown import schedule
 from fusedckpt.checkpointing.module_calls import is_recomputing
 from fusedckpt.checkpointing.prefetch import prefetch_recompute
 from fusedckpt.checkpointing.regions import region
@@ -70,6 +71,7 @@ __all__ = [
     "repack_gate_up",
     "report",
     "saving",
+    "schedule",
     "unfuse",
     "unmerge_affine",
     "unpack_gate_up",

@@ -30,7 +30,7 @@ from fusedckpt.blocks.operands import (
     refilled,
     taken_apart,
 )
-from fusedckpt.blocks.schedule import Flags, Schedule
+from fusedckpt.blocks.writer import Flags, Schedule
 
 
 class Block(torch.autograd.Function):

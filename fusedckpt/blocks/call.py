@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fusedckpt.blocks import derive
 from fusedckpt.blocks.program import Program
-from fusedckpt.blocks.schedule import Flags, Schedule
 from fusedckpt.blocks.steps import Norm
+from fusedckpt.blocks.writer import Flags, Schedule
 from fusedckpt.kernels.runtime import as_vector, as_weight
 
 

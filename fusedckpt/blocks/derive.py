@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from fusedckpt.blocks import passes
 from fusedckpt.blocks.program import Gradient, Pass, Program, Step
-from fusedckpt.blocks.schedule import Flags, Schedule, Writer, label_of
 from fusedckpt.blocks.steps import Add, Hidden, Norm
+from fusedckpt.blocks.writer import Flags, Schedule, Writer, label_of
 
 
 class Walk(Writer):

@@ -20,7 +20,7 @@ from fusedckpt.autograd.dispatch import Around, Meta
 from fusedckpt.blocks import eager, validate
 from fusedckpt.blocks.builder import LINEAR, Builder, Linears, flat_of
 from fusedckpt.blocks.program import Gradient, Op
-from fusedckpt.blocks.schedule import Writer
+from fusedckpt.blocks.writer import Writer
 from fusedckpt.kernels.cross_entropy import (
     WIDTH,
     LogitRule,

@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedckpt.autograd.backward import define
 from fusedckpt.blocks import run
 from fusedckpt.blocks.call import CALLS, Call
-from fusedckpt.blocks.schedule import Flags, Schedule
+from fusedckpt.blocks.writer import Flags, Schedule
 
 # of the empty tensor in place of a gradient that is not wanted, or to which no result led: an op
 # returns a fixed number of tensors

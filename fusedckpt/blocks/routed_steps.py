@@ -19,7 +19,7 @@ from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.compiled import grouped_product
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantised import EachExpert, QuantisedWeight
-from fusedckpt.blocks.schedule import Writer
+from fusedckpt.blocks.writer import Writer
 from fusedckpt.kernels import gating, grouped, routed
 from fusedckpt.kernels.gating import Gating
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedckpt.autograd.private import below
 from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.schedule import Flags, Schedule
+from fusedckpt.blocks.writer import Flags, Schedule
 from fusedckpt.kernels.runtime import as_matrix
 
 # above this many bytes of F-wide temporaries the rows are cut into chunks, if that pays

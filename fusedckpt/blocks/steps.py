@@ -19,7 +19,7 @@ from torch.fx import Node
 from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantised import QuantisedWeight
-from fusedckpt.blocks.schedule import Writer
+from fusedckpt.blocks.writer import Writer
 from fusedckpt.kernels import aten
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels import norm as triton_norm

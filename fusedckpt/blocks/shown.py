@@ -1,0 +1,122 @@
+"""What a call saves and what its backward does, as text: the schedules of every fused layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd.private import pytree
+from fusedckpt.blocks.call import Call
+
+
+@dataclass(frozen=True)
+class LayerSchedule:
+    """How one fused layer runs. A line of a schedule is a call of a kernel."""
+
+    # the function or the class
+    name: str
+    # the bytes of the tensors that are saved for backward, by name, parameters apart
+    saves: dict[str, int]
+    # into how many chunks of rows forward and backward are cut
+    chunks: int
+    forward: str
+    backward: str
+
+    def __str__(self) -> str:
+        saved = [f"{name}, {nbytes:,} bytes" for name, nbytes in self.saves.items()]
+        each = f", for each of {self.chunks} chunks of rows" if self.chunks > 1 else ""
+        parts = [f"{self.name} saves {'; '.join(saved) or 'nothing'}"]
+        for title, text in (("forward", self.forward), ("backward", self.backward)):
+            parts += [f"{title}{each}", *[f"    {line}" for line in text.splitlines()]]
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class CallSchedules:
+    """The schedules of the fused layers of a call, in the order of their forwards."""
+
+    layers: tuple[LayerSchedule, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.layers))
+
+
+def schedule(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules:
+    """Run fn(*args, **kwargs) once, and return what its fused layers save and what they run.
+
+        print(fusedckpt.schedule(mlp, x))
+
+    A line is a call of a kernel: its results, its inputs that are tensors, results that are written
+    over a tensor (`h=d_h`), and the tensors that are freed after it. `d_x` is the gradient of x.
+    The schedules are those of the gradients that are wanted: of parameters and of inputs that
+    require grad.
+
+    Args:
+        fn: a function or module; no backward runs.
+        args, kwargs: what it is called with.
+
+    Returns:
+        A record with `layers`, which prints itself. A layer's `saves` has the bytes of each tensor
+        that it saves besides parameters; a tensor that several layers save is counted for each.
+
+    Raises:
+        TypeError: fn cannot be called.
+        ValueError: no result of fn came from a fused layer with a gradient that is wanted. Layers
+            inside of a checkpoint, or of a function that torch.compile compiled, are not seen.
+    """
+    if not callable(fn):
+        raise TypeError(f"schedule: fn must be a function or a module, got {type(fn).__name__}")
+    with torch.enable_grad():
+        result = fn(*args, **kwargs)
+    nodes = [t.grad_fn for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    layers = [_layer_of(node) for node in _blocks_before(nodes)]
+    if not layers:
+        raise ValueError(
+            "schedule: fn must return the result of a fused layer with a gradient that is wanted; "
+            "layers inside of checkpoints and of compiled functions are not seen"
+        )
+    return CallSchedules(tuple(layers))
+
+
+def _blocks_before(nodes: list[Any]) -> Iterator[Any]:
+    """Yield the nodes of the fused layers that lead to nodes, in the order of their forwards."""
+    seen: set[Any] = set()
+    stack = [(node, False) for node in reversed(nodes) if node is not None]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            if isinstance(getattr(node, "call", None), Call):
+                yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            below = [parent for parent, _ in node.next_functions if parent is not None]
+            stack += [(parent, False) for parent in reversed(below)]
+
+
+def _layer_of(node: Any) -> LayerSchedule:
+    """Return the schedules of a layer by its node."""
+    call, saved = node.call, node.saved
+    program = call.program
+    products = tuple([place >= 0 for place in saved.extras])
+    wanted, dys = tuple(node.needs_input_grad[2:]), (True,) * len(program.results)
+    backward = call.backward(wanted, products, dys, any(products))
+    kept = {name for name, is_saved in zip(program.products, products, strict=True) if is_saved}
+    values = [name for name in saved.names if isinstance(name, str)]
+    sizes = {n: _bytes_of(call, n) for n in values if n in kept or n not in program.products}
+    return LayerSchedule(call.name, sizes, call.chunks, str(saved.forward), str(backward))
+
+
+def _bytes_of(call: Call, name: str) -> int:
+    """Return the bytes of a value: of the row dimensions of the call, and of its own features."""
+    if name in call.program.inputs:
+        meta = call.metas[call.program.inputs.index(name)]
+        return math.prod(meta.shape) * meta.dtype.itemsize
+    rows = math.prod(call.metas[0].shape[: -call.num_dims])
+    width, dtype = call.described[name]
+    return rows * width * dtype.itemsize
