@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.blocks.norm_sharing import Recipe
 from fusedckpt.fusing.held import CONTAINERS, MARK, MISSING, Held, broken, held_by
-from fusedckpt.fusing.recording import FOREIGN_OP, USES_FUNCTION, Recording, described, record
+from fusedckpt.fusing.recording import FOREIGN_OP, Recording, described, record
 from fusedckpt.fusing.replica import Path
 from fusedckpt.fusing.sharing import Shared, cast_by, note_maker, read
+from fusedckpt.layers.fallbacks import NotFused
 
 # a shape on which activations are recorded
 _SHAPE = (2, 3, 8)
@@ -35,14 +36,14 @@ class Purity(NamedTuple):
     """
 
     held: tuple[Held, ...]
-    reason: str | None
+    reason: NotFused | None
 
 
 def purity_of(module: nn.Module) -> Purity:
     """Record a module without children in both modes, and say whether backward may run it again."""
     bare = _bare(module)
     if bare._modules:
-        return Purity((Held((), None, len(bare._modules), ()),), "it has children")
+        return Purity((Held((), None, len(bare._modules), ()),), NotFused("parametrized", "it"))
     run = partial(record, bare, _SHAPE, keeps_rates=True)
     # in a call, hooks around it would see what the recordings save
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved):
@@ -53,17 +54,17 @@ def purity_of(module: nn.Module) -> Purity:
 
 def _impurity(
     evaluated: Recording, first: Recording, second: Recording, graded: Recording
-) -> str | None:
+) -> NotFused | None:
     """Return why a module must not be run again, by its runs in evaluation and in training."""
-    is_function = graded.log.stop == USES_FUNCTION
+    is_function = graded.log.stop is not None and graded.log.stop.key == "function"
     recordings = evaluated, first, second, *(() if is_function else (graded,))
     for recording in recordings:
         if recording.y is None:
-            return str(recording.reason)
+            return recording.reason
         if any(node.op == FOREIGN_OP for node in recording.nodes):
-            return "its forward reads a tensor that is no parameter or buffer of it"
+            return NotFused("foreign")
     if len({repr(described(recording)) for recording in recordings[1:]}) > 1:
-        return "its forward computes another function in each call"
+        return NotFused("counts")
     return None
 
 

@@ -35,6 +35,7 @@ from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import cast_by
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.layers import fallbacks
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.head import linear_cross_entropy
 
 # told by name: transformers is not imported
@@ -209,10 +210,10 @@ class FusedCausalModel(nn.Module):
         if not (self.training and torch.is_grad_enabled()) and not self.__dict__.get(_ALWAYS):
             return False
         if dispatch.has_hooks(head):
-            fallbacks.note(head, ("hooked", "its output embedding"))
+            fallbacks.note(head, NotFused("hook", "its output embedding"))
             return False
         if isinstance(reason := self.__dict__.get(_MAPPING), str):
-            fallbacks.note(head, ("logits", reason))
+            fallbacks.note(head, NotFused("logits", reason))
             return False
         if not _is_causal_loss(super().loss_function):  # type: ignore[misc]
             return False
@@ -250,7 +251,7 @@ class FusedCausalModel(nn.Module):
         output = run()
         reason = f"{type(self).__name__} {reason}"
         self.__dict__[_MAPPING] = reason
-        fallbacks.note(head, ("logits", reason))
+        fallbacks.note(head, NotFused("logits", reason))
         warnings.warn(f"fuse(head=True): {reason}: it computes its logits as before", stacklevel=3)
         return output
 
@@ -357,12 +358,12 @@ def _head_of(module: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _obstacle(module: nn.Module, head: nn.Module) -> str | None:
+def _obstacle(module: nn.Module, head: nn.Module) -> NotFused | None:
     """Return why a model cannot compute its loss without logits, None if it may."""
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        return "its output embedding is no nn.Linear"
+        return NotFused("head class")
     if not dispatch.are_plain(*head._parameters.values()):
-        return "its output embedding has a weight that is no plain tensor"
+        return NotFused("head weight")
     if not _is_causal_loss(module.loss_function) or "loss_function" not in called_by(type(module)):
-        return f"{type(module).__name__} computes another loss than ForCausalLMLoss"
+        return NotFused("head loss", type(module).__name__)
     return None

@@ -34,7 +34,7 @@ from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.experts import experts
-from fusedckpt.layers.fallbacks import Fallback
+from fusedckpt.layers.fallbacks import NotFused
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -64,7 +64,7 @@ class FusedExperts(Swapped):
     save: str
     chunks: int | None
 
-    def _fused(self, x: Tensor, index: Tensor, scores: Tensor) -> Tensor | Fallback:
+    def _fused(self, x: Tensor, index: Tensor, scores: Tensor) -> Tensor | NotFused:
         return fused(self, self._fusedckpt_match, self.save, self.chunks, x, index, scores)
 
     def _now(self) -> str:
@@ -79,15 +79,15 @@ def fused(
     x: Any,
     index: Any,
     scores: Any,
-) -> Tensor | Fallback:
+) -> Tensor | NotFused:
     """Return the result of a module's experts, or why this call cannot run fused."""
     if (changed := broken(module, match.held)) is not None:
         return changed
     weights = {n: _operand(module, n, match.is_transposed) for n in (*_WEIGHTS, *_BIASES)}
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):
-        return "arguments", ""
+        return NotFused("arguments")
     if dispatch.is_recorded(x) or index.shape != scores.shape or index.is_floating_point():
-        return "arguments", ""
+        return NotFused("arguments")
     plain, base = {name: _plain(weight) for name, weight in weights.items()}, weights[_WEIGHTS[0]]
     if not dispatch.are_plain(x, index, scores, *plain.values()):
         return fallbacks.unplain(x, **plain)
@@ -96,7 +96,7 @@ def fused(
     ignores = not _is_eager(module)
     is_on = dispatch.autocast_dtype(x.device) is not None
     if not (ignores or match.is_own) or (x.dtype != dtype and not (ignores or is_on)):
-        return "dtype", x.dtype
+        return NotFused("dtype", x.dtype)
     off = torch.autocast(x.device.type, enabled=False) if ignores and is_on else nullcontext()
     with off:
         y = experts(
@@ -145,11 +145,11 @@ def holds(module: nn.Module) -> bool:
     return all(p is not None and p.dim() == 3 for p in found)
 
 
-def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str:
+def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFused:
     """Return the swap of experts, or why they cannot be swapped."""
     others = [name for name, _ in module.named_parameters() if name not in (*_WEIGHTS, *_BIASES)]
     if others:
-        return f"its experts have other parameters: {', '.join(others)}"
+        return NotFused("parameters", ", ".join(others))
     gate_up, down = [module._parameters[name] for name in _WEIGHTS]
     assert gate_up is not None
     assert down is not None
@@ -161,10 +161,10 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str
         # square: either could be
         sides = [bool(getattr(module, "is_transposed", False))]
     if len(inspect.signature(module.forward).parameters) != 3:
-        return "its forward does not take x, an index and scores"
+        return NotFused("signature")
     gating = _gating_of(module)
     if not sides or gating is None:
-        return "its weights have other shapes" if not sides else "its gating is none of ours"
+        return NotFused("gating" if sides else "shapes")
     # sizes may change, as in expert parallelism
     reads = tuple(
         ((name,), value)
@@ -243,7 +243,7 @@ def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
     return type(module).forward(module, rows, index, rows[:, :2])
 
 
-def checked(module: nn.Module, swap: Swap, verify: bool) -> Swap | str:
+def checked(module: nn.Module, swap: Swap, verify: bool) -> Swap | NotFused:
     """Return a swap with the bytes saved per token for two experts, or how it changes results."""
     problem = difference(module, replace(swap, run=partial(_routed, "eager"))) if verify else None
     if problem is not None and not _is_eager(module):

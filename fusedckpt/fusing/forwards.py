@@ -29,7 +29,7 @@ from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, linears_of, t
 from fusedckpt.fusing.sharing import SharedLinear, recipe_of
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks, sharded
-from fusedckpt.layers.fallbacks import Fallback
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import layer_norm, rms_norm
 from fusedckpt.layers.sharded import Sharding
 
@@ -100,7 +100,7 @@ class Swapped(nn.Module):
     # how the weights are laid out over ranks, None for whole ones
     _fusedckpt_sharding: Sharding | None = None
     # returns the result, or why this call cannot run fused
-    _fused: Callable[..., Tensor | Fallback]
+    _fused: Callable[..., Tensor | NotFused]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,8 +120,8 @@ class Swapped(nn.Module):
             is_taken = len(given) == self._fusedckpt_count
             for x in given:
                 is_taken = is_taken and isinstance(x, Tensor)
-            y = self._fused(*given) if is_taken else ("arguments", "")
-            if type(y) is not tuple:
+            y = self._fused(*given) if is_taken else NotFused("arguments")
+            if not isinstance(y, NotFused):
                 return y
             fallbacks.note(self, y)
         if self._fusedckpt_sharding is not None and len(given) == 1:
@@ -153,7 +153,7 @@ class FusedNorm(Swapped):
     _fusedckpt_match: NormMatch
     save_levels = ()
 
-    def _fused(self, x: Tensor) -> Tensor | Fallback:
+    def _fused(self, x: Tensor) -> Tensor | NotFused:
         names = self._fusedckpt_match.weight, self._fusedckpt_match.bias
         weight, bias = (None if name is None else self._parameters.get(name) for name in names)
         if dispatch.are_plain(x, weight, bias):
@@ -162,20 +162,20 @@ class FusedNorm(Swapped):
         given = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
         return fallbacks.unplain(x, **given) if y is None else y
 
-    def _computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | Fallback:
+    def _computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | NotFused:
         match = self._fusedckpt_match
         if (changed := broken(self, match.held)) is not None:
             return changed
         for name, tensor in ((match.weight, weight), (match.bias, bias)):
             if name is not None and tensor is None:
-                return "changed", name
+                return NotFused("changed", name)
         own = x.dtype if weight is None else weight.dtype
         # F.layer_norm takes two dtypes on a CPU, and where autocast casts them
         is_taken = match.kind == "rms" or x.device.type in ("cpu", "meta") or own == x.dtype
         is_cast = dispatch.autocast_dtype(x.device) is not None
         is_taken = match.autocasts if is_cast else is_taken
         if (x.dtype, own) not in match.dtypes or not is_taken:
-            return "dtype", x.dtype
+            return NotFused("dtype", x.dtype)
         return normalised(self, match, x, weight, bias)
 
     def _now(self) -> str:
@@ -212,7 +212,7 @@ class FusedMLP(Swapped):
         """Return the levels that it offers to a plan."""
         return LEVELS[self._fusedckpt_match.block.kind]
 
-    def _fused(self, x: Tensor) -> Tensor | Fallback:
+    def _fused(self, x: Tensor) -> Tensor | NotFused:
         return _mlp(self, self._original, x)
 
     def linears_to_shard(self) -> list[nn.Module] | str:
@@ -231,14 +231,14 @@ class FusedFeedForward(nn.Module):
 
     def _ff_block(self, x: Tensor) -> Tensor:
         original = super()._ff_block  # type: ignore[misc]  # of the layer's class
-        y = ("arguments", "") if dispatch.is_recorded(x) else _mlp(self, original, x)
-        if not isinstance(y, tuple):
+        y = NotFused("arguments") if dispatch.is_recorded(x) else _mlp(self, original, x)
+        if not isinstance(y, NotFused):
             return y
         fallbacks.note(self, y)
         return original(x)
 
 
-def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | Fallback:
+def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | NotFused:
     """Return the result of a module's MLP, or why this call cannot run fused."""
     match, block = module._fusedckpt_match, module._fusedckpt_match.block
     if block.kind == "linear_act" and _shares(module, x):
@@ -255,8 +255,8 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
             run = partial(sharded.on_dtensors, original, sharding=sharding)
             return compiled.run(run, tuple(range(count)), x)
     tensors = broken(module, match.held) or tensors_of(module, match, x, sharding)
-    if isinstance(tensors, tuple):
-        runs_again = tensors[0] == "dropout" and sharding is None and torch.is_grad_enabled()
+    if isinstance(tensors, NotFused):
+        runs_again = tensors.key == "dropout" and sharding is None and torch.is_grad_enabled()
         if runs_again and dispatch.are_plain(x) and level != "preact":
             return (
                 recomputed(module, original, x, (x,))

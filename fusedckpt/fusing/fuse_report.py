@@ -15,10 +15,13 @@ from fusedckpt.fusing import reasons
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_mlps import blocks_of
 from fusedckpt.layers import fallbacks
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential
 
 # the attribute of a model with recipes: why its last call saved none
 RECIPES = "_fusedckpt_no_recipes"
+# classes that a report names where it found nothing
+_MOST = 8
 _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
 
 
@@ -36,17 +39,18 @@ class FuseReport:
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    left: dict[str, NotFused] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     saved: dict[str, tuple[float, float]] = field(default_factory=dict)
     already: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)
+    seen: dict[str, int] = field(default_factory=dict, compare=False)
     _model: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
 
     @property
-    def fallbacks(self) -> dict[str, str]:
+    def fallbacks(self) -> dict[str, NotFused]:
         """Fused modules that ran their original forward: name -> the last reason.
 
         Counts calls with gradients since `fuse`; for blocks of a Sequential, their state now. Empty
@@ -60,6 +64,7 @@ class FuseReport:
     def watch(self, model: nn.Module) -> None:
         """Keep a weak reference to the model, and forget the notes of earlier calls."""
         self._model[:] = [weakref.ref(model)]
+        self.seen.update(Counter(type(module).__name__ for module in model.modules()))
         forget(model)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +88,7 @@ class FuseReport:
         if part.saved is not None:
             self.saved[name] = part.saved
 
-    def leave(self, name: str, kind: str, reason: str, what: str) -> None:
+    def leave(self, name: str, kind: str, reason: NotFused, what: str) -> None:
         """Add a module that is not swapped, and why; `what` is its class."""
         self.left[name], self.kinds[name], self.classes[name] = reason, kind, what
 
@@ -101,19 +106,24 @@ class FuseReport:
             lines += [f"  {count:4d} x {change}{when}" for change, count in counts.items()]
         counts = Counter(self.shared.values())
         lines += [f"  {n:4d} x {kind} -> saves the norm's input" for kind, n in counts.items()]
-        left = {name: (self.classes[name], reason) for name, reason in self.left.items()}
+        left = {n: (self.classes[n], _advised(reason)) for n, reason in self.left.items()}
         lines += [f"  left {line}" for line in _grouped(left, {})]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join([*lines, *self._unfused(), *self._hint()])
 
     def _hint(self) -> Iterator[str]:
-        """Yield the line that leads to measured bytes of the whole model."""
+        """Yield what leads on: the classes where nothing was found, and the call that measures."""
         attributes = vars(model) if (model := self._model and self._model[0]()) else {}
         if RECIPES in attributes:
             why = attributes[RECIPES]
             yield "recipes: results of cheap functions are made again in backward" + (
                 f"; not in the last call: {why}" if why else ""
             )
+        if not self.kinds:
+            yield "found no norm, MLP, attention, experts, or linear with an activation"
+            most = sorted(self.seen.items(), key=lambda pair: -pair[1])
+            more = f" and {len(most) - _MOST} other classes" if len(most) > _MOST else ""
+            yield f"looked at {', '.join(f'{n} x {kind}' for kind, n in most[:_MOST])}{more}"
         if self.swapped or self.already:
             yield "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
 
@@ -126,7 +136,7 @@ class FuseReport:
         for why, what in ((found, "not run fused"), (ahead, "not run fused in training")):
             if why:
                 yield f"{what}: {len(why)} of {len(known)}"
-            groups = {name: (known[name], reason) for name, reason in why.items()}
+            groups = {name: (known[name], _advised(reason)) for name, reason in why.items()}
             yield from (f"  {line}" for line in _grouped(groups, {**self.saved}))
 
     def _row(self, kind: str) -> str:
@@ -136,6 +146,11 @@ class FuseReport:
         before, after = (round(sum(pair[i] for pair in pairs)) for i in (0, 1))
         kept = f"{before:,} -> {after:,}" if pairs else "-"
         return f"{len(names):7d}  {swapped:7d}  {left:4d}  {kept}"
+
+
+def _advised(reason: NotFused) -> str:
+    """Return a reason's clause, and the one thing to do about it."""
+    return f"{reason}; {reason.remedy}"
 
 
 def _grouped(
@@ -159,11 +174,11 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Part]]:
             yield join(name, inner), module, inner, part
 
 
-def reason_now(module: nn.Module, inner: str) -> str | None:
+def reason_now(module: nn.Module, inner: str) -> NotFused | None:
     """Return why a part of a swapped module ran its original forward last, None if it ran fused."""
     note = module.__dict__.get(fallbacks.NOTE)
     if dispatch.DISABLED:
-        return "FUSEDCKPT_DISABLE is set"
+        return NotFused("disabled")
     if note is not None:
         return reasons.of_call(module, note)
     if not isinstance(module, Sequential):
@@ -171,10 +186,10 @@ def reason_now(module: nn.Module, inner: str) -> str | None:
     # which blocks there are it finds anew in every call
     if inner in blocks_of(module, module.save):
         return None
-    return dict(reasons.apart(module)).get(inner, f"{inner} forms no block with its neighbours now")
+    return dict(reasons.apart(module)).get(inner, NotFused("apart now", inner))
 
 
-def _dropping(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _dropping(model: nn.Module) -> Iterator[tuple[str, NotFused]]:
     """Yield the modules that a dropout's rate will keep from running fused in training, and why."""
     for name, module, _, _ in parts(model):
         if getattr(module, "save", "") == "inputs":
@@ -182,7 +197,7 @@ def _dropping(model: nn.Module) -> Iterator[tuple[str, str]]:
             continue
         for path, rate in getattr(module.__dict__.get("_fusedckpt_match"), "rates", ()):
             if getattr(child_at(module, path), rate, 0) > 0:
-                yield name, reasons.of_call(module, ("dropout", ".".join(path) or rate))
+                yield name, NotFused("dropout", ".".join(path) or rate)
 
 
 def forget(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from fusedckpt.autograd.private import local_of
 from fusedckpt.fusing import fuse_report
 from fusedckpt.layers import fallbacks
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.memory import SavedStorage
 
 
@@ -46,7 +47,7 @@ class FusedCalls:
         self._names = {module: name for name, module in model.named_modules()}
         self._calls: Counter[nn.Module] = Counter()
         self._tokens: dict[nn.Module, int] = {}
-        self._reasons: dict[tuple[nn.Module, str], str] = {}
+        self._reasons: dict[tuple[nn.Module, str], NotFused] = {}
         fuse_report.forget(model)
 
     @contextmanager
@@ -66,15 +67,16 @@ class FusedCalls:
         storages = list(saved)
         found = []
         for name, module, inner, part in self._parts:
-            reason, tokens = self._reasons.get((module, inner)), self._tokens.get(module)
+            reason = self._reasons.get((module, inner))
+            tokens = self._tokens.get(module)
             extra = 0 if reason is None else None
             if reason is not None and tokens is not None and part.saved is not None:
                 more = round(tokens * (part.saved[0] - part.saved[1]))
                 # it does not keep storages that a checkpoint around it drops
                 extra = min(more, _kept(self._names[module], storages))
-            found.append(
-                FusedModule(name, part.change, self._calls[module], reason, extra_bytes=extra)
-            )
+            words = None if reason is None else str(reason)
+            calls = self._calls[module]
+            found.append(FusedModule(name, part.change, calls, words, extra_bytes=extra))
         return tuple(found)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.adapters import base_of, is_dequantising
 from fusedckpt.fusing.replica import Path, replica
+from fusedckpt.layers.fallbacks import NotFused
 
 _SIMPLE = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum),
@@ -115,7 +116,7 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
     return found
 
 
-def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
+def broken(module: nn.Module, held: tuple[Held, ...]) -> NotFused | None:
     """Return the first change in a module, None if there is none.
 
     "child", "hook" or "changed", and the name of the child that was replaced or has hooks, or of
@@ -124,17 +125,17 @@ def broken(module: nn.Module, held: tuple[Held, ...]) -> tuple[str, str] | None:
     for path, kind, children, reads in held:
         part = child_at(module, path)
         if part is None or (kind is not None and kind is not _kind(part)):
-            return "child", ".".join(path)
+            return NotFused("child", ".".join(path))
         if kind is not None and has_hooks(part):
-            return "hook", ".".join(path)
+            return NotFused("hook", ".".join(path))
         if children is not None and len(part._modules) != children:
-            return "child", ".".join(path)
+            return NotFused("child", ".".join(path))
         for names, value in reads:
             found: Any = part
             for name in names:
                 found = getattr(found, name, MISSING)
             if found is not value and not (type(found) is type(value) and found == value):
-                return "changed", ".".join(path + names)
+                return NotFused("changed", ".".join(path + names))
     return None
 
 
@@ -160,12 +161,12 @@ class Log:
         self.kinds: dict[Path, tuple[type[nn.Module], int]] = {}
         # the rates of the calls of F.dropout
         self.dropped: list[float] = []
-        self.stop: str | None = None
+        self.stop: NotFused | None = None
 
-    def stopped(self, reason: str) -> Stopped:
+    def stopped(self, key: str, about: Any = "") -> Stopped:
         """Remember the first reason, and return the exception to raise."""
-        self.stop = self.stop or reason
-        return Stopped(reason)
+        self.stop = self.stop or NotFused(key, about)
+        return Stopped(key)
 
     def read(self, spy: Any, name: str, value: Any) -> Any:
         """Note an attribute's value, and return the one that the forward gets."""
@@ -186,7 +187,7 @@ class Log:
             clone = object.__new__(_spying(_Spy, type(value)))
             vars(clone).update(vars(value), **{_LOG: (self, path, names)})
             return clone
-        raise self.stopped(f"its forward reads {where}, a {type(value).__name__} that may change")
+        raise self.stopped("state", f"{where}, a {type(value).__name__}")
 
 
 def held_by(logs: Sequence[Log], leave: Collection[tuple[Path, str]] = ()) -> tuple[Held, ...]:
@@ -227,7 +228,7 @@ class _Spy:
 
     def __setattr__(self, name: str, value: Any) -> None:
         log, path, before = object.__getattribute__(self, "__dict__")[_LOG]
-        raise log.stopped(f"its forward sets {'.'.join((*path, *before, name))}")
+        raise log.stopped("sets", ".".join((*path, *before, name)))
 
     def __delattr__(self, name: str) -> None:
         self.__setattr__(name, None)
@@ -271,8 +272,7 @@ def spied(
     def enter(part: nn.Module, path: Path) -> tuple[type, dict[str, Any]]:
         is_watched = has_hooks(part)
         if path and (is_watched or type(part).__call__ is not nn.Module.__call__):
-            what = "a hook, a replaced forward or a __call__ of its own"
-            raise log.stopped(f"{'.'.join(path)} has {what}")
+            raise log.stopped("hook", ".".join(path))
         log.kinds[path] = type(part), len(part._modules)
         buffers = {n: None if b is None else meta(b) for n, b in part._buffers.items()}
         log.buffers += [buffer for buffer in buffers.values() if buffer is not None]

@@ -19,6 +19,7 @@ from fusedckpt.fusing.held import Block, Weight
 from fusedckpt.fusing.recording import Node, Recording, record, walk
 from fusedckpt.fusing.replica import takes_one, undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.layers.fallbacks import NotFused
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8
@@ -26,14 +27,16 @@ _TOL = 1e-8
 _LINES = frozenset(("_to_copy", "add", "clone", "copy", "div", "mul", "neg", "rsub", "sub"))
 
 
-def block_of(recording: Recording) -> Block | str:
+def block_of(recording: Recording) -> Block | NotFused:
     """Return the block that a recorded forward is, or why it is none."""
     y = recording.y
     if y is None:
-        return str(recording.reason)
+        assert recording.reason is not None
+        return recording.reason
     (shape, result), dtypes = recording.shapes, recording.dtypes
     if (shape[:-1], dtypes[0]) != (result[:-1], dtypes[1]):
-        return f"its result is {dtypes[1]} {[*result]} for an input of {dtypes[0]} {[*shape]}"
+        sizes = f"{dtypes[1]} {[*result]} for an input of {dtypes[0]} {[*shape]}"
+        return NotFused("result", sizes)
     rows, last = (y.of[0], [y]) if y.kind == "product" else (y, [])
     found = _leaves(rows)
     products = [leaf.of[0] if leaf.kind == "part" else leaf for leaf in found]
@@ -47,9 +50,7 @@ def block_of(recording: Recording) -> Block | str:
             return block
     ops = [one for one in recording.nodes if one.kind in ("point", "other")]
     names = dict.fromkeys(one.name.rstrip("_") for one in ops)
-    return (
-        f"its forward computes {', '.join(names) or 'linears alone'}, not as an MLP that is fused"
-    )
+    return NotFused("ops", ", ".join(names) or "linears alone")
 
 
 def _with_activation(h: Node, z: Node, last: list[Node]) -> Block | None:

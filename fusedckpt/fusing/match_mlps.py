@@ -25,6 +25,7 @@ from fusedckpt.fusing.recording import Node, Recording, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.kernels.activations import name_of
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential, runs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,7 +46,7 @@ _MAY_RAISE = ("for two dimensions", "for four dimensions", "for strided inputs")
 _MODULES = 16
 
 
-def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | str | None:
+def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | NotFused | None:
     """Return how an MLP is swapped, the reason why it cannot be, or None for another module."""
     if type(module).forward in (nn.Linear.forward, nn.Module.forward) or not _may_be(module):
         return None
@@ -94,12 +95,12 @@ def _method(kind: type[nn.Module], forward: Any) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | str:
+def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFused:
     """Return how peft's LoRA around a linear is swapped, or why it is not."""
     base = module.get_submodule("base_layer")
     is_transposed = reasons.is_transposed(base)
     if type(base) is not nn.Linear and not is_transposed:
-        return f"it is LoRA around a {type(base).__name__}"
+        return NotFused("lora", type(base).__name__)
     bias = None if base._parameters["bias"] is None else ("base_layer", "bias")
     block = Block(
         "linear_act", (Weight(("base_layer", "weight"), bias, is_transposed),), "identity"
@@ -142,14 +143,14 @@ def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
     return has_all and _may_be(child) and isinstance(_match(child), MLPMatch)
 
 
-def _match(module: nn.Module) -> MLPMatch | str | None:
+def _match(module: nn.Module) -> MLPMatch | NotFused | None:
     """Record a module; return its block and the state it depends on, or why it is not a block.
 
     None for one that does not look like a block either.
     """
     first = _first_recording(module)
     block = block_of(first)
-    if isinstance(block, str):
+    if isinstance(block, NotFused):
         is_one = reasons.kind_of(module) or (is_bent(first) and reasons.acts_beside(module))
         return block if is_one else None
     width = first.shapes[0][-1:]
@@ -157,9 +158,9 @@ def _match(module: nn.Module) -> MLPMatch | str | None:
     for when, how in _RUNS.items():
         recording = record(module, **{**how, "shape": (*how["shape"], *width)})
         if recording.log.stop is not None:
-            return f"{recording.log.stop} {when}"
+            return recording.log.stop
         if block_of(recording) != block and not (recording.y is None and when in _MAY_RAISE):
-            return f"{type(module).__name__} computes something else {when}"
+            return NotFused("varies", (type(module).__name__, when))
         found.append(recording)
     own = next(module.parameters()).dtype
     dtypes = [own]

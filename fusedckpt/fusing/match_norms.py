@@ -24,6 +24,7 @@ from fusedckpt.fusing.held import held_by
 from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
 from fusedckpt.fusing.subclass import subclass
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
@@ -43,7 +44,7 @@ _ROOTS = frozenset(("rsqrt", "sqrt"))
 _LEAST = 1e-12
 
 
-def norm_swap(module: nn.Module) -> Swap | str | None:
+def norm_swap(module: nn.Module) -> Swap | NotFused | None:
     """Return how a norm is swapped, the reason why it cannot be, or None for other modules."""
     if isinstance(module, (RMSNorm, LayerNorm)):
         return None
@@ -54,7 +55,7 @@ def norm_swap(module: nn.Module) -> Swap | str | None:
     ):
         if isinstance(module, original) and kind.forward is original.forward:
             if parametrize.is_parametrized(module):
-                return "its weights are parametrized"
+                return NotFused("parametrized", "it")
             change = f"{'nn.' if kind is original else ''}{kind.__name__} -> {ours.__name__}"
             to = ours if kind is original else subclass(ours, kind)
             features: Any = tuple(module.normalized_shape)  # type: ignore[arg-type]  # of torch's norms
@@ -62,7 +63,7 @@ def norm_swap(module: nn.Module) -> Swap | str | None:
     return _of_any_class(module)
 
 
-def _of_any_class(module: nn.Module) -> Swap | str | None:
+def _of_any_class(module: nn.Module) -> Swap | NotFused | None:
     weights = [*module.parameters(recurse=False)]
     names = [*dict(module.named_parameters(recurse=False, remove_duplicate=False))]
     if module._modules or len(names) > 2 or not _has_own_forward(type(module)):
@@ -78,7 +79,7 @@ def _of_any_class(module: nn.Module) -> Swap | str | None:
     is_norm = _normalises(recordings[0]) or bool(weights and eps is not None)
     unknown = (BUFFER_OP, FOREIGN_OP)
     if any(node.op in unknown for one in recordings for node in one.nodes):
-        return "its forward reads a tensor that is no parameter" if is_norm else None
+        return NotFused("foreign") if is_norm else None
     match = None
     if (is_norm or weights or eps is not None) and all(w.numel() > 1 for w in weights):
         candidates = _candidates(module, recordings, names, eps, width=width)
@@ -88,8 +89,7 @@ def _of_any_class(module: nn.Module) -> Swap | str | None:
         match = _proven(_Draws(module, [], width // 2), [match])
     own = weights[0].dtype if weights else torch.float32
     if match is None or (own, own) not in match.dtypes:
-        other = f"its forward is no LayerNorm or RMSNorm that is fused, in {own}"
-        return other if is_norm or match is not None else None
+        return NotFused("rule", own) if is_norm or match is not None else None
     return _swap(module, match, recordings, width)
 
 

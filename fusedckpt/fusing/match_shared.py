@@ -18,6 +18,7 @@ from fusedckpt.fusing.matcher import state_key
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import SharedLinear, SharedProduct
 from fusedckpt.fusing.subclass import subclass
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
@@ -63,11 +64,12 @@ def find_shared(search: Search) -> None:
     search.swaps += [(modules[name], swap) for name, swap in swaps.items()]
 
 
-def _name_impure(search: Search, name: str, module: nn.Module, reason: str) -> None:
+def _name_impure(search: Search, name: str, module: nn.Module, reason: NotFused) -> None:
     """Say that the layer that calls an activation is left because of it."""
     layer, _, child = name.rpartition(".")
     if layer in search.report.left:
-        search.report.left[layer] = f"{child} is a {type(module).__name__}: {reason}"
+        about = child, type(module).__name__, reason
+        search.report.left[layer] = NotFused("activation", about)
 
 
 def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:

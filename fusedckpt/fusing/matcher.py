@@ -14,6 +14,7 @@ from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import blocks_of, lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
+from fusedckpt.layers.fallbacks import NotFused
 
 # the attributes that every module has
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -24,23 +25,23 @@ class Matcher:
 
     def __init__(self, save: str, chunks: int | None, verify: bool):
         self.save, self.chunks, self.verify = save, chunks, verify
-        self.known: dict[Hashable, Swap | str | None] = {}
+        self.known: dict[Hashable, Swap | NotFused | None] = {}
 
-    def of(self, module: nn.Module, kind: str) -> Swap | str | None:
+    def of(self, module: nn.Module, kind: str) -> Swap | NotFused | None:
         """Return how a module is swapped, why it cannot be, or None for one of another kind."""
         # a linear, or a module that must not be run
         if adapters.is_dequantising(module) or any(map(reasons.of_storage, module.modules())):
             return None
         bare = adapters.rebuilt(module, adapters.bare)
 
-        def find() -> Swap | str | None:
+        def find() -> Swap | NotFused | None:
             if kind == "norm":
                 swap = norm_swap(bare)
             elif kind == "experts":
                 swap = experts.experts_swap(module, self.save, self.chunks)
             else:
                 swap = (lora_swap if kind == "linear" else mlp_swap)(bare, self.save, self.chunks)
-            if isinstance(swap, str) and kind == "mlp":
+            if isinstance(swap, NotFused) and kind == "mlp":
                 return self._rerun(module, bare) or swap
             if not isinstance(swap, Swap):
                 return swap
@@ -61,7 +62,7 @@ class Matcher:
         is_worth = saved is not None and saved[1] < saved[0] / 2
         return found if is_worth and isinstance(found, Swap) else None
 
-    def checked(self, module: nn.Module, swap: Swap) -> Swap | str:
+    def checked(self, module: nn.Module, swap: Swap) -> Swap | NotFused:
         """Return a swap with the bytes saved per token, or how it would change results."""
         found = self._once(repr(swap), module, lambda: self._check(module, swap))
         assert found is not None
@@ -74,14 +75,14 @@ class Matcher:
         return isinstance(found, Swap) and not (kinds and found.kind == "linear")
 
     def _once(
-        self, what: Hashable, module: nn.Module, find: Callable[[], Swap | str | None]
-    ) -> Swap | str | None:
+        self, what: Hashable, module: nn.Module, find: Callable[[], Swap | NotFused | None]
+    ) -> Swap | NotFused | None:
         key = what, state_key(module)
         if key not in self.known:
             self.known[key] = find()
         return self.known[key]
 
-    def _check(self, module: nn.Module, swap: Swap) -> Swap | str:
+    def _check(self, module: nn.Module, swap: Swap) -> Swap | NotFused:
         if swap.kind == "experts":
             return experts.checked(module, swap, self.verify)
         problem = verification.difference(module, swap) if self.verify else None
@@ -120,17 +121,17 @@ def state_key(module: nn.Module) -> Hashable:
     )
 
 
-def _of_adapters(module: nn.Module) -> str | None:
+def _of_adapters(module: nn.Module) -> NotFused | None:
     """Return why adapters in a module cannot be fused now, None if they can or there are none."""
     found = ((n, layer) for n, layer in module.named_modules() if adapters.is_lora(layer))
     return next(filter(None, (reasons.of_class(n or "it", layer) for n, layer in found)), None)
 
 
-def unfit(module: nn.Module, attributes: dict[str, Any], layers: list[Any]) -> str | None:
+def unfit(module: nn.Module, attributes: dict[str, Any], layers: list[Any]) -> NotFused | None:
     """Return why this module cannot be swapped, None if it can."""
     if "forward" in module.__dict__:
-        return "its forward was replaced"
-    taken = next(
-        (f"it has an attribute {one} already" for one in attributes if hasattr(module, one)), None
-    )
-    return taken or next(filter(None, map(reasons.of_layer, [module, *layers])), None)
+        return NotFused("forward")
+    name = next((one for one in attributes if hasattr(module, one)), None)
+    if name is not None:
+        return NotFused("attribute", name)
+    return next(filter(None, map(reasons.of_layer, [module, *layers])), None)

@@ -45,7 +45,10 @@ def mixers(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
                 # a module for the call alone
                 name = name.rpartition(".")[0]
             found[name] = found.get(name, frozenset()) | kinds
-    return innermost(found)
+    inner = innermost(found)
+    # a whole model runs more than attention
+    is_whole = any(isinstance(m, (nn.Embedding, nn.ModuleList)) for m in modules.values())
+    return inner if inner or is_whole else found
 
 
 def united(

@@ -16,7 +16,7 @@ from fusedckpt.fusing import adapters
 from fusedckpt.fusing.held import Block, Held, Weight, child_at
 from fusedckpt.fusing.replica import Path
 from fusedckpt.layers import fallbacks, sharded
-from fusedckpt.layers.fallbacks import Fallback
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sharded import Sharding
 
 # a linear's weight as [out, in], under the adapters that it has, and its bias
@@ -65,7 +65,7 @@ def dropped(module: nn.Module, match: MLPMatch, y: Tensor) -> Tensor:
 
 def tensors_of(
     module: nn.Module, match: MLPMatch, x: Tensor, sharding: Sharding | None
-) -> list[Linear] | Fallback:
+) -> list[Linear] | NotFused:
     """Return the tensors of a block's linears, or why the call is not the matched one.
 
     A first weight with up before gate is cut in two, as programs have gate first.
@@ -77,11 +77,11 @@ def tensors_of(
         rates = (*rates, match.hidden)
     for path, name in rates:
         if _rate(module, (path, name)) > 0:
-            return "dropout", ".".join(path) or name
+            return NotFused("dropout", ".".join(path) or name)
     is_mixed = len({part.training for part in module.modules()}) > 1
     if match.last is not None and match.last[1] != "p" and is_mixed:
         # the recording does not tell which module's mode its forward goes by
-        return "dropout", match.last[1]
+        return NotFused("dropout", match.last[1])
     if sharding is None and not dispatch.are_plain(x):
         return fallbacks.unplain(x)
     linears: list[Linear] = []
@@ -119,28 +119,28 @@ def linears_of(module: nn.Module, match: MLPMatch) -> list[nn.Module] | str:
 
 def _obstacle(
     module: nn.Module, match: MLPMatch, linear: Weight, given: tuple[Any, Any], x: Tensor
-) -> Fallback | None:
+) -> NotFused | None:
     """Return why a linear of a block cannot run fused as it is now, None if it can."""
     for tensor, path in zip(given, linear[:2], strict=True):
         is_taken = dispatch.are_plain(tensor) or quantised(tensor) is not None
         # gone as a parametrization or sharding leaves it, or of another class
         if path is not None and (tensor is None or not is_taken):
-            return "weight", ".".join(path)
+            return NotFused("weight", ".".join(path))
     (weight, bias), layer = given, child_at(module, linear.weight[:-1])
     dtype = (quantised(weight) or weight).dtype
     if dtype not in match.dtypes:
-        return "dtype", dtype
+        return NotFused("dtype", dtype)
     is_mixed = dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)
     if (is_mixed and dispatch.autocast_dtype(x.device) is None) or adapters.casts(layer, x):
-        return "dtype", x.dtype
+        return NotFused("dtype", x.dtype)
     layer, name = _outermost(module, linear), ".".join(linear.weight[:-1])
     if layer is not module and adapters.is_lora(layer) and has_hooks(layer):
-        return "hook", name
+        return NotFused("hook", name)
     is_plain = quantised(weight) is None and not adapters.is_lora(layer)
     if match.block.packed == "up" and linear is match.block.linears[0] and not is_plain:
-        return "packed", name
+        return NotFused("packed", name)
     problem = adapters.in_the_way(layer)
-    return None if problem is None else ("adapter", f"{name} is {problem}")
+    return None if problem is None else NotFused("adapter", f"{name} is {problem}")
 
 
 def _outermost(module: nn.Module, linear: Weight) -> nn.Module:

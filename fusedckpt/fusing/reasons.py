@@ -21,27 +21,9 @@ from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.layouts import is_activation
 from fusedckpt.layers import sharded
-from fusedckpt.layers.fallbacks import Fallback
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.linear import Linear
 
-_CALLS = {
-    "arguments": "called with arguments other than one tensor",
-    "child": "{} was replaced by another module since it was fused",
-    "adapter": "{}: only peft's plain LoRA is fused",
-    "packed": "{} packs up before gate, and is adapted or quantised",
-    "hook": "{}: it has a hook, or its forward was replaced",
-    "weight": "{} is a tensor subclass with its own ops",
-    "changed": "{} has changed since it was fused",
-    "dropout": "{} applies dropout inside the block in training",
-    "input": "its input is a {}, which only its own forward takes",
-    "cache": "called with a {}, which its forward may change, as a cache of keys and values",
-    "hooked": "{}: it has a hook, and would be called twice",
-    "again": "its {} would save more than four times its result, and runs again in backward",
-    "large": "attention or a linear in it would save more than four times its result",
-    "unseen": "its attention is no call of torch's or transformers' functions, and saves little",
-    "logits": "{}, and computes its logits",
-    "dtype": "its input is {}, a dtype that was not proven equal, or not that of its weights",
-}
 # in code and as attributes: torch's functions, and transformers' tables of activations
 _ACTIVATIONS = frozenset(
     ("celu", "elu", "gelu", "glu", "hardswish", "leaky_relu", "mish", "prelu", "quick_gelu")
@@ -70,72 +52,75 @@ _DROPOUTS = (
 )
 
 
-def of_call(module: nn.Module, fallback: Fallback) -> str:
-    """Say why a call of a swapped module ran the original forward."""
-    (what, about), reason = fallback, None
-    if what in ("weight", "child", "hook"):
-        found: Any = module
-        for name in about.split("."):
-            found = getattr(found, name, None)
-        reason = (of_weight if what == "weight" else of_class)(about, found)
-    return reason or _CALLS[what].format(about)
+def of_call(module: nn.Module, reason: tuple[str, Any]) -> NotFused:
+    """Return why a call of a swapped module ran the original forward, as the module is now."""
+    noted = NotFused(*reason)
+    if noted.key not in ("weight", "child", "hook"):
+        return noted
+    part: Any = module
+    for name in noted.about.split("."):
+        part = getattr(part, name, None)
+    if part is None:
+        return noted
+    look = of_weight if noted.key == "weight" else of_class
+    return look(noted.about, part) or noted
 
 
-def of_class(name: str, child: Any) -> str | None:
+def of_class(name: str, child: Any) -> NotFused | None:
     """Say why a fused forward does not compute a linear or adapter, by its class and weights."""
     if adapters.is_lora(child):
         problem = adapters.in_the_way(child)
         below = of_class(f"{name}.base_layer", adapters.base_of(child))
-        return below if problem is None else _CALLS["adapter"].format(f"{name} is {problem}")
+        return below if problem is None else NotFused("adapter", f"{name} is {problem}")
+    kind = type(child)
     if _is_adapter(child):
-        what = f"{type(child).__module__}.{type(child).__name__}"
-        return _CALLS["adapter"].format(f"{name} is a {what}")
+        return NotFused("adapter", f"{name} is a {kind.__module__}.{kind.__name__}")
     if not isinstance(child, nn.Linear) and not is_transposed(child):
         return None
     if "parametrizations" in child._modules:
-        return f"{name}: its weights are parametrized"
-    weights = {n: one for n, one in child._parameters.items() if one is not None}
-    found = filter(None, (of_weight(f"{name}.{n}", one) for n, one in weights.items()))
-    is_own = isinstance(child, nn.Linear) and type(child).forward is not nn.Linear.forward
-    is_other = is_own and not adapters.is_dequantising(child)
-    other = f"{name} is a {type(child).__name__}, a linear with its own forward"
-    return next(found, other if is_other else None)
+        return NotFused("parametrized", name)
+    weights = {n: weight for n, weight in child._parameters.items() if weight is not None}
+    obstacles = filter(None, (of_weight(f"{name}.{n}", weight) for n, weight in weights.items()))
+    has_forward = isinstance(child, nn.Linear) and kind.forward is not nn.Linear.forward
+    is_other = has_forward and not adapters.is_dequantising(child)
+    return next(obstacles, NotFused("linear", (name, kind.__name__)) if is_other else None)
 
 
-def of_hooks(name: str, child: nn.Module) -> str | None:
+def of_hooks(name: str, child: nn.Module) -> NotFused | None:
     """Say that a child has to be called, None if it has not."""
-    return _CALLS["hook"].format(name) if has_hooks(child) else None
+    return NotFused("hook", name) if has_hooks(child) else None
 
 
-def of_weight(name: str, weight: Any) -> str | None:
+def of_weight(name: str, weight: Any) -> NotFused | None:
     """Say why a fused forward cannot take a parameter, None if it can."""
     if not isinstance(weight, Tensor) or dispatch.are_plain(weight):
         return None
     if quantised(weight) is not None:
         return None
     if sharded.is_sharded(weight):
-        return f"{name} is sharded: fuse before sharding, MLPs by fusedckpt.parallel.MLPParallel"
-    what = f"is a {type(weight).__name__} of layout {weight.layout}"
-    return f"{name} {why_left(weight) or f'{what}, which only its own forward takes'}"
+        return NotFused("sharded", name)
+    if (problem := why_left(weight)) is not None:
+        return NotFused("quantised", f"{name} {problem}")
+    return NotFused("weight", f"{name} is a {type(weight).__name__} of layout {weight.layout}")
 
 
-def of_layer(module: nn.Module) -> str | None:
+def of_layer(module: nn.Module) -> NotFused | None:
     """Say why no kernel takes a module's own parameters, None if one does."""
-    given = dict(module.named_parameters(recurse=False))
-    if sharded.are_replicated(given.values()):
+    parameters = dict(module.named_parameters(recurse=False))
+    if sharded.are_replicated(parameters.values()):
         return None
-    given = {name: weight for name, weight in given.items() if quantised(weight) is None}
-    found = next(filter(None, (of_weight(name, weight) for name, weight in given.items())), None)
-    if found is not None:
-        return found
+    weights = {name: weight for name, weight in parameters.items() if quantised(weight) is None}
+    obstacles = (of_weight(name, weight) for name, weight in weights.items())
+    if (obstacle := next(filter(None, obstacles), None)) is not None:
+        return obstacle
     try:
-        is_taken = validate.dense(type(module).__name__, given)
+        is_taken = validate.dense(type(module).__name__, weights)
     except (TypeError, ValueError) as error:
-        return str(error)
-    return None if is_taken else "only its own forward takes tensors of its parameters' class"
+        return NotFused("dense", str(error))
+    return None if is_taken else NotFused("weight", "its parameters are of a class")
 
 
-def of_storage(module: nn.Module) -> str | None:
+def of_storage(module: nn.Module) -> NotFused | None:
     """Say why a module's parameters, and its children's, are not to be looked at.
 
     Those of FSDP are views of memory that is freed between two forwards: to read them can end the
@@ -143,17 +128,15 @@ def of_storage(module: nn.Module) -> str | None:
     """
     layers = [module, *(layer for _, layer in _children(module))]
     if any(isinstance(layer, ScriptModule) for layer in layers):
-        return "TorchScript compiled it, or a layer of it: fuse before scripting"
+        return NotFused("scripted")
     if any(map(is_fsdp_managed, layers)):
-        return "its parameters are sharded by FSDP: fuse before sharding"
-    given = [p for layer in layers for p in layer._parameters.values() if p is not None]
-    if any(map(is_lazy, given)):
-        return "its parameters are not initialised: call the model once before"
-    if any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in given):
-        return "its parameters are sharded by DeepSpeed: fuse before sharding"
-    if any(_is_freed(parameter) for parameter in given):
-        return "the storage of its parameters was freed"
-    return None
+        return NotFused("fsdp")
+    parameters = [p for layer in layers for p in layer._parameters.values() if p is not None]
+    if any(map(is_lazy, parameters)):
+        return NotFused("lazy")
+    if any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in parameters):
+        return NotFused("deepspeed")
+    return NotFused("freed") if any(map(_is_freed, parameters)) else None
 
 
 def _is_freed(x: Tensor) -> bool:
@@ -162,26 +145,27 @@ def _is_freed(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() == 0
 
 
-def of_parts(module: nn.Module) -> str | None:
+def of_parts(module: nn.Module) -> NotFused | None:
     """Say why a module's parameters or linears are not to be taken, None if they are."""
+    if (obstacle := of_storage(module) or of_layer(module)) is not None:
+        return obstacle
     linears = {name: child for name, child in _children(module) if _is_linear(child)}
-    found = (of_class(n, child) or of_hooks(n, child) for n, child in linears.items())
-    weights = [p for one in linears.values() for p in one._parameters.values() if p is not None]
+    obstacles = (of_class(n, child) or of_hooks(n, child) for n, child in linears.items())
+    if (obstacle := next(filter(None, obstacles), None)) is not None:
+        return obstacle
+    weights = [p for layer in linears.values() for p in layer._parameters.values() if p is not None]
     dtypes = sorted({str(weight.dtype) for weight in weights})
-    several = f"its weights have several dtypes: {', '.join(dtypes)}" if len(dtypes) > 1 else None
-    own = of_storage(module) or of_layer(module)
-    return own or next(filter(None, found), several)
+    return NotFused("dtypes", ", ".join(dtypes)) if len(dtypes) > 1 else None
 
 
-def of_module(module: nn.Module, kind: str, found: str | None) -> str:
-    """Say why a module that looks like some kind was left; `found` is the matcher's reason."""
+def of_module(module: nn.Module, kind: str, reason: NotFused | None) -> NotFused:
+    """Say why a module that looks like some kind was left; `reason` is the matcher's."""
+    if (obstacle := of_parts(module) or reason) is not None:
+        return obstacle
     if kind == "norm":
-        other = "it is no LayerNorm or RMSNorm over its input's last dimension"
-    else:
-        other = "its linears and activation are no block, or are called beside other layers"
-        if _has_experts(module) or any(_is_products(child) for _, child in _children(module)):
-            other = "the weights of its experts are not gate_up_proj and down_proj"
-    return of_parts(module) or found or other
+        return NotFused("other norm")
+    is_mixture = _has_experts(module) or any(_is_products(child) for _, child in _children(module))
+    return NotFused("experts" if is_mixture else "beside")
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -239,14 +223,14 @@ def acts_beside(module: nn.Module) -> bool:
     return all(not is_lazy(p) and p.dim() < 2 for one in inside for p in one.parameters())
 
 
-def apart(parent: nn.Sequential) -> Iterator[tuple[str, str]]:
+def apart(parent: nn.Sequential) -> Iterator[tuple[str, NotFused]]:
     """Yield a Sequential's linears that an activation follows, and why each is apart from it."""
     skipped = (nn.Identity, *_DROPOUTS)
     layers = [pair for pair in parent.named_children() if not isinstance(pair[1], skipped)]
     for (name, linear), (_, act) in pairwise(layers):
         if _is_linear(linear) and (acts(act) or isinstance(act, _OTHERS)):
-            own = of_class(name, linear) or of_hooks(name, linear) or of_hooks(str(act), act)
-            yield name, own or f"it forms no block with {act}, by which it is followed"
+            obstacle = of_class(name, linear) or of_hooks(name, linear) or of_hooks(str(act), act)
+            yield name, obstacle or NotFused("apart", str(act))
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -34,7 +34,7 @@ from fusedckpt.fusing.held import Block, broken
 from fusedckpt.fusing.operands import MLPMatch
 from fusedckpt.fusing.state import is_noted
 from fusedckpt.layers import fallbacks
-from fusedckpt.layers.fallbacks import Fallback
+from fusedckpt.layers.fallbacks import NotFused
 
 # of an MLP that no program computes
 RERUN = Block("recomputed", (), "")
@@ -79,7 +79,7 @@ class Recomputed(Swapped):
         found, way = self._obstacle(given), (keeps_linears, *_way(self, kwargs))
         seen = self.__dict__.get(SEEN)
         if found is None and seen is not None and seen[0] == (way, x.shape):
-            found = seen[1], ""
+            found = NotFused(seen[1])
         if found is not None:
             fallbacks.note(self, found)
             return forward(*args, **kwargs)
@@ -103,7 +103,7 @@ class Recomputed(Swapped):
             return not torch.is_grad_enabled() or dispatch.is_recorded(x)
         return not self.training or (keeps_linears and not self._fusedckpt_gains) or _is_plain(x)
 
-    def _obstacle(self, given: tuple[Any, ...]) -> Fallback | None:
+    def _obstacle(self, given: tuple[Any, ...]) -> NotFused | None:
         """Return why this call cannot be made twice."""
         if self._fusedckpt_match is not None:
             return self._of_mlp(self._fusedckpt_match, given)
@@ -111,16 +111,16 @@ class Recomputed(Swapped):
             for one in objects_in(value) if type(value) not in ATOMS else ():
                 is_known = isinstance(one, Tensor) or is_noted(one)
                 if not is_known and type(one).__name__ not in _CONSTANT:
-                    return "cache", type(one).__name__
+                    return NotFused("cache", type(one).__name__)
         hooked = (
             name for name, layer in self.named_modules() if name and dispatch.has_hooks(layer)
         )
         name = next(hooked, None)
-        return None if name is None else ("hooked", name)
+        return None if name is None else NotFused("hooked", name)
 
-    def _of_mlp(self, match: MLPMatch, given: tuple[Any, ...]) -> Fallback | None:
+    def _of_mlp(self, match: MLPMatch, given: tuple[Any, ...]) -> NotFused | None:
         if len(given) != 1 or not isinstance(given[0], Tensor):
-            return "arguments", ""
+            return NotFused("arguments")
         found = broken(self, match.held)
         if found is not None or dispatch.are_plain(*given, *self.parameters()):
             return found
@@ -143,10 +143,11 @@ class Recomputed(Swapped):
             }
             found = None
             if again:
-                found = ("large", "") if way[0] else ("again", again[0])
+                found = NotFused("large") if way[0] else NotFused("again", again[0])
             elif is_unseen:
                 is_large = segment.samples.nbytes > MOST * results[0].nbytes
-                found = ("again", NAME) if is_large and not way[0] else ("unseen", "")
+                is_again = is_large and not way[0]
+                found = NotFused("again", NAME) if is_again else NotFused("unseen")
             if found is not None and found[0] != "again":
                 self.__dict__[SEEN] = (way, x.shape), found[0]
             if found is not None:

@@ -6,6 +6,7 @@ slices of rows, elementwise ops, and others. Only matmuls are recognised by name
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fusedckpt.autograd.private import TorchDispatchMode, pytree, schema_of, storage_key
 from fusedckpt.fusing.held import Log, spied
 from fusedckpt.fusing.replica import Path, undisturbed
+from fusedckpt.layers.fallbacks import NotFused
 
 _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero")
 # nodes that hold a number for every element of rows
@@ -30,8 +32,6 @@ _COPIES = ("_unsafe_view", "clone")
 _AUTOCASTING = ("cpu", "cuda")
 # the op of a tensor that the forward did not create: a buffer, or any other
 BUFFER_OP, FOREIGN_OP = "a buffer", "a tensor of its own"
-# why a forward is stopped that may be run again all the same
-USES_FUNCTION = "its forward uses an autograd.Function, or switches autocast"
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Recording:
 
     y: Node | None
     log: Log
-    reason: str | None
+    reason: NotFused | None
     # of the input and of the result
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
@@ -140,17 +140,27 @@ def record(
             ):
                 y = type(module).forward(clone, x)
     except Exception as error:  # arbitrary user code, on meta tensors
-        return Recording(None, log, log.stop or f"its forward raised a {type(error).__name__}")
+        return Recording(None, log, log.stop or _raised(module, error))
     for name, before, after in log.containers:
         if before != after:
-            log.stopped(f"its forward writes to {name}")
+            log.stopped("writes", name)
     if log.stop is None and (not isinstance(y, Tensor) or type(y) is not Tensor):
-        log.stopped(f"its forward returns a {type(y).__name__}")
+        log.stopped("returns", type(y).__name__)
     if log.stop is not None:
         return Recording(None, log, log.stop)
     return Recording(
         recorder.node(y), log, None, (shape, tuple(y.shape)), dtypes=(x.dtype, y.dtype)
     )
+
+
+def _raised(module: nn.Module, error: Exception) -> NotFused:
+    """Return why a forward raised on one tensor: it takes more, or another reason."""
+    _, first, *others = inspect.signature(type(module).forward).parameters.values()
+    kinds = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.KEYWORD_ONLY)
+    names = [parameter.name for parameter in others if parameter.kind in kinds]
+    if names:
+        return NotFused("inputs", " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))))
+    return NotFused("raised", type(error).__name__)
 
 
 @contextmanager
@@ -164,7 +174,7 @@ def _python_random(log: Log) -> Iterator[None]:
         now: Any = np.random.get_state()
         same = np.array_equal(theirs[1], now[1]) and theirs[2:] == now[2:]
         if random.getstate() != state or not same:
-            log.stopped("its forward draws random numbers in Python")
+            log.stopped("random")
         random.setstate(state)
         np.random.set_state(theirs)
 
@@ -193,9 +203,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._modes() != self.modes:
-            raise self.log.stopped(USES_FUNCTION)
+            raise self.log.stopped("function")
         if getattr(func, "__name__", "") in ("register_hook", "retain_grad"):
-            raise self.log.stopped("its forward registers hooks on tensors")
+            raise self.log.stopped("tensor hooks")
         if func in (F.dropout, torch.dropout):
             self.log.dropped.append((kwargs or {})["p"] if len(args) < 2 else args[1])
         return func(*args, **(kwargs or {}))
@@ -236,13 +246,13 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ in _READS_VALUES:
-            raise self.log.stopped("its forward depends on the values of tensors")
+            raise self.log.stopped("values")
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise self.log.stopped("its forward draws random numbers")
+            raise self.log.stopped("random")
         written = _written(func, args, kwargs)
         for node in map(self.node, written):
             if node.kind in ("x", "weight") or node.op in (BUFFER_OP, FOREIGN_OP):
-                raise self.log.stopped("its forward writes to a tensor that it did not create")
+                raise self.log.stopped("writes", "a tensor that it did not create")
         given = _tensors((args, kwargs))
         call = _Call(func, args, kwargs, given, of=tuple(map(self.node, given)))
         out = func(*args, **kwargs)

@@ -30,6 +30,7 @@ from fusedckpt.fusing.recipe_mode import find_root
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.layers import fallbacks
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
@@ -171,26 +172,27 @@ class _Blocks:
             return None
         if isinstance(module, ScriptModule):
             if wanted.has(name, "mlp") and any(True for _ in module.parameters()):
-                report.leave(name, "mlp", str(reasons.of_storage(module)), module.original_name)
+                report.leave(name, "mlp", NotFused("scripted"), module.original_name)
             return None
         if isinstance(module, nn.Sequential) and not self._is_one(module):
             return self._sequential(name, module)
-        found: dict[str, str] = {}
+        obstacles: dict[str, NotFused] = {}
         for kind in self._kinds(module):
             if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
                 continue
             swap = self.matcher.of(module, kind)
-            if isinstance(swap, str):
-                found[kind] = swap
+            if isinstance(swap, NotFused):
+                obstacles[kind] = swap
             elif swap is not None and wanted.has(name, swap.kind):
                 report.swap(name, swap.parts[""])
                 return swap
         # name it, if it is one that could have been
         is_experts = holds_experts(module)
-        kind = "experts" if is_experts else reasons.kind_of(module) or next(iter(found), None)
+        kind = "experts" if is_experts else reasons.kind_of(module) or next(iter(obstacles), None)
         if kind is not None and wanted.has(name, kind):
-            why = found.get(kind) or (found.get("mlp") if kind == "linear" else None)
-            report.leave(name, kind, reasons.of_module(module, kind, why), type(module).__name__)
+            reason = obstacles.get(kind) or (obstacles.get("mlp") if kind == "linear" else None)
+            reason = reasons.of_module(module, kind, reason)
+            report.leave(name, kind, reason, type(module).__name__)
         return None
 
     def _kinds(self, module: nn.Module) -> tuple[str, ...]:
@@ -214,8 +216,6 @@ class _Blocks:
             return None
         if unfit(module, swap.attributes, [module]) is not None:
             return None
-        self.report.left.pop(name, None)
-        self.report.classes.pop(name, None)
         self.report.swap(name, swap.parts[""])
         match = swap.attributes["_fusedckpt_match"]
         match = match._replace(held=tuple(one for one in match.held if one.path))
@@ -242,16 +242,16 @@ class _Blocks:
         # one layer that no kernel takes, or a block that is not meant, keeps it as it is
         obstacle = reasons.of_storage(parent) or unfit(parent, attributes, fused)
         if (kind.forward, kind.__iter__) != (nn.Sequential.forward, nn.Sequential.__iter__):
-            obstacle = obstacle or "it is a subclass of nn.Sequential with its own forward"
+            obstacle = obstacle or NotFused("sequential")
         if len(meant) < len(blocks):
-            obstacle = obstacle or "another block of its Sequential is not to be fused"
+            obstacle = obstacle or NotFused("neighbour")
         parts: dict[str, Part] = {}
         for name, (layers, block) in meant.items():
-            found = obstacle or matcher.checked(nn.Sequential(*layers), block)
-            if isinstance(found, str):
-                obstacle = found
+            swap = obstacle or matcher.checked(nn.Sequential(*layers), block)
+            if isinstance(swap, NotFused):
+                obstacle = swap
             else:
-                parts[name] = found.parts[""]
+                parts[name] = swap.parts[""]
         for name, (_, block) in meant.items():
             if obstacle is not None:
                 report.leave(join(prefix, name), block.kind, obstacle, kind.__name__)

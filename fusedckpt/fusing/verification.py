@@ -15,13 +15,14 @@ from fusedckpt.fusing.accuracy import FEWEST, FLOOR, Errors
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import child_at
 from fusedckpt.fusing.replica import Draw, replica, undisturbed
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.memory import saved_tensors
 
 # of the inputs: limits that a module keeps to show where they are reached
 SCALES = (1.0, 10.0, 100.0, 1000.0)
 
 
-def difference(module: nn.Module, swap: Swap) -> str | None:
+def difference(module: nn.Module, swap: Swap) -> NotFused | None:
     """Return how a swap changes outputs or gradients, None if it does not.
 
     Compared in the module's dtype, in eval and training mode, on inputs of several scales, over 256
@@ -49,7 +50,7 @@ def difference(module: nn.Module, swap: Swap) -> str | None:
                         eager.append(run.results(dtype, device))
                     except Exception:  # arbitrary user code, in a dtype that it may not support
                         name = str(dtype).removeprefix("torch.")
-                        return f"it does not run in {name}, the dtype of the check"
+                        return NotFused("check dtype", name)
                 ours = run.results(first.dtype, device, unheld)
                 found = found or [Errors(first.dtype) for _ in ours]
                 for errors, mine, truth, theirs in zip(found, ours, *eager, strict=True):
@@ -76,7 +77,7 @@ def _unheld(swap: Swap) -> Swap:
     return replace(swap, attributes={**swap.attributes, **unheld})
 
 
-def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> str | None:
+def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> NotFused | None:
     # large inputs overflow half precision where eager keeps values that we do not, and a small
     # value there may be the difference of large numbers
     floor = FLOOR if scale == 1 else 8 * FLOOR
@@ -86,7 +87,8 @@ def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> str | Non
             errors.strays = 0
         problem = errors.problem(floor=floor, least=scale)
         if problem is not None:
-            return f"{name}{f' at inputs of {scale:g}' if scale > 1 else ''}: {problem}"
+            where = f" at inputs of {scale:g}" if scale > 1 else ""
+            return NotFused("differs", f"{name}{where}: {problem}")
     return None
 
 

@@ -1,12 +1,13 @@
-"""Why a swapped module ran the forward of its own class: noted per call, for reports.
+"""Why a module does not run fused: a key, what it is about, and the words for both.
 
-Fused calls note nothing. A note is a constant that a call writes and never reads, so that
-torch.compile needs no guard; reports turn it into words.
+`fuse` gives a reason for each module that it leaves. A swapped module notes one for a call that
+runs the forward of its own class; fused calls note nothing. A note is a constant that a call writes
+and never reads, so that torch.compile needs no guard; reports turn it into words.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +17,152 @@ from fusedckpt.autograd import dispatch
 # attribute of a module with the note of its last such call with gradients
 NOTE = "_fusedckpt_fallback"
 
-# the reason, and the child, attribute, class or dtype it is about
-Fallback = tuple[str, Any]
+_AGAIN = "call fuse again"
+_CHECKPOINT = "fusedckpt.checkpoint recomputes it"
+_FORWARD = "the forward of its class"
+_UNHOOK = "remove the hook, or add it to a module around"
+# by key: one clause, and the one thing to do about it
+WORDS = {
+    # calls of fused modules
+    "arguments": ("called with arguments other than one tensor", "pass one tensor alone"),
+    "child": ("{} was replaced by another module since it was fused", _AGAIN),
+    "adapter": ("{}: only peft's plain LoRA is fused", "use a plain LoRA there"),
+    "packed": ("{} packs up before gate, and is adapted or quantised", _CHECKPOINT),
+    "hook": ("{}: it has a hook, or its forward was replaced", _UNHOOK),
+    "hooked": ("{}: it has a hook, and would be called twice", _UNHOOK),
+    "weight": ("{}, which only its own forward takes", "use plain parameters"),
+    "changed": ("{} has changed since it was fused", _AGAIN),
+    "dropout": ("{} applies dropout inside the block in training", 'save="inputs" recomputes it'),
+    "input": ("its input is a {}, which only its own forward takes", "pass a plain tensor"),
+    "cache": (
+        "called with a {}, which its forward may change, as a cache of keys and values",
+        "train with use_cache=False",
+    ),
+    "again": (
+        "its {} would save more than four times its result, and runs again in backward",
+        "set its dropout to 0, or skip it",
+    ),
+    "large": (
+        "attention or a linear in it would save more than four times its result",
+        'save="inputs" recomputes it',
+    ),
+    "unseen": (
+        "its attention is no call of torch's or transformers' functions, and saves little",
+        'attn_implementation="sdpa" is one',
+    ),
+    "logits": ("{}, and computes its logits", "call fusedckpt.functional.linear_cross_entropy"),
+    "dtype": (
+        "its input is {}, a dtype that was not proven equal, or not that of its weights",
+        "cast both to one dtype",
+    ),
+    "disabled": ("FUSEDCKPT_DISABLE is set", "unset it"),
+    # modules that no forward of ours computes
+    "random": ("its forward draws random numbers", _CHECKPOINT),
+    "values": ("its forward depends on the values of tensors", _CHECKPOINT),
+    "function": ("its forward uses an autograd.Function, or switches autocast", _CHECKPOINT),
+    "tensor hooks": ("its forward registers hooks on tensors", _CHECKPOINT),
+    "writes": ("its forward writes to {}", _CHECKPOINT),
+    "sets": ("its forward sets {}", _CHECKPOINT),
+    "state": ("its forward reads {}, which may change", "keep it in a number or a flag"),
+    "foreign": ("its forward reads a tensor that is no parameter", "register it as a parameter"),
+    "counts": ("its forward computes another function in each call", _CHECKPOINT),
+    "inputs": ("its forward takes {} besides one tensor", _CHECKPOINT),
+    "raised": ("its forward raised a {} for one tensor", _CHECKPOINT),
+    "returns": ("its forward returns a {}", _CHECKPOINT),
+    "result": ("its result is {}", _CHECKPOINT),
+    "ops": ("its forward computes {}, not as an MLP that is fused", _CHECKPOINT),
+    "varies": ("{} computes something else {}", _CHECKPOINT),
+    "rule": ("its forward is no LayerNorm or RMSNorm that is fused, in {}", _CHECKPOINT),
+    "other norm": (
+        "it is no LayerNorm or RMSNorm over its input's last dimension",
+        _CHECKPOINT,
+    ),
+    "beside": (
+        "its linears and activation are no block, or are called beside other layers",
+        _CHECKPOINT,
+    ),
+    "differs": ("{}", "report it as a bug, or pass verify=False to take it all the same"),
+    "check dtype": ("it does not run in {}, the dtype of the check", "pass verify=False"),
+    "activation": ("{} is a {}: {}", "fusedckpt.checkpoint of the layer recomputes it"),
+    # experts
+    "experts": ("the weights of its experts are not gate_up_proj and down_proj", _CHECKPOINT),
+    "parameters": ("its experts have other parameters: {}", _CHECKPOINT),
+    "signature": ("its forward does not take x, an index and scores", _CHECKPOINT),
+    "shapes": ("its weights have other shapes", _CHECKPOINT),
+    "gating": ("its gating is none of ours", _CHECKPOINT),
+    # heads of causal models
+    "head class": ("its output embedding is no nn.Linear", "use fusedckpt.LinearCrossEntropy"),
+    "head weight": (
+        "its output embedding has a weight that is no plain tensor",
+        "fuse before sharding or quantisation",
+    ),
+    "head loss": (
+        "{} computes another loss than ForCausalLMLoss",
+        "use fusedckpt.LinearCrossEntropy",
+    ),
+    # parameters and layers as they are now
+    "scripted": ("TorchScript compiled it, or a layer of it", "fuse before scripting"),
+    "fsdp": ("its parameters are sharded by FSDP", "fuse before sharding"),
+    "deepspeed": ("its parameters are sharded by DeepSpeed", "fuse before sharding"),
+    "sharded": ("{} is sharded", "fuse before sharding, MLPs by fusedckpt.parallel.MLPParallel"),
+    "lazy": ("its parameters are not initialised", "call the model once before"),
+    "freed": ("the storage of its parameters was freed", "fuse while they have one"),
+    "quantised": ("{}", "use plain parameters"),
+    "dtypes": ("its weights have several dtypes: {}", "cast them to one"),
+    "parametrized": ("{}: its weights are parametrized", "fuse after removing it"),
+    "dense": ("{}", _CHECKPOINT),
+    "linear": ("{} is a {}, a linear with its own forward", "use nn.Linear there"),
+    "lora": ("it is LoRA around a {}", "use LoRA around nn.Linear"),
+    "forward": ("its forward was replaced", f"bring back {_FORWARD}"),
+    "attribute": ("it has an attribute {} already", "rename it"),
+    "apart": ("it forms no block with {}, by which it is followed", _CHECKPOINT),
+    "apart now": ("{} forms no block with its neighbours now", _AGAIN),
+    "sequential": (
+        "it is a subclass of nn.Sequential with its own forward",
+        "use nn.Sequential, or its layers in a class of your own",
+    ),
+    "neighbour": (
+        "another block of its Sequential is not to be fused",
+        "name all its blocks, or none",
+    ),
+}
 
 
-def note(module: nn.Module, fallback: Fallback) -> None:
+class NotFused(NamedTuple):
+    """Why a module or a call does not run fused; str() gives the clause.
+
+    key: one of WORDS; about: what the clause names, a tuple of several.
+    """
+
+    key: str
+    about: Any = ""
+
+    def __str__(self) -> str:
+        about = self.about if type(self.about) is tuple else (self.about,)
+        return WORDS[self.key][0].format(*about)
+
+    @property
+    def remedy(self) -> str:
+        """Return the one thing to do about it."""
+        return WORDS[self.key][1]
+
+
+def note(module: nn.Module, reason: tuple[str, Any]) -> None:
     """Note why a call did not run fused; calls without gradients save nothing and are not noted."""
     if torch.is_grad_enabled() and not dispatch.is_recorded(None):
-        module.__dict__[NOTE] = fallback
+        module.__dict__[NOTE] = reason
 
 
-def taken(module: nn.Module) -> Fallback | None:
+def taken(module: nn.Module) -> NotFused | None:
     """Return a module's note, and forget it."""
     return module.__dict__.pop(NOTE, None)
 
 
-def unplain(x: Any, **weights: Any) -> Fallback:
+def unplain(x: Any, **weights: Any) -> NotFused:
     """Return which of a call's tensors is a subclass that only its own ops support."""
     for name, weight in weights.items():
         if not dispatch.are_plain(weight):
-            return "weight", name
+            return NotFused("weight", name)
     if not isinstance(x, Tensor):
-        return "arguments", ""
-    return "input", "nested tensor" if x.is_nested else type(x).__name__
+        return NotFused("arguments")
+    return NotFused("input", "nested tensor" if x.is_nested else type(x).__name__)

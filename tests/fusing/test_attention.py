@@ -233,7 +233,7 @@ def test_a_call_that_saves_too_much_runs_as_ever():
     for _ in range(2):
         assert_equal(model, eager, x := randn(2, 4 * T, D))
         (reason,) = report.fallbacks.values()
-        assert "would save more than four times" in reason
+        assert reason.key == "large"
     once, twice = (flops(lambda m=m: m.attention(x).sum().backward()) for m in (eager, model))
     assert once == twice > 0
 
@@ -284,17 +284,17 @@ def test_a_llama_layer_saves_three_rows():
 
 
 FALLBACKS = {
-    "cache": ({"cache": object()}, "called with a object"),
-    "none": ({}, "its attention is no call of torch's"),
-    "scores": ({}, "would save more than four times"),
-    "again": ({}, "would save more than four times"),
-    "hook": ({}, "qkv: it has a hook, and would be called twice"),
+    "cache": ({"cache": object()}, "cache"),
+    "none": ({}, "unseen"),
+    "scores": ({}, "again"),
+    "again": ({}, "again"),
+    "hook": ({}, "hooked"),
 }
 
 
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_calls_that_are_not_fused(case):
-    options, words = FALLBACKS[case]
+    options, key = FALLBACKS[case]
     eager, model, report = pair(Plain if case == "again" else Scores)
     for each in (eager, model):
         if case == "hook":
@@ -304,7 +304,7 @@ def test_calls_that_are_not_fused(case):
     for _ in range(2):
         assert_equal(model, eager, x, **options)
         (reason,) = report.fallbacks.values()
-        assert words in reason
+        assert reason.key == key
     assert "not run fused: 1 of" in str(report)
 
 
@@ -361,5 +361,5 @@ def test_a_frozen_module_and_a_replaced_forward():
     torch.testing.assert_close(found, expected)
     model = Layer(Own())
     model.attention.forward = model.attention.forward
-    assert "its forward was replaced" in fuse(model).left["attention"]
+    assert fuse(model).left["attention"].key == "forward"
     assert F.scaled_dot_product_attention is SDPA

@@ -122,83 +122,81 @@ def doubled(condition):
     return lambda m, x: m.w2(m.hidden(x)) * 2 if condition(m, x) else m.w2(m.hidden(x))
 
 
-MODES = "its forward uses an autograd.Function, or switches autocast"
-OTHERWISE = "Gated computes something else"
-# the forward, the module's parts, the reason
+# the forward, the module's parts, the reason's key
 GUARDS = {
-    "clamped before": (clamped_before, {}, "computes clamp, silu, mul"),
-    "clamped after": (clamped_after, {}, "computes silu, clamp, mul"),
-    "clamped hidden": (clamped_hidden, {}, "computes silu, mul, clamp"),
-    "clamped result": (clamped_result, {}, "computes silu, mul, clamp"),
-    "by value": (by_value, {}, "its forward depends on the values of tensors"),
+    "clamped before": (clamped_before, {}, "ops"),
+    "clamped after": (clamped_after, {}, "ops"),
+    "clamped hidden": (clamped_hidden, {}, "ops"),
+    "clamped result": (clamped_result, {}, "ops"),
+    "by value": (by_value, {}, "values"),
     "by row": (
         lambda m, x: m.w2(m.hidden(x) - m.hidden(x).mean(-1, keepdim=True) * 1e-7),
         {},
-        "mean",
+        "ops",
     ),
-    "noisy": (noisy, {}, "its forward draws random numbers while training"),
-    "noisy in Python": (noisy_in_python, {}, "draws random numbers in Python while training"),
-    "attribute": (watching, {"seen": None}, "its forward sets seen"),
-    "list": (logging, {"shapes": []}, "its forward writes to shapes"),
-    "buffer": (counting, {"calls": nn.Buffer(torch.zeros(()))}, "writes to a tensor that it did"),
-    "long": (doubled(lambda m, x: x.shape[1] > 1000), {}, f"{OTHERWISE} for long inputs"),
+    "noisy": (noisy, {}, "random"),
+    "noisy in Python": (noisy_in_python, {}, "random"),
+    "attribute": (watching, {"seen": None}, "sets"),
+    "list": (logging, {"shapes": []}, "writes"),
+    "buffer": (counting, {"calls": nn.Buffer(torch.zeros(()))}, "writes"),
+    "long": (doubled(lambda m, x: x.shape[1] > 1000), {}, "varies"),
     "first token": (
         lambda m, x: m.w2(m.hidden(x[:, 0])),
         {},
-        "its result is torch.float32 [2, 12]",
+        "result",
     ),
-    "without a gradient": (without_gradient, {}, f"{MODES} while training"),
+    "without a gradient": (without_gradient, {}, "function"),
     "never a gradient": (
         never_a_gradient,
         {},
-        f"{MODES} while training",
+        "function",
     ),
-    "its own gradient": (lambda m, x: m.w2(Halving.apply(m.hidden(x))), {}, MODES),
+    "its own gradient": (lambda m, x: m.w2(Halving.apply(m.hidden(x))), {}, "function"),
     "detached": (
         lambda m, x: m.w2(F.silu(F.linear(x, m.w1.weight.detach())) * m.w3(x)),
         {},
-        "its forward computes detach",
+        "ops",
     ),
-    "hook on a tensor": (hooking, {}, "its forward registers hooks on tensors while training"),
-    "its own call": (clamped_hidden, {"w1": Doubling(D, H)}, "w1 has a hook, a replaced forward"),
-    "without autocast": (in_full, {}, f"{MODES} under autocast"),
-    "rounding": (lambda m, x: m.w2(m.hidden(x.bfloat16().to(x.dtype))), {}, "computes _to_copy"),
+    "hook on a tensor": (hooking, {}, "tensor hooks"),
+    "its own call": (clamped_hidden, {"w1": Doubling(D, H)}, "hook"),
+    "without autocast": (in_full, {}, "function"),
+    "rounding": (lambda m, x: m.w2(m.hidden(x.bfloat16().to(x.dtype))), {}, "ops"),
     "a buffer": (
         lambda m, x: m.w2(m.hidden(x) * m.scale),
         {"scale": nn.Buffer(torch.ones(H))},
-        "computes silu, mul",
+        "ops",
     ),
     "a tensor": (
         lambda m, x: m.w2(m.hidden(x) * m.scale),
         {"scale": torch.ones((), device=DEVICE)},
-        "its forward reads scale, a Tensor that may change",
+        "state",
     ),
-    "in place": (lambda m, x: m.w2(m.hidden(x.mul_(1.0))), {}, "writes to a tensor that it did"),
-    "grad mode": (doubled(lambda m, x: torch.is_grad_enabled()), {}, f"{OTHERWISE} while training"),
+    "in place": (lambda m, x: m.w2(m.hidden(x.mul_(1.0))), {}, "writes"),
+    "grad mode": (doubled(lambda m, x: torch.is_grad_enabled()), {}, "varies"),
     "autocast": (
         doubled(lambda m, x: torch.is_autocast_enabled("cpu")),
         {},
-        f"{OTHERWISE} under autocast",
+        "varies",
     ),
     "strides": (
         doubled(lambda m, x: not x.is_contiguous()),
         {},
-        f"{OTHERWISE} for strided inputs",
+        "varies",
     ),
-    "dimensions": (doubled(lambda m, x: x.dim() == 2), {}, f"{OTHERWISE} for two dimensions"),
-    "one token": (doubled(lambda m, x: x.numel() == D), {}, f"{OTHERWISE} for one token"),
-    "a child's mode": (doubled(lambda m, x: m.w1.training), {}, f"{OTHERWISE} while training"),
+    "dimensions": (doubled(lambda m, x: x.dim() == 2), {}, "varies"),
+    "one token": (doubled(lambda m, x: x.numel() == D), {}, "varies"),
+    "a child's mode": (doubled(lambda m, x: m.w1.training), {}, "varies"),
 }
 
 
-@pytest.mark.parametrize(("compute", "parts", "reason"), GUARDS.values(), ids=list(GUARDS))
-def test_a_forward_that_is_no_block(compute, parts, reason):
+@pytest.mark.parametrize(("compute", "parts", "key"), GUARDS.values(), ids=list(GUARDS))
+def test_a_forward_that_is_no_block(compute, parts, key):
     module = Gated(compute, **copy.deepcopy(parts)).to(DEVICE)
     before, states = copy.deepcopy(module), (random.getstate(), torch.get_rng_state())
     # at this level nothing is recomputed
     report = fuse(module, verify=False, save="preact")
     assert report.swapped == {}
-    assert reason in report.left[""]
+    assert report.left[""].key == key
     assert vars(module).keys() == vars(before).keys()
     assert getattr(module, "shapes", []) == []
     assert all(map(torch.equal, module.state_dict().values(), before.state_dict().values()))

@@ -65,7 +65,7 @@ def check_report(report, case):
     assert len(attention) >= 2
     assert report.left.keys() == case.left.keys()
     for name, reason in case.left.items():
-        assert reason in report.left[name]
+        assert report.left[name].key == reason
     assert report.saved.keys() == others.keys()
     assert all(after <= before for before, after in report.saved.values())
     # all but those that call layer_norm keep less than they did
