@@ -10,22 +10,17 @@ from importlib import import_module
 
 COMMANDS = {
     "demo": "train one model eagerly, checkpointed, fused and planned, and compare",
-    "finetune": "finetune a small Llama with LoRA on all linears five ways, and compare",
-    "paper": "fine-tune a small ViT and a small Llama: exact, approximate, checkpointed",
-    "fit": "fit piecewise-constant derivatives of activations",
-    "run": "compare time and memory of functions with eager, torch.compile and checkpoint",
+    "ways": "compare ways of training a model, also of yours",
+    "finetune": "ways of training adapters of a small Llama in int8",
+    "paper": "ways of fine-tuning a small ViT and a small Llama, exact and approximate",
+    "run": "compare functions with eager, torch.compile, checkpoint and other libraries",
     "classics": "reproduce the classic workloads of gradient checkpointing",
-    "ways": "compare ways of training a model of yours",
-    "capacity": "find how many tokens fit in a given memory, and their speed",
-    "profile": "list the kernels that fusedckpt launches, and their times",
-    "model": "count instructions and bytes of each compiled kernel, without a GPU",
+    "show": "print or draw a results file, or the changes between two",
+    "shares": "count the bytes that models of transformers save, before and after fuse",
     "schedule": "print tensors that a layer's forward and backward make, read and free",
-    "gpu": "test and measure everything on a machine with a GPU, in minutes",
-    "table": "print the tables of a results file",
-    "plot": "draw a results file",
-    "compare": "show the changes between two results files",
-    "env": "show versions, devices and the path of each function",
 }
+# those that are `ways` with other defaults
+PRESETS = ("demo", "finetune", "paper")
 INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
 # the exit status of a command that Ctrl-C ended
 INTERRUPTED = 130
@@ -35,12 +30,13 @@ def _run(command: str, argv: Sequence[str]) -> int:
     from bench.env import choose_device
     from bench.options import Options
 
-    given = ArgumentParser(add_help=False, allow_abbrev=False)
-    given.add_argument("--device")
-    module = import_module(f"bench.{command}")
-    parser = Options(command, module.__doc__, "cpu")
+    early = ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--device")
+    module = import_module(f"bench.{'ways' if command in PRESETS else command}")
+    preset = module.PRESETS[command] if command in PRESETS else None
+    parser = Options(command, module.__doc__, "cpu", preset)
     try:
-        parser.device = str(choose_device(given.parse_known_args(argv)[0].device))
+        parser.device = str(choose_device(early.parse_known_args(argv)[0].device))
         module.options(parser)
         chosen = parser.parse_args(argv)
         if "out" in chosen and chosen.out is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,15 +21,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fusedckpt
-from bench import models, tasks, training
-from bench.capacity import most
+from bench import models, show, tasks, training
 from bench.env import environment, summary
 from bench.models import HEAD_DIM
 from bench.options import Options
-from bench.records import part_of, publish
 from bench.results import MIB, Row, rounded
+from bench.search import most
 from bench.tables import mib, progress
-from bench.training import BUDGETS, NOTES, POLICIES, Batch, Trial, Way, Workload
+from bench.training import Batch, Tick, Trial, Way, Workload, resident
+from bench.ways import BUDGETS, NOTES
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import bytes_of
 
@@ -40,6 +40,7 @@ RULES = ("sqrt", "recursive")
 SHOWN = ("plain", "fusedckpt sqrt", "fusedckpt recursive", "plan memory")
 # between losses of order one; fused kernels round otherwise, checkpoints do not
 AGREE = 1e-4
+POLICIES = ("all", "sqrt", "speed", "memory")
 NUM_PLANS = len(POLICIES) + len(BUDGETS)
 
 
@@ -63,7 +64,8 @@ def options(add: Options) -> None:
     add.count("steps", "training steps per turn", 2)
     add.count("repeat", "turns of every way", 2, 10)
     add.seed()
-    add.place("classics.json and classics.png")
+    add.place("classics.jsonl and classics.png")
+    add.set_defaults(command=add.command)
 
 
 def prepare(chosen: Namespace) -> Namespace:
@@ -92,7 +94,7 @@ def batches_of(chosen: Namespace, side: int, batch: int) -> list[Batch]:
     """Return digits of mean 0 and deviation 1 as batches, from the start again where they end."""
     x, labels = tasks.digits(side)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(chosen.seed))
-    x, labels = (((x - x.mean()) / x.std())[order], labels[order])
+    x, labels = x[order], labels[order]
     rows = torch.arange(chosen.steps * batch) % len(x)
     pairs = [(x[i].to(chosen.device), labels[i].to(chosen.device)) for i in rows.split(batch)]
     return [Batch((x,), {}, y) for x, y in pairs]
@@ -116,7 +118,7 @@ def _work(chosen: Namespace, is_conv: bool) -> tuple[Workload, str]:
     return Workload(models.mlp(layers, width), flat, F.cross_entropy, adam), title
 
 
-def _compared(chosen: Namespace, part: str) -> Row:
+def _compared(chosen: Namespace, part: str) -> list[Row]:
     """Compare the ways of training a model on pictures."""
     torch.manual_seed(chosen.seed)
     work, title = _work(chosen, is_conv=part == "conv")
@@ -126,15 +128,31 @@ def _compared(chosen: Namespace, part: str) -> Row:
     segments = [k for k in SEGMENTS[part] if k <= layers]
     counts = [("torch", k) for k in segments] + [("fusedckpt", k) for k in [*segments, *RULES]]
     fixed = [Way("plain", model), *(in_segments(model, *one) for one in counts)]
-    notes = [
-        f"scikit-learn's digits; {mib(nbytes_of(model.parameters()))} MiB of parameters",
-        "torch k, fusedckpt k: checkpoint_sequential with k segments",
-    ]
     total = NUM_PLANS + (len(fixed) + NUM_PLANS) * (1 + chosen.repeat)
     with progress(part, total) as tick:
-        ways = [*fixed, *training.plans(work, tick)]
-        rows = training.compare(work, ways, chosen.repeat, tick, shown=SHOWN)
-    return part_of(title, [*notes, *NOTES], rows)
+        ways = [*fixed, *_plans(work, tick)]
+        rows = training.compare(work, ways, chosen.repeat, tick, SHOWN)
+    width = chosen.width if part == "conv" else chosen.mlp_width
+    batch = chosen.batch if part == "conv" else chosen.mlp_batch
+    sizes = {"case": part, "title": title, "layers": layers, "dim": width, "batch": batch}
+    return [sizes | {"parameter_bytes": nbytes_of(model.parameters())} | row for row in rows]
+
+
+def _plans(work: Workload, tick: Tick) -> Iterator[Way]:
+    """Plan by rules, then within budgets from the least peak to the model's own."""
+    ways = []
+    for policy in POLICIES:
+        tick(f"planning {policy}")
+        ways.append(work.planned(f"plan {policy}", policy=policy, accumulate=True))
+    yield from ways
+    report = work.report(work.model)
+    least = min(way.plan.measured_bytes for way in ways)
+    span = report.peak_bytes - least
+    budgets = [least - resident(report) + int(share * span) for share in BUDGETS]
+    # of a model that no plan makes smaller they are one
+    for name, budget in {f"plan {mib(budget)} MiB": budget for budget in budgets}.items():
+        tick(f"planning {name}")
+        yield work.planned(name, activation_budget=budget)
 
 
 def stack_of(chosen: Namespace, layers: int, is_fused: bool = False) -> Workload:
@@ -189,12 +207,12 @@ def peak_of(trial: Trial) -> int:
     return trial.work.peak_bytes(trial.way.run)
 
 
-def _depths(chosen: Namespace) -> Row:
+def _depths(chosen: Namespace) -> list[Row]:
     """Find the depth of every way, then time them in turns.
 
     Raises ValueError where not even one plain block fits.
     """
-    found: dict[str, int] = {}
+    depths: dict[str, int] = {}
     with progress("depth", len(RECIPES) + (len(RECIPES) + 1) * (chosen.repeat + 1)) as tick:
         for name in RECIPES:
             tick(f"{name}: searching")
@@ -203,29 +221,34 @@ def _depths(chosen: Namespace) -> Row:
                 return peak_of(trial_of(chosen, name, layers)) <= chosen.depth_budget
 
             # a way fits about as much as the one before
-            found[name] = most(fits, [1, *found.values()][-1])
-            if not found[name]:
+            depths[name] = most(fits, [1, *depths.values()][-1])
+            if not depths[name]:
                 budget = f"--depth-budget: {chosen.depth_budget} bytes"
                 raise ValueError(f"{budget} do not fit one block")
-        found[SAME] = min(found["torch, every block"], found["plan memory"])
-        trials = {name: trial_of(chosen, name, layers) for name, layers in found.items()}
+        depths[SAME] = min(depths["torch, every block"], depths["plan memory"])
+        trials = {name: trial_of(chosen, name, layers) for name, layers in depths.items()}
         peaks = {name: one.work.peak_bytes(one.way.run) for name, one in trials.items()}
         training.take_turns(list(trials.values()), chosen.repeat, tick)
-        shallow = {name: trial_of(chosen, name, found["plain"]) for name in found}
+        shallow = {name: trial_of(chosen, name, depths["plain"]) for name in depths}
         training.take_turns(list(shallow.values()), 1, tick)
-    for name, one in trials.items():
-        depth = {"layers": found[name], "peak_mib": peaks[name] / MIB}
-        one.facts = one.row(one) | shallow[name].row(shallow["plain"])
-        one.facts |= {"ms": rounded(one.ms)} | depth
     title = (
         f"The deepest stack within {chosen.depth_budget / MIB:,.0f} MiB: transformer blocks of"
         f" {chosen.depth_dim}, {chosen.depth_batch} x {chosen.depth_seq} tokens"
     )
-    return part_of(title, DEPTH_NOTES, [one.facts for one in trials.values()])
+    sizes = {"case": "depth", "title": title, "dim": chosen.depth_dim, "batch": chosen.depth_batch}
+    sizes |= {"seq": chosen.depth_seq, "memory": chosen.depth_budget / MIB, "saved_bytes": None}
+    rows = []
+    for name, one in trials.items():
+        row = one.row(one) | shallow[name].row(shallow["plain"]) | {"both_ms": rounded(one.ms)}
+        row |= {"depth": depths[name], "peak_bytes": peaks[name], "peak_above": ABOVE}
+        rows.append(sizes | row)
+    return rows
 
 
+ABOVE = "zero, parameters and gradients included"
+SEGMENTED = "torch k, fusedckpt k: checkpoint_sequential with k segments"
 DEPTH_NOTES = (
-    "peak: of forward and backward, with parameters and gradients; ms: of both",
+    "ms: of forward and backward at that depth",
     "torch sqrt(n), fusedckpt recursive: checkpoint_sequential; plan memory: of least peak",
     "plan, same depth: the fastest plan within the budget, at torch's every block's",
     "last loss, diff.: at plain's depth, and the largest difference to plain's",
@@ -233,14 +256,19 @@ DEPTH_NOTES = (
 
 
 def run(chosen: Namespace) -> int:
-    """Measure the parts, print, write classics.json and classics.png; 1 where losses disagree."""
+    """Measure the parts, print, write rows and figure; 1 where losses or gradients disagree."""
     facts = environment(torch.device(chosen.device), torch.float32)
-    subtitle = f"{summary(facts)}; float32, medians of {chosen.repeat} x {chosen.steps} steps"
-    print(f"{subtitle}\nwrites classics.json and classics.png to {chosen.out}", flush=True)
+    how = f"float32, medians of {chosen.repeat} x {chosen.steps} steps"
+    print(f"{summary(facts)}; {how}\nwrites {show.files_of(chosen)}", flush=True)
     names = ("conv", "mlp", "depth") if chosen.part == "all" else (chosen.part,)
-    parts = [_depths(chosen) if name == "depth" else _compared(chosen, name) for name in names]
-    status = publish(chosen, "classics", "Classic workloads", subtitle, facts, parts)
-    worst = max(row["loss_difference"] for part in parts for row in part["rows"])
+    cases = []
+    for name in names:
+        rows = _depths(chosen) if name == "depth" else _compared(chosen, name)
+        shared = {"command": "classics", "dtype": "float32"}
+        cases.append([shared | row | facts for row in rows])
+        show.show_rows(cases[-1], DEPTH_NOTES if name == "depth" else (SEGMENTED, *NOTES))
+    status = show.publish(chosen, cases)
+    worst = max(row.get("loss_difference", 0.0) for rows in cases for row in rows)
     if worst > AGREE:
         print(f"losses differ by {worst:.1e}, more than {AGREE:.0e}")
     return int(worst > AGREE or status)

@@ -16,12 +16,8 @@ from typing import Any
 import torch
 
 import fusedckpt
-from bench.options import Options
-from fusedckpt.kernels.runtime import IS_INTERPRETED
-from fusedckpt.reporting.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # libraries that `run` measures, by the names they are installed under
 LIBRARIES = ("liger-kernel", "quack-kernels", "transformer-engine", "flash-attn")
 
@@ -128,28 +124,3 @@ def announced(chosen: Namespace, how: str) -> dict[str, Any]:
     facts = environment(torch.device(chosen.device), getattr(torch, chosen.dtype))
     print(f"{summary(facts)}; {chosen.dtype}{how}", flush=True)
     return facts
-
-
-def options(add: Options) -> None:
-    """It has none."""
-
-
-def run(chosen: Namespace) -> int:
-    """Print the environment and every function's path."""
-    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    facts = {
-        **versions(),
-        "commit": commit() or "unknown",
-        "CUDA": torch.version.cuda or "not in this torch",
-        "ROCm": torch.version.hip or "not in this torch",
-        **{device: device_name(torch.device(device)) for device in devices},
-        "Triton interpreter": "on" if IS_INTERPRETED else "off",
-        "TF32 matmuls": "on" if has_tf32() else "off",
-    }
-    print("environment", table(("what", "value"), [*facts.items()], ()), sep="\n")
-    for device in devices:
-        columns = [fusedckpt.paths(device, dtype) for dtype in DTYPES]
-        heads = ("function", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
-        rows = [(name, *(paths[name] for paths in columns)) for name in columns[0]]
-        print(f"paths on {device}", table(heads, rows, ()), sep="\n")
-    return 0

@@ -1,21 +1,17 @@
-"""The figures of all results: a colour per kind of implementation, bars, dots with their names."""
+"""Parts of figures: a colour per kind of implementation, bars, dots with their names."""
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from bench.results import MIB, Row, heading, quantiles, title
-from bench.table import sources
 from bench.tables import significant
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 
@@ -23,7 +19,6 @@ from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, STYLE
 WIDTH = 10.0
 GRID = "#ececec"
 Points = Sequence[tuple[float, float]]
-Rows = Sequence[Row]
 
 
 class Family(NamedTuple):
@@ -38,7 +33,7 @@ OURS = Family("fusedckpt.checkpoint", "#56b4e9")
 # by how a name starts, the first that fits; all else are other libraries
 _FAMILIES = (
     (("eager", "plain"), Family("eager", GREY)),
-    (("torch.compile",), Family("torch.compile", RED)),
+    (("torch.compile", "compile"), Family("torch.compile", RED)),
     (("checkpoint", "torch"), Family("torch.utils.checkpoint", "#e69f00")),
     (("ours(", "fuse+ckpt"), OURS),
     (("fuse+plan", "fused, plan", "plan"), Family("fusedckpt.plan", "#cc79a7")),
@@ -117,30 +112,6 @@ def _lying(axes: Axes, names: Sequence[str], panel: Panel, colour: Callable[[str
     axes.spines["bottom"].set_visible(False)
 
 
-def _bars(rows: Rows, panels: Sequence[Panel], path: Path) -> None:
-    """Write panels of a case, a line an implementation that was timed."""
-    names = [row["name"] for row in rows]
-    height, head = 1.4 + 0.27 * len(names), title(rows[0])
-    save(path, height, head, sources([rows]), lambda figure: lying(figure, names, panels))
-
-
-def draw_bars(rows: Rows, path: Path) -> None:
-    """Write a case's times, forward and backward, beside the saved memory and the peak."""
-    times = [[median(row[what]) for row in rows] for what in ("forward_ms", "both_ms")]
-    sizes = [[(row[what] or 0) / MIB for row in rows] for what in ("saved_bytes", "peak_bytes")]
-    spread = [quantiles(row["both_ms"])[::2] for row in rows]
-    time = Panel("Time (ms): forward, then backward", times, spread=spread)
-    _bars(rows, (time, Panel("Memory (MiB): saved for backward, then peak", sizes)), path)
-
-
-def draw_capacity(rows: Rows, path: Path) -> None:
-    """Write how many tokens fit, beside how fast they are."""
-    rates = [row["tokens"] / median(row["both_ms"]) * 1e3 for row in rows]
-    values = {"Tokens that fit": [row["tokens"] for row in rows], "Tokens per second, there": rates}
-    panels = [Panel(head, [v], [f"{x:,.0f}" for x in v]) for head, v in values.items()]
-    _bars(rows, panels, path)
-
-
 def _joined(names: Sequence[str]) -> str:
     """Write names in few words: those that begin alike share their first word."""
     found: dict[str, list[str]] = {}
@@ -165,7 +136,7 @@ def _bundled(places: Points, gap: float) -> list[list[int]]:
     return bundles
 
 
-def _crosses(a: tuple[float, float], end_a: float, b: tuple[float, float], end_b: float) -> bool:
+def lines_cross(a: tuple[float, float], end_a: float, b: tuple[float, float], end_b: float) -> bool:
     """Whether straight lines from two points to heights at 1 cross."""
     if a[0] > b[0]:
         a, end_a, b, end_b = b, end_b, a, end_a
@@ -189,7 +160,7 @@ def name_points(axes: Axes, points: Points, names: Sequence[str], line: float = 
     # labels of lines that cross change places, which makes the lines shorter in all
     for _ in range(len(labels) ** 2):
         for i, j in combinations(range(len(labels)), 2):
-            if _crosses(labels[i][0], ends[i], labels[j][0], ends[j]):
+            if lines_cross(labels[i][0], ends[i], labels[j][0], ends[j]):
                 labels[i], labels[j] = labels[j], labels[i]
                 ends = _ends(labels, line)
                 break
@@ -247,20 +218,3 @@ def pareto_front(points: Points) -> list[int]:
         if not front or points[index][1] < points[front[-1]][1]:
             front.append(index)
     return front
-
-
-def draw_pareto(found: Sequence[Rows], path: Path) -> None:
-    """Write time against peak memory, a panel a case."""
-    lines = math.ceil(len(found) / 2)
-
-    def fill(figure: Figure) -> None:
-        panels = list(figure.subplots(lines, min(2, len(found)), squeeze=False).flat)
-        for axes, rows in zip(panels, found, strict=False):
-            points = [(row["peak_bytes"] / MIB, median(row["both_ms"])) for row in rows]
-            names = [row["name"] for row in rows]
-            trade(axes, points, names, heading(rows[0]), "forward + backward (ms)")
-        for axes in panels[len(found) :]:
-            axes.set_visible(False)
-
-    head = f"Time against memory: {found[0][0]['size']}, {found[0][0]['tokens']} tokens"
-    save(path, 3.2 * lines + 0.7, head, sources(found), fill)

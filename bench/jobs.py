@@ -1,4 +1,4 @@
-"""Cases at sizes, each measured in a process of its own: `run`, `capacity` and `profile`.
+"""Cases at sizes, each measured in a process of its own.
 
 A crash of that process, or a hang in it, costs one row: the process says which implementation is at
 work, and the case is measured again without it.
@@ -21,39 +21,14 @@ import fusedckpt
 from bench.cases import CASES, DEFAULT_TOKENS, SIZES, Case, Size, draw
 from bench.implementations import implementations_of
 from bench.measure import NO_GRAPH, DeviceLost, Implementation, Work
-from bench.options import POSITIVE, Options
 from bench.results import Row, append
-from bench.table import show_rows
+from bench.show import BENIGN, show_rows
 from bench.tables import progress
 
 # implementations that the command stands for: it fails if one of these raises
 OWN = ("eager", "fusedckpt", "ours(")
-BENIGN = ("not installed", "not even")
 Begin = Callable[[Implementation], None]
 Say = Callable[[str, Any], None]
-
-
-def options(add: Options, sizes: tuple[str, ...], **default: Any) -> None:
-    """Add the options that the commands over cases have in common."""
-    add.many("case", "what to measure", default.get("cases", tuple(CASES)), choices=CASES)
-    add.many("size", f"widths: {', '.join(SIZES)}", sizes, ("llama-3-8b",), choices=SIZES)
-    add.dtype()
-    text = "only implementations with this in their name, and eager"
-    add.many("only", text, default.get("only", ()))
-    add.many("skip", "no implementations with this in their name")
-
-
-def add_tokens(add: Options) -> None:
-    """Add the rows of x."""
-    text = "rows of x; default: 4096 on a CPU, 8192 on a GPU, 48 at tiny"
-    add.many("tokens", text, type=POSITIVE, metavar="N")
-
-
-def add_rounds(add: Options, cpu: int, gpu: int) -> None:
-    """Add the options of commands that time implementations in processes of their own."""
-    add.count("repeat", "timed rounds", cpu, gpu)
-    add.count("timeout", "seconds that one step of an implementation may take", 600)
-    add.flag("in-process", "measure in this process, for a debugger: a crash ends the command")
 
 
 class Job(NamedTuple):
@@ -104,15 +79,10 @@ class Job(NamedTuple):
             outputs = work.forward(self.case.eager(self.size))
         return work._replace(douts=[torch.randn_like(y) for y in outputs])
 
-    def columns(self) -> Row:
-        """Return the columns that its rows have in common."""
-        widths = {"dim": self.size.dim, "hidden": self.size.hidden}
-        return {"case": self.name, "size": self.size_name, **widths, "dtype": self.chosen.dtype}
-
 
 def prepare(chosen: Namespace) -> Namespace:
     """Raise ValueError for tokens that do not divide into sequences, and for unknown names."""
-    for name, size_name, tokens in product(chosen.case, chosen.size, getattr(chosen, "tokens", ())):
+    for name, size_name, tokens in product(chosen.case, chosen.size, chosen.tokens):
         for size in SIZES[size_name]:
             CASES[name].seq(size, tokens)
     (toy,) = SIZES["tiny"]
@@ -130,7 +100,7 @@ def jobs_of(chosen: Namespace) -> Iterator[Job]:
     for name, size_name in product(chosen.case, chosen.size):
         for size in SIZES[size_name]:
             default = size.tokens or DEFAULT_TOKENS[torch.device(chosen.device).type]
-            for tokens in getattr(chosen, "tokens", ()) or (default,):
+            for tokens in chosen.tokens or (default,):
                 yield Job(name, size_name, size, tokens, chosen)
 
 
@@ -185,7 +155,7 @@ def _isolated(hear: Say, seconds: float, args: tuple[Any, ...]) -> str:
     """
     # forked from a process that has imported torch and done nothing with it: no driver is open yet
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "bench.run", "bench.capacity"])
+    context.set_forkserver_preload(["torch._dynamo", "bench.run"])
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(there, *args), daemon=True)
     process.start()

@@ -36,16 +36,22 @@ class _Append(Action):
 
 
 class Options(ArgumentParser):
-    """The parser of a command; `gpu` values are the defaults where it runs on a GPU."""
+    """The parser of a command; `gpu` values are the defaults where it runs on a GPU.
 
-    def __init__(self, command: str, text: str | None, device: str):
+    preset: defaults by name that come before the command's own, on every device.
+    """
+
+    def __init__(
+        self, command: str, text: str | None, device: str, preset: dict[str, Any] | None = None
+    ):
         usage = f"python -m bench {command} [options]"
         super().__init__(f"python -m bench {command}", usage=usage, description=text)
-        self.device = device
+        self.command, self.device, self.preset = command, device, preset or {}
 
     def one(self, name: str, text: str, cpu: Any = None, gpu: Any = None, **how: Any) -> None:
         """Add an option with a default."""
         default = gpu if gpu is not None and self.device != "cpu" else cpu
+        default = self.preset.get(name, default)
         if default not in (None, ()):
             many = isinstance(default, tuple)
             text += f"; default: {', '.join(map(str, default)) if many else default}"

@@ -1,29 +1,126 @@
 """Models to train, and their data: the standard library's bytes, and scikit-learn's digits.
 
 Small random configurations, nothing is downloaded. Llama and GPT-2 predict the next byte, BERT
-masked bytes, and ViT the byte that follows a window which it sees as a picture.
+masked bytes, and ViT the digit that it sees.
 """
 
 from __future__ import annotations
 
 import math
 import sysconfig
-from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.models import HEAD_DIM, VOCAB, Transformer
+from bench.models import CLASSES, HEAD_DIM, VOCAB, Transformer
+from bench.training import Batch
 
 LIMIT = 4 * 2**20
 IGNORED = -100
-Batch = tuple[Tensor, Tensor]
+# pictures, or bytes of windows, that no step sees
+HELD_OUT = 256
+# of a ViT, in patches of two by two pixels
+SIDE = 8
+KINDS = ("own", "llama", "gpt2", "bert", "vit")
+Pair = tuple[Tensor, Tensor]
+
+
+class Task(NamedTuple):
+    """A model by name, its sizes, and where it is trained."""
+
+    kind: str
+    layers: int
+    dim: int
+    # bytes per sequence; a ViT sees pictures of SIDE x SIDE
+    seq: int
+    # sequences or pictures per step
+    batch: int
+    # of the own model: "gelu" or "swiglu"
+    mlp: str
+    dtype: torch.dtype
+    device: torch.device
+
+    def model(self) -> nn.Module:
+        """Build the model, with random weights."""
+        if self.kind == "own":
+            model: nn.Module = Transformer(self.layers, self.dim, self.seq, self.mlp)
+        else:
+            import transformers
+
+            config, kind = (getattr(transformers, name) for name in _CLASSES[self.kind])
+            model = kind(config(**self._options()))
+        return model.to(self.device, self.dtype)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options of a configuration: no dropout, so that ways can be compared."""
+        cacheless = {"vocab_size": VOCAB, "use_cache": False}
+        pictures = {"image_size": SIDE, "patch_size": 2, "num_channels": 1, "num_labels": CLASSES}
+        options: dict[str, Any] = {
+            "llama": {**cacheless, "max_position_embeddings": self.seq},
+            "gpt2": {**cacheless, "n_positions": self.seq},
+            # one more than there are bytes stands for a masked one
+            "bert": {"vocab_size": VOCAB + 1, "max_position_embeddings": self.seq},
+            "vit": pictures,
+        }[self.kind]
+        gated = 64 * math.ceil(8 * self.dim / 3 / 64)
+        if self.kind != "gpt2":
+            options["intermediate_size"] = gated if self.kind == "llama" else 4 * self.dim
+        return options | {
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.dim // HEAD_DIM,
+            "attn_implementation": "sdpa",
+            **dict.fromkeys(_DROPOUTS.get(self.kind, ()), 0.0),
+        }
+
+    def batches(self, count: int, seed: int) -> list[Batch]:
+        """Draw batches of the data to train on. Raises ValueError for a seq beyond the text."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.kind == "vit":
+            pictures, labels = digits(SIDE)
+            shape = count, self.batch
+            places = torch.randint(len(labels) - HELD_OUT, shape, generator=generator)
+            return [self._batch(pictures[rows], labels[rows]) for rows in places]
+        text, _ = self._texts()
+        return [self._windows(text, self.batch, generator) for _ in range(count)]
+
+    def held_out(self) -> Batch:
+        """Return data that is in no batch."""
+        if self.kind == "vit":
+            pictures, labels = digits(SIDE)
+            return self._batch(pictures[-HELD_OUT:], labels[-HELD_OUT:])
+        _, text = self._texts()
+        return self._windows(text, HELD_OUT // 8, torch.Generator().manual_seed(0))
+
+    def _texts(self) -> Pair:
+        text = stdlib_text()
+        edge = len(text) * 9 // 10
+        if len(text) - edge <= self.seq:
+            size = len(text) - edge
+            raise ValueError(f"seq {self.seq} needs a longer text than one of {size} bytes")
+        return text[:edge], text[edge:]
+
+    def _windows(self, text: Tensor, count: int, generator: torch.Generator) -> Batch:
+        starts = torch.randint(len(text) - self.seq, (count, 1), generator=generator)
+        window = text[starts + torch.arange(self.seq + 1)].long()
+        return self._batch(*_TURNED.get(self.kind, _next)(window))
+
+    def _batch(self, x: Tensor, target: Tensor) -> Batch:
+        dtype = self.dtype if x.is_floating_point() else None
+        return Batch((x.to(self.device, dtype),), {}, target.to(self.device))
+
+
+def loss(output: Any, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats, taken in float32 of half precision."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    wide = logits.flatten(0, -2)
+    wide = wide if wide.dtype == torch.float64 else wide.float()
+    return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED)
 
 
 def stdlib_text(folder: Path | None = None, limit: int = LIMIT) -> Tensor:
@@ -42,29 +139,15 @@ def stdlib_text(folder: Path | None = None, limit: int = LIMIT) -> Tensor:
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
-def batches_of(chosen: Namespace, count: int, text: Tensor | None = None) -> list[Batch]:
-    """Draw random windows of a text as batches, by default of the standard library's."""
-    text = stdlib_text() if text is None else text
-    if len(text) <= chosen.seq:
-        raise ValueError(f"seq {chosen.seq} needs a longer text than one of {len(text)} bytes")
-    generator, found = torch.Generator().manual_seed(chosen.seed), []
-    for _ in range(count):
-        starts = torch.randint(len(text) - chosen.seq, (chosen.batch, 1), generator=generator)
-        window = text[starts + torch.arange(chosen.seq + 1)].long().to(chosen.device)
-        inputs, targets = _TURNED.get(chosen.model, _next)(window)
-        if inputs.is_floating_point():
-            inputs = inputs.to(getattr(torch, chosen.dtype))
-        found.append((inputs, targets))
-    return found
-
-
-def digits(side: int) -> Batch:
-    """Return scikit-learn's handwritten digits `[n, 1, side, side]`, and their labels `[n]`."""
+def digits(side: int) -> Pair:
+    """Return scikit-learn's digits `[n, 1, side, side]` of deviation 1, shuffled, and labels."""
     from sklearn.datasets import load_digits
 
     pictures, labels = load_digits(return_X_y=True)
-    x = torch.from_numpy(pictures).float().view(-1, 1, 8, 8)
-    return F.interpolate(x, size=(side, side), mode="bilinear"), torch.from_numpy(labels).long()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x = torch.from_numpy(pictures).float().view(-1, 1, 8, 8)[order]
+    x = F.interpolate(x, size=(side, side), mode="bilinear")
+    return (x - x.mean()) / x.std(), torch.from_numpy(labels).long()[order]
 
 
 def needs(command: str, *packages: str) -> None:
@@ -75,91 +158,28 @@ def needs(command: str, *packages: str) -> None:
             raise ValueError(f"{command} needs {name}: pip install {name}")
 
 
-def loss(output: Any, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats, taken in float32."""
-    logits = output if isinstance(output, Tensor) else output.logits
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED)
-
-
-def _options(kind: str, seq: int) -> dict[str, Any]:
-    """Return a configuration's own options: no dropout, so that ways can be compared."""
-    rates = {
-        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    }
-    own = {
-        "llama": {"vocab_size": VOCAB, "max_position_embeddings": seq, "use_cache": False},
-        "gpt2": {"vocab_size": VOCAB, "n_positions": seq, "use_cache": False},
-        # one more than there are bytes stands for a masked one
-        "bert": {"vocab_size": VOCAB + 1, "max_position_embeddings": seq},
-        "vit": {"image_size": _side(seq), "patch_size": 2, "num_channels": 1, "num_labels": VOCAB},
-    }
-    return own[kind] | dict.fromkeys(rates.get(kind, ()), 0.0)
-
-
-CLASSES = {
+_CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
     "bert": ("BertConfig", "BertForMaskedLM"),
     "vit": ("ViTConfig", "ViTForImageClassification"),
 }
-
-
-def model_of(chosen: Namespace) -> nn.Module:
-    """Build the model that was chosen."""
-    if chosen.model == "own":
-        model = Transformer(chosen.layers, chosen.dim, chosen.seq, chosen.mlp)
-    else:
-        import transformers
-
-        config, kind = (getattr(transformers, name) for name in CLASSES[chosen.model])
-        options = _options(chosen.model, chosen.seq)
-        gated = 64 * math.ceil(8 * chosen.dim / 3 / 64)
-        if chosen.model != "gpt2":
-            options["intermediate_size"] = gated if chosen.model == "llama" else 4 * chosen.dim
-        options |= {
-            "hidden_size": chosen.dim,
-            "num_hidden_layers": chosen.layers,
-            "num_attention_heads": chosen.dim // HEAD_DIM,
-            "attn_implementation": "sdpa",
-        }
-        model = kind(config(**options))
-    return model.to(chosen.device, getattr(torch, chosen.dtype))
-
-
-def _example(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a model of six layers of 256, and 8 x 256 bytes of text as its inputs and labels."""
-    sizes = {"layers": 6, "dim": 256, "seq": 256, "batch": 8, "dtype": "float32"}
-    chosen = Namespace(model=kind, seed=0, device="cpu", **sizes)
-    inputs, _ = batches_of(chosen, 1)[0]
-    return model_of(chosen), {"input_ids": inputs, "labels": inputs}
-
-
-# for bench ways --model bench.tasks:llama
-llama, gpt2 = partial(_example, "llama"), partial(_example, "gpt2")
-
-
-def _side(seq: int) -> int:
-    """Return the side of the largest square picture of even side that a row of bytes fills."""
-    return 2 * (math.isqrt(seq) // 2)
+_DROPOUTS = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+}
 
 
 # turn windows of tokens, each with one more than `seq`, into a model's inputs and targets
-def _next(window: Tensor) -> Batch:
+def _next(window: Tensor) -> Pair:
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def _masked(window: Tensor) -> Batch:
+def _masked(window: Tensor) -> Pair:
     tokens = window[:, :-1]
     # every seventh byte, as BERT masks one in seven
-    hidden = torch.arange(tokens.shape[1], device=tokens.device) % 7 == 3
+    hidden = torch.arange(tokens.shape[1]) % 7 == 3
     return tokens.where(~hidden, VOCAB), tokens.where(hidden, IGNORED)
 
 
-def _pictures(window: Tensor) -> Batch:
-    side = _side(window.shape[1] - 1)
-    seen = window[:, -1 - side * side : -1].reshape(-1, 1, side, side)
-    return seen / 128.0 - 1.0, window[:, -1]
-
-
-_TURNED: dict[str, Callable[[Tensor], Batch]] = {"bert": _masked, "vit": _pictures}
+_TURNED: dict[str, Callable[[Tensor], Pair]] = {"bert": _masked}

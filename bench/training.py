@@ -1,8 +1,9 @@
 """Ways of training one model, and their costs: bytes, FLOPs, time, and the losses they reach.
 
-RECIPES make ways from a model. Here all share its parameters and start from the same ones, so that
-as many fit as one likes; in `lockstep` each has a copy. Memory is that of a step which finds
-gradients, as all but a first micro-batch do.
+All ways share the model's parameters and start from the same ones, so that as many fit as one
+likes. Numbers first: a way whose gradients are further from float64 than the project's rule allows
+is not timed. Then memory, that of a step which finds gradients, as all but a first micro-batch do.
+Then time: the ways train in turns, and each turn begins with another one.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.benchmark.utils.timer import timer
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedckpt
 from bench.clock import turns
+from bench.judge import Judge
+from bench.models import dequantise
 from bench.results import MIB, Row, rounded
-from bench.tables import mib
 from fusedckpt import MemoryReport
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.units import candidates
@@ -31,16 +34,7 @@ from fusedckpt.reporting.trial import trial
 
 # equally long parts of a step; of each a curve has the highest
 SLICES = 160
-# of the way from the least peak that a plan reaches to that of saving everything
-BUDGETS = (0.25, 0.5, 0.75)
-POLICIES = ("all", "sqrt", "speed", "memory")
-NOTES = (
-    "saved: for backward; peak: of a step, above parameters and gradients that exist before;",
-    "budget, predicted: activation budget and predicted peak of a plan; recomputed: FLOPs of the",
-    "recomputation, relative to the forward; ms: forward and backward; MiB per ms: reduction of",
-    "the peak per extra millisecond; last loss: of the last step; diff.: the largest difference",
-    "from the first row's in any step",
-)
+PEAK_ABOVE = "parameters and gradients"
 Tick = Callable[[str], None]
 
 
@@ -51,14 +45,24 @@ class Batch(NamedTuple):
     kwargs: dict[str, Any]
     target: Any = None
 
+    def in_float64(self) -> Batch:
+        """Return the same numbers, those with a fraction in float64."""
+        return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, self)
+
 
 class Way(NamedTuple):
-    """A callable that takes a batch: the model, a copy that runs otherwise, or a function."""
+    """A way of training a model."""
 
     name: str
+    # takes a batch's inputs: the model, a copy that runs otherwise, or a function
     run: Callable[..., Any]
+    # where the way is a plan
     plan: fusedckpt.Plan | None = None
     is_compiled: bool = False
+    # not where derivatives are approximate on purpose: then nothing is judged
+    is_exact: bool = True
+    # what a reader must know of it
+    note: str = ""
 
 
 def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -111,12 +115,18 @@ class _Run(nn.Module):
 
 
 class Workload(NamedTuple):
-    """A model to train, its batches, one step each, its loss and its optimizer."""
+    """A model to train, and how."""
 
     model: nn.Module
+    # one a step
     batches: Sequence[Batch]
+    # of the output and a batch's target
     loss: Callable[[Any, Any], Tensor]
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
+    # learning rates by step, where they are not the optimizer's own
+    rates: Sequence[float] | None = None
+    # data that no step sees, on which the trained model is tested
+    held_out: Batch | None = None
 
     def backward(self, run: Callable[..., Any], batch: Batch | None = None) -> Tensor:
         """Run forward and backward, by default on the first batch."""
@@ -131,6 +141,19 @@ class Workload(NamedTuple):
         """Take a step on the first batch that leaves no trace, such as one that compiles."""
         with trial(_Run(run, self.model)):
             self.backward(run)
+
+    def gradients(self, run: Callable[..., Any]) -> list[Tensor]:
+        """Return the gradients of a step on the first batch that leaves no trace."""
+        wanted = [p for p in self.model.parameters() if p.requires_grad]
+        with trial(_Run(run, self.model)):
+            self.backward(run)
+            return [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
+
+    def in_float64(self) -> Workload:
+        """Return a copy with the same numbers in float64."""
+        batches = [batch.in_float64() for batch in self.batches[:1]]
+        model = dequantise(copy.deepcopy(self.model)).double()
+        return self._replace(model=model, batches=batches)
 
     def copied(self) -> nn.Module:
         """Return a copy of the model that shares its parameters and buffers."""
@@ -169,38 +192,60 @@ class Workload(NamedTuple):
 
 
 class Trial:
-    """One way of training a workload, with its optimizer, and its losses and times so far."""
+    """One way of training a workload, with its losses and times so far."""
 
     def __init__(self, work: Workload, way: Way):
         self.work, self.way = work, way
-        self.optimizer = work.optimizer(work.model.parameters())
         self.losses: list[float] = []
         self.ms: list[float] = []
-        self.facts: Row = {}
-
-    def step(self, batch: Batch) -> None:
-        """Take a step. Times forward and backward: the optimizer's step is the same for all."""
-        # synchronises a GPU
-        began = timer()
-        loss = self.work.backward(self.way.run, batch)
-        self.ms.append(1e3 * (timer() - began))
-        self.losses.append(loss.item())
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        # columns of its row
+        self.facts: Row = {"failure": None, "is_wrong": False}
+        # loss and accuracy on held-out data after each turn
+        self.held_out: list[tuple[float, float]] = []
 
     def train(self) -> None:
-        """Take a step on every batch, and put back weights and state."""
-        with trial(_Run(self.way.run, self.work.model), self.optimizer):
-            for batch in self.work.batches:
-                self.step(batch)
+        """Take a step on every batch, and put back weights and state.
+
+        Times forward and backward: the optimizer's step is the same for all.
+        """
+        optimizer = self.work.optimizer(self.work.model.parameters())
+        with trial(_Run(self.way.run, self.work.model), optimizer):
+            for step, batch in enumerate(self.work.batches):
+                if self.work.rates is not None:
+                    for group in optimizer.param_groups:
+                        group["lr"] = self.work.rates[step]
+                began = timer()
+                # synchronises a GPU
+                loss = self.work.backward(self.way.run, batch).item()
+                self.ms.append(1e3 * (timer() - began))
+                self.losses.append(loss)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            if self.work.held_out is not None:
+                self.held_out.append(self._test(self.work.held_out))
+
+    @torch.no_grad()
+    def _test(self, batch: Batch) -> tuple[float, float]:
+        self.work.model.eval()
+        output = self.way.run(*batch.args, **batch.kwargs)
+        self.work.model.train()
+        logits = output if isinstance(output, Tensor) else output.logits
+        right = logits.argmax(-1) == batch.target
+        return self.work.loss(output, batch.target).item(), right.float().mean().item()
 
     def row(self, reference: Trial) -> Row:
         """Return its results, and the largest difference of its losses from another's."""
-        count = len(reference.work.batches)
-        turns, first = np.reshape(self.losses, (-1, count)), reference.losses[:count]
-        difference = float(np.abs(turns - first).max())
-        losses = {"losses": self.losses[:count], "loss_difference": difference}
-        return {"name": self.way.name, "ms": rounded(self.ms)} | losses | self.facts
+        row = {"name": self.way.name, **self.facts, "both_ms": rounded(self.ms) or None}
+        if self.way.note:
+            row["note"] = self.way.note
+        if self.losses:
+            count = len(reference.work.batches)
+            by_turn, first = np.reshape(self.losses, (-1, count)), reference.losses[:count]
+            row["losses"] = self.losses[:count]
+            row["loss_difference"] = float(np.abs(by_turn - first).max())
+        if self.held_out:
+            row["held_out_loss"], row["accuracy"] = map(list, zip(*self.held_out, strict=True))
+        return row
 
 
 def take_turns(trials: Sequence[Trial], repeat: int, tick: Tick) -> None:
@@ -210,77 +255,58 @@ def take_turns(trials: Sequence[Trial], repeat: int, tick: Tick) -> None:
         one.train()
 
 
-def plans(
-    work: Workload,
-    tick: Tick,
-    name: str = "plan",
-    policies: Sequence[str] = POLICIES,
-    budgets: Sequence[int] | None = None,
-) -> Iterator[Way]:
-    """Plan by rules, then within budgets: None for some from the least peak to the model's own."""
-    ways = []
-    for policy in policies:
-        tick(f"planning {name} {policy}")
-        ways.append(work.planned(f"{name} {policy}", policy=policy, accumulate=True))
-    yield from ways
-    if budgets is None:
-        plain = work.report(work.model)
-        least = min(way.plan.measured_bytes for way in ways)
-        span, there = plain.peak_bytes - least, _resident(plain)
-        budgets = [int(least + share * span) - there for share in BUDGETS]
-    # of a model that no plan makes smaller they are one
-    for title, budget in {f"{name} {mib(x)} MiB": x for x in budgets}.items():
-        tick(f"planning {title}")
-        yield work.planned(title, activation_budget=budget)
-
-
 def compare(
-    work: Workload,
-    ways: Sequence[Way],
-    repeat: int,
-    tick: Tick,
-    shown: Container[str] = (),
-    failures: list[str] | None = None,
+    work: Workload, ways: Sequence[Way], repeat: int, tick: Tick, shown: Container[str] = ()
 ) -> list[Row]:
-    """Measure memory and time of all ways; others are compared with the first.
+    """Judge, weigh and time all ways; times and losses are compared with the first.
 
-    shown: names of ways to record memory through a step for; failures: a list that takes the
-    errors of all ways but the first, instead of raising them.
+    shown: names of ways to record memory through a step for. An error of a way but the first, and
+    wrong gradients, are its row's `failure`.
     """
     forward_flops = work.flops(work.model, backward=False)
-    trials: list[Trial] = []
-    for way in ways:
-        tick(way.name)
+    judge = Judge(work)
+    trials = [Trial(work, way) for way in ways]
+    for one in trials:
+        tick(one.way.name)
         try:
-            if way.is_compiled:
-                work.once(way.run)
-            # the counter does not see what compiled code calls
-            flops = None if way.is_compiled else work.flops(way.run)
-            report = work.report(way.run)
+            one.facts |= _weighed(one, trials[0], forward_flops, shown)
+            one.facts |= judge.verdict(one.way)
         except Exception as error:
-            if failures is None or not trials:
+            if one is trials[0]:
                 raise
-            failures.append(f"{way.name}: {type(error).__name__}: {error}")
-            continue
-        trials.append(Trial(work, way))
-        there, plan = _resident(report), way.plan
-        asked = plan and plan.budget_bytes
-        least = trials[0].facts.get("flops", flops)
-        more = None if flops is None else (flops - least) / max(1, forward_flops)
-        trials[-1].facts = {
-            "saved_mib": report.saved_bytes / MIB,
-            "peak_mib": (report.peak_bytes - there) / MIB,
-            "asked_mib": None if asked is None else (asked - there) / MIB,
-            "predicted_mib": None if plan is None else (plan.predicted_bytes - there) / MIB,
-            "flops": flops,
-            "recomputed": more,
-            "curve": _curve(report) if way.name in shown else None,
-        }
-    take_turns(trials, repeat, tick)
-    return [one.row(trials[0]) for one in trials]
+            lines = str(error).strip().splitlines() or [""]
+            one.facts["failure"] = f"{type(error).__name__}: {lines[0]}"
+    take_turns([one for one in trials if one.facts["failure"] is None], repeat, tick)
+    sizes = {"saved_bytes": None, "peak_bytes": None, "peak_above": PEAK_ABOVE}
+    return [sizes | one.row(trials[0]) for one in trials]
 
 
-def _resident(report: MemoryReport) -> int:
+def _weighed(one: Trial, first: Trial, forward_flops: int, shown: Container[str]) -> Row:
+    """Return the bytes and FLOPs of a step; a way that is compiled takes one before."""
+    work, way = one.work, one.way
+    if way.is_compiled:
+        work.once(way.run)
+    # the counter does not see what compiled code calls
+    flops = None if way.is_compiled else work.flops(way.run)
+    report = work.report(way.run)
+    facts = {
+        "saved_bytes": report.saved_bytes,
+        "peak_bytes": report.peak_bytes - resident(report),
+        "flops": flops,
+    }
+    if flops is not None:
+        least = first.facts.get("flops", flops)
+        facts["recomputed"] = (flops - least) / max(1, forward_flops)
+    if way.plan is not None:
+        facts["predicted_bytes"] = way.plan.predicted_bytes - resident(report)
+        if way.plan.budget_bytes is not None:
+            facts["budget_bytes"] = way.plan.budget_bytes - resident(report)
+    if way.name in shown:
+        facts["curve"] = _curve(report)
+    return facts
+
+
+def resident(report: MemoryReport) -> int:
     """Return the bytes of parameters and gradients, which no activation budget bounds."""
     return report.parameter_bytes + report.gradient_bytes
 
@@ -288,7 +314,7 @@ def _resident(report: MemoryReport) -> int:
 def _curve(report: MemoryReport) -> Row:
     """Return memory through a step: ms, ms of the forward, the highest of each part and the end."""
     times = np.array([moment.time_ns for moment in report.timeline])
-    lives = np.array([moment.live_bytes for moment in report.timeline]) - _resident(report)
+    lives = np.array([moment.live_bytes for moment in report.timeline]) - resident(report)
     starts = np.arange(SLICES) * times[-1] / SLICES
     # bytes that live on from before, or more
     highest = lives[np.searchsorted(times, starts, side="right") - 1]

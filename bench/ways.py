@@ -1,125 +1,186 @@
-"""Compare ways of training a model of yours.
+"""Compare ways of training a model: memory, recomputed FLOPs, time, gradients and losses.
 
-Trains it eager, with torch's non-reentrant checkpoint around every unit that `fusedckpt.plan`
-finds, fused, fused with `fusedckpt.Checkpoint` around every unit, and under plans; compares memory,
-recomputed FLOPs, time and losses. `--compile` adds torch.compile: alone, with two budgets for its
-activations, and on what is fused and planned. All share the model's parameters. The factory returns
-(model, args), (model, kwargs) or (model, args, kwargs), on the device to measure. The loss is the
-output's .loss, or else the mean square of its tensors; for another loss, wrap the model.
+Models are our own transformer, small ones of transformers' classes, or yours, from a factory that
+returns (model, args), (model, kwargs) or (model, args, kwargs) on the device to measure. The loss
+of yours is the output's .loss, or else the mean square of its tensors; for another, wrap the model.
 """
 
 from __future__ import annotations
 
-import sys
+import copy
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
-from pkgutil import resolve_name
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
 
 import fusedckpt
+from bench import show
 from bench.env import environment, summary
 from bench.implementations import compiled
-from bench.options import Options
-from bench.records import part_of, publish
+from bench.options import DTYPES, NATURAL, Options
+from bench.results import Row
+from bench.subjects import Subject, factory_of, ours, yours
 from bench.tables import mib, progress
-from bench.training import BUDGETS, NOTES, RECIPES, Batch, Tick, Way, Workload, compare, plans
+from bench.tasks import KINDS
+from bench.training import RECIPES, Tick, Way, Workload, compare, resident
 from fusedckpt.planning.budget import bytes_of
-from fusedckpt.reporting.step import default_loss
 
-# ways with a figure of memory through a step
+# of the way from the least peak that a plan reaches to that of saving everything
+BUDGETS = (0.25, 0.5, 0.75)
+# ways with memory through a step in their rows
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
+# all but `compile`, which stands for six
+WAYS = (*RECIPES, "plan memory", "fuse+plan memory", "fuse+plan", "budgets")
+USUAL = ("eager", "checkpoint", "fuse", "fuse+ckpt", "plan memory", "fuse+plan memory", "budgets")
+# commands that are this one with other defaults
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {
+        "ways": ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan"),
+        "batch": 16,
+        "steps": 5,
+        "repeat": 4,
+    },
+    "finetune": {
+        "model": ("llama",),
+        "ways": ("eager", "checkpoint", "fuse", "fuse preact", "fuse+plan"),
+        "lora": (8,),
+        "base": "int8",
+        "pretrain": 8,
+        "steps": 4,
+        "repeat": 4,
+    },
+    "paper": {
+        "model": ("vit", "llama"),
+        "ways": ("eager", "checkpoint", "fuse", "approximate"),
+        "lora": (4, 0),
+        "targets": "qv",
+        "layers": 3,
+        "dim": 128,
+        "seq": 32,
+        "batch": 32,
+        "pretrain": 80,
+        "steps": 24,
+        "repeat": 1,
+        "seed": (0, 1, 2),
+    },
+}
+NOTES = (
+    "saved: for backward; budget, predicted: activation budget and predicted peak of a plan;",
+    "recomputed: FLOPs of the recomputation, relative to the forward; ms: forward and backward;",
+    "error: of all gradients against float64, relative to the first row's; MiB per ms: reduction",
+    "of the peak per extra millisecond; diff.: largest difference of a loss from the first row's",
+)
 
 
 def options(add: Options) -> None:
     """Add the options."""
-    text = "the function that makes the model and its inputs: package.module:name or file.py:name"
-    add.many("model", text, required=True, metavar="MODULE:FACTORY")
+    kinds = ", ".join(KINDS)
+    text = f"{kinds}, or the function that makes yours: package.module:name or file.py:name"
+    add.many("model", text, ("own",))
+    text = f"what to compare eager with: {', '.join(WAYS)}"
+    add.many("ways", text, USUAL, choices=WAYS)
+    add.flag("compile", "six ways of compiling, too")
     text = "activation budget of a plan, such as 2GiB; default: three between the extremes"
     add.many("budget", text, metavar="SIZE")
-    add.flag("compile", "compile it, too")
-    add.count("steps", "training steps per turn, on the same inputs", 2)
+    add.count("layers", "transformer blocks", 4, 12)
+    add.count("dim", "width of the residual stream, a multiple of the head size 64", 256, 1024)
+    add.count("seq", "bytes per sequence", 128, 1024)
+    add.count("batch", "sequences per step", 8)
+    add.one("mlp", "kind of the own model's MLPs", "gelu", choices=("gelu", "swiglu"))
+    text = "rank of peft's adapters on a frozen model; 0: all weights are trained"
+    add.many("lora", text, (0,), type=NATURAL, metavar="R")
+    text = "linears with adapters: all but the head, or queries and values"
+    add.one("targets", text, "all", choices=("all", "qv"))
+    add.one("base", "weights below adapters", "dense", choices=("dense", "int8"))
+    add.one("pretrain", "steps that train the model before", 0, type=NATURAL, metavar="N")
+    add.count("steps", "training steps per turn", 2)
     add.count("repeat", "turns of every way", 3)
-    add.seed()
-    add.place("ways.json and ways.png", has_device=False)
+    add.dtype(DTYPES[:2])
+    add.many("seed", "random seed of weights and data", (0,), type=NATURAL, metavar="N")
+    add.place(f"{add.command}.jsonl and {add.command}.png")
+    add.set_defaults(command=add.command)
 
 
 def prepare(chosen: Namespace) -> Namespace:
-    """Make each model, and its batch.
+    """Make models of yours, and check the sizes of ours, before any work is done.
 
-    Raises ValueError for a spec that names no factory, a factory that returns something else, a
-    budget that is none; errors of the caller's code come through.
+    Raises ValueError for sizes that do not fit, packages that are not installed, a spec that names
+    no factory, a factory that returns something else, a budget that is none; errors of the caller's
+    code come through.
     """
-    factories, chosen.made = {spec: _factory(spec) for spec in chosen.model}, []
-    for spec, factory in factories.items():
-        torch.manual_seed(chosen.seed)
-        model, batch = _given(spec, factory())
-        device = next(model.parameters()).device
-        budgets = [bytes_of("--budget", size, device) for size in chosen.budget]
-        chosen.made.append((spec, model, batch, budgets))
+    device = torch.device(chosen.device)
+    chosen.budgets = [bytes_of("--budget", size, device) for size in chosen.budget]
+    factories = {spec: factory_of(spec) for spec in chosen.model if spec not in KINDS}
+    chosen.subjects = []
+    for spec in chosen.model:
+        if spec in factories:
+            chosen.subjects.append(yours(chosen, spec, factories[spec]))
+        else:
+            chosen.subjects += [ours(chosen, spec, rank) for rank in chosen.lora]
     return chosen
 
 
-def _factory(spec: str) -> Callable[[], Any]:
-    place, _, name = spec.rpartition(":")
-    if place.endswith(".py"):
-        file = Path(place)
-        if not file.is_file():
-            raise ValueError(f"--model: there is no file {file}")
-        sys.path.insert(0, str(file.parent.resolve()))
-        place = file.stem
-    if not place or not name:
-        raise ValueError(f"--model expects module:factory or file.py:factory, got {spec!r}")
-    try:
-        factory = resolve_name(f"{place}:{name}")
-    except (AttributeError, ImportError, ValueError) as error:
-        raise ValueError(f"--model {spec}: {error}") from error
-    if not callable(factory):
-        raise ValueError(f"--model {spec}: {name} is no function")
-    return factory
-
-
-def _given(spec: str, made: Any) -> tuple[nn.Module, Batch]:
-    """Read the result of a factory: (model, args), (model, kwargs) or (model, args, kwargs)."""
-    parts = made if isinstance(made, (tuple, list)) else (made,)
-    model, *given = parts
-    kwargs = given.pop() if given and isinstance(given[-1], dict) else {}
-    args = given.pop() if given and isinstance(given[-1], (Tensor, tuple, list)) else ()
-    if given or not isinstance(model, nn.Module) or len(parts) == 1:
-        came = ", ".join(type(part).__name__ for part in parts)
-        raise ValueError(
-            f"--model {spec} is to return (model, args), (model, kwargs) or (model, args, "
-            f"kwargs): an nn.Module, a tuple or one tensor, a dict; it returned ({came})"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"--model {spec}: no parameter of the {type(model).__name__} is trained")
-    return model, Batch((args,) if isinstance(args, Tensor) else tuple(args), kwargs)
-
-
-def _ways(work: Workload, given: Sequence[int], notes: list[str], tick: Tick) -> Iterator[Way]:
+def _ways(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick) -> Iterator[Way]:
+    """Yield the ways that were chosen, eager first; plans that do not exist go to `lost`."""
     yield Way("eager", work.model)
-    yield Way("checkpoint", RECIPES["checkpoint"](work.copied()))
-    fused = work._replace(model=work.copied())
-    notes.append(f"fuse: {str(fusedckpt.fuse(fused.model)).splitlines()[0]}")
-    yield Way("fuse", fused.model)
-    yield Way("fuse+ckpt", RECIPES["fuse+ckpt"](work.copied()))
-    asked = [("fuse+plan", fused, (), [budget]) for budget in given]
-    rules = [
-        ("plan", work, ["memory"], []),
-        ("fuse+plan", fused, ["memory"], [] if asked else None),
-    ]
-    for name, source, policies, budgets in (*rules, *asked):
+    for name in [name for name in RECIPES if name in chosen.ways and name != "eager"]:
+        model, note = work.copied(), ""
+        if name == "fuse":
+            report = fusedckpt.fuse(model)
+            note = str(report).splitlines()[0]
+            # the whole report for a reader of few ways
+            print(report if len(chosen.ways) < len(USUAL) else f"fuse: {note}", flush=True)
+        else:
+            model = RECIPES[name](model)
+        yield Way(name, model, is_exact=name != "approximate", note=note)
+    yield from _planned(work, chosen, lost, tick)
+    if chosen.compile:
+        yield from _compiled(work, lost)
+
+
+def _planned(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick) -> Iterator[Way]:
+    """Yield plans: of least peak, within the peak of torch's checkpoint, and within budgets."""
+    fused = work._replace(model=RECIPES["fuse"](work.copied()))
+    made: dict[str, Way] = {}
+
+    def plan(name: str, source: Workload, **limits: Any) -> Iterator[Way]:
+        tick(f"planning {name}")
         try:
-            yield from plans(source, tick, name, policies, budgets=budgets)
+            made[name] = source.planned(name, **limits)
         except ValueError as error:
-            notes.append(f"{name}: {error}")
+            lost[name] = f"no plan: {error}"
+        else:
+            yield made[name]
+
+    least: dict[str, Any] = {"policy": "memory", "accumulate": True}
+    if "plan memory" in chosen.ways:
+        yield from plan("plan memory", work, **least)
+    if "fuse+plan memory" in chosen.ways:
+        yield from plan("fuse+plan memory", fused, **least)
+    if "fuse+plan" in chosen.ways:
+        report = work.report(RECIPES["checkpoint"](work.copied()))
+        budget = report.peak_bytes - resident(report)
+        yield from plan("fuse+plan", fused, activation_budget=budget)
+        if "fuse+plan" in lost:
+            # of toys, which are too small for such a plan
+            lost.pop("fuse+plan")
+            yield from plan("fuse+plan", fused, **least)
+        print(made["fuse+plan"].plan if "fuse+plan" in made else "", flush=True)
+    if "budgets" in chosen.ways:
+        budgets = chosen.budgets
+        if not budgets and "fuse+plan memory" in made:
+            report = work.report(work.model)
+            measured: Any = made["fuse+plan memory"].plan
+            span = report.peak_bytes - measured.measured_bytes
+            budgets = [measured.measured_bytes - resident(report) + int(b * span) for b in BUDGETS]
+        # of a model that no plan makes smaller they are one
+        for name, budget in {f"fuse+plan {mib(x)} MiB": x for x in budgets}.items():
+            yield from plan(name, fused, activation_budget=budget)
 
 
-def _compiled(work: Workload, notes: list[str]) -> Iterator[Way]:
+def _compiled(work: Workload, lost: dict[str, str]) -> Iterator[Way]:
     """Yield ways of compiling; the first steps of each, which compile it, are not measured."""
     made = {
         "compile": torch.compile(work.copied()),
@@ -128,45 +189,78 @@ def _compiled(work: Workload, notes: list[str]) -> Iterator[Way]:
         "fuse+compile": torch.compile(RECIPES["fuse"](work.copied())),
         "fuse preact+compile": torch.compile(RECIPES["fuse preact"](work.copied())),
     }
-    plain = work.report(work.model)
-    budget = (plain.peak_bytes - plain.parameter_bytes - plain.gradient_bytes) // 2
+    report = work.report(work.model)
+    budget = (report.peak_bytes - resident(report)) // 2
     name = f"fuse+plan {mib(budget)} MiB+compile"
     try:
-        fused = RECIPES["fuse"](work.copied())
-        options = {"activation_budget": budget, "accumulate": True}
-        made[name] = torch.compile(work.planned(name, fused, **options).run)
+        fused, limits = RECIPES["fuse"](work.copied()), {"activation_budget": budget}
+        made[name] = torch.compile(work.planned(name, fused, **limits, accumulate=True).run)
     except ValueError as error:
-        notes.append(f"{name}: {error}")
+        lost[name] = f"no plan: {error}"
     for name, model in made.items():
         yield Way(name, model, is_compiled=True)
 
 
-def _part(chosen: Namespace, spec: str, model: Any, batch: Batch, budgets: Sequence[int]) -> Any:
-    """Measure and print one model; return its part of the record, and whether all ways ran."""
-    notes, failures = list[str](), list[str]()
-    if getattr(getattr(model, "config", None), "use_cache", False):
-        # a second run of a layer would add to it once more
-        model.config.use_cache = False
-        notes.append("model.config.use_cache was set to False, as checkpoints need")
-    sgd, batches = partial(torch.optim.SGD, lr=1e-3), [batch] * chosen.steps
-    work = Workload(model, batches, lambda output, target: default_loss(output), sgd)
-    num_budgets = len(budgets or BUDGETS)
-    total = 2 + num_budgets + (6 + num_budgets + 6 * chosen.compile) * (1 + chosen.repeat)
-    with progress("ways", total) as tick:
-        ways = list(_ways(work, budgets, notes, tick))
-        ways += _compiled(work, notes) if chosen.compile else ()
-        rows = compare(work, ways, chosen.repeat, tick, shown=SHOWN, failures=failures)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    title = f"{type(model).__name__} of {spec}: {size:,} parameters"
-    return part_of(title, [*notes, *failures, *NOTES], rows), not failures
+def _measured(chosen: Namespace, subject: Subject, seed: int) -> list[Row]:
+    """Return a row for every way of training a model from a seed."""
+    work, lost = subject.work(seed), dict[str, str]()
+    count = sum(p.numel() for p in work.model.parameters())
+    trained = sum(p.numel() for p in work.model.parameters() if p.requires_grad)
+    num_ways = len(chosen.ways) + 2 * ("budgets" in chosen.ways) + 6 * chosen.compile
+    with progress(
+        f"{chosen.command} {subject.columns['case']}", num_ways * (2 + chosen.repeat)
+    ) as tick:
+        ways = list(_ways(work, chosen, lost, tick))
+        rows = compare(work, ways, chosen.repeat, tick, SHOWN)
+    empty = dict.fromkeys(("both_ms", "saved_bytes", "peak_bytes"))
+    rows += [{"name": n, "failure": why, "is_wrong": False, **empty} for n, why in lost.items()]
+    sizes = {"title": _title(subject.columns, type(work.model).__name__, count, trained)}
+    return [{**subject.columns, **sizes, "parameters": count, "trained": trained} | r for r in rows]
+
+
+def _title(columns: Row, kind: str, count: int, trained: int) -> str:
+    """Return what is trained, in a line."""
+    if "layers" not in columns:
+        return f"{kind} of {columns['case']}: {count:,} parameters"
+    name = {"own": "own transformer"}.get(columns["case"], f"transformers' {columns['case']}")
+    text = f"{name}, {columns['layers']} layers of {columns['dim']}"
+    text += f", {columns['batch']} x {columns['seq']} tokens: {count / 1e6:.1f} M parameters"
+    if not columns["lora"]:
+        return text
+    return (
+        f"{text}, {columns['base']}; LoRA of rank {columns['lora']}: {trained / 1e6:.2f} M trained"
+    )
+
+
+def _gathered(rows: Sequence[Row]) -> Row:
+    """Return one way's row over all seeds: all times and scores, and the mean of losses."""
+    row = copy.copy(rows[0])
+    for name in ("both_ms", "held_out_loss", "accuracy"):
+        if row.get(name):
+            row[name] = [value for one in rows for value in one[name]]
+    if "losses" in row:
+        row["losses"] = np.mean([one["losses"] for one in rows], 0).tolist()
+        row["loss_difference"] = max(one["loss_difference"] for one in rows)
+    failures = [one["failure"] for one in rows if one["failure"]]
+    return row | {
+        "failure": next(iter(failures), None),
+        "is_wrong": any(r["is_wrong"] for r in rows),
+    }
 
 
 def run(chosen: Namespace) -> int:
-    """Measure, print, write ways.json and ways.png; 1 where a way failed, else 0."""
-    first = next(chosen.made[0][1].parameters())
-    facts, dtype = environment(first.device, first.dtype), str(first.dtype).removeprefix("torch.")
-    subtitle = f"{summary(facts)}; {dtype}, medians of {chosen.repeat} x {chosen.steps} steps"
-    print(f"{subtitle}\nwrites ways.json and ways.png to {chosen.out}", flush=True)
-    parts, ran = zip(*[_part(chosen, *made) for made in chosen.made], strict=True)
-    status = publish(chosen, "ways", "Ways of training a model of yours", subtitle, facts, parts)
-    return int(not all(ran) or status)
+    """Measure, print, write rows and figure; 1 where a way failed or was wrong, else 0."""
+    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
+    facts = environment(device, dtype)
+    how = f"{chosen.dtype}, medians of {chosen.repeat} x {chosen.steps} steps"
+    print(f"{summary(facts)}; {how}\nwrites {show.files_of(chosen)}", flush=True)
+    cases: list[list[Row]] = []
+    for subject in chosen.subjects:
+        by_seed = [_measured(chosen, subject, seed) for seed in chosen.seed]
+        by_name = [{row["name"]: row for row in rows} for rows in by_seed]
+        names = [name for name in by_name[0] if all(name in rows for rows in by_name)]
+        rows = [_gathered([rows[name] for rows in by_name]) for name in names]
+        shared = {"command": chosen.command, "dtype": chosen.dtype, "seeds": list(chosen.seed)}
+        cases.append([shared | row | facts for row in rows])
+        show.show_rows(cases[-1], NOTES)
+    return show.publish(chosen, cases)

@@ -40,7 +40,7 @@ def four_steps(weights: tuple[float, ...], boundaries: tuple[float, float, float
     return FourSteps(boundaries, (0.0, weights[0], weights[0] + weights[1], 1.0))
 
 
-# the paper's constants; `python -m bench.fit` finds them again
+# the paper's constants
 APPROXIMATE = {
     "gelu": four_steps(
         (-0.04922261145617846, 1.0979632065417297, -0.048740595085551286),

@@ -1,13 +1,12 @@
 """The first lines of README and of the page on plans run as they stand; results were measured."""
 
-import json
 import re
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
 
+from bench.results import MIB, groups, read, slowdown
 from fusedckpt.autograd.dispatch import forced_path
 
 ROOT = Path(__file__).parents[1]
@@ -50,16 +49,15 @@ FINETUNE = {
 
 def recorded(file: str, labels: dict[str, str], digits: int) -> list[str]:
     """Return a table's rows as the committed results have them, sizes with so many decimals."""
-    found = json.loads((ROOT / "bench/results" / file).read_text(encoding="utf-8"))
-    models = [{row["name"]: row for row in part["rows"]} for part in found["parts"]]
+    cases = groups(read(ROOT / "bench/results" / file))
+    models = [{row["name"]: row for row in rows} for rows in cases]
     lines = []
     for name, label in labels.items():
         cells = [label]
         for rows in models:
             row, eager = rows[name], rows["eager"]
-            time = median(a / b for a, b in zip(row["ms"], eager["ms"], strict=True))
-            cells += [f"{row[key]:.{digits}f}" for key in ("saved_mib", "peak_mib")]
-            cells.append(f"{time:.2f}")
+            cells += [f"{row[key] / MIB:.{digits}f}" for key in ("saved_bytes", "peak_bytes")]
+            cells.append(f"{slowdown(row, eager):.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -67,8 +65,8 @@ def recorded(file: str, labels: dict[str, str], digits: int) -> list[str]:
 @pytest.mark.parametrize(
     ("head", "file", "labels", "digits"),
     [
-        ("| | Llama: saved, MiB |", "ways-cpu.json", WAYS, 0),
-        ("| | saved, MiB | peak, MiB |", "finetune-quantised-r8-cpu.json", FINETUNE, 1),
+        ("| | Llama: saved, MiB |", "ways-cpu.jsonl", WAYS, 0),
+        ("| | saved, MiB | peak, MiB |", "finetune-cpu.jsonl", FINETUNE, 1),
     ],
 )
 def test_ways_are_the_committed_ones(head, file, labels, digits):
@@ -78,14 +76,14 @@ def test_ways_are_the_committed_ones(head, file, labels, digits):
 
 
 def test_results_are_the_committed_ones():
-    lines = (ROOT / "bench/results/cpu/run.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = {row["name"]: row for row in map(json.loads, lines) if row["case"] == "stack"}
-    eager, expected = rows["eager"], []
+    stack = [row for row in read(ROOT / "bench/results/cpu/run.jsonl") if row["case"] == "stack"]
+    rows, expected = {row["name"]: row for row in stack}, []
     for name, label in STACK.items():
         row = rows[name]
-        times = [a / b for a, b in zip(row["both_ms"], eager["both_ms"], strict=True)]
-        saved, peak = row["saved_bytes"] // row["tokens"], row["peak_bytes"] / 2**20
-        expected.append(f"| {label} | {saved:,} | {peak:.0f} | {median(times):.2f} |")
+        saved, peak = row["saved_bytes"] // row["tokens"], row["peak_bytes"] / MIB
+        expected.append(
+            f"| {label} | {saved:,} | {peak:.0f} | {slowdown(row, rows['eager']):.2f} |"
+        )
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = text.partition("| | saved, bytes per token |")[2].partition("\n\n")[0]
     assert table.splitlines()[2:] == expected
@@ -95,7 +93,7 @@ def test_results_are_the_committed_ones():
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "qwen3_moe"])
 def test_models_save_as_the_table_says(name):
     pytest.importorskip("transformers", reason="needs the test extra")
-    from bench.fused_share import DENSE, EXPERTS, HARDER, measured
+    from bench.shares import DENSE, EXPERTS, HARDER, measured
 
     found = measured({**DENSE, **EXPERTS, **HARDER}[name])
     text = (ROOT / "README.md").read_text(encoding="utf-8")

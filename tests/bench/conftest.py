@@ -56,12 +56,12 @@ def refused(capsys):
 
 @pytest.fixture(scope="session")
 def bench_run():
-    """Run `bench run` or `capacity` at toy sizes in this process; returns status and rows."""
+    """Run `bench run` at toy sizes in this process; returns status and rows."""
     from bench.__main__ import main
 
-    def run(out: Path, *options: str, command: str = "run") -> tuple[int, list[dict]]:
+    def run(out: Path, *options: str) -> tuple[int, list[dict]]:
         sizes = ("--in-process", "--device=cpu", "--size=tiny", "--repeat=3")
-        status = main([command, *sizes, *options, f"--out={out}"])
-        return status, [json.loads(line) for line in (out / f"{command}.jsonl").open()]
+        status = main(["run", *sizes, *options, f"--out={out}"])
+        return status, [json.loads(line) for line in (out / "run.jsonl").open()]
 
     return run

@@ -29,7 +29,15 @@ def row(name: str, ms: float = 3.0, peak: int = 1000, **changes: Any) -> Row:
 
 def group(*rows: Row, case: str = "mlp", **changes: Any) -> list[Row]:
     shared = {
-        **{"case": case, "size": "tiny", "tokens": 48, "dim": 32, "hidden": 80, "kv": 16},
+        **{
+            "command": "run",
+            "case": case,
+            "size": "tiny",
+            "tokens": 48,
+            "dim": 32,
+            "hidden": 80,
+            "kv": 16,
+        },
         **{"dtype": "float32", "seq": None, "flops": 3 * 10**9, "bytes": 3 * 10**6},
         **{"matmul_tflops": 1.5, "copy_gbytes": 10.0, **FACTS, **changes},
     }
@@ -41,3 +49,17 @@ def write(path: Path, *found: list[Row]) -> Path:
     for rows in found:
         append(rows, path)
     return path
+
+
+def ways(*rows: Row, command: str = "ways", **changes: Any) -> list[Row]:
+    """Return rows of a command that trains."""
+    shared = {"command": command, "case": "own", "title": "a model", "dtype": "float32", **FACTS}
+    return [shared | row | changes for row in rows]
+
+
+def way(name: str, ms: float = 3.0, peak: int = 2**20, **changes: Any) -> Row:
+    return {
+        **{"name": name, "failure": None, "is_wrong": False, "both_ms": [ms, 0.9 * ms] * 3},
+        **{"saved_bytes": 2**19, "peak_bytes": peak, "peak_above": "parameters and gradients"},
+        **{"losses": [2.0, 1.5], "loss_difference": 0.0, "errors": [1e-7], **changes},
+    }

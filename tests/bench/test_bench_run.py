@@ -1,4 +1,4 @@
-"""`python -m bench run` and `capacity` at toy sizes: honest numbers, failures that stay alone."""
+"""`python -m bench run` at toy sizes: honest numbers, failures that stay alone."""
 
 from __future__ import annotations
 
@@ -354,8 +354,16 @@ def test_an_interrupt_takes_nothing_away(tmp_path, bench_run, monkeypatch):
     assert bench_run(tmp_path, *NORM, "--only=eager") == (130, first)
 
 
-def test_profile_lists_what_runs(tmp_path, capsys):
-    argv = ["profile", "--device=cpu", "--size=tiny", "--case=rms_norm", f"--out={tmp_path}"]
-    assert main(argv) == 0
-    assert "aten::" in capsys.readouterr().out
-    assert '"kernel": "aten::' in (tmp_path / "profile.jsonl").read_text()
+def test_profile_lists_what_runs(tmp_path, bench_run, capsys):
+    status, result = bench_run(tmp_path, *NORM, "--only=fusedckpt", "--profile")
+    assert status == 0
+    out = capsys.readouterr().out
+    assert "kernels of fusedckpt\n" in out
+    assert "kernels of eager" not in out
+    for row in rows_of(result, "rms_norm").values():
+        names, launches, us = zip(*row["kernels"], strict=True)
+        assert any(name.startswith("aten::") for name in names)
+        assert min(launches) >= 1
+        assert list(us) == sorted(us, reverse=True)
+    # rows that list no kernels are not what is asked for
+    assert bench_run(tmp_path, *NORM, "--only=fusedckpt", "--profile")[0] == 0

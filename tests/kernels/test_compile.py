@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="kernels need Triton")
-from bench import __main__ as command
-from tests.kernels import compile_only
+from tests.kernels import compile_only, model_table
 from tests.kernels.compile_only import CHIPS, Compiled, check, compile_all
 from tests.kernels.model import model
 
@@ -91,7 +90,7 @@ def test_a_gemm_has_enough_of_its_tiles_under_way(compiled):
 def test_the_table_of_models(compiled, monkeypatch, capsys):
     records = [record for record in compiled if record.target == "sm_90"]
     monkeypatch.setattr(compile_only, "compile_all", lambda *chosen: records)
-    assert command.main(["model", "--arch=sm_90"]) == 0
+    assert model_table.main(["--arch=sm_90"]) == 0
     out = capsys.readouterr().out
     assert "32 KB in flight" in out
     assert "norm_grad rms 1x4096" in out

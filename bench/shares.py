@@ -1,18 +1,17 @@
-"""`python -m bench.fused_share [model ...]`: a layer's saved bytes left by `fuse`, by model.
+"""Count the bytes that models of transformers save, before and after `fuse`.
 
-Models of transformers at D = 256 with the ratios of their published configurations, in bfloat16, in
-training mode with their dropouts. A layer's bytes are those of four layers less those of two, so
-that embeddings, the last norm and the head do not count; attention is torch's fused one, without
-dropout, which a CPU cannot fuse.
+A layer's bytes are those of four layers less those of two, so that embeddings, the last norm and
+the head do not count; `--whole` counts whole models with head and loss, at their published depth.
+Models have D = 256 with the ratios of their published configurations, in bfloat16, in training mode
+with their dropouts; attention is torch's fused one, without dropout, which a CPU cannot fuse.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bench.options import Options
+from bench.tables import Columns, progress, show
 from fusedckpt import fuse
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.memory import SavedTensors, saved_tensors
@@ -203,7 +204,7 @@ def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return saved
 
 
-class Found(NamedTuple):
+class Share(NamedTuple):
     """Of a model: a layer's saved values by D per token before and after, and the storages left."""
 
     before: float
@@ -217,7 +218,7 @@ class Found(NamedTuple):
         return 1 - self.after / self.before
 
 
-def measured(shape: Shape) -> Found:
+def measured(shape: Shape) -> Share:
     """Return the values that a model's layer saves before and after `fuse`."""
     found, reports = dict[int, tuple[SavedTensors, SavedTensors]](), dict[int, FuseReport]()
     for layers in (4, 2):
@@ -233,53 +234,133 @@ def measured(shape: Shape) -> Found:
         Counter((one.nbytes / UNIT, one.shape) for one in found[layers][1].storages)
         for layers in (4, 2)
     ]
-    return Found(sizes[0], sizes[1], counts[0] - counts[1], reports[4])
+    return Share(sizes[0], sizes[1], counts[0] - counts[1], reports[4])
 
 
-def rows(names: list[str]) -> Iterator[tuple[str, Found]]:
-    """Measure and print models, one a line."""
-    print(f"{'model':22}{'before':>8}{'after':>8}{'gone':>7}  left per layer, in units of D")
-    for name in names:
-        found = measured({**DENSE, **HARDER, **EXPERTS}[name])
-        left = ", ".join(
-            f"{count / 2:g} x {size:.2f} {list(shape)}"
-            for (size, shape), count in sorted(found.left.items(), reverse=True)[:9]
-            if size > 0.02
-        )
-        print(
-            f"{name:22}{found.before:8.2f}{found.after:8.2f}{found.gone:7.0%}  {left}", flush=True
-        )
-        yield name, found
+class Whole(NamedTuple):
+    """Published layers, features and classes, and the class with a head where its name differs."""
+
+    layers: int
+    features: int
+    classes: int
+    model: str | None = None
+
+    @property
+    def reduced(self) -> int:
+        """As many classes for each of the D features as published."""
+        return round(self.classes * D / self.features)
 
 
-def chosen_of(parser: ArgumentParser, known: Sequence[str], arguments: list[str]) -> Namespace:
-    """Return the options of a command line, whose `models` are all where it names none."""
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
-    chosen = parser.parse_args(arguments)
+# config.json of the checkpoints named at DENSE
+WHOLE = {
+    "llama": Whole(32, 4096, 128256),
+    "mistral": Whole(32, 4096, 32768),
+    "qwen2": Whole(28, 3584, 152064),
+    "qwen3": Whole(36, 4096, 151936),
+    "gemma": Whole(28, 3072, 256000),
+    "gemma2": Whole(42, 3584, 256000),
+    "gemma3": Whole(34, 2560, 262208, "Gemma3ForCausalLM"),
+    "phi": Whole(32, 2560, 51200),
+    "phi3": Whole(32, 3072, 32064),
+    "olmo": Whole(32, 4096, 50304),
+    "olmo2": Whole(32, 4096, 100352),
+    "granite": Whole(40, 4096, 49155),
+    "glm": Whole(40, 4096, 151552),
+    "glm4": Whole(40, 4096, 151552),
+    "starcoder2": Whole(32, 4608, 49152),
+    "stablelm": Whole(24, 2048, 100352),
+    "gpt2": Whole(12, 768, 50257, "GPT2LMHeadModel"),
+    "gpt_neox": Whole(32, 4096, 50432),
+    "smollm3": Whole(36, 2048, 128256),
+    "exaone4": Whole(64, 5120, 102400),
+}
+
+
+def measured_whole(name: str) -> tuple[float, float]:
+    """Return the bytes that a training step of a model saves before and after `fuse`."""
+    whole, shape, found = WHOLE[name], DENSE[name], list[tuple[int, int]]()
+    kind = whole.model or shape.model.replace("Model", "ForCausalLM")
+    options = {**shape.options, "vocab_size": whole.reduced}
+    for layers in (2, 4):
+        torch.manual_seed(0)
+        model, (ids,), kwargs = model_of(shape._replace(model=kind, options=options), layers)
+        model, given = model.to(torch.bfloat16).train(), {**kwargs, "labels": ids}
+        before = saved_by(model, (ids,), given).nbytes
+        fuse(model, head=True)
+        found.append((before, saved_by(model, (ids,), given).nbytes))
+    two, four = found
+    before, after = (a + (whole.layers - 2) * (b - a) / 2 for a, b in zip(two, four, strict=True))
+    return before, after
+
+
+def options(add: Options) -> None:
+    """Add the options."""
+    add.add_argument("models", nargs="*", metavar="MODEL", help="models; default: all")
+    add.flag("whole", "whole models with head and loss, the bytes of 64 tokens")
+    add.flag("verbose", "print reports of fuse, too")
+
+
+def prepare(chosen: Namespace) -> Namespace:
+    """Raise ValueError for a model that is unknown."""
+    known = [*WHOLE] if chosen.whole else [*DENSE, *HARDER, *EXPERTS]
     for name in chosen.models:
         if name not in known:
-            parser.error(f"MODEL must be one of {', '.join(known)}, got {name!r}")
-    chosen.models = chosen.models or [*known]
+            raise ValueError(f"MODEL must be one of {', '.join(known)}, got {name!r}")
+    chosen.models = chosen.models or known
     return chosen
 
 
-def main(arguments: list[str]) -> None:
+def run(chosen: Namespace) -> int:
     """Print the table, and the medians of dense models and mixtures of experts."""
-    parser = ArgumentParser(prog="python -m bench.fused_share", description=__doc__)
-    parser.add_argument("-v", "--verbose", action="store_true", help="print reports of fuse, too")
-    chosen = chosen_of(parser, [*DENSE, *HARDER, *EXPERTS], arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found = {}
-    for name, one in rows(chosen.models):
-        found[name] = one
-        if chosen.verbose:
-            print(one.report)
+    if chosen.whole:
+        wholes = []
+        with progress("shares", len(chosen.models)) as tick:
+            for name in chosen.models:
+                tick(name)
+                wholes.append((name, *measured_whole(name)))
+        show("Bytes that a step of 64 tokens saves", _WHOLES, wholes)
+        gone = [1 - after / before for _, before, after in wholes]
+        print(f"median of {len(gone)}: {median(gone):.1%} gone")
+        return 0
+    shares: dict[str, Share] = {}
+    with progress("shares", len(chosen.models)) as tick:
+        for name in chosen.models:
+            tick(name)
+            shares[name] = measured({**DENSE, **HARDER, **EXPERTS}[name])
+            if chosen.verbose:
+                print(f"{name}: {shares[name].report}", flush=True)
+    show("Values of a layer per token, in units of D", _LAYERS, shares.items())
     for models, kind in ((DENSE, "dense models"), (EXPERTS, "mixtures of experts")):
-        gone = [one.gone for name, one in found.items() if name in models]
+        gone = [share.gone for name, share in shares.items() if name in models]
         if gone:
             print(f"median of {len(gone)} {kind}: {median(gone):.0%} gone")
+    return 0
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _left(share: Share) -> str:
+    """Write the largest tensors that a layer still saves, by number, size and shape."""
+    tensors = sorted(share.left.items(), reverse=True)[:9]
+    return ", ".join(
+        f"{count / 2:g} x {size:.2f} {list(shape)}"
+        for (size, shape), count in tensors
+        if size > 0.02
+    )
+
+
+_LAYERS: Columns = {
+    "model": lambda pair: pair[0],
+    "before": lambda pair: f"{pair[1].before:.2f}",
+    "after": lambda pair: f"{pair[1].after:.2f}",
+    "gone": lambda pair: f"{pair[1].gone:.0%}",
+    "left": lambda pair: _left(pair[1]),
+}
+_WHOLES: Columns = {
+    "model": lambda row: row[0],
+    "layers": lambda row: f"{WHOLE[row[0]].layers}",
+    "classes": lambda row: f"{WHOLE[row[0]].reduced}",
+    "KiB\nbefore": lambda row: f"{row[1] / 1024:.0f}",
+    "after": lambda row: f"{row[2] / 1024:.0f}",
+    "gone": lambda row: f"{1 - row[2] / row[1]:.1%}",
+}

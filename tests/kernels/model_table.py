@@ -1,35 +1,22 @@
 """Count instructions and bytes of each compiled kernel, without a GPU.
 
-Kernels are compiled for a chip by name, at every size of cases.py, and their instructions counted
-for a multiprocessor: see tests/kernels/model.py.
+    python -m tests.kernels.model_table [--arch sm_90]
+
+Kernels are compiled for a chip by name, at every size of bench/cases.py, and their instructions
+counted for a multiprocessor: see model.py.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
+import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
-from bench.options import Options
 from bench.tables import show, significant
-
-if TYPE_CHECKING:
-    from tests.kernels.model import Model
+from tests.kernels import compile_only
+from tests.kernels.model import CHIPS, Model, model
 
 LAUNCHES = "tests.kernels.launches:benchmarked"
-
-
-def options(add: Options) -> None:
-    """Add the options."""
-    add.one("arch", "the chip", "sm_90", choices=("sm_80", "sm_90", "sm_100"))
-
-
-def prepare(chosen: Namespace) -> Namespace:
-    """Check that there is a compiler. Raises ValueError without one."""
-    if find_spec("triton") is None:
-        raise ValueError("model compiles kernels, and there is no Triton here")
-    return chosen
 
 
 COLUMNS: dict[str, Callable[[Model], str]] = {
@@ -54,15 +41,15 @@ GEMMS = COLUMNS | {
 }
 
 
-def run(chosen: Namespace) -> int:
+def main(argv: list[str]) -> int:
     """Print a table of GEMMs and one of all other kernels; returns 1 where one does not compile."""
-    from tests.kernels.compile_only import check, compile_all
-    from tests.kernels.model import CHIPS, model
-
-    records = compile_all(LAUNCHES, (chosen.arch,))
-    chip = CHIPS[chosen.arch]
+    parser = ArgumentParser(prog="python -m tests.kernels.model_table", description=__doc__)
+    parser.add_argument("--arch", help="the chip", default="sm_90", choices=CHIPS)
+    arch = parser.parse_args(argv).arch
+    records = compile_only.compile_all(LAUNCHES, (arch,))
+    chip = CHIPS[arch]
     print(
-        f"{chosen.arch}, {chip.name} on paper: {chip.units} multiprocessors, {chip.matmul:g} "
+        f"{arch}, {chip.name} on paper: {chip.units} multiprocessors, {chip.matmul:g} "
         f"TFLOP/s and {chip.copy} TB/s,\nwhich takes {chip.in_flight / 1024:.0f} KB in flight in "
         f"each, and lets threads issue {chip.issued:.1f} instructions per byte\n"
     )
@@ -72,7 +59,11 @@ def run(chosen: Namespace) -> int:
             rows[bool(record.loop[-1])].append(model(record))
     show("kernels over rows and elements", OTHERS, sorted(rows[False]))
     show("GEMMs: bytes of the epilogue, its time of the loop's", GEMMS, sorted(rows[True]))
-    problems = [problem for record in records for problem in check(record)]
+    problems = [problem for record in records for problem in compile_only.check(record)]
     for problem in problems:
         print(problem)
     return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
