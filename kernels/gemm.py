@@ -326,10 +326,12 @@ def precision_of(x: Tensor) -> str:
     Rounded: NVIDIA's tensor cores cut float32 to TF32, off by half a digit on average, always
     towards zero, so that it is rounded to nearest before, as cuBLAS does.
     """
-    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+    if x.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
         return "ieee"
-    is_cut = x.dtype == torch.float32 and arch().startswith("sm_")
-    return "rounded tf32" if is_cut else "tf32"
+    if arch().startswith("sm_"):
+        return "rounded tf32"
+    # the one chip of AMD that has it: on others Triton refuses it
+    return "tf32" if arch() == "gfx942" else "ieee"
 
 
 def as_stored(w: Tensor) -> Tensor:

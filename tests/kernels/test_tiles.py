@@ -11,8 +11,11 @@ from support import randn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, linear_act
-from fusedckpt.kernels.gemm import SCALAR, SHORT_K, TILES, Tile, family, tile_for
+from fusedckpt.kernels import gemm
+from fusedckpt.kernels.gemm import SCALAR, SHORT_K, TILES, Tile, family, precision_of, tile_for
+from fusedckpt.kernels.linear import linear_act as launch_linear_act
 from fusedckpt.kernels.runtime import HAS_TRITON
+from tests.ptx.product_cases import precision as multiplying_in
 
 
 @pytest.mark.parametrize(
@@ -100,3 +103,47 @@ def test_the_environment_prefers_a_variant():
         said = done.stderr if status else done.stdout
         expected = f"FUSEDCKPT_KERNEL must be one of split, hybrid, fused, got '{preferred}'"
         assert (expected if status else preferred) in said
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "precision"),
+    [
+        ("sm_80", torch.float32, "rounded tf32"),
+        ("sm_120", torch.float32, "rounded tf32"),
+        ("gfx942", torch.float32, "tf32"),
+        # Triton refuses TF32 there
+        ("gfx90a", torch.float32, "ieee"),
+        ("gfx1100", torch.float32, "ieee"),
+        ("sm_90", torch.bfloat16, "ieee"),
+    ],
+)
+def test_tf32_is_asked_for_where_a_chip_has_it(arch, dtype, precision, monkeypatch):
+    monkeypatch.setattr(gemm, "arch", lambda: arch)
+    x = torch.empty(2, 3, dtype=dtype, device="meta")
+    assert precision_of(x) == "ieee"
+    with multiplying_in("tf32"):
+        assert precision_of(x) == precision
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("can_round", {False, gemm.DESCRIPTORS_ROUND})
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_descriptors_that_cannot_round_load_no_tf32(can_round, precision, monkeypatch):
+    """As those of triton 3.6, which would cut the operands of a product."""
+    launches = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launches.append((args, options))
+
+    monkeypatch.setattr(gemm, "arch", lambda: "sm_90")
+    monkeypatch.setattr(gemm, "gemm_kernel", Recorder())
+    monkeypatch.setattr(gemm, "DESCRIPTORS_ROUND", can_round)
+    x, w = torch.empty(16, 32), torch.empty(64, 32)
+    with multiplying_in(precision):
+        launch_linear_act(x, w, None, "gelu", keep_z=False)
+    ((args, options),) = launches
+    assert options["DESCRIPTORS"] == (can_round or precision == "ieee")
+    if options["DESCRIPTORS"] and precision == "tf32":
+        assert args[0].round_f32_to_tf32
+        assert args[1].round_f32_to_tf32
