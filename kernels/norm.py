@@ -6,6 +6,7 @@ half that in float32, beside a program's share of dw. Longer rows go through in 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,6 +31,8 @@ MAX_GRAD_BLOCK = 8192
 # the wide kernels' chunk of a row, and the tile over which they sum dw
 CHUNK = 4096
 DW_TILE = {"BLOCK_M": 32, "BLOCK_N": 128}
+# bytes of shared memory that a block of norm_grad takes beside its tiles, for reductions and itself
+BESIDE_TILES = 2048
 
 
 class NormRule(NamedTuple):
@@ -65,7 +68,24 @@ def stages_for(*tensors: Tensor | None) -> int:
     """
     if not arch().startswith("sm_"):
         return 1
-    return 3 if sum(t.element_size() for t in tensors if t is not None) <= 6 else 2
+    return 3 if bytes_per_column(*tensors) <= 6 else 2
+
+
+def bytes_per_column(*tensors: Tensor | None) -> int:
+    """Return the bytes of a column of a row, in all of these together."""
+    return sum(t.element_size() for t in tensors if t is not None)
+
+
+def resident_programs(
+    tile: dict[str, int], stages: int, column_bytes: int, device: torch.device
+) -> int:
+    """Return how many programs of norm_grad a multiprocessor holds at a time.
+
+    Registers hold 16 warps with 128 for each thread; shared memory holds the tiles that load.
+    """
+    loading = (stages - 1) * tile["BLOCK_M"] * tile["BLOCK_N"] * column_bytes
+    fitting = shared_per_multiprocessor(device) // (loading + BESIDE_TILES)
+    return max(1, min(16 // tile["num_warps"], fitting))
 
 
 def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
@@ -80,6 +100,14 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def shared_per_multiprocessor(device: torch.device) -> int:
+    """Return the bytes of shared memory that the blocks on a multiprocessor share."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 def norm(
@@ -134,8 +162,9 @@ def norm_grad(
     (m, n), share = x.shape, share_for(dy, x, rule)
     wide = n * 16 > MAX_GRAD_BLOCK * share
     tile = DW_TILE if wide else rows_for(n, share)
-    # how many of norm_grad's programs a multiprocessor holds
-    resident = 2 if wide else 16 // tile["num_warps"]
+    stages = stages_for(dy, dtotal, x)
+    column_bytes = bytes_per_column(dy, dtotal, x)
+    resident = 2 if wide else resident_programs(tile, stages, column_bytes, x.device)
     programs = min(triton.cdiv(m, tile["BLOCK_M"]), resident * num_multiprocessors(x.device))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dw, db = (x.new_empty(programs, n, dtype=torch.float32) if need else None for need in needs[1:])
@@ -144,7 +173,7 @@ def norm_grad(
     numbers = m, n, rule.eps, rule.offset
     with torch.cuda.device_of(x):
         if not wide:
-            how = tile | {"STAGES": stages_for(dy, dtotal, x)}
+            how = tile | {"STAGES": stages}
             if arch().startswith("sm_"):
                 # left to itself sm_100 takes 64 for float32 rows of 4096, and spills eight bytes
                 how["maxnreg"] = 128

@@ -9,23 +9,37 @@ from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_gr
 from fusedckpt.kernels.dropout import dropout
 from fusedckpt.kernels.grouped_gemm import clear_unused
 from fusedckpt.kernels.linear import HiddenGrad, hidden, hidden_grad, hybrid_grad
-from tests.kernels.launches import benchmarked, grouped, hybrids, linears, meta, norms
+from tests.kernels.launches import (
+    benchmarked,
+    grouped,
+    hybrids,
+    linears,
+    meta,
+    norm_grads,
+    norms,
+)
+
+LLAMA, LAYER = norm.NormRule("rms", 1e-6, 0.0, "llama"), norm.NormRule("layer", 1e-6)
 
 
 def rare_norms(n: int) -> None:
     """Without this or that, with another cast, in several dtypes."""
-    x, w = meta(4096, n), meta(n)
-    llama, layer = norm.NormRule("rms", 1e-6, 0.0, "llama"), norm.NormRule("layer", 1e-6)
-    norm.norm(x, None, w, None, llama, torch.bfloat16)
-    norm.norm_grad(x, None, x, w, llama, (True, True, False))
-    norm.norm(x, None, None, None, layer, torch.bfloat16)
-    norm.norm_grad(x, None, x, None, layer, (False, True, False))
+    x, wide, w = meta(4096, n), meta(4096, n, dtype=torch.float32), meta(n)
+    norm.norm(x, None, w, None, LLAMA, torch.bfloat16)
+    norm.norm(x, None, None, None, LAYER, torch.bfloat16)
+    norm.norm(x, wide, w, None, LLAMA, torch.float32)
+    rare_norm_grads(n)
+
+
+def rare_norm_grads(n: int) -> None:
+    """The gradients of these."""
+    x, wide, w = meta(4096, n), meta(4096, n, dtype=torch.float32), meta(n)
+    norm.norm_grad(x, None, x, w, LLAMA, (True, True, False))
+    norm.norm_grad(x, None, x, None, LAYER, (False, True, False))
     # the sum of two products, and a residual stream, that were not rounded
-    wide = meta(4096, n, dtype=torch.float32)
-    for rule in (norm.NormRule("rms", 1e-6), layer):
-        norm.norm_grad(wide, x, x, w, rule, (True, True, rule is layer))
-        norm.norm_grad(wide, wide, wide, w, rule, (True, True, rule is layer))
-    norm.norm(x, wide, w, None, llama, torch.float32)
+    for rule in (norm.NormRule("rms", 1e-6), LAYER):
+        norm.norm_grad(wide, x, x, w, rule, (True, True, rule is LAYER))
+        norm.norm_grad(wide, wide, wide, w, rule, (True, True, rule is LAYER))
 
 
 def dropouts() -> None:
@@ -79,6 +93,33 @@ def routes(
         gating.gated_grad(h, z, up, scores, route, gating_rule, needs, **over)
     routed.combine(meta(8192, top_k * 2048, dtype=dtype), route)
     clear_unused(meta(num_experts, 2 * n, 2048, dtype=dtype), ends)
+
+
+def near_limits() -> None:
+    """The launches that take almost all the registers that they may."""
+    for n in (768, 2048, 4096, 8192):
+        norm_grads(n)
+    for n in (4096, 8192):
+        rare_norm_grads(n)
+
+
+def one_of_each() -> None:
+    """Some launches of each kernel, those near a limit among them."""
+    near_limits()
+    norms(4096)
+    norms(32768)
+    codes()
+    dropout(meta(8192, 4096), 0.05, meta(1, dtype=torch.int64), 3, "split")
+    u, target = meta(512, 50257), meta(512, 1, dtype=torch.int64)
+    statistics(u, target, LogitRule(), "triton")
+    routes(32, 4, 2880, gating.ClampedSwiGLU(), torch.bfloat16)
+    linears("gelu")
+    linears("gelu", sizes=(431, 333, 1001))
+    hybrids("silu", gated=True)
+    linears("gelu", dtype=torch.float32)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    linears("gelu", dtype=torch.float32)
+    grouped(dtype=torch.float32)
 
 
 def every_size() -> None:

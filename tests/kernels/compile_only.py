@@ -37,6 +37,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from fusedckpt.kernels import norm
 from tests.kernels import sass
 from tests.kernels.sass import body
 
@@ -44,18 +45,28 @@ ROOT = Path(__file__).parents[2]
 
 
 class Chip(NamedTuple):
-    """`shared`: bytes that a block may use; `mma`: instructions of every inexact dot."""
+    """What kernels are compiled for, and what they may take."""
 
     target: GPUTarget
+    # bytes that a block may use
     shared: int
+    # instructions of every inexact dot
     mma: str
+    # bytes of a multiprocessor, for all its blocks
+    multiprocessor: int
+    # its launches of compile_launches.py
+    launches: str = "everything"
 
 
 CHIPS = {
-    "sm_80": Chip(GPUTarget("cuda", 80, 32), 163 << 10, "mma_sync"),
-    "sm_90": Chip(GPUTarget("cuda", 90, 32), 227 << 10, "wgmma"),
-    "sm_100": Chip(GPUTarget("cuda", 100, 32), 227 << 10, "tcgen05"),
-    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10, "mfma"),
+    "sm_80": Chip(GPUTarget("cuda", 80, 32), 163 << 10, "mma_sync", 164 << 10),
+    "sm_86": Chip(GPUTarget("cuda", 86, 32), 99 << 10, "mma_sync", 100 << 10, "near_limits"),
+    "sm_89": Chip(GPUTarget("cuda", 89, 32), 99 << 10, "mma_sync", 100 << 10, "near_limits"),
+    "sm_90": Chip(GPUTarget("cuda", 90, 32), 227 << 10, "wgmma", 228 << 10),
+    "sm_100": Chip(GPUTarget("cuda", 100, 32), 227 << 10, "tcgen05", 228 << 10),
+    "sm_120": Chip(GPUTarget("cuda", 120, 32), 99 << 10, "mma_sync", 100 << 10, "one_of_each"),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10, "mfma", 64 << 10),
+    "gfx1100": Chip(GPUTarget("hip", "gfx1100", 32), 64 << 10, "wmma", 64 << 10, "one_of_each"),
 }
 
 # opcodes in `Compiled.counts`. Stores: to global memory; ATOMG only publishes TMA descriptors
@@ -64,6 +75,7 @@ OPCODES = {
     "tcgen05": r"UTC[A-Z]*MMA",
     "mma_sync": r"[BDHIOQ]MMA",
     "mfma": r"v_s?mfma\w*",
+    "wmma": r"v_wmma\w*",
     "cp_async": r"LDGSTS",
     "tma_loads": r"UTMALDG",
     "stores": r"STG?|REDG?|UTMASTG|UTMAREDG|(global|buffer|flat)_(store|atomic)\w*",
@@ -89,6 +101,7 @@ class Compiled:
     num_stages: int = 0
     # per thread: registers (AMD: VGPRs), bytes spilled as stores and loads (AMD: registers)
     registers: int = 0
+    max_registers: int = 0
     spills: dict[str, int] = field(default_factory=dict)
     # per block: bytes, columns
     shared: int = 0
@@ -104,8 +117,9 @@ class Compiled:
     operand_bytes: int = 0
     # of a GEMM: its K, how often a block goes around its loop, and bytes that it loads each time
     loop: tuple[int, int, int] = (0, 1, 0)
-    # sass.Body, on NVIDIA
+    # on NVIDIA: sass.Body, and a hash of the PTX without the names of the chip and of lines
     body: Sequence[int] = ()
+    ptx: str = ""
 
 
 def check(record: Compiled) -> list[str]:
@@ -164,6 +178,8 @@ def compile_for(target: str) -> Iterator[Collection[Compiled]]:
         patch.object(driver, "_active", stand_in),
         patch.object(JITFunction, "run", run),
         patch.object(CUDABackend, "make_cubin", _recording(CUDABackend.make_cubin)),
+        # tensors are on no device whose properties could be read
+        patch.object(norm, "shared_per_multiprocessor", lambda _: CHIPS[target].multiprocessor),
     ):
         # apart from the user's cache: its kernels come without a log
         knobs.cache.dir += f"_compile_only_{_READ_BY}"
@@ -208,6 +224,9 @@ def _read(kernel: Any) -> dict[str, Any]:
         "num_warps": metadata.num_warps,
         "num_stages": metadata.num_stages,
         "registers": max(map(int, registers)),
+        "max_registers": min(
+            255, getattr(metadata, "maxnreg", None) or 65536 // (32 * metadata.num_warps)
+        ),
         "spills": {name: sum(int(n) for what, n in spills if what == name) for name, _ in spills},
         "shared": metadata.shared,
         "tensor_memory": getattr(metadata, "tmem_size", None) or 0,
@@ -218,7 +237,13 @@ def _read(kernel: Any) -> dict[str, Any]:
             for name, pattern in OPCODES.items()
         },
         "body": () if amdgcn else metadata.body,
+        "ptx": "" if amdgcn else _hash_of(kernel.asm["ptx"]),
     }
+
+
+def _hash_of(ptx: str) -> str:
+    lines = re.sub(r"//.*|^\s*\.(version|target|loc|file|section).*", "", ptx, flags=re.M).split()
+    return hashlib.sha256(" ".join(lines).encode()).hexdigest()[:16]
 
 
 def _geometry(
@@ -270,12 +295,18 @@ def label_of(kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any]) -
     return f"{kernel.fn.__name__}[{', '.join([*dict.fromkeys(dtypes), *parts])}]"
 
 
-def compile_all(function: str, targets: Sequence[str] = tuple(CHIPS)) -> list[Compiled]:
-    """Return the kernels that `MODULE:FUNC` launches, compiled in one process per target."""
+def compile_all(
+    module: str, function: str | None = None, targets: Sequence[str] = tuple(CHIPS)
+) -> list[Compiled]:
+    """Return the kernels that a function of a module launches, compiled in a process per target.
+
+    Without a function each chip compiles the launches that its row names.
+    """
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
 
     def compile_one(target: str) -> list[Compiled]:
-        command = [sys.executable, "-m", "tests.kernels.compile_only", target, function]
+        name = f"{module}:{function or CHIPS[target].launches}"
+        command = [sys.executable, "-m", "tests.kernels.compile_only", target, name]
         how: Any = {"cwd": ROOT, "env": environment, "check": True}
         said = subprocess.run(command, stdout=subprocess.PIPE, **how)
         lines = [json.loads(line) for line in said.stdout.splitlines()]

@@ -94,9 +94,15 @@ def norms(n: int) -> None:
     for kind, bias in (("rms", None), ("layer", w)):
         rule = norm.NormRule(kind, 1e-6)
         norm.norm(x, x, w, bias, rule=rule, out_dtype=torch.bfloat16)
-        norm.norm_grad(
-            x, x, x, w, rule=rule, needs=(True, True, bias is not None), sums_dtype=w.dtype
-        )
+    norm_grads(n)
+
+
+def norm_grads(n: int) -> None:
+    """The gradients of norms as layers call them."""
+    x, w = meta(4096, n), meta(n)
+    for kind in ("rms", "layer"):
+        rule, needs = norm.NormRule(kind, 1e-6), (True, True, kind == "layer")
+        norm.norm_grad(x, x, x, w, rule=rule, needs=needs, sums_dtype=w.dtype)
 
 
 def benchmarked(*names: str) -> None:

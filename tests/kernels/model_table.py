@@ -16,7 +16,7 @@ from bench.tables import show, significant
 from tests.kernels import compile_only
 from tests.kernels.model import CHIPS, Model, model
 
-LAUNCHES = "tests.kernels.launches:benchmarked"
+LAUNCHES = "tests.kernels.launches", "benchmarked"
 
 
 COLUMNS: dict[str, Callable[[Model], str]] = {
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="python -m tests.kernels.model_table", description=__doc__)
     parser.add_argument("--arch", help="the chip", default="sm_90", choices=CHIPS)
     arch = parser.parse_args(argv).arch
-    records = compile_only.compile_all(LAUNCHES, (arch,))
+    records = compile_only.compile_all(*LAUNCHES, (arch,))
     chip = CHIPS[arch]
     print(
         f"{arch}, {chip.name} on paper: {chip.units} multiprocessors, {chip.matmul:g} "
