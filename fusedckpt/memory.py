@@ -44,15 +44,16 @@ Mark = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """One storage saved for backward: `dtype` and `shape` are of the first tensor saved from it.
+    """One storage saved for backward."""
 
-    `owner` saved it first; `sharers` saved it too, in order.
-    """
-
+    # its size, in bytes
     nbytes: int
+    # the dtype and shape of the first tensor that was saved from it
     dtype: str
     shape: tuple[int, ...]
+    # the name of the module that saved it first
     owner: str
+    # the names of those that saved it too, in order
     sharers: tuple[str, ...]
 
 

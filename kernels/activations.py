@@ -174,55 +174,67 @@ def _write_quick_gelu_grad(dh: Tensor, z: Tensor, grad_input: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation for every path.
+    """One activation for every path."""
 
-    `write(z, out=)` and `write_grad(dh, z, grad_input=)` are the ATen form of `value_and_grad`;
-    their output may be z or dh itself. `module` computes this
-    activation where its attributes are `module_state`.
-    """
-
+    # the device function (z, dh, EXACT) -> (h, dz), in float32
     value_and_grad: Any
+    # h of z, by differentiable torch code
     eager: Callable[[Tensor], Tensor]
+    # the ATen form of the device function: (z, out=) writes h, over z perhaps
     write: Callable[..., Tensor]
+    # (dh, z, grad_input=) writes dz, over dh or z perhaps
     write_grad: Callable[..., Tensor]
+    # other names, as torch and transformers spell it
     aliases: tuple[str, ...] = ()
+    # the module that computes it, where its attributes have these values
     module: type[nn.Module] | None = None
     module_state: dict[str, Any] = field(default_factory=dict)
 
 
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(
-        *(identity, lambda z: z),
+        value_and_grad=identity,
+        eager=lambda z: z,
         write=lambda z, out: out.copy_(z),
         write_grad=lambda dh, z, grad_input: grad_input.copy_(dh),
         aliases=("linear", "none"),
     ),
     "relu": Activation(
-        *(relu, F.relu),
+        value_and_grad=relu,
+        eager=F.relu,
         write=partial(torch.clamp_min, min=0),
         write_grad=partial(aten.threshold_backward.grad_input, threshold=0),
         module=nn.ReLU,
     ),
     "relu2": Activation(
-        *(relu2, lambda z: F.relu(z).square()),
+        value_and_grad=relu2,
+        eager=lambda z: F.relu(z).square(),
         write=lambda z, out: torch.clamp_min(z, 0, out=out).square_(),
         write_grad=_write_relu2_grad,
         aliases=("relu_squared", "squared_relu"),
     ),
     "leaky_relu": Activation(
-        *(leaky_relu, F.leaky_relu, aten.leaky_relu.out),
-        partial(aten.leaky_relu_backward.grad_input, negative_slope=0.01, self_is_result=False),
+        value_and_grad=leaky_relu,
+        eager=F.leaky_relu,
+        write=aten.leaky_relu.out,
+        write_grad=partial(
+            aten.leaky_relu_backward.grad_input, negative_slope=0.01, self_is_result=False
+        ),
         module=nn.LeakyReLU,
         module_state={"negative_slope": 0.01},
     ),
     "gelu": Activation(
-        *(gelu, F.gelu, aten.gelu.out, aten.gelu_backward.grad_input),
+        value_and_grad=gelu,
+        eager=F.gelu,
+        write=aten.gelu.out,
+        write_grad=aten.gelu_backward.grad_input,
         aliases=("gelu_python",),
         module=nn.GELU,
         module_state={"approximate": "none"},
     ),
     "gelu_tanh": Activation(
-        *(gelu_tanh, lambda z: F.gelu(z, approximate="tanh")),
+        value_and_grad=gelu_tanh,
+        eager=lambda z: F.gelu(z, approximate="tanh"),
         write=partial(aten.gelu.out, approximate="tanh"),
         write_grad=partial(aten.gelu_backward.grad_input, approximate="tanh"),
         aliases=("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"),
@@ -230,34 +242,46 @@ ACTIVATIONS: dict[str, Activation] = {
         module_state={"approximate": "tanh"},
     ),
     "quick_gelu": Activation(
-        *(quick_gelu, lambda z: z * torch.sigmoid(1.702 * z)),
+        value_and_grad=quick_gelu,
+        eager=lambda z: z * torch.sigmoid(1.702 * z),
         write=lambda z, out: torch.mul(z, torch.sigmoid(1.702 * z), out=out),
         write_grad=_write_quick_gelu_grad,
     ),
     "silu": Activation(
-        *(silu, F.silu, aten.silu.out, aten.silu_backward.grad_input),
+        value_and_grad=silu,
+        eager=F.silu,
+        write=aten.silu.out,
+        write_grad=aten.silu_backward.grad_input,
         aliases=("swish",),
         module=nn.SiLU,
     ),
     "sigmoid": Activation(
-        *(sigmoid, torch.sigmoid, torch.sigmoid),
-        lambda dh, z, **to: aten.sigmoid_backward.grad_input(dh, torch.sigmoid(z), **to),
+        value_and_grad=sigmoid,
+        eager=torch.sigmoid,
+        write=torch.sigmoid,
+        write_grad=lambda dh, z, **to: aten.sigmoid_backward.grad_input(dh, torch.sigmoid(z), **to),
         module=nn.Sigmoid,
     ),
     "tanh": Activation(
-        *(tanh, torch.tanh, torch.tanh),
-        lambda dh, z, **to: aten.tanh_backward.grad_input(dh, torch.tanh(z), **to),
+        value_and_grad=tanh,
+        eager=torch.tanh,
+        write=torch.tanh,
+        write_grad=lambda dh, z, **to: aten.tanh_backward.grad_input(dh, torch.tanh(z), **to),
         module=nn.Tanh,
     ),
     "softplus": Activation(
-        *(softplus, F.softplus, aten.softplus.out),
-        partial(aten.softplus_backward.grad_input, beta=1, threshold=20),
+        value_and_grad=softplus,
+        eager=F.softplus,
+        write=aten.softplus.out,
+        write_grad=partial(aten.softplus_backward.grad_input, beta=1, threshold=20),
         module=nn.Softplus,
         module_state={"beta": 1.0, "threshold": 20.0},
     ),
     "mish": Activation(
-        *(mish, F.mish, aten.mish.out),
-        lambda dh, z, grad_input: grad_input.copy_(aten.mish_backward(dh, z)),
+        value_and_grad=mish,
+        eager=F.mish,
+        write=aten.mish.out,
+        write_grad=lambda dh, z, grad_input: grad_input.copy_(aten.mish_backward(dh, z)),
         module=nn.Mish,
     ),
 }

@@ -20,25 +20,28 @@ BLOCK = 4096
 
 
 class LogitRule(NamedTuple):
-    """How logits come from the outputs u of a linear: softcap(scale u) sharpness.
-
-    softcap(z) = softcap tanh(z / softcap), or z where it is None; rows with the target ignore_index
-    have statistics and gradients of zero; entropy: whether it is computed, else zero.
-    """
+    """How logits come from the outputs u of a linear: sharpness softcap(scale u)."""
 
     scale: float = 1.0
+    # softcap(z) = softcap tanh(z / softcap); z itself where it is None
     softcap: float | None = None
+    # 1 / temperature
     sharpness: float = 1.0
+    # rows with this target have statistics and gradients of zero
     ignore_index: int = -100
+    # whether the entropy is computed; it is zero otherwise
     entropy: bool = False
 
 
 class Rows(NamedTuple):
-    """Operands: u [M, N], target [M], and y [M, 4]; or its gradient dy [M, 4], and dz [M, N]."""
+    """Operands of a pass over rows of logits."""
 
+    # the outputs of the linear [M, N], and the classes [M]
     u: Tensor
     target: Tensor
+    # the statistics [M, 4] that the forward writes
     y: Tensor | None
+    # their gradients [M, 4], and that of u [M, N], which the backward writes
     dy: Tensor | None
     dz: Tensor | None
 

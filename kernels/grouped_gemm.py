@@ -20,13 +20,13 @@ CLEARED: dict[str, Any] = {"PARTS": 32, "BLOCK": 2048}
 
 
 class StoreRows(NamedTuple):
-    """Operands of `store_rows`: y [rows, N]; total: y, where the product is added to it.
+    """Operands of `store_rows`."""
 
-    bias [E, N] is multiplied by scores [rows] where there are any.
-    """
-
+    # the result [rows, N]
     y: Tensor
+    # y, where the product is added to it
     total: Tensor | None = None
+    # the experts' biases [E, N], multiplied by the rows' scores [rows] where there are any
     bias: Tensor | None = None
     scores: Tensor | None = None
     num_rows: int = 0

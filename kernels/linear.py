@@ -53,18 +53,21 @@ def act_into(z: Tensor, up: Tensor | None, h: Tensor, activation: Any) -> None:
 
 
 class HiddenGrad(NamedTuple):
-    """Operands of the gradient of a hidden layer, [M, N] or None.
+    """Operands of the gradient of a hidden layer, matrices [M, N].
 
-    Reads z (the gate, where gated) and up; writes h where wanted, dz and dup, each over any operand
-    or over dh. h is contiguous; the others may be halves of the columns of a contiguous matrix. A
-    launch fills in db and db_up [row tiles, N] where wanted, and the row stride.
+    A result may be written over any operand, or over dh. h is contiguous; the other matrices may be
+    halves of the columns of a contiguous one.
     """
 
+    # the pre-activation, or the gate; and up, where gated
     z: Tensor
     up: Tensor | None
+    # the hidden layer that the pass writes, where it is wanted
     h: Tensor | None
+    # the gradients that it writes
     dz: Tensor
     dup: Tensor | None
+    # sums of dz and dup [row tiles, N], where wanted; a launch fills them in, and the row stride
     db: Tensor | None = None
     db_up: Tensor | None = None
     stride: int = 0

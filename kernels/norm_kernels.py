@@ -15,26 +15,34 @@ from .runtime import INTERPRETED, load, round_to, store, tl, triton
 class Norm(NamedTuple):
     """Operands of a norm: matrices [M, N] with adjacent columns, vectors [N]; None where absent."""
 
+    # the input, and the residual that is added to it before
     x: Tensor
     residual: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    # the normalised sum, and the sum
     y: Tensor
     total: Tensor | None
+    # elements between the rows of x and of the residual
     stride_xm: int
     stride_rm: int
 
 
 class NormGrad(NamedTuple):
-    """Operands of its gradient: dw and db [programs, N] take float32 sums over rows."""
+    """Operands of the gradient of a norm, as in `Norm`."""
 
+    # the gradients of the result and of the sum
     dy: Tensor
     dtotal: Tensor | None
+    # the sum, or the input where nothing is added
     x: Tensor
     weight: Tensor | None
+    # the gradient of x that it writes, where wanted
     dx: Tensor | None
+    # sums over each program's rows [programs, N], float32, where wanted
     dw: Tensor | None
     db: Tensor | None
+    # elements between the rows of dy, dtotal and x
     stride_dym: int
     stride_tm: int
     stride_xm: int

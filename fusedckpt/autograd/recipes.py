@@ -90,7 +90,7 @@ class Leaf:
             count(self._tensor)
 
 
-class Layout(NamedTuple):
+class ResultLayout(NamedTuple):
     """How a result lies in its storage, which it fills."""
 
     shape: torch.Size
@@ -107,7 +107,7 @@ class Made:
         # returns the results for the inputs' values; must not hold a tensor
         self.again = again
         self.inputs = inputs
-        self.layouts = [Layout(t.shape, t.stride(), t.dtype) for t in results]
+        self.layouts = [ResultLayout(t.shape, t.stride(), t.dtype) for t in results]
         self.depth = 1 + max((view.source.depth for view in inputs), default=0)
         # saved tensors, and other recipes, that read the results, and those that did not yet
         self.num_readers = 0
@@ -153,7 +153,7 @@ def _forget(reference: weakref.ref[Made]) -> None:
         made.forget()
 
 
-def _laid_out(result: Tensor, layout: Layout) -> Tensor:
+def _laid_out(result: Tensor, layout: ResultLayout) -> Tensor:
     """Return a result with the strides that it had: its views are read by these."""
     if result.stride() == layout.stride and result.storage_offset() == 0:
         return result
@@ -166,9 +166,11 @@ def _laid_out(result: Tensor, layout: Layout) -> Tensor:
 class View(NamedTuple):
     """A tensor in the storage of a source."""
 
+    # the source of the storage's content
     source: Leaf | Made
-    # of the source's results
+    # its place among the source's results
     place: int
+    # the tensor's shape, and how it lies in the storage, in elements
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -207,11 +209,14 @@ class Stored:
 class _Known(NamedTuple):
     """The source of a storage's content."""
 
+    # the storage, which lives as long as its tensors do
     storage: StorageWeakRef
+    # the version and dtype of the tensor that had the content
     version: int
     dtype: torch.dtype
-    # None: autograd saves the storage itself
+    # the function that made it; None: autograd saves the storage itself
     made: Made | None
+    # its place among the function's results
     place: int
 
     def is_of(self, tensor: Tensor) -> bool:

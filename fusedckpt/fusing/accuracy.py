@@ -50,17 +50,17 @@ def bound(truth: float, dtype: torch.dtype, *, floor: float = FLOOR) -> float:
 
 @dataclass
 class Errors:
-    """Squared errors of one result against float64, summed over draws.
+    """Squared errors of one result against float64, summed over draws."""
 
-    strays counts elements that are finite in one of both results only, and results of another shape
-    or dtype.
-    """
-
+    # the dtype of the result, whose rounding is allowed
     dtype: torch.dtype
+    # sums of squares of our errors, of eager's in the same dtype, and of the true values
     ours: float = 0.0
     eager: float = 0.0
     truth: float = 0.0
+    # elements that were compared
     count: int = 0
+    # elements that are finite in only one of both results, and results of another shape or dtype
     strays: int = 0
 
     def add(self, ours: Tensor, eager: Tensor, truth: Tensor) -> None:

@@ -221,6 +221,7 @@ class RecipeMode(TorchFunctionMode):
 class _Function(NamedTuple):
     """A call of a torch function."""
 
+    # the function, and its arguments
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
