@@ -4,7 +4,8 @@ An activation may read numbers, flags and tables of its own, and code between fo
 may change them: a slope that is annealed, `model.eval()`. Its forward is recorded in training and
 in evaluation, which shows what it reads. A call copies these values, and backward runs the copy. A
 module that draws random numbers, computes another function in each call, or reads tensors that it
-does not own runs once, and saves what it always saved.
+does not own runs once, and saves what it always saved. State that a recording cannot see, a global
+or a contextvar, is not brought back: where it changes the result, the backward raises.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.blocks.norm_sharing import Recipe
+from fusedckpt.checkpointing.samples import Pair, compare_at_end, sampled
 from fusedckpt.fusing.held import CONTAINERS, MARK, MISSING, Held, broken, held_by
 from fusedckpt.fusing.recording import FOREIGN_OP, Recording, described, record
 from fusedckpt.fusing.replica import Path
@@ -81,6 +83,9 @@ def _bare(module: nn.Module) -> nn.Module:
 class Snapshot:
     """A module without children as it was in one call: its mode, and the values it read there."""
 
+    # elements of the call's result: state that no recording sees may change it, as a global does
+    sample: Tensor | None = None
+
     def __init__(self, module: nn.Module, held: tuple[Held, ...]):
         self.module = _bare(module)
         self.names = [name for name, p in module._parameters.items() if p is not None]
@@ -129,16 +134,21 @@ class SharedActivation(Shared):
         if purity.reason is not None:
             return forward(x)
         parameters = [p for p in self._parameters.values() if p is not None]
-        again = partial(_run, Snapshot(self, purity.held), autocast_dtype(x.device))
+        snapshot = Snapshot(self, purity.held)
+        again = partial(_run, snapshot, autocast_dtype(x.device))
         y = read(recipe, x, lambda z: Rerun.apply(forward, again, z, *parameters))
+        snapshot.sample = sampled(y, 0)
         note_maker(self, y, recipe, again, "activation", *parameters)
         return y
 
 
 def _run(snapshot: Snapshot, cast: torch.dtype | None, x: Tensor, *parameters: Tensor) -> Tensor:
-    """Run a module as in its first run, under the autocast of that run."""
+    """Run a module as in its first run, under the autocast of that run, and compare the results."""
     with cast_by(x.device, cast):
-        return snapshot(x, *parameters)
+        y = snapshot(x, *parameters)
+    if snapshot.sample is not None and (sample := sampled(y, 0)) is not None:
+        compare_at_end([Pair(type(snapshot.module).__name__, snapshot.sample, sample)])
+    return y
 
 
 class Rerun(torch.autograd.Function):

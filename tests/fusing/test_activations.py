@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE, randn, saved_bytes
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 import fusedckpt
 from fusedckpt.fusing.activations import purity_of
@@ -247,6 +248,33 @@ def test_state_that_changes_before_backward(act, change):
         Swish.floor = 0.0
         found.append(stepped(model, change))
     assert_same(*found)
+
+
+_SLOPE = [1.0]
+
+
+class Leaky(nn.Module):
+    """Reads a global: no recording sees that it may change."""
+
+    def forward(self, x):
+        return F.leaky_relu(x, _SLOPE[0] / 4)
+
+
+def set_global(act, step):
+    _SLOPE[0] = 1.5 + step
+
+
+@pytest.mark.parametrize(
+    ("act", "change"), [(Leaky, set_global), (lambda: Swish("class"), set_class)]
+)
+def test_state_that_no_recording_sees_raises(act, change):
+    _SLOPE[0] = 1.0
+    fused, eager, report = fused_and_eager(act())
+    assert "act" in report.shared
+    with pytest.raises(CheckpointError, match="its recompute brings back other values"):
+        stepped(fused, change)
+    _SLOPE[0], Swish.floor = 1.0, 0.0
+    assert_same(*(stepped(model, lambda act, step: None) for model in (fused, eager)))
 
 
 def test_a_parameter_that_is_frozen_before_backward():
