@@ -20,7 +20,7 @@ from fusedckpt.fusing.subclass import made_of, subclass
 
 # names by which pickles of earlier releases find the class
 FusedAttention = Recomputed
-vars(forwards)["Recomputed"] = Recomputed
+setattr(forwards, "Recomputed", Recomputed)  # noqa: B010  # it has no such attribute
 
 
 def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
