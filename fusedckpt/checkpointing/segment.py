@@ -43,7 +43,7 @@ from fusedckpt.checkpointing.calls import (
 from fusedckpt.checkpointing.determinism import Run
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import Keeper, patterns_of, warn_of_no_region
-from fusedckpt.checkpointing.samples import Samples, compare_at_end, name_of
+from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change, name_of
 
 # where the node of autograd's graph that made an output refers to its segment
 NODE_KEY = "fusedckpt segment"
@@ -77,7 +77,7 @@ class Segment(Trace, Keeper):
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
         self.watch = run = Run(call.fn) if self.options.debug else None
         self.calls.append(call)
-        if self.options.samples:
+        if self.options.samples and not may_change(private.top_hooks()):
             self.samples = self.samples or Samples(name_of(call.fn))
             self.samples.begin((*args, *kwargs.values()))
         try:

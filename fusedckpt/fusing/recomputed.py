@@ -145,7 +145,8 @@ class Recomputed(Swapped):
             if again:
                 found = NotFused("large") if way[0] else NotFused("again", again[0])
             elif is_unseen:
-                is_large = segment.samples.nbytes > MOST * results[0].nbytes
+                samples = segment.samples
+                is_large = samples is None or samples.nbytes > MOST * results[0].nbytes
                 is_again = is_large and not way[0]
                 found = NotFused("again", NAME) if is_again else NotFused("unseen")
             if found is not None and found[0] != "again":

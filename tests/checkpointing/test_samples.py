@@ -188,6 +188,20 @@ def test_nothing_is_waited_for_where_that_is_an_error():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_hooks_that_change_values():
+    """Those of other code may compress; torch's keep values, and are compared."""
+    model, scale, x = nn.Linear(D, D).to(DEVICE), [1.0], randn(8, D)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
+    with hooks:
+        y = checkpoint(changing(model, scale), x * 1, debug="samples").sum()
+    y.backward()
+    with torch.autograd.graph.save_on_cpu():
+        y = checkpoint(changing(model, scale), x * 1, debug="samples").sum()
+    scale[0] = 2.0
+    with pytest.raises(CheckpointError, match="other values"):
+        y.backward()
+
+
 def test_options():
     x = randn(2, 2)
     with pytest.raises(ValueError, match="debug must be True, False or 'samples', got 'all'"):
