@@ -60,7 +60,7 @@ class FuseCallback(Callback):
             plan=self.plan and {"accumulate": trainer.accumulate_grad_batches, **self.plan},
             report=self.report,
             loss=self.loss,
-            optimizer=next(iter(trainer.optimizers), None),
+            optimizer=trainer.optimizers,
             log=self._tell(trainer),
         )
 

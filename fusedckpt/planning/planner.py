@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
+from fusedckpt.autograd import arguments
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import Policy, limit_of
 from fusedckpt.planning.measure import Measured, measured
@@ -25,7 +26,7 @@ from fusedckpt.planning.survey import surveyed
 from fusedckpt.planning.trials import Trials
 from fusedckpt.planning.units import check_model, has_levels, names_of
 from fusedckpt.reporting.memory_report import check_step
-from fusedckpt.reporting.step import Step, default_loss
+from fusedckpt.reporting.step import Step, check_sparse, default_loss, optimizers_of
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
 
 
@@ -37,8 +38,9 @@ def plan(
     policy: Policy = "budget",
     units: Iterable[str | nn.Module] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
     accumulate: bool | int = False,
+    zero_grad: str = "forward",
     group: Group = None,
     progress: bool = True,
     **kwargs: Any,
@@ -58,7 +60,9 @@ def plan(
     optimizer and RNG states are restored.
 
     The planned step begins with the gradients that exist when this is called, as after
-    `zero_grad(set_to_none=False)`; with `accumulate` with all of them, outside of any bucket, as
+    `zero_grad(set_to_none=False)`; where the loop calls `zero_grad()` between forward and backward,
+    pass zero_grad="backward": the gradients of the step before live through the forward. With
+    `accumulate` it begins with all of them, outside of any bucket, as
     under `no_sync()`. The output of the step before is counted until the model returns again, as in
     `output = model(x)`.
 
@@ -86,9 +90,11 @@ def plan(
         units: the modules to plan, or their names. By default the entries of every nn.Sequential,
             nn.ModuleList and nn.ModuleDict; if there are none, the fused layers; else the model's
             children.
-        loss, optimizer: as in `report`.
+        loss, optimizer: as in `report`; pass all optimizers that live meanwhile, as a list.
         accumulate: True, or a number of micro-batches, if gradients accumulate over several: the
             budget then holds for each micro-batch.
+        zero_grad: "forward" or "backward": the phase before which the loop frees the gradients of
+            the step before.
         group: the ranks that plan together, a ProcessGroup or a DeviceMesh of one dimension: those
             that train replicas, or shards, of this model. None means the group of a
             DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
@@ -110,17 +116,27 @@ def plan(
     ranks = group_of(group, None if parallel is None else parallel.process_group)
 
     def prepare() -> tuple[Mapping[str, str], Callable[[], Plan]]:
-        check_step("plan", model, loss, optimizer, (args, kwargs))
+        optimizers = optimizers_of("plan", optimizer)
+        check_step("plan", model, loss, optimizers, (args, kwargs))
         check_model(model)
         device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
         limit = limit_of(budget, activation_budget, policy, device)
         names = names_of(model, policy, units)
         is_rest = activation_budget is not None
         is_there = _accumulates(accumulate) or is_rest
-        step = Step(model, args, kwargs, loss or default_loss, optimizer, is_last=not is_rest)
-        step = step._replace(caller="plan", reseed=random_states())
+        frees_late = _frees_late(zero_grad, is_there)
+        step = Step(
+            model,
+            args,
+            kwargs,
+            loss or default_loss,
+            optimizers,
+            is_last=not is_rest,
+            caller="plan",
+            reseed=random_states(),
+        )
         step, assumed = _in_state(step, parallel, is_there)
-        goal = _Goal(policy, limit, is_rest, assumed, progress)
+        goal = _Goal(policy, limit, is_rest, assumed, frees_late, progress)
         facts = facts_of(step, names, policy, limit, is_rest)
         return facts, lambda: _planned(step, names, goal)
 
@@ -137,17 +153,28 @@ def _accumulates(accumulate: Any) -> bool:
     return accumulate is True or count > 1
 
 
-class _Goal(NamedTuple):
-    """The goal of a plan: a policy and a limit.
+def _frees_late(zero_grad: Any, is_there: bool) -> bool:
+    """Return whether the loop frees gradients between forward and backward."""
+    arguments.choice("plan", "zero_grad", zero_grad, ("forward", "backward"))
+    if zero_grad == "backward" and is_there:
+        raise ValueError(
+            "plan: zero_grad='backward' frees the gradients that accumulate= and "
+            "activation_budget= add to: pass one of these"
+        )
+    return zero_grad == "backward"
 
-    is_rest: the limit is one of activations alone. assumed: parameters of which the step begins
-    with a gradient, if they ever get one.
-    """
+
+class _Goal(NamedTuple):
+    """The goal of a plan: a policy and a limit."""
 
     policy: Policy
     limit: int | None
+    # whether the limit is one of activations alone
     is_rest: bool
+    # parameters of which the step begins with a gradient, if they ever get one
     assumed: AbstractSet[Tensor]
+    # whether gradients of the step before live until backward begins
+    frees_late: bool
     progress: bool
 
 
@@ -180,12 +207,14 @@ def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
         nn.ModuleList([step.model, step.loss]) if isinstance(step.loss, nn.Module) else step.model
     )
     given = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
-    with trial(parts, step.optimizer, given), torch.enable_grad(), telling(goal.progress) as tell:
+    with trial(parts, step.optimizers, given), torch.enable_grad(), telling(goal.progress) as tell:
         tell("running the model")
         survey = surveyed(step, names)
         never = goal.assumed - survey.trained
         gradients = {p: grad for p, grad in step.gradients.items() if p not in never}
-        step = step._replace(last=survey.last, gradients=gradients)
+        stale = tuple(survey.trained | gradients.keys()) if goal.frees_late else ()
+        gradients = {} if goal.frees_late else gradients
+        step = step._replace(last=survey.last, gradients=gradients, stale=stale)
         _make_state(step, survey.trained)
         step.fresh()
         held = [*step.parameters(), *step.gradients.values(), *step.state()]
@@ -203,19 +232,34 @@ def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
         trials = Trials(step, found, title, limit, survey.left_out, again)
         best = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
         best = trials.timed(best)
-    return replace(best, gradient_bytes=nbytes_of(step.gradients.values()))
+    gradient_bytes = nbytes_of([*step.gradients.values(), *step.stale])
+    return replace(best, gradient_bytes=gradient_bytes)
 
 
 def _make_state(step: Step, trained: Collection[Tensor]) -> None:
-    """Let the optimizer make its state; trained: the parameters that get a gradient."""
-    if step.optimizer is None or step.optimizer.state:
-        return
-    for parameter in step.parameters():
-        found = step.gradients.get(parameter)
-        if found is None and parameter in trained:
-            found = torch.zeros_like(parameter)
-        parameter.grad = found
-    step.optimizer.step()
+    """Let the optimizers make their states.
+
+    trained: the parameters of the model that get a gradient. Those of other models, such as a
+    discriminator, get theirs in other steps.
+    """
+    untrained = {*step.model.parameters()} - {*trained}
+    for optimizer in step.optimizers:
+        if optimizer.state:
+            continue
+        for parameter in (x for group in optimizer.param_groups for x in group["params"]):
+            gradient = step.gradients.get(parameter)
+            if gradient is None and parameter.requires_grad and parameter not in untrained:
+                gradient = _empty_gradient(parameter, isinstance(optimizer, SparseAdam))
+            parameter.grad = gradient
+        check_sparse(step.caller, optimizer)
+        optimizer.step()
+
+
+def _empty_gradient(parameter: Tensor, is_sparse: bool) -> Tensor:
+    if is_sparse:
+        indices = parameter.new_empty((1, 0), dtype=torch.long)
+        return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
+    return torch.zeros_like(parameter)
 
 
 @contextmanager

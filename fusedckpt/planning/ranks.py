@@ -62,9 +62,7 @@ def facts_of(
     step: Step, names: Sequence[str], policy: Any, limit: int | None, is_rest: bool
 ) -> Facts:
     """Return facts that are to be the same on all ranks, each by the name of its subject."""
-    options = getattr(step.optimizer, "defaults", {}).items()
-    plain = (f"{k}={x}" for k, x in options if isinstance(x, (bool, int, float, str, type(None))))
-    optimizer = f"{type(step.optimizer).__name__}({', '.join(plain)})"
+    optimizer = ", ".join(type(x).__name__ for x in step.optimizers) or "none"
     facts = {
         f"the {'activation ' * is_rest}budget": "none" if limit is None else _bytes(limit),
         "the policy": policy if isinstance(policy, str) else "a list of modules",

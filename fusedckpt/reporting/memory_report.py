@@ -24,7 +24,7 @@ from fusedckpt.memory import (
     saved_tensors,
 )
 from fusedckpt.reporting.memory_plot import draw
-from fusedckpt.reporting.step import Step, default_loss
+from fusedckpt.reporting.step import Step, default_loss, optimizers_of
 from fusedckpt.reporting.tables import Row, size, table
 from fusedckpt.reporting.timeline import Block, Moment, Watch, read
 from fusedckpt.reporting.trial import tensors_of, trial
@@ -159,7 +159,7 @@ def report(
     model: nn.Module,
     *args: Any,
     loss: Callable[[Any], Tensor] | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
     """Run one training step and return where its memory goes.
@@ -181,19 +181,20 @@ def report(
         args, kwargs: the model's arguments: tensors in any nesting of lists, tuples and dicts.
         loss: maps the model's output to a scalar. None means the output's `.loss`, or, without one,
             the sum of mean squares, in float32, of all floating-point outputs that require grad.
-        optimizer: if given, steps after the backward.
+        optimizer: if given, steps after the backward; of several, one after the other.
 
     Raises:
-        TypeError: `model` is not an nn.Module, `loss` not callable, or `optimizer` not an
-            Optimizer.
-        ValueError: nothing requires grad, a parameter is not initialised, a tensor was made in
-            inference mode, or the loss is not a scalar that requires grad.
+        TypeError: `model` is not an nn.Module, `loss` not callable, or `optimizer` no Optimizer.
+        ValueError: an optimizer's step needs a closure, nothing requires grad, a parameter is not
+            initialised, a tensor was made in inference mode, or the loss is not a scalar that
+            requires grad.
         RuntimeError: the step wrote to a parameter that `optimizer` does not have.
     """
-    check_step("report", model, loss, optimizer, inputs=(args, kwargs))
+    optimizers = optimizers_of("report", optimizer)
+    check_step("report", model, loss, optimizers, inputs=(args, kwargs))
     parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
-    step = Step(model, args, kwargs, loss or default_loss, optimizer=optimizer)
-    with trial(parts, optimizer, (args, kwargs)), torch.enable_grad():
+    step = Step(model, args, kwargs, loss or default_loss, optimizers=optimizers)
+    with trial(parts, optimizers, (args, kwargs)), torch.enable_grad():
         before = nbytes_of(step.state())
         found = measure(step)
         if nbytes_of(step.state()) > before:
@@ -201,15 +202,14 @@ def report(
     return found
 
 
-def check_step(name: str, model: Any, loss: Any, optimizer: Any, inputs: Any) -> None:
+def check_step(
+    name: str, model: Any, loss: Any, optimizers: Sequence[Optimizer], inputs: Any
+) -> None:
     """Refuse arguments that make no training step; `name` is the public function's."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
     if loss is not None and not callable(loss):
         raise TypeError(f"{name}: loss must be callable or None, got {type(loss).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"{name}: optimizer must be a torch.optim.Optimizer or None, got {kind}")
     for key, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"{name}: {key} is not initialised: call the model once before")
@@ -218,7 +218,7 @@ def check_step(name: str, model: Any, loss: Any, optimizer: Any, inputs: Any) ->
         raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")
     if any(tensor.is_meta for tensor in tensors):
         raise ValueError(f"{name}: expected tensors with data, some are on the meta device")
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if groups and not {id(x) for group in groups for x in group["params"]} & {*map(id, tensors)}:
         raise ValueError(f"{name}: the optimizer has no parameter of the {type(model).__name__}")
     if not any(tensor.requires_grad for tensor in tensors):
@@ -246,7 +246,7 @@ def measure(step: Step) -> MemoryReport:
         parameter_bytes=nbytes_of(parameters),
         buffer_bytes=nbytes_of(buffers),
         input_bytes=nbytes_of(inputs),
-        optimizer_bytes=None if step.optimizer is None else nbytes_of(step.state()),
+        optimizer_bytes=nbytes_of(step.state()) if step.optimizers else None,
         gradient_bytes=nbytes_of(gradients),
         resident_bytes=resident,
         saved=saved.storages,

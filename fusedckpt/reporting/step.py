@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,24 +17,28 @@ from fusedckpt.reporting.trial import aliased, tensors_of
 
 
 class Step(NamedTuple):
-    """One training step.
-
-    gradients: those that are there when it begins, by parameter. beside: bytes that live through it
-    unseen, such as a reducer's buckets. last: bytes of the output of the step before, which lives
-    until the model returns the next one. is_last: whether the optimizer steps after it. caller: the
-    public function that takes it. reseed: puts random states to those that each step begins with.
-    """
+    """One training step."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    # maps the model's output to a scalar
     loss: Callable[[Any], Any]
-    optimizer: Optimizer | None
+    # these step after backward
+    optimizers: tuple[Optimizer, ...] = ()
+    # the gradients that exist when it begins, by parameter
     gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
+    # the parameters with a gradient of the step before, which lives until backward begins
+    stale: tuple[Tensor, ...] = ()
+    # bytes that live through it unseen, such as a reducer's buckets
     beside: int = 0
+    # bytes of the output of the step before, which lives until the model returns the next one
     last: int = 0
+    # whether the optimizers step after it
     is_last: bool = True
+    # the public function that takes it
     caller: str = "report"
+    # puts random states to those that each step begins with
     reseed: Callable[[], None] | None = None
 
     def take(
@@ -51,6 +56,8 @@ class Step(NamedTuple):
         mark("forward")
         with around or nullcontext():
             last = held[0].new_empty(self.last, dtype=torch.uint8)
+            for parameter in self.stale:
+                parameter.grad = torch.empty_like(parameter)
             output = self.model(*self.args, **self.kwargs)
             del last
             loss = _checked(self.caller, self.loss(output))
@@ -58,10 +65,14 @@ class Step(NamedTuple):
         # as where autocast ends before backward
         torch.clear_autocast_cache()
         mark("backward")
+        for parameter in self.stale:
+            parameter.grad = None
         loss.backward()
-        if self.optimizer is not None and self.is_last:
+        if self.optimizers and self.is_last:
             mark("optimizer")
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                check_sparse(self.caller, optimizer)
+                optimizer.step()
         mark("end")
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
@@ -88,15 +99,15 @@ class Step(NamedTuple):
         return list(tensors_of((self.args, self.kwargs)))
 
     def parameters(self) -> list[Tensor]:
-        """Return the model's parameters, then those that only the optimizer has."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        """Return the model's parameters, then those that only the optimizers have."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         theirs = [parameter for group in groups for parameter in group["params"]]
         return list(dict.fromkeys([*self.model.parameters(), *theirs]))
 
     def state(self) -> list[Tensor]:
-        """Return the tensors that the optimizer has, but for parameters and gradients."""
+        """Return the tensors that the optimizers have, but for parameters and gradients."""
         parameters = {id(x) for x in self.parameters()}
-        found = {id(x): x for x in _held_by(self.optimizer, set()) if id(x) not in parameters}
+        found = {id(x): x for x in _held_by(self.optimizers, set()) if id(x) not in parameters}
         return list(found.values())
 
 
@@ -112,6 +123,46 @@ def _held_by(value: Any, seen: set[int]) -> Iterator[Tensor]:
             value = list(value.values())
         for item in value if isinstance(value, (list, tuple)) else ():
             yield from _held_by(item, seen)
+
+
+def optimizers_of(caller: str, optimizer: Any) -> tuple[Optimizer, ...]:
+    """Return the optimizers that a caller gave: none, one, or several.
+
+    Raises:
+        TypeError: another object was given.
+        ValueError: the step of one needs a closure, which runs the model several times.
+    """
+    if optimizer is None:
+        return ()
+    is_list = isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, Mapping))
+    optimizers: tuple[Any, ...] = tuple(optimizer) if is_list else (optimizer,)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"{caller}: optimizer must be a torch.optim.Optimizer, a list of these, or None, "
+                f"got {type(each).__name__}"
+            )
+        closure = inspect.signature(each.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{caller}: expected an optimizer whose step() needs no closure, got "
+                f"{type(each).__name__}, which runs the model several times a step: pass "
+                "optimizer=None, and count its state yourself"
+            )
+    return optimizers
+
+
+def check_sparse(caller: str, optimizer: Optimizer) -> None:
+    """Refuse a dense gradient for SparseAdam, with more advice than its own error has."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        parameters = [x for group in optimizer.param_groups for x in group["params"]]
+        dense = [x for x in parameters if x.grad is not None and not x.grad.is_sparse]
+        if dense:
+            raise ValueError(
+                f"{caller}: SparseAdam takes sparse gradients alone, got a dense one for a "
+                f"parameter of shape {list(dense[0].shape)}: give it the weights of "
+                "nn.Embedding(..., sparse=True), whose gradients begin as None"
+            )
 
 
 def default_loss(output: Any) -> Any:

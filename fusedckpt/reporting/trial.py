@@ -8,7 +8,7 @@ training goes on as if nothing had been.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
@@ -39,7 +39,11 @@ _GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] 
 
 
 @contextmanager
-def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()) -> Iterator[None]:
+def trial(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    inputs: Any = (),
+) -> Iterator[None]:
     """Put everything back on leaving, by an exception too, that training steps inside change.
 
         with trial(model, optimizer, (args, kwargs)):
@@ -61,7 +65,7 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
 
     Args:
         model: any module, lazy ones after their first forward.
-        optimizer: the one that steps inside, or None.
+        optimizer: the one that steps inside, several, or None.
         inputs: the arguments of the model: tensors in any nesting of containers and objects.
 
     Raises:
@@ -69,7 +73,11 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
             keeps its new value, all else is put back. Replacing its `.data` is put back.
     """
     seen: set[int] = set()
-    parameters = [*model.parameters(), *_parameters_of(optimizer), *_parameters_of(inputs)]
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())]
+    groups = [group for each in optimizers for group in each.param_groups]
+    trained = [parameter for group in groups for parameter in group["params"]]
+    leaves = [tensor for tensor in tensors_of(inputs) if isinstance(tensor, nn.Parameter)]
+    parameters = [*model.parameters(), *trained, *leaves]
     with torch.inference_mode(False), ExitStack() as undo:
         watched: list[tuple[str, nn.Parameter, int]] = []
         # undone in reverse: this raises once all else is put back
@@ -79,7 +87,8 @@ def trial(model: nn.Module, optimizer: Optimizer | None = None, inputs: Any = ()
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
         _keep_unreduced(model, undo)
-        _keep(optimizer, undo, seen)
+        for each in optimizers:
+            _keep(each, undo, seen)
         _keep(inputs, undo, seen)
         _keep_modules(model, undo, seen)
         for name, parameter in model.named_parameters():
@@ -117,13 +126,6 @@ def _aliased(tree: Any, known: dict[int, tuple[Any, Any]]) -> Any:
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in any nesting of containers and objects that are data, each once."""
     yield from (value for value in nested(tree) if isinstance(value, Tensor))
-
-
-def _parameters_of(given: Any) -> list[Any]:
-    """Return leaves, of an optimizer or among inputs, with a `.grad` that a step would change."""
-    if isinstance(given, Optimizer):
-        return [parameter for group in given.param_groups for parameter in group["params"]]
-    return [tensor for tensor in tensors_of(given) if isinstance(tensor, nn.Parameter)]
 
 
 def random_states() -> Callable[[], None]:
