@@ -28,6 +28,7 @@ from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planning.planner import plan
 from fusedckpt.planning.plans import Plan
 from fusedckpt.reporting.memory_report import MemoryReport, report
+from fusedckpt.reporting.out_of_memory import report_on_oom
 
 if TYPE_CHECKING:
     from fusedckpt import parallel
@@ -70,6 +71,7 @@ __all__ = [
     "register_quantised",
     "repack_gate_up",
     "report",
+    "report_on_oom",
     "saving",
     "schedule",
     "unfuse",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedckpt.autograd.private import allocator_history
+from fusedckpt.autograd.private_memory import allocator_history
 
 __all__ = ["Change", "Profile", "open_workspaces", "profiled"]
 

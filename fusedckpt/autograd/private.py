@@ -381,32 +381,3 @@ def local_of(tensor: Any) -> Any:
 def function_of(node: Any) -> Any:
     """Return the autograd Function of a node. Without it plans know no layer by its node."""
     return getattr(type(node), "_forward_cls", None)
-
-
-@contextmanager
-def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
-    """Yield a list that has the actions of CUDA's allocator when the context ends.
-
-    A history that the caller records goes on, and its actions come first. Without it report() sees
-    the free of a tensor that Python drops only when its memory is allocated again.
-    """
-    actions: list[dict[str, Any]] = []
-    # a CPU's torch lacks it
-    is_recording: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    record: Any = getattr(torch.cuda.memory, "_record_memory_history", None)
-    snapshot: Any = getattr(torch.cuda.memory, "_snapshot", None)
-    has_names = None not in (is_recording, record, snapshot)
-    # other allocators have none
-    if not has_names or torch.cuda.get_allocator_backend() != "native":
-        yield actions
-        return
-    is_callers = is_recording()
-    if not is_callers:
-        record("all", context=None, stacks="python")
-    try:
-        yield actions
-        index = torch.cuda.current_device() if device.index is None else device.index
-        actions += snapshot()["device_traces"][index]
-    finally:
-        if not is_callers:
-            record(None)

@@ -116,14 +116,14 @@ class Watch:
 
     def phase(self, name: str) -> None:
         """Mark the beginning of forward, backward, optimizer, or the end."""
-        _mark("phase", name)
+        self.mark("phase", name)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         # a compiled region is one module: its ops run in another order
         if torch.compiler.is_compiling() or module not in self._names:
             return
         self._running.append(self._names[module])
-        _mark("enter", self._names[module])
+        self.mark("enter", self._names[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and module in self._names:
@@ -131,12 +131,12 @@ class Watch:
 
     def _left(self) -> None:
         self._running.pop()
-        _mark("leave", "")
+        self.mark("leave", "")
 
-
-def _mark(kind: str, name: str) -> None:
-    with record_function(f"{_MARK}{kind}:{name}"):
-        pass
+    def mark(self, kind: str, name: str) -> None:
+        """Set a marker: a module was entered or left, or a phase began."""
+        with record_function(f"{_MARK}{kind}:{name}"):
+            pass
 
 
 class _Item(NamedTuple):

@@ -1,0 +1,230 @@
+"""`report_on_oom`: prints what lives on the GPU when its memory runs out, by module and by line.
+
+The allocator records the line of Python that asks for each block. Hooks on all modules note how
+many blocks were allocated when a module's forward begins and ends; so the number of a block says
+which module allocated it. Nothing is measured in advance: this is the step that failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from fusedckpt.autograd import private_memory
+from fusedckpt.reporting.tables import size, table
+from fusedckpt.reporting.timeline import LOSS, Watch
+
+# actions of the allocator, and calls of modules, that are kept
+_MOST_ACTIONS = 100_000
+# lines of each table
+_ROWS = 12
+# of a block from before the first kept action, and of code outside of the model
+EARLIER, OUTSIDE = "(earlier)", "(outside the model)"
+_BACKWARD = "no line of Python: the backward pass"
+# lines in torch and in this library say less than their callers
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+class LiveBlock(NamedTuple):
+    """Memory that was in use: requested bytes, the module that ran, and `file:line in function`."""
+
+    nbytes: int
+    module: str
+    line: str
+
+
+@dataclass(frozen=True)
+class OutOfMemoryReport:
+    """What lived on a device when a request failed. Sizes are bytes."""
+
+    device: str
+    # what the failed request asked for
+    requested_bytes: int
+    # of the device, and of them those that nothing has, torch's cache among those that are taken
+    total_bytes: int
+    free_bytes: int
+    # the module whose forward ran
+    running: str
+    # the largest first
+    live: tuple[LiveBlock, ...] = field(repr=False)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all blocks in use."""
+        return sum(block.nbytes for block in self.live)
+
+    @property
+    def live_by_module(self) -> dict[str, int]:
+        """Bytes in use by the module that allocated them, the largest first."""
+        counts: Counter[str] = Counter()
+        for block in self.live:
+            counts[block.module] += block.nbytes
+        return dict(counts.most_common())
+
+    def __str__(self) -> str:
+        total = max(self.live_bytes, 1)
+        by_module = [(k, size(n), f"{n / total:.1%}") for k, n in self.live_by_module.items()]
+        if len(by_module) > _ROWS:
+            rest = sum([*self.live_by_module.values()][_ROWS:])
+            more = (f"{len(by_module) - _ROWS} more", size(rest), f"{rest / total:.1%}")
+            by_module = [*by_module[:_ROWS], more]
+        largest = [(size(x.nbytes), x.module, x.line) for x in self.live[:_ROWS]]
+        return "\n".join(
+            (
+                f"Out of memory on {self.device}, while {self.running} ran",
+                f"  requested {size(self.requested_bytes)}; tensors have {size(self.live_bytes)} "
+                f"of {size(self.total_bytes)}, {size(self.free_bytes)} are free",
+                "",
+                table(("module", "live", "share"), by_module, numbers=(1, 2)),
+                "",
+                table(("largest", "module", "allocated at"), largest, numbers=(0,)),
+            )
+        )
+
+
+class OutOfMemoryWatch:
+    """Watches a model until `remove` is called; `last` is the report of the last error, or None."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.last: OutOfMemoryReport | None = None
+        self.device = device
+        self._calls = _Calls(model, device)
+        self._stack = ExitStack()
+        self._stack.callback(private_memory.record_lines(_MOST_ACTIONS))
+        self._stack.enter_context(self._calls.hooked())
+        _watches.add(self)
+
+    def remove(self) -> None:
+        """Stop watching."""
+        _watches.discard(self)
+        self._stack.close()
+
+    def report(self, requested: int, total: int, free: int) -> None:
+        """Note what lives now, and print it on stderr."""
+        snapshot = private_memory.snapshot(self.device)
+        self.last = OutOfMemoryReport(
+            device=str(self.device),
+            requested_bytes=requested,
+            total_bytes=total,
+            free_bytes=free,
+            running=OUTSIDE if (name := self._calls.current()) == LOSS else name,
+            live=_live(snapshot, self._calls),
+        )
+        print(self.last, file=sys.stderr)
+
+
+class _Calls(Watch):
+    """Notes how many blocks were allocated before at each beginning and end of a module's call."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        super().__init__(model)
+        self._device = device
+        self._counts: deque[int] = deque(maxlen=_MOST_ACTIONS)
+        self._modules: deque[str] = deque(maxlen=_MOST_ACTIONS)
+
+    def mark(self, kind: str, name: str) -> None:
+        """Note the module that runs from now on."""
+        self._counts.append(self.count())
+        self._modules.append(self.current())
+
+    def count(self) -> int:
+        """Return how many blocks were ever allocated."""
+        return torch.cuda.memory_stats(self._device)["allocation.all.allocated"]
+
+    def modules_of(self, numbers: Iterable[int]) -> list[str]:
+        """Return the module that allocated each block, by its number from 1."""
+        counts, names = list(self._counts), list(self._modules)
+        found = []
+        for number in numbers:
+            i = bisect_left(counts, number) - 1
+            name = names[i] if i >= 0 else LOSS
+            found.append(OUTSIDE if name == LOSS else name)
+        return found
+
+
+def _live(snapshot: Mapping[str, Any], calls: _Calls) -> tuple[LiveBlock, ...]:
+    """Return the blocks in use, the largest first."""
+    # by address the last allocation that the history has
+    allocations = [x for x in snapshot["device_traces"] if x["action"] == "alloc"]
+    first = calls.count() - len(allocations) + 1
+    names = calls.modules_of(range(first, first + len(allocations)))
+    modules = {x["addr"]: name for x, name in zip(allocations, names, strict=True)}
+    blocks = [
+        LiveBlock(
+            nbytes=block["requested_size"],
+            module=modules.get(block["address"], EARLIER),
+            line=_line(block["frames"]) if block["address"] in modules else "",
+        )
+        for segment in snapshot["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    ]
+    return tuple(sorted(blocks, key=lambda block: -block.nbytes))
+
+
+def _line(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return the innermost line outside of torch and this library."""
+    theirs = [x for x in frames if not str(x["filename"]).startswith(_SKIPPED)]
+    if not frames:
+        return _BACKWARD
+    frame = (theirs or frames)[0]
+    return f"{frame['filename']}:{frame['line']} in {frame['name']}"
+
+
+_watches: WeakSet[OutOfMemoryWatch] = WeakSet()
+# torch calls an observer as long as the process lives
+_attached: list[bool] = []
+
+
+def _observe(index: int, requested: int, total: int, free: int) -> None:
+    """Let the watches of a device report; torch raises its error afterwards."""
+    for watch in list(_watches):
+        if watch.device.index == index:
+            watch.report(requested, total, free)
+
+
+def report_on_oom(model: nn.Module) -> OutOfMemoryWatch:
+    """Print what lives on a model's GPU whenever its memory runs out, before torch's error.
+
+        watch = fusedckpt.report_on_oom(model)
+        train(model)
+
+    On stderr: the bytes in use by the module that allocated them, and the largest tensors with the
+    line that allocated each. Memory from before this call, such as the parameters, is "(earlier)".
+    The error is torch's own and is raised as ever; `watch.last` keeps the report, `watch.remove()`
+    ends it all.
+
+    It is for a run that fails: until then each call of a module reads the allocator's statistics
+    twice, and each allocation notes the lines of Python that run. A history that you record with
+    torch.cuda.memory yourself stays as it is; lines are known if it has them.
+
+    Raises:
+        TypeError: `model` is not an nn.Module.
+        ValueError: the model is not on a CUDA device. A CPU has no such limit: use `report`.
+        RuntimeError: this torch's allocator has no history, as cudaMallocAsync has none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"report_on_oom: model must be an nn.Module, got {type(model).__name__}")
+    tensors = [*model.parameters(), *model.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(
+            f"report_on_oom: expected a model on a CUDA device, its first tensor is on {device}. "
+            "Only CUDA's allocator says what it holds when memory runs out; on any device "
+            "fusedckpt.report says where the memory of a step goes"
+        )
+    if not private_memory.has_history():
+        raise RuntimeError("report_on_oom: needs torch's own CUDA allocator, which has a history")
+    if not _attached:
+        _attached.append(private_memory.attach_to_out_of_memory(_observe))
+    return OutOfMemoryWatch(model, device)
