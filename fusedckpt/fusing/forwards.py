@@ -41,22 +41,25 @@ def call(module: Any, x: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Swap:
-    """One change of class, not yet made.
+    """One change of class, not yet made."""
 
-    kind: as in `fuse`'s arguments; change: its text in the report; features: the trailing shape of
-    the module's input; is_sized: whether the module computes the same with smaller parameters, so
-    that smaller ones are verified; parts: for reports, by the name below the module; own: of a
-    method's swap, its children as a module; run: calls the module on one tensor.
-    """
-
+    # an argument of `fuse`: "norm", "mlp", "linear", ...
     kind: str
+    # its text in the report
     change: str
+    # the class that the module gets
     to: type[nn.Module]
+    # the attributes that it gets, and loses by `unfuse`
     attributes: dict[str, Any]
+    # the trailing shape of the module's input
     features: tuple[int, ...] = ()
+    # whether the module computes the same with smaller parameters, which are then verified
     is_sized: bool = False
+    # what reports say, by the name below the module
     parts: dict[str, Part] = field(default_factory=dict)
+    # where a method is swapped: a module of the children that the method calls
     own: Any = None
+    # calls the module on one tensor
     run: Callable[[Any, Tensor], Any] = call
 
     def apply(self, module: nn.Module) -> None:
@@ -67,23 +70,27 @@ class Swap:
 
 
 class NormMatch(NamedTuple):
-    """The norm that a module of some class computes: see `functional.rms_norm` and `layer_norm`.
+    """The norm that a module of some class computes: see `functional.rms_norm` and `layer_norm`."""
 
-    weight, eps: attribute names (weight None for a norm without one), or eps itself; dtypes: pairs
-    of x's and the weight's dtype for which it was verified, x's twice without a weight; kind: "rms"
-    or "layer"; bias: an attribute's name; casts_back: whether the result has x's dtype even under
-    autocast; held: state that must not change; autocasts: whether it may run under autocast.
-    """
-
+    # the attribute of the weight, None for a norm without one
     weight: str | None
+    # the attribute of epsilon, or its value
     eps: str | float
+    # what is added to the weight: 1 for Gemma's
     offset: float
+    # where the norm rounds: "torch", "llama" or "gemma"
     cast: str
+    # pairs of x's and the weight's dtype that were verified, x's twice without a weight
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
+    # "rms" or "layer"
     kind: str = "rms"
+    # the attribute of the bias
     bias: str | None = None
+    # whether the result has x's dtype even under autocast
     casts_back: bool = False
+    # state that must not change
     held: tuple[Held, ...] = ()
+    # whether it may run under autocast
     autocasts: bool = True
 
 

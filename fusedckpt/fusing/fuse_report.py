@@ -27,26 +27,28 @@ _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
 
 @dataclass(frozen=True)
 class FuseReport:
-    """The modules that `fuse` swapped, and those that it left.
+    """The modules that `fuse` swapped, and those that it left, each by its name in the model."""
 
-    Each is a dict by module name. swapped: its change; already: the same for modules fused before;
-    left: why it was not swapped; kinds: "norm", "mlp", "experts", "linear", "attention" or "head";
-    classes: of modules left, the class; shared: of linears and activations that save the recipe of
-    their input, where a fused norm made it, the class; saved: of fused modules, the bytes per token
-    saved for backward before and now, the input included, measured on meta tensors (missing for
-    attention, and where it cannot run on them). notes: how attention and mixers were found, where
-    `fuse` was given a batch.
-    """
-
+    # of modules swapped, the change
     swapped: dict[str, str] = field(default_factory=dict)
+    # of modules left, why
     left: dict[str, NotFused] = field(default_factory=dict)
+    # of both: "norm", "mlp", "experts", "linear", "attention" or "head"
     kinds: dict[str, str] = field(default_factory=dict)
+    # of fused modules, the bytes per token saved for backward before and now, the input included,
+    # measured on meta tensors; missing for attention, and where it cannot run on them
     saved: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # of modules fused before this call, the change
     already: dict[str, str] = field(default_factory=dict)
+    # of modules left, the class
     classes: dict[str, str] = field(default_factory=dict)
+    # of linears and activations that save the recipe of their input, the class
     shared: dict[str, str] = field(default_factory=dict, compare=False)
+    # how attention and mixers were found, where `fuse` was given a batch
     notes: list[str] = field(default_factory=list, compare=False)
+    # how many modules of each class the model has, by the class's name
     seen: dict[str, int] = field(default_factory=dict, compare=False)
+    # a weak reference to the model, if it is not a report that was copied
     _model: list[weakref.ref[nn.Module]] = field(default_factory=list, compare=False, repr=False)
 
     @property

@@ -22,17 +22,17 @@ from fusedckpt.memory import SavedStorage
 
 @dataclass(frozen=True)
 class FusedModule:
-    """A fused module in one step.
+    """A fused module in one step."""
 
-    change: its text in the report; calls: how often its forward was called, 0 in torch.compile'd
-    code too, which is not looked into; reason: why it ran as its class would in the last such call,
-    None if all ran fused; extra_bytes: the bytes it keeps more for that, at most; None if unknown.
-    """
-
+    # its name in the model
     name: str
+    # its text in the report of `fuse`
     change: str
+    # how often its forward was called; 0 in torch.compile'd code, too, which is not looked into
     calls: int
+    # why it ran as its class would in the last such call, None if all ran fused
     reason: str | None
+    # the bytes that it saves more for that, at most; None if unknown
     extra_bytes: int | None
 
 

@@ -28,18 +28,19 @@ Rate = tuple[Path, str]
 
 
 class MLPMatch(NamedTuple):
-    """How an MLP, gated MLP or linear with its activation computes, and from which parameters.
+    """How an MLP, gated MLP or linear with its activation computes, and from which parameters."""
 
-    held: state that must not change; dtypes: of the weights, for which the match was verified;
-    rates: dropout rates that must be 0 in training; hidden, last: the rates of the dropouts of the
-    last linear's input, and of the result.
-    """
-
+    # the function of ours that it computes
     block: Block
+    # state that must not change
     held: tuple[Held, ...]
+    # dtypes of the weights for which the match was verified
     dtypes: tuple[torch.dtype, ...] = ()
+    # dropout rates that must be 0 in training
     rates: tuple[Rate, ...] = ()
+    # the rate of the dropout of the last linear's input
     hidden: Rate | None = None
+    # the rate of the dropout of the result
     last: Rate | None = None
 
 

@@ -36,20 +36,24 @@ BUFFER_OP, FOREIGN_OP = "a buffer", "a tensor of its own"
 
 @dataclass(eq=False)
 class Node:
-    """A tensor of the recorded forward; `of` has its inputs.
+    """A tensor of the recorded forward."""
 
-    kind: "x"; "weight", a parameter at `path`; "product", of rows and a weight, with the bias
-    added; "part", columns `span` of its input; "point", an elementwise op; "number"; "other", any
-    other op, or a tensor described in words.
-    """
-
+    # "x"; "weight", a parameter; "product", of rows and a weight, with the bias added; "part",
+    # some columns of its input; "point", an elementwise op; "number"; "other", any other op
     kind: str
+    # the tensors that it was made of
     of: tuple[Node, ...] = ()
+    # the op that made it, or a tensor described in words
     op: Any = None
+    # the op's arguments, with nodes in place of tensors
     args: Any = ()
+    # its arguments by name
     kwargs: Any = None
+    # of a parameter, the attributes that lead to it
     path: Path = ()
+    # of a parameter or product, whether the weight lies as [in, out]
     is_transposed: bool = False
+    # of a part, its first column and the one behind its last
     span: tuple[int, int] = (0, 0)
     # nodes are numbered in the order in which they were made
     number: int = field(default_factory=count().__next__)
@@ -62,13 +66,17 @@ class Node:
 
 @dataclass
 class Recording:
-    """One run of a forward: its result's node and the log of its reads, or why it stopped."""
+    """One run of a forward."""
 
+    # the result, None where the run stopped
     y: Node | None
+    # what it read
     log: Log
+    # why it stopped
     reason: NotFused | None
     # of the input and of the result
     shapes: tuple[tuple[int, ...], ...] = ()
+    # of the input and of the result
     dtypes: tuple[torch.dtype, ...] = ()
 
     @property

@@ -17,18 +17,23 @@ Names = str | Sequence[str] | None
 
 @dataclass
 class Search:
-    """The modules that a call of fuse is to swap, and those found.
+    """The modules that a call of fuse is to swap, and those found."""
 
-    kinds: whether each is swapped; inside: modules that swapped ones compute.
-    """
-
+    # all modules of the model, by name
     modules: Mapping[str, nn.Module]
+    # the level of blocks with an activation
     save: str
+    # patterns of the names that are meant, None for all
     only: Sequence[str] | None
+    # patterns of the names that are not
     skip: Sequence[str] | None
+    # whether modules of each kind are swapped
     kinds: Mapping[str, bool]
+    # what the call returns
     report: FuseReport = field(default_factory=FuseReport)
+    # the changes to make
     swaps: list[tuple[nn.Module, Swap]] = field(default_factory=list)
+    # modules that swapped ones compute
     inside: set[nn.Module] = field(default_factory=set)
 
     def has(self, name: str, kind: str) -> bool:

@@ -33,17 +33,17 @@ _NOTE, _RECIPE = "fusedckpt note", "fusedckpt recipe"
 
 
 class Note(NamedTuple):
-    """How a node's result was made: `again` of the value of a recipe, and tensors; None for a
-    result that is saved itself.
+    """How a layer made a node's result."""
 
-    parent: a weak reference, as the recipe goes when backward has read it; makes: "linear" or
-    "activation"; versions: of the result.
-    """
-
+    # makes it again from the value of the parent and the tensors, None for one that is saved itself
     again: Callable[..., Tensor] | None
+    # a weak reference to the recipe of the layer's input, which goes when backward has read it
     parent: Any
+    # the parameters that the layer read
     tensors: tuple[Any, ...]
+    # the layer: "linear" or "activation"
     makes: str
+    # versions of the result
     versions: tuple[int, ...]
 
 
