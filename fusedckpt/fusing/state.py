@@ -31,8 +31,9 @@ from fusedckpt.autograd.backward import versions_of
 from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.fusing.written import Member, Written
 
-_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
-_CONTAINERS = _DICTS | {list, set, deque}
+# containers, and the classes whose methods fill those of a subclass, past its own
+_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, set, deque))
+_BASES = OrderedDict, dict, list, set, deque
 # a container of more entries is data, and more objects are no state of one module
 _MOST_ENTRIES, _MOST_OBJECTS = 1 << 10, 1 << 8
 # attributes of every module: hooks, and members, of which a forward may replace some
@@ -100,17 +101,22 @@ class State:
         """Note one object, and return the objects in it."""
         kind = type(value)
         if kind in _CONTAINERS:
-            return self._note_contents(value) if len(value) <= _MOST_ENTRIES else ()
+            return self._note_contents(value)
         if isinstance(value, tuple):
             return value[:_MOST_ENTRIES]
         if (calls := _generator(value)) is not None:
             self._generators.append((*calls, calls[1]()))
         elif _is_plain_class(kind):
             attributes = getattr(value, "__dict__", None)
-            return self._note_contents(attributes) if type(attributes) is dict else ()
+            found = [*self._note_contents(value)] if isinstance(value, _BASES) else []
+            found += self._note_contents(attributes) if type(attributes) is dict else ()
+            found += self._note_contents(_Slots(value)) if _slots_of(kind) else ()
+            return found
         return ()
 
     def _note_contents(self, holder: Any) -> Sequence[Any]:
+        if len(holder) > _MOST_ENTRIES:
+            return ()
         contents = _contents_of(holder)
         self._noted.append((holder, contents))
         return [*contents.values()] if isinstance(contents, dict) else contents
@@ -171,8 +177,44 @@ def _is_leaf(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.is_leaf
 
 
+class _Slots:
+    """The attributes of an object that has no dict for them."""
+
+    def __init__(self, value: Any):
+        self.value, self.names = value, _slots_of(type(value))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return those that are set."""
+        return [(n, getattr(self.value, n)) for n in self.names if hasattr(self.value, n)]
+
+    def put(self, contents: Mapping[str, Any]) -> None:
+        """Set them, and no others."""
+        for name, _ in self.items():
+            if name not in contents:
+                delattr(self.value, name)
+        for name, one in contents.items():
+            object.__setattr__(self.value, name, one)
+
+
+@cache
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [n for one in slots for n in ((one,) if isinstance(one, str) else one)]
+    return [n for n in names if not n.startswith("__")]
+
+
 def _contents_of(holder: Any) -> Any:
-    return dict(holder) if isinstance(holder, dict) else [*holder]
+    if isinstance(holder, _Slots):
+        return dict(holder.items())
+    base = _base_of(holder)
+    return dict(base.items(holder)) if issubclass(base, dict) else [*base.__iter__(holder)]
+
+
+def _base_of(holder: Any) -> Any:
+    return next(base for base in _BASES if isinstance(holder, base))
 
 
 def _swapped(contents: Any, swaps: Mapping[int, Tensor]) -> Any:
@@ -188,18 +230,24 @@ def _swapped(contents: Any, swaps: Mapping[int, Tensor]) -> Any:
 
 def _put(holder: Any, contents: Any) -> None:
     """Give a holder contents, unless it has them."""
-    is_dict = isinstance(holder, dict)
-    is_same = len(holder) == len(contents) and all(map(is_, holder, contents))
-    if is_same and (not is_dict or all(map(is_, holder.values(), contents.values()))):
+    present = _contents_of(holder)
+    is_same = len(present) == len(contents) and all(map(is_, present, contents))
+    if isinstance(contents, dict):
+        is_same = is_same and all(map(is_, present.values(), contents.values()))
+    if is_same:
         return
-    if isinstance(holder, list):
-        holder[:] = contents
+    if isinstance(holder, _Slots):
+        holder.put(contents)
         return
-    holder.clear()
-    if isinstance(holder, deque):
-        holder.extend(contents)
+    base = _base_of(holder)
+    base.clear(holder)
+    if base is OrderedDict:
+        for key, one in contents.items():
+            base.__setitem__(holder, key, one)
+    elif base in (dict, set):
+        base.update(holder, contents)
     else:
-        holder.update(contents)
+        base.extend(holder, contents)
 
 
 def _set_classes(kinds: list[tuple[nn.Module, type[nn.Module]]]) -> None:

@@ -6,7 +6,7 @@ import contextvars
 import copy
 import random
 import types
-from collections import UserDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,6 +98,43 @@ class Nested(Case):
 
     def after(self, module):
         return module.memory
+
+
+class Guarded(OrderedDict):
+    """Refuses writes, as a config may."""
+
+    def __setitem__(self, key, value):
+        raise TypeError(f"closed: {key} = {value}")
+
+
+class Few:
+    """An object without a dict."""
+
+    __slots__ = ("n", "seen")
+
+    def __init__(self):
+        self.n = 0
+
+
+class Counts(dict):
+    """A dict of a class of its own."""
+
+
+class Subclasses(Case):
+    def prepare(self, module):
+        module.few, module.counts, module.config = Few(), Counts(), Guarded()
+
+    def scale(self, module, x, given):
+        module.few.n += 1
+        module.few.seen = getattr(module.few, "seen", 0) + 1
+        module.counts["n"] = module.counts.get("n", 0) + 1
+        return 1 + 0.1 * (module.few.n + module.few.seen + module.counts["n"] + len(module.config))
+
+    def between(self, module):
+        OrderedDict.__setitem__(module.config, "more", 1)
+
+    def after(self, module):
+        return module.few.n, module.few.seen, module.counts, len(module.config)
 
 
 class OfItsClass(Case):
@@ -242,7 +279,17 @@ class OwnValues(Case):
         module.table.copy_(module.table.clone())
 
 
-RIGHT = [AnObject, Nested, OfItsClass, Generators, Popped, AppendedTo, Statistics, Replaced]
+RIGHT = [
+    AnObject,
+    Nested,
+    Subclasses,
+    OfItsClass,
+    Generators,
+    Popped,
+    AppendedTo,
+    Statistics,
+    Replaced,
+]
 RIGHT += [AVariable, AConfig, Closed, Unfused, OwnValues]
 
 
