@@ -114,6 +114,7 @@ def one_of_each() -> None:
     statistics(u, target, LogitRule(), "triton")
     routes(32, 4, 2880, gating.ClampedSwiGLU(), torch.bfloat16)
     linears("gelu")
+    linears("gelu", kernel="split")
     linears("gelu", sizes=(431, 333, 1001))
     hybrids("silu", gated=True)
     linears("gelu", dtype=torch.float32)
