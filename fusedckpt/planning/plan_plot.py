@@ -28,11 +28,12 @@ _RULES = {
 def draw(plan: Plan, path: str | Path) -> None:
     """Write the figure in the format that the path's ending names."""
     with panels(path, "Plan.plot") as (_, (trade, step)):
-        _draw_trade(trade, plan)
-        _draw_step(step, plan)
+        draw_trade(trade, plan)
+        draw_step(step, plan)
 
 
-def _draw_trade(axes: Any, plan: Plan) -> None:
+def draw_trade(axes: Any, plan: Plan) -> None:
+    """Draw the time of plans against their peak."""
     chain = plan.chain
     forward = plan.forward_ms or chain.forward_ms or 1.0
     points = _frontier(chain, plan.predicted_bytes)
@@ -70,7 +71,7 @@ def _draw_budget(axes: Any, budget: int) -> None:
         axes.annotate(told, (end, 1), **where, ha="right")
 
 
-def _draw_step(axes: Any, plan: Plan) -> None:
+def draw_step(axes: Any, plan: Plan) -> None:
     """Draw live bytes through a step as predicted, under this plan and where everything is kept."""
     ways = {
         "save everything": (by_rule(plan.chain, "none").items, GREY),

@@ -34,7 +34,7 @@ _ANY_LENGTH, _LONG = 128, 64
 # of longer chains, a plan this close to the lower bound will do
 _NEAR = 1.001
 # ways of the rest of the chain, one search after the other: each makes the next one quicker
-_WIDTHS = (64, 512, 4096)
+WIDTHS = (64, 512, 4096)
 # halvings of the range of the multiplier, a factor of 10^12
 _HALVINGS = 18
 # more bytes than there are; a thousand times that still fits into an int64
@@ -115,7 +115,7 @@ class _Starts(NamedTuple):
     ms: Ms
 
 
-def _starts_of(chain: Chain, longest: int) -> list[_Starts]:
+def starts_of(chain: Chain, longest: int) -> list[_Starts]:
     """Return the items that may start at each unit, with segments of up to `longest` units."""
     found: list[_Starts] = []
     # of the segments that start behind the unit, a row each: peaks of forwards behind the first
@@ -280,8 +280,10 @@ def _pareto(need: Bytes, ms: Ms) -> Ways:
     return need[ms < before], ms[ms < before]
 
 
-def solve(chain: Chain, budget: float) -> Outcome:
+def solve(chain: Chain, budget: float, widths: tuple[int, ...] = WIDTHS) -> Outcome:
     """Return the fastest plan with a peak of at most `budget` bytes; math.inf sets no limit.
+
+    widths: numbers of ways of the rest of the chain to keep, one search after the other.
 
     It is never slower than a `by_rule` that fits ("none", "all", "sqrt", "uniform:k" for powers of
     two). Segments of chains of more than 128 units have at most 64 units, or twice the square root
@@ -291,33 +293,33 @@ def solve(chain: Chain, budget: float) -> Outcome:
     least = _lowest(chain)
     if not budget >= least.peak:
         raise ValueError(f"solve: the least feasible budget is {least.peak} bytes, got {budget}")
-    return _fastest(chain, int(min(budget, _NEVER)), least)
+    return _fastest(chain, int(min(budget, _NEVER)), least, widths)
 
 
 def least_peak(chain: Chain) -> Outcome:
     """Return the fastest of the plans with the least peak of all."""
     least = _lowest(chain)
-    return _fastest(chain, least.peak, least)
+    return _fastest(chain, least.peak, least, WIDTHS)
 
 
 @lru_cache(_RECENT)
 def _lowest(chain: Chain) -> Outcome:
-    search = _Search(_starts_of(chain, len(chain.units)), _NEVER)
+    search = _Search(starts_of(chain, len(chain.units)), _NEVER)
     return search.best(chain, search.least())
 
 
 @lru_cache(_RECENT)
-def _fastest(chain: Chain, budget: int, least: Outcome) -> Outcome:
+def _fastest(chain: Chain, budget: int, least: Outcome, widths: tuple[int, ...]) -> Outcome:
     """Return the best plan within a budget, which the one with the least peak keeps."""
     count = len(chain.units)
     longest = count if count <= _ANY_LENGTH else max(_LONG, 2 * math.isqrt(count))
-    search = _Search(_starts_of(chain, longest), budget)
+    search = _Search(starts_of(chain, longest), budget)
     powers = (f"uniform:{1 << i}" for i in range(count.bit_length()))
     rules = [by_rule(chain, name) for name in ("none", "all", "sqrt", *powers)]
     known = [least, *(plan for plan in rules if plan.peak <= budget)]
     best = min(known, key=lambda plan: plan.extra)
     bound = search.find_multiplier()
-    for width in _WIDTHS:
+    for width in widths:
         rest, lost = search.run(best.extra, width)
         if len(rest[0][1]):
             best = min(best, search.best(chain, rest), key=lambda x: x.extra)

@@ -218,8 +218,8 @@ def axes_of(plan):
     figures = pytest.importorskip("matplotlib.figure")
     drawing = pytest.importorskip("fusedckpt.planning.plan_plot", exc_type=ImportError)
     trade, through = figures.Figure().subplots(1, 2)
-    drawing._draw_trade(trade, plan)
-    drawing._draw_step(through, plan)
+    drawing.draw_trade(trade, plan)
+    drawing.draw_step(through, plan)
     return trade, through
 
 

@@ -10,9 +10,8 @@ import pytest
 from random_chains import llama_like, random_chain
 from support import calls
 
-from fusedckpt.planning import solver
 from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
-from fusedckpt.planning.solver import _starts_of, by_rule, least_peak, solve
+from fusedckpt.planning.solver import by_rule, least_peak, solve, starts_of
 
 
 def every_plan(chain: Chain):
@@ -190,18 +189,14 @@ def test_is_quick_and_near_the_bound(count, most, noise):
         assert solve(chain, rule.peak).extra < 0.85 * rule.extra
 
 
-def test_bounds_hold_where_ways_are_dropped(monkeypatch):
+def test_bounds_hold_where_ways_are_dropped():
     draw = random.Random(9)
     for _ in range(60):
         chain = random_chain(draw, draw.randint(4, 7))
         least, most = least_peak(chain).peak, by_rule(chain, "none").peak
         budget = (2 * least + max(least, most)) // 3
         exact = solve(chain, budget)
-        with monkeypatch.context() as patch:
-            patch.setattr(solver, "_WIDTHS", (2,))
-            solver._fastest.cache_clear()
-            narrow = solve(chain, budget)
-        solver._fastest.cache_clear()
+        narrow = solve(chain, budget, widths=(2,))
         assert exact.lower_bound == exact.extra
         assert narrow.lower_bound <= exact.extra + 1e-9
         assert exact.extra <= narrow.extra + 1e-9
@@ -214,7 +209,7 @@ def integer_program(chain: Chain, limit: int) -> tuple[float, float]:
     count = len(chain.units)
     # an item: its ends, what it keeps, its peak beyond all kept before, its time
     edges = []
-    for i, start in enumerate(_starts_of(chain, count)):
+    for i, start in enumerate(starts_of(chain, count)):
         for stop, kept, need, ms in zip(*(column.tolist() for column in start), strict=True):
             edges.append((i, stop, kept, need, ms)) if need <= limit else None
     starts, stops, kept, peaks, extra = map(np.array, zip(*edges, strict=True))
