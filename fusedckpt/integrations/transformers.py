@@ -39,9 +39,10 @@ class FuseCallback(TrainerCallback):
     `fuse` in `model_init`. Budgets are of the module inside DDP, its buckets apart.
 
     Args:
-        checkpoint: whether `gradient_checkpointing=True` takes `fusedckpt.checkpoint`, see
-            `use_checkpoint`. Where it cannot, as with use_reentrant=True or offload=True, gradient
-            checkpointing is unchanged, with one warning.
+        checkpoint: whether `activation_checkpointing=True`, `gradient_checkpointing=True` in older
+            releases of transformers, takes `fusedckpt.checkpoint`, see `use_checkpoint`. Where it
+            cannot, as with use_reentrant=True or offload=True, gradient checkpointing is unchanged,
+            with one warning.
         save_regions: of that checkpoint.
         plan, report: as in `at_first_batch`, once for each `train()`. Under FSDP no plan: apply one
             to the model before the Trainer gets it.
@@ -79,7 +80,9 @@ class FuseCallback(TrainerCallback):
         model = kwargs["model"]
         if not any(MARK in vars(module) for module in model.modules()):
             self._fuse(model, state)
-        if self.checkpoint and args.gradient_checkpointing:
+        # the name of newer releases, in which the older one is deprecated
+        enabled = getattr(args, "activation_checkpointing", None)
+        if self.checkpoint and (enabled or getattr(args, "gradient_checkpointing", False)):
             self._use_checkpoint(model, state)
         # not even a hook: inside a module that DDP or FSDP compiles, one would end the compilation
         if self.plan is None and not self.report:
@@ -120,16 +123,17 @@ class FuseCallback(TrainerCallback):
 def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> None:
     """Put `fusedckpt.checkpoint` where gradient checkpointing put torch's, with its options.
 
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
         use_checkpoint(model, save_regions=["attention"])
 
+    It is `gradient_checkpointing_enable()` in older releases of transformers.
     Models of diffusers are taken, too, after `enable_gradient_checkpointing()`: the function by
     which they checkpoint is called once with a module that looks which checkpoint calls it.
 
     With save_regions=["attention"] attention does not run again: a layer saves its input, and
     attention's output and log-sum-exp.
 
-    `gradient_checkpointing_disable()` ends it, enabling it anew brings torch's back.
+    Disabling it ends it, enabling it anew brings torch's back.
 
     Raises:
         TypeError: `model` is not an nn.Module, or `save_regions` are not strings.
@@ -149,7 +153,8 @@ def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, partial[Any]]]:
     if not modules:
         raise ValueError(
             "use_checkpoint: no module has gradient_checkpointing set: call "
-            "model.gradient_checkpointing_enable() before"
+            "model.activation_checkpointing_enable(), or in older releases "
+            "gradient_checkpointing_enable(), before"
         )
     # one function for all of them
     checkpoints: dict[Any, partial[Any]] = {}

@@ -290,7 +290,7 @@ def _refuse(name: str, tensors: Iterable[Tensor]) -> None:
     if current() is not None:
         raise ValueError(
             f"plan: unit {name} runs inside a checkpoint: a plan chooses what is recomputed; take "
-            "the checkpoint away (of transformers' models, gradient_checkpointing_disable()), or "
+            "the checkpoint away (of transformers' models, activation_checkpointing_disable()), or "
             "name the module that it is around in units="
         )
     if any(x.is_nested for x in tensors):

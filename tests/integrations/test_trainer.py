@@ -110,6 +110,19 @@ def test_what_several_processes_compile_is_not_planned(tmp_path):
         ours.callback_handler.on_train_begin(two, ours.state, ours.control)
 
 
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_arguments_of_either_name_are_read(tmp_path, segments, name):
+    """Of a release that has only the new name, and of one that has only the old one."""
+    model = build()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ours = trainer(tmp_path, model=model, callbacks=[FuseCallback(log=lambda found: None)])
+    arguments = types.SimpleNamespace(**{name: True})
+    (callback,) = (c for c in ours.callback_handler.callbacks if isinstance(c, FuseCallback))
+    callback.on_train_begin(arguments, ours.state, ours.control, model=model)
+    step(model)
+    assert len(segments) == LAYERS
+
+
 def test_gradient_checkpointing_is_ours(tmp_path, segments):
     given = {"gradient_checkpointing": True}
     theirs = history(trainer(tmp_path, model=build(dropout=0.1), **given))
@@ -230,7 +243,8 @@ def test_use_checkpoint(segments, every):
 
 def test_what_cannot_be_ours_is_named():
     model = build().train()
-    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
+    names = r"activation_checkpointing_enable.*older releases gradient_checkpointing_enable"
+    with pytest.raises(ValueError, match=names):
         use_checkpoint(model)
     model.activation_checkpointing_enable(offload=True)
     with pytest.raises(ValueError, match="expected torch's checkpoint"):
