@@ -43,6 +43,7 @@ def trial(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     inputs: Any = (),
+    budget: int = 0,
 ) -> Iterator[None]:
     """Put everything back on leaving, by an exception too, that training steps inside change.
 
@@ -53,11 +54,11 @@ def trial(
 
     Inside, every `.grad` is None, as after `zero_grad()`. Put back are: every `.grad`, the same
     object as before, and gradients that FSDP2 has not reduced yet; buffers, the optimizer's state,
-    options and parameters, and the tensors in `inputs`, from copies in host memory; attributes of
-    modules, such as `training`, with the containers, tensors, arrays and random number generators
-    among them, and of the optimizer; the random state of Python, NumPy, the CPU and all CUDA
-    devices. A tensor that did not change is not written to. Parameters that `optimizer` does not
-    have are not copied.
+    options and parameters, and the tensors in `inputs`, from copies on their device where these
+    fit, in pinned host memory otherwise; attributes of modules, such as `training`, with the
+    containers, tensors, arrays and random number generators among them, and of the optimizer; the
+    random state of Python, NumPy, the CPU and all CUDA devices. A tensor that did not change is not
+    written to. Parameters that `optimizer` does not have are not copied.
 
     Items of containers, and attributes of objects among `inputs`, are read and written past the
     methods of their own classes, and written only where they changed. Objects in attributes of
@@ -67,6 +68,7 @@ def trial(
         model: any module, lazy ones after their first forward.
         optimizer: the one that steps inside, several, or None.
         inputs: the arguments of the model: tensors in any nesting of containers and objects.
+        budget: bytes that the steps inside may have in use on a device at once, 0 for unknown.
 
     Raises:
         RuntimeError: on leaving, a parameter that `optimizer` does not have was written to: it
@@ -87,10 +89,11 @@ def trial(
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
         _keep_unreduced(model, undo)
+        copies = Copies(budget)
         for each in optimizers:
-            _keep(each, undo, seen)
-        _keep(inputs, undo, seen)
-        _keep_modules(model, undo, seen)
+            _keep(each, undo, seen, copies)
+        _keep(inputs, undo, seen, copies)
+        _keep_modules(model, undo, seen, copies)
         for name, parameter in model.named_parameters():
             undo.callback(_put_memory_back, parameter, parameter.detach())
             if id(parameter) not in seen:
@@ -168,19 +171,19 @@ def _unreduced(model: nn.Module) -> Iterator[tuple[Any, str]]:
                 yield whole, "grad"
 
 
-def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int]) -> None:
+def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int], copies: Copies) -> None:
     for module in model.modules():
         attributes = vars(module)
         undo.callback(refill_dict, attributes, dict(attributes))
         for buffer in module.buffers(recurse=False):
-            _keep(buffer, undo, seen)
+            _keep(buffer, undo, seen, copies)
         # parameters are watched, or copied with the optimizer
         for slot in ("_buffers", "_parameters"):
             if isinstance(attributes.get(slot), dict):
                 undo.callback(refill_dict, attributes[slot], dict(attributes[slot]))
         for name, value in attributes.items():
             if name not in ("_buffers", "_parameters", "_modules"):
-                _keep(value, undo, seen, is_attribute=True)
+                _keep(value, undo, seen, copies, is_attribute=True)
 
 
 def is_state(value: Any) -> TypeGuard[Tensor]:
@@ -190,7 +193,9 @@ def is_state(value: Any) -> TypeGuard[Tensor]:
     return not (value.requires_grad or value.is_meta or value.is_inference())
 
 
-def _keep(value: Any, undo: ExitStack, seen: set[int], is_attribute: bool = False) -> None:
+def _keep(
+    value: Any, undo: ExitStack, seen: set[int], copies: Copies, is_attribute: bool = False
+) -> None:
     """Copy tensors, arrays and states of generators in `value`, and items of its containers."""
     if isinstance(value, Optimizer):
         # one that wraps another has it as an attribute
@@ -205,27 +210,71 @@ def _keep(value: Any, undo: ExitStack, seen: set[int], is_attribute: bool = Fals
             undo.callback(write, value, read(value))
     if isinstance(value, Tensor):
         for part in strided(value):
-            undo.callback(_restorer(part))
+            undo.callback(_restorer(part, copies))
     elif isinstance(value, np.ndarray) and value.flags.writeable:
         undo.callback(np.copyto, value, value.copy())
     elif not is_attribute or isinstance(value, CONTAINERS):
         undo.callback(restorer(value))
         for part in parts_of(value):
-            _keep(part, undo, seen, is_attribute)
+            _keep(part, undo, seen, copies, is_attribute)
 
 
 def _set_bits(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
 
 
-def _restorer(tensor: Tensor) -> Callable[[], None]:
-    """Copy a tensor to host memory, and return a function that puts its value back."""
+class Copies:
+    """Copies of tensors: on their device where there is room beside the steps, else on the host.
+
+    The state of Adam for 7B parameters is 56 GB: pageable host memory would be slow both ways.
+    """
+
+    def __init__(self, budget: int = 0):
+        self._budget = budget
+        # by device the bytes that copies may still take
+        self._room: dict[torch.device, int] = {}
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor."""
+        device = tensor.device
+        if device.type == "cpu":
+            return tensor.to("cpu", copy=True)
+        if device not in self._room:
+            self._room[device] = room_of(device, self._budget)
+        if tensor.nbytes <= self._room[device]:
+            self._room[device] -= tensor.nbytes
+            return tensor.to(device, copy=True)
+        return pinned_copy(tensor)
+
+
+def room_of(device: torch.device, budget: int) -> int:
+    """Return the bytes that copies may take on a device beside steps; budget: see `trial`."""
+    if device.type != "cuda":
+        return 0
+    in_use = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - in_use
+    free = int(0.8 * (torch.cuda.mem_get_info(device)[0] + unused))
+    # a step of unknown size gets most of it
+    return max(0, free - max(0, budget - in_use)) if budget else free // 4
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in pinned host memory, in pageable memory where there is not enough of it."""
+    try:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:
+        return tensor.to("cpu", copy=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _restorer(tensor: Tensor, copies: Copies) -> Callable[[], None]:
+    """Copy a tensor, and return a function that puts its value back."""
     memory = tensor.detach()
     # one element stands for all of an expanded axis
     for axis, stride in enumerate(memory.stride()):
         if stride == 0 and memory.shape[axis] > 1:
             memory = memory.narrow(axis, 0, 1)
-    before, version, whole = memory.to("cpu", copy=True), tensor._version, tensor.detach()
+    before, version, whole = copies.copy(memory), tensor._version, tensor.detach()
 
     def restore() -> None:
         _put_memory_back(tensor, whole)

@@ -10,7 +10,8 @@ import torch
 from support import DEVICE, randn
 from torch import nn
 
-from fusedckpt.reporting.trial import aliased, trial
+from fusedckpt.reporting import trial as trials
+from fusedckpt.reporting.trial import Copies, aliased, trial
 
 
 class Noisy(nn.Module):
@@ -252,3 +253,47 @@ def test_aliased_inputs_reach_no_graph_of_the_caller():
     # y's graph is still there
     y.sum().backward()
     assert x.grad is not None
+
+
+def test_copies_stay_on_the_device_while_they_fit(monkeypatch):
+    rooms, pinned = [], []
+    monkeypatch.setattr(trials, "room_of", lambda *args: rooms.append(args) or 100)
+    monkeypatch.setattr(trials, "pinned_copy", lambda tensor: pinned.append(tensor.nbytes))
+    copies = Copies(budget=5)
+    # of any device but a CPU
+    made = [copies.copy(torch.empty(count, device="meta")) for count in (10, 20, 15, 1)]
+    assert [copy is not None and copy.device.type for copy in made] == [
+        "meta",
+        False,
+        "meta",
+        False,
+    ]
+    # the device is asked once, for all copies
+    assert rooms == [(torch.device("meta"), 5)]
+    assert pinned == [80, 4]
+    x = torch.randn(3)
+    assert torch.equal(copies.copy(x), x)
+    assert copies.copy(x).data_ptr() != x.data_ptr()
+
+
+def test_copies_leave_a_budget_its_room(monkeypatch):
+    device = torch.device("cuda", 0)
+    sizes = {"memory_allocated": 20, "memory_reserved": 30}
+    for name, size in sizes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90, 120))
+    assert trials.room_of(device, 0) == 20
+    # of 80 bytes that may be used, the steps take 50 beyond those in use
+    assert trials.room_of(device, 70) == 30
+    assert trials.room_of(device, 1000) == 0
+    assert trials.room_of(torch.device("cpu"), 0) == 0
+
+
+def test_copies_fall_back_to_pageable_memory(monkeypatch):
+    def refuse(*args, **kwargs):
+        assert kwargs["pin_memory"]
+        raise RuntimeError("out of pinned memory")
+
+    x = torch.randn(3)
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert torch.equal(trials.pinned_copy(x), x)
