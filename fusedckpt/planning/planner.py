@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +21,7 @@ from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import Policy, limit_of
 from fusedckpt.planning.measure import Measured, measured
 from fusedckpt.planning.plans import Plan
-from fusedckpt.planning.ranks import Group, facts_of, group_of, together
+from fusedckpt.planning.ranks import Group, broadcast, group_of
 from fusedckpt.planning.survey import surveyed
 from fusedckpt.planning.trials import Trials
 from fusedckpt.planning.units import check_model, has_levels, names_of
@@ -108,14 +108,14 @@ def plan(
         TypeError: an argument has another type.
         ValueError: no plan fits the budget (the message names the least feasible one), no module
             runs exactly once, a unit changes an object among its arguments, the model has a plan
-            applied, is sharded or compiled, or an argument is invalid. On all ranks of a group: one
-            differs from the first or raised; with gloo, one did not call within a minute.
+            applied, is sharded or compiled, or an argument is invalid. On all ranks of a group: the
+            first one raised; with gloo, one did not call within a minute.
     """
     parallel = model if isinstance(model, DistributedDataParallel) else None
     model = model if parallel is None else parallel.module
     ranks = group_of(group, None if parallel is None else parallel.process_group)
 
-    def prepare() -> tuple[Mapping[str, str], Callable[[], Plan]]:
+    def make() -> Plan:
         optimizers = optimizers_of("plan", optimizer)
         check_step("plan", model, loss, optimizers, (args, kwargs))
         check_model(model)
@@ -137,10 +137,9 @@ def plan(
         )
         step, assumed = _in_state(step, parallel, is_there)
         goal = _Goal(policy, limit, is_rest, assumed, frees_late, progress)
-        facts = facts_of(step, names, policy, limit, is_rest)
-        return facts, lambda: _planned(step, names, goal)
+        return _planned(step, names, goal)
 
-    return together(ranks, prepare)
+    return broadcast(ranks, make)
 
 
 def _accumulates(accumulate: Any) -> bool:
@@ -207,7 +206,11 @@ def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
         nn.ModuleList([step.model, step.loss]) if isinstance(step.loss, nn.Module) else step.model
     )
     given = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
-    with trial(parts, step.optimizers, given), torch.enable_grad(), telling(goal.progress) as tell:
+    with (
+        trial(parts, step.optimizers, given, limit or 0),
+        torch.enable_grad(),
+        telling(goal.progress) as tell,
+    ):
         tell("running the model")
         survey = surveyed(step, names)
         never = goal.assumed - survey.trained

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed as dist
-from torch import Tensor
 
-from fusedckpt.autograd.private import pytree
-from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.plans import Plan
-from fusedckpt.reporting.step import Step
-from fusedckpt.reporting.tables import size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,9 +18,6 @@ Group: TypeAlias = "ProcessGroup | DeviceMesh | Literal[False] | None"
 
 # in which all ranks of a group are to call plan; only gloo can tell which one did not
 _PATIENCE = timedelta(seconds=60)
-
-Facts = Mapping[str, str]
-Prepare = Callable[[], tuple[Facts, Callable[[], Plan]]]
 
 
 def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
@@ -58,76 +49,34 @@ def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
     return found if found.size() > 1 else None
 
 
-def facts_of(
-    step: Step, names: Sequence[str], policy: Any, limit: int | None, is_rest: bool
-) -> Facts:
-    """Return facts that are to be the same on all ranks, each by the name of its subject."""
-    optimizer = ", ".join(type(x).__name__ for x in step.optimizers) or "none"
-    facts = {
-        f"the {'activation ' * is_rest}budget": "none" if limit is None else _bytes(limit),
-        "the policy": policy if isinstance(policy, str) else "a list of modules",
-        "the optimizer": f"{optimizer} with {_bytes(nbytes_of(step.state()))} of state",
-        "what gradients hold": _bytes(nbytes_of(step.gradients.values()) + step.beside),
-        "the list of units": ", ".join(names),
-    }
-    for name, module in step.model.named_modules():
-        # addresses are each rank's own
-        extra = re.sub(r" at 0x\w+", "", module.extra_repr())
-        mode = "" if module.training else ", in eval mode"
-        facts[f"module {name}" if name else "the model"] = f"{type(module).__name__}({extra}){mode}"
-    for name, x in [*step.model.named_parameters(), *step.model.named_buffers()]:
-        facts[name] = f"{_like(x)}, {'trained' if x.requires_grad else 'not trained'}"
-    for path, leaf in pytree.tree_flatten_with_path((step.args, step.kwargs))[0]:
-        facts[f"argument {pytree.keystr(path)}"] = _like(leaf)
-    return facts
+def broadcast(group: ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
+    """Return the plan that the first rank of a group makes, on all of them.
 
-
-def _bytes(count: int) -> str:
-    return f"{size(count)} ({count} bytes)"
-
-
-def _like(x: Any) -> str:
-    if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-    return type(x).__name__
-
-
-def together(group: ProcessGroup | None, prepare: Prepare) -> Plan:
-    """Return the first rank's plan once all ranks have the same facts.
-
-    prepare: returns the facts, and a function that makes the plan.
+    `Plan.apply` compares the structure of each rank's model with the first one's.
 
     Raises:
-        ValueError: facts differ, or the first rank has no plan, on all ranks.
+        ValueError: the first rank has no plan; with gloo, a rank does not call this in time.
     """
     if group is None:
-        return prepare()[1]()
+        return make()
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
     _meet(group, ranks)
-    facts, made = list[Any]([None] * len(ranks)), list[Any]([None])
+    results = list[Any]([None])
     error: BaseException | None = None
-    make: Any = None
-    try:
-        own, make = prepare()
-    except Exception as raised:
-        error = raised
-        own = ValueError(f"plan: rank {rank} raised {type(raised).__name__}: {raised}")
-    dist.all_gather_object(facts, own, group)
-    if error is not None:
-        raise error
-    _compare(ranks, facts)
     if rank == ranks[0]:
         try:
-            made = [make()]
+            results = [make()]
         except BaseException as raised:
             # an interrupt, too: or the others would wait for ever
-            error, told = raised, f"plan: rank {rank} raised {type(raised).__name__}: {raised}"
-            made = [raised if isinstance(raised, ValueError) else RuntimeError(told)]
-    dist.broadcast_object_list(made, ranks[0], group)
-    (found,) = made
-    if error is not None or isinstance(found, Exception):
-        raise error or found
-    return found
+            error, reason = raised, f"plan: rank {rank} raised {type(raised).__name__}: {raised}"
+            results = [raised if isinstance(raised, ValueError) else RuntimeError(reason)]
+    dist.broadcast_object_list(results, ranks[0], group)
+    (result,) = results
+    if error is not None:
+        raise error
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _meet(group: ProcessGroup, ranks: list[int]) -> None:
@@ -140,20 +89,3 @@ def _meet(group: ProcessGroup, ranks: list[int]) -> None:
                 f"{_PATIENCE.total_seconds():.0f} s; pass group= to plan with others, or "
                 f"group=False to plan alone: {error}"
             ) from error
-
-
-def _compare(ranks: list[int], facts: list[Facts | ValueError]) -> None:
-    """Raise the error of a rank that has one, or the first difference from the first rank."""
-    first = facts[0]
-    for rank, found in zip(ranks, facts, strict=True):
-        if isinstance(found, ValueError):
-            raise found
-        assert not isinstance(first, ValueError)
-        for name in dict.fromkeys([*first, *found]):
-            one, other = first.get(name, "not there"), found.get(name, "not there")
-            if one != other:
-                raise ValueError(
-                    f"plan: {name} is {one} on rank {ranks[0]} and {other} on rank {rank}: all "
-                    "ranks of a group plan the same; those that train another model, such as "
-                    "stages of a pipeline, pass a group= of their own, or group=False to plan alone"
-                )
