@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
-from operator import is_
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -29,11 +28,18 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.checkpointing.calls import ATOMS
+from fusedckpt.fusing.holders import (
+    BASES,
+    CONTAINERS,
+    Slots,
+    contents_of,
+    is_of_library,
+    numbers_of,
+    put_back,
+    slots_of,
+)
 from fusedckpt.fusing.written import Member, Written
 
-# containers, and the classes whose methods fill those of a subclass, past its own
-_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, set, deque))
-_BASES = OrderedDict, dict, list, set, deque
 # a container of more entries is data, and more objects are no state of one module
 _MOST_ENTRIES, _MOST_OBJECTS = 1 << 10, 1 << 8
 # attributes of every module: hooks, and members, of which a forward may replace some
@@ -83,6 +89,8 @@ class State:
             objects += [x for name, x in contents.items() if name not in _OF_MODULES]
         for kind in classes:
             objects += [x for read in _of_class(kind) for x in read()]
+            for numbers in numbers_of(kind):
+                self._note_contents(numbers)
         return found, objects
 
     def _walk(self, queue: list[Any], seen: set[int], tensors: _Versions) -> None:
@@ -100,7 +108,7 @@ class State:
     def _note(self, value: Any) -> Sequence[Any]:
         """Note one object, and return the objects in it."""
         kind = type(value)
-        if kind in _CONTAINERS:
+        if kind in CONTAINERS:
             return self._note_contents(value)
         if isinstance(value, tuple):
             return value[:_MOST_ENTRIES]
@@ -108,16 +116,16 @@ class State:
             self._generators.append((*calls, calls[1]()))
         elif _is_plain_class(kind):
             attributes = getattr(value, "__dict__", None)
-            found = [*self._note_contents(value)] if isinstance(value, _BASES) else []
+            found = [*self._note_contents(value)] if isinstance(value, BASES) else []
             found += self._note_contents(attributes) if type(attributes) is dict else ()
-            found += self._note_contents(_Slots(value)) if _slots_of(kind) else ()
+            found += self._note_contents(Slots(value)) if slots_of(kind) else ()
             return found
         return ()
 
     def _note_contents(self, holder: Any) -> Sequence[Any]:
         if len(holder) > _MOST_ENTRIES:
             return ()
-        contents = _contents_of(holder)
+        contents = contents_of(holder)
         self._noted.append((holder, contents))
         return [*contents.values()] if isinstance(contents, dict) else contents
 
@@ -147,13 +155,13 @@ class State:
     def restored(self) -> Iterator[None]:
         """Bring the state back meanwhile; no write inside changes a tensor of the state."""
         swaps = self._written.swaps()
-        present = [(holder, _contents_of(holder)) for holder, _ in self._noted]
+        present = [(holder, contents_of(holder)) for holder, _ in self._noted]
         kinds = [(module, type(module)) for module, _ in self._kinds]
         toggled = [p for p, flag in self._flags if p.requires_grad != flag]
         states = [(write, read()) for write, read, _ in self._generators]
         try:
             for holder, contents in self._noted:
-                _put(holder, _swapped(contents, swaps))
+                put_back(holder, _swapped(contents, swaps))
             _set_classes(self._kinds)
             _toggle(toggled)
             for write, _, state in self._generators:
@@ -164,57 +172,17 @@ class State:
                 write(state)
             _toggle(toggled)
             for holder, contents in present:
-                _put(holder, contents)
+                put_back(holder, contents)
             _set_classes(kinds)
 
 
 def is_noted(value: Any) -> bool:
     """Whether an argument is a container whose contents are brought back."""
-    return type(value) in _CONTAINERS or isinstance(value, UserDict)
+    return type(value) in CONTAINERS or isinstance(value, UserDict)
 
 
 def _is_leaf(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.is_leaf
-
-
-class _Slots:
-    """The attributes of an object that has no dict for them."""
-
-    def __init__(self, value: Any):
-        self.value, self.names = value, _slots_of(type(value))
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def items(self) -> list[tuple[str, Any]]:
-        """Return those that are set."""
-        return [(n, getattr(self.value, n)) for n in self.names if hasattr(self.value, n)]
-
-    def put(self, contents: Mapping[str, Any]) -> None:
-        """Set them, and no others."""
-        for name, _ in self.items():
-            if name not in contents:
-                delattr(self.value, name)
-        for name, one in contents.items():
-            object.__setattr__(self.value, name, one)
-
-
-@cache
-def _slots_of(kind: type) -> Sequence[str]:
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [n for one in slots for n in ((one,) if isinstance(one, str) else one)]
-    return [n for n in names if not n.startswith("__")]
-
-
-def _contents_of(holder: Any) -> Any:
-    if isinstance(holder, _Slots):
-        return dict(holder.items())
-    base = _base_of(holder)
-    return dict(base.items(holder)) if issubclass(base, dict) else [*base.__iter__(holder)]
-
-
-def _base_of(holder: Any) -> Any:
-    return next(base for base in _BASES if isinstance(holder, base))
 
 
 def _swapped(contents: Any, swaps: Mapping[int, Tensor]) -> Any:
@@ -226,28 +194,6 @@ def _swapped(contents: Any, swaps: Mapping[int, Tensor]) -> Any:
         for name in _MEMBERS:
             found[name] = _swapped(contents[name], swaps)
     return found
-
-
-def _put(holder: Any, contents: Any) -> None:
-    """Give a holder contents, unless it has them."""
-    present = _contents_of(holder)
-    is_same = len(present) == len(contents) and all(map(is_, present, contents))
-    if isinstance(contents, dict):
-        is_same = is_same and all(map(is_, present.values(), contents.values()))
-    if is_same:
-        return
-    if isinstance(holder, _Slots):
-        holder.put(contents)
-        return
-    base = _base_of(holder)
-    base.clear(holder)
-    if base is OrderedDict:
-        for key, one in contents.items():
-            base.__setitem__(holder, key, one)
-    elif base in (dict, set):
-        base.update(holder, contents)
-    else:
-        base.extend(holder, contents)
 
 
 def _set_classes(kinds: list[tuple[nn.Module, type[nn.Module]]]) -> None:
@@ -293,7 +239,7 @@ def _of_class(kind: type) -> Sequence[Callable[[], Sequence[Any]]]:
     """
     found = []
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0] in ("torch", "fusedckpt", "builtins"):
+        if is_of_library(base):
             continue
         table = vars(sys.modules.get(base.__module__, base))
         generators = [n for n, value in [*table.items()] if _generator(value) is not None]

@@ -22,6 +22,8 @@ from fusedckpt.fusing.reasons import called_by
 
 # bytes of a tensor that is copied for one call in any case
 _SMALL = 1 << 16
+# not in every torch: then a buffer that is written with its own values is an error, too
+_hash: Any = getattr(torch, "hash_tensor", None)
 # for each tensor True if a forward writes it, else its version and digest
 _KNOWN = WeakTensorKeyDictionary()
 
@@ -127,9 +129,11 @@ def _digest(tensor: Tensor) -> Tensor | None:
     is_known = kind == torch.bool or (kind.is_floating_point and kind.itemsize > 1)
     if not (is_known and storage_of(tensor)) or tensor.device.type not in ("cpu", "cuda"):
         return None
+    if _hash is None:
+        return None
     with private.unseen(), torch.no_grad():
         # of an even number of equal values the first is 0
-        numbers = torch.hash_tensor(tensor), tensor.sum(dtype=torch.float64)
+        numbers = _hash(tensor), tensor.sum(dtype=torch.float64)
         return torch.stack([number.view(torch.int64) for number in numbers])
 
 

@@ -140,13 +140,15 @@ class Subclasses(Case):
 class OfItsClass(Case):
     def prepare(self, module):
         type(module).shared = types.SimpleNamespace(counts=[0])
+        type(module).num_calls = 0
 
     def scale(self, module, x, given):
         module.shared.counts[0] += 1
-        return 1 + 0.1 * module.shared.counts[0]
+        type(module).num_calls += 1
+        return 1 + 0.1 * module.shared.counts[0] * module.num_calls
 
     def after(self, module):
-        return module.shared.counts
+        return module.shared.counts, module.num_calls
 
 
 class Generators(Case):
