@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class Meta(NamedTuple):
     device: torch.device
 
 
-class Around(NamedTuple):
+class Context(NamedTuple):
     """The state that decides a call besides its options and tensors.
 
     autocast: its dtype for the first tensor's device, None where it is off; level, chunks: of
@@ -195,11 +195,38 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     return found
 
 
-# what `settle` returns where a module calls the forward of its own class, and its children's
+class Decided(Protocol):
+    """A record of options that `decide` plans calls of; `blocks/layer.py` tells the whole story."""
+
+    @property
+    def name(self) -> str:
+        """Return the function or class, for errors."""
+        ...
+
+    @property
+    def is_module(self) -> bool:
+        """Whether a module asks: it may run its own forward instead."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of a call's tensors, x first; "?" ends that of one that may be None."""
+        ...
+
+    def check(self, override: str | None, /) -> Any:
+        """Return the options checked, the save level among them; raise for a wrong one."""
+        ...
+
+    def plan(self, context: Context, /, *metas: Any) -> Any:
+        """Return the call; None to run the reference, OWN to run the module's own forward."""
+        ...
+
+
+# what `plan` returns where a module calls the forward of its own class, and its children's
 OWN = "own"
 
 
-class Settled(NamedTuple):
+class Decision(NamedTuple):
     """The decision for a call: the checked call and its phase; None to run the eager reference.
 
     is_own: whether a module runs the forward of its own class instead, as for tensors of other
@@ -211,17 +238,12 @@ class Settled(NamedTuple):
     is_own: bool = False
 
 
-def settled(options: Any, *tensors: Any) -> Settled:
-    """Return the decision for a call, which is remembered for equal options, tensors and state.
-
-    options: a record with `name`; `names` of the tensors, ending in "?" where one may be None;
-    `is_module`; `chosen(level)`, which checks the options; and `settle(around, *metas)`, which
-    returns the call, None or OWN.
-    """
+def decide(options: Decided, *tensors: Any) -> Decision:
+    """Return the decision for a call, which is remembered for equal options, tensors and state."""
     if is_recorded(tensors[0]):
-        return Settled(is_own=options.is_module)
+        return Decision(is_own=options.is_module)
     if torch.compiler.is_compiling():
-        return _settled_anew(options, tensors, twin=True)
+        return _decided_anew(options, tensors, twin=True)
     grad, metas = torch.is_grad_enabled(), []
     is_free = private.SEES_HOOKS and private.top_hooks() is None and private.current_node() is None
     phase = phases.of_layer() if grad and not is_free else None
@@ -236,9 +258,9 @@ def settled(options: Any, *tensors: Any) -> Settled:
         ):
             metas.append((t.shape, t.dtype, t.device))
         else:
-            return _settled_anew(options, tensors, is_twin)._replace(phase=phase)
+            return _decided_anew(options, tensors, is_twin)._replace(phase=phase)
     has_modes = private.num_dispatch_modes() or recipes.num_other_modes()
-    around = (
+    context = (
         grad,
         autocast_dtype(tensors[0].device) if metas[0] and private.is_any_autocast_on() else None,
         *(levels.override.level, levels.override.chunks, is_twin),
@@ -246,10 +268,10 @@ def settled(options: Any, *tensors: Any) -> Settled:
         (_forced, _PREFERRED),
     )
     try:
-        found = _remembered(around, tuple(metas), type(options), *options)
+        found = _remembered(context, tuple(metas), type(options), *options)  # type: ignore[misc]  # a NamedTuple
     except TypeError:
         # an option that cannot be hashed is invalid: this raises
-        found = _settled_anew(options, tensors, is_twin)
+        found = _decided_anew(options, tensors, is_twin)
     return found if phase is None else found._replace(phase=phase)
 
 
@@ -257,32 +279,32 @@ def settled(options: Any, *tensors: Any) -> Settled:
 @lru_cache(maxsize=8192, typed=True)
 def _remembered(found: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *options: Any) -> Any:
     x, *others = [None if meta is None else Meta(*meta) for meta in metas]
-    around = Around(*found)
+    context = Context(*found)
     if x is not None and x.device.type == "meta":
         # only its ops matter
-        around = around._replace(direct=False)
+        context = context._replace(direct=False)
     # promote_types is an op, and a checkpoint that compares its recompute with its forward sees ops
     with private.disable_current_modes():
-        return _checked(kind(*options), around, (x, *others))
+        return _checked(kind(*options), context, (x, *others))
 
 
-def _checked(options: Any, around: Around, metas: Any) -> Settled:
-    found = options.settle(around, *metas)
-    return Settled(is_own=True) if found is OWN else Settled(found)
+def _checked(options: Any, context: Context, metas: Any) -> Decision:
+    found = options.plan(context, *metas)
+    return Decision(is_own=True) if found is OWN else Decision(found)
 
 
-def _settled_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Settled:
+def _decided_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Decision:
     level, chunks = levels.override.level, levels.override.chunks
     is_own = options.is_module and not are_plain(*tensors)
     named = zip([key.rstrip("?") for key in options.names], tensors, strict=True)
     if is_own or not takes_all(options.name, {key: t for key, t in named if t is not None}):
-        options.chosen(level)
-        return Settled(is_own=is_own)
+        options.check(level)
+        return Decision(is_own=is_own)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
     grad = torch.is_grad_enabled()
-    around = Around(grad, autocast, level, chunks, twin=twin, direct=False, forced=())
+    context = Context(grad, autocast, level, chunks, twin=twin, direct=False, forced=())
     metas = [None if t is None else Meta(t.shape, t.dtype, t.device) for t in tensors]
-    return _checked(options, around, metas)
+    return _checked(options, context, metas)
 
 
 def takes_all(name: str, given: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fusedckpt.blocks import compiled, derive, eager, norm_sharing, ops, run
 from fusedckpt.blocks.builder import GATED, PACKED, Linears
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.eager import draw_seeds
+from fusedckpt.blocks.layer import Layer
 from fusedckpt.blocks.operands import (
     Parts,
     adapters_of,
@@ -134,70 +135,88 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
 
 
 def run_linears(
-    options: Any, x: Tensor, norm: Sequence[Any], linears: Sequence[tuple[Any, Any]]
+    layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
 ) -> Any:
-    """Run a call of linears, pairs of weight and bias; None where a module calls its children.
+    """Run a layer, its linears as pairs of weight and bias.
 
-    norm: the tensors between x and the linears: a norm's, a head's target, the routing of experts.
+    Returns None where the layer's module is to call its own children.
+
+    between: the tensors between x and the linears: a norm's, a head's target, experts' routing.
     """
     if eager.forced.is_on:
-        return options.eager(x, norm, linears)
-    tensors, whole = list(chain.from_iterable(linears)), options
-    given = tensors
+        return layer.reference(x, between, linears)
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
-        return _compiled(options, x, norm, linears)
-    if not _DENSE.issuperset(map(type, tensors)) and options.linears and are_adapted(linears):
-        keys = options.linears.keys
-        options.chosen(levels.override.level)
-        parts = taken_apart(options.name, keys, linears, options.num_seeds)
-        options, tensors, given = _adapted(options, keys, parts)
-        if keys == PACKED:
-            # a weight that does not fit is refused whole
-            if dispatch.settled(options, x, *norm, *given).call is None:
-                return None if whole.is_module else whole.eager(x, norm, linears)
-            # views: autograd puts their gradients together again
-            parts = [parts[0].half(0), parts[0].half(1), parts[1]]
-            options, tensors, given = _adapted(options, GATED, parts)
-    call, phase, _ = dispatch.settled(options, x, *norm, *given)
+        return _compiled(layer, x, between, linears)
+    tensors = list(chain.from_iterable(linears))
+    if _DENSE.issuperset(map(type, tensors)) or not (layer.linears and are_adapted(linears)):
+        operands = Operands(layer, tensors, tensors)
+    else:
+        operands = _taken_apart(layer, x, between, linears)
+    call, phase, _ = dispatch.decide(operands.layer, x, *between, *operands.dense)
     if call is None:
-        return None if whole.is_module else whole.eager(x, norm, linears)
+        return None if layer.is_module else layer.reference(x, between, linears)
     # a checkpoint's forward and recompute save alike, at every level
-    is_free = phase is None or phase.levels is None
-    halves = options.halved(linears, is_free and call.level == "gate")
+    saves_half = call.level == "gate" and (phase is None or phase.levels is None)
+    halves = operands.layer.split_packed(linears, saves_half)
     if halves is not None:
-        return run_linears(halves[0], x, norm, halves[1])
-    return apply(call, phase, x, *norm, *tensors)
+        split, pairs = halves
+        return run_linears(split, x, between, pairs)
+    return apply(call, phase, x, *between, *operands.tensors)
 
 
-def _adapted(
-    options: Any, keys: tuple[str, ...], parts: Sequence[Parts]
-) -> tuple[Any, list[Any], list[Any]]:
-    """Return the options of linears taken apart, their tensors, and None for quantised ones."""
-    metas = [Meta(*linear.weight[:3]) if linear.is_quantised else None for linear in parts]
-    bare = [
-        refilled(linear._replace(weight=meta), itertools.repeat(None))
-        for linear, meta in zip(parts, metas, strict=True)
-    ]
-    dense = [one._replace(weight=None) if one.is_quantised else one for one in parts]
-    options = options._replace(linears=Linears(keys, tuple(bare)))
-    tensors, given = ([t for one in each for t in flat(one)] for each in (parts, dense))
-    return options, tensors, given
+class Operands(NamedTuple):
+    """A layer and the tensors of its linears, in order, adapters and quantised weights apart."""
+
+    layer: Layer
+    # what a call computes on
+    tensors: list[Any]
+    # what a decision sees: None for a quantised weight, which the layer's record describes
+    dense: list[Any]
+
+
+def _taken_apart(
+    layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
+) -> Operands:
+    """Return the operands of linears of which some are adapted or quantised."""
+    keys = layer.linears.keys
+    layer.check(levels.override.level)
+    parts = taken_apart(layer.name, keys, linears, layer.num_seeds)
+    operands = _adapted(layer, keys, parts)
+    if keys != PACKED:
+        return operands
+    # decided as a whole first, so that an error names the packed weight
+    if dispatch.decide(operands.layer, x, *between, *operands.dense).call is None:
+        return operands
+    gate_up, down = parts
+    # views: autograd puts their gradients together again
+    return _adapted(layer, GATED, [gate_up.half(0), gate_up.half(1), down])
+
+
+def _adapted(layer: Layer, keys: tuple[str, ...], parts: Sequence[Parts]) -> Operands:
+    """Return a layer whose record describes the parts of its linears, and their tensors."""
+    described, tensors, dense = list[Parts](), list[Any](), list[Any]()
+    for linear in parts:
+        meta = Meta(*linear.weight[:3]) if linear.is_quantised else None
+        described.append(refilled(linear._replace(weight=meta), itertools.repeat(None)))
+        tensors += flat(linear)
+        dense += flat(linear._replace(weight=None) if linear.is_quantised else linear)
+    return Operands(layer._replace(linears=Linears(keys, tuple(described))), tensors, dense)
 
 
 def _compiled(
-    options: Any, x: Tensor, norm: Sequence[Any], linears: Sequence[tuple[Any, Any]]
+    layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
 ) -> Any:
     """Trace a call as its eager reference; None where a module's children are to be called."""
     tensors = [t for pair in linears for t in pair]
-    is_adapted = bool(options.linears) and are_adapted(linears)
+    is_adapted = bool(layer.linears) and are_adapted(linears)
     adapted = [is_adapted and are_adapted([pair]) for pair in linears]
     dense = [t for pair, skips in zip(linears, adapted, strict=True) for t in pair[skips:]]
-    if options.is_module and not dispatch.are_plain(x, *norm, *dense):
+    if layer.is_module and not dispatch.are_plain(x, *between, *dense):
         return None
     if not is_adapted:
-        dispatch.settled(options, x, *norm, *tensors)
-    saved = options.saved_gemms([len(adapters_of(weight)) for weight, _ in linears])
-    return compiled.run(lambda x: options.eager(x, norm, linears), saved, x)
+        dispatch.decide(layer, x, *between, *tensors)
+    saved = layer.saved_gemms([len(adapters_of(weight)) for weight, _ in linears])
+    return compiled.run(lambda x: layer.reference(x, between, linears), saved, x)
 
 
 _DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedckpt.autograd.dispatch import Around
+from fusedckpt.autograd.dispatch import Context
 from fusedckpt.blocks.call import Call, Layout
 from fusedckpt.blocks.operands import Parts, flat, refilled
 from fusedckpt.blocks.program import Program, Step
@@ -70,8 +70,8 @@ def bias_of(key: str) -> str:
 class Builder:
     """Collects a program's steps and parameters; dtype: that linears multiply in."""
 
-    def __init__(self, around: Around, dtype: torch.dtype) -> None:
-        self.around, self.dtype = around, dtype
+    def __init__(self, context: Context, dtype: torch.dtype) -> None:
+        self.context, self.dtype = context, dtype
         self.steps: list[Step] = []
         self.params: list[str] = []
         self.layouts: list[Layout] = []
@@ -114,7 +114,7 @@ class Builder:
         bias = self.param(bias_of(key), Layout(num_dims - 1, self.dtype), parts.bias)
         adapters = []
         for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
-            dtype = self.dtype if num_dims == 3 else self.around.compute_dtype(a.dtype)
+            dtype = self.dtype if num_dims == 3 else self.context.compute_dtype(a.dtype)
             own = Layout(num_dims, dtype)
             pairs = ((f"{key}.A{i or ''}", a), (f"{key}.B{i or ''}", b))
             numbers = [self.param(name, own, t) for name, t in pairs]
@@ -177,7 +177,7 @@ class Builder:
         ]
         program = Program(tuple(inputs), tuple(steps), tuple(results), tuple(self.params), **given)
         options |= {"others": tuple(self.others), "num_seeds": self.num_seeds}
-        options["direct"] = self.around.direct
+        options["direct"] = self.context.direct
         metas = (*inputs.values(), *self.metas)
         return Call(name, program, tuple(self.layouts), metas, **options)
 

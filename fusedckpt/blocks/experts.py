@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around
+from fusedckpt.autograd.dispatch import Context
 from fusedckpt.blocks import run, validate
 from fusedckpt.blocks.builder import ROUTED, ROUTED_GATED, Builder, Linears, bias_of, flat_of
 from fusedckpt.blocks.operands import LoRA, taken_apart
@@ -61,7 +61,7 @@ class ExpertOptions(NamedTuple):
         """The grouped products that a level may save."""
         return ("gate", "up") if self.is_split else ("z",)
 
-    def chosen(self, override: str | None) -> tuple[Gating, str]:
+    def check(self, override: str | None) -> tuple[Gating, str]:
         """Return gating and save level; refuse invalid options."""
         level = levels.chosen(self.caller, (self.save, override, self.default), LEVELS)
         arguments.flag(self.caller, "is_transposed", self.is_transposed)
@@ -72,26 +72,26 @@ class ExpertOptions(NamedTuple):
             arguments.number(self.caller, f"activation.{key}", getattr(self.gating, key))
         return self.gating, level
 
-    def settle(self, around: Around, x: Any, index: Any, scores: Any, *metas: Any) -> Any:
+    def plan(self, context: Context, x: Any, index: Any, scores: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
-        gating, level = self.chosen(around.level)
+        gating, level = self.check(context.level)
         linears = self.linears.of(metas)
-        self._check(around, x, index, scores, linears)
-        if around.twin:
+        self._check(context, x, index, scores, linears)
+        if context.twin:
             return None
-        dtype = around.compute_dtype(x.dtype)
+        dtype = context.compute_dtype(x.dtype)
         num_experts, *sizes = linears[-1].weight.shape
         # temporaries of z, h and three times x, beside float32 sums over chunks
         nbytes = index.shape.numel() * 3 * sum(sizes) * dtype.itemsize
         sums = 4 * 3 * num_experts * math.prod(sizes) if dtype.itemsize == 2 else 0
-        chunks = around.chunks_of(self) or run.cut_for(nbytes, sums)
-        b, inputs = Builder(around, dtype), dict(zip(_INPUTS, (x, index, scores), strict=True))
+        chunks = context.chunks_of(self) or run.cut_for(nbytes, sums)
+        b, inputs = Builder(context, dtype), dict(zip(_INPUTS, (x, index, scores), strict=True))
         self._steps(b, gating, x, index, linears)
         given = {"products": self.products, "top_k": index.shape[-1]}
-        level = level if around.grad else "inputs"
+        level = level if context.grad else "inputs"
         return b.call("experts", inputs, ["y"], given, casts=True, level=level, chunks=chunks)
 
-    def _check(self, around: Around, x: Any, index: Any, scores: Any, linears: Any) -> None:
+    def _check(self, context: Context, x: Any, index: Any, scores: Any, linears: Any) -> None:
         """Refuse tensors that do not fit each other."""
         name = self.name
         names = [key for key in self.names if key != "index"]
@@ -102,7 +102,7 @@ class ExpertOptions(NamedTuple):
             expected, got = validate.listed([*leads, "K"]), list(index.shape)
             raise ValueError(f"{name}: index must be {expected}, K at least 1, got {got}")
         validate.fits(name, "scores", scores, *index.shape)
-        dtype, down = around.compute_dtype(x.dtype), linears[-1].weight.shape
+        dtype, down = context.compute_dtype(x.dtype), linears[-1].weight.shape
         if len(down) != 3 or not down[0]:
             raise ValueError(f"{name}: down must be [E, D, F], E at least 1, got {list(down)}")
         out, hidden = self._turned(down[1:])
@@ -114,7 +114,7 @@ class ExpertOptions(NamedTuple):
             validate.fits(name, key, parts.weight, down[0], *turned, beside=sizes)
             validate.fits(name, bias_of(key), parts.bias, down[0], n)
             weight = None if parts.is_quantised else parts.weight
-            validate.dtypes(name, around, dtype, {key: weight, bias_of(key): parts.bias})
+            validate.dtypes(name, context, dtype, {key: weight, bias_of(key): parts.bias})
             for a, b in parts.adapters:
                 rank = self._turned(a.shape[1:])[0] if len(a.shape) == 3 else "r"
                 validate.fits(name, f"{key}.A", a, down[0], *self._turned((rank, k)))
@@ -167,16 +167,16 @@ class ExpertOptions(NamedTuple):
             op = Adapted(*options, scale=constants.scale)
             y = b.add(op, total, (low, "route", y), (last, None))
 
-    def eager(self, x: Tensor, given: Sequence[Tensor], pairs: Sequence[Any]) -> Tensor:
+    def reference(self, x: Tensor, given: Sequence[Tensor], pairs: Sequence[Any]) -> Tensor:
         """Return the result by torch's own ops; given: index and scores."""
         autocast = dispatch.autocast_dtype(x.device)
-        around = Around(False, autocast, None, None, twin=True, direct=False, forced=())
-        b, (gating, _) = Builder(around, around.compute_dtype(x.dtype)), self.chosen(None)
+        context = Context(False, autocast, None, None, twin=True, direct=False, forced=())
+        b, (gating, _) = Builder(context, context.compute_dtype(x.dtype)), self.check(None)
         linears = taken_apart(self.name, self.linears.keys, pairs, 0)
         if torch.compiler.is_compiling():
-            # adapted ones were not settled
+            # for adapted ones nothing was decided
             whole = self._replace(linears=Linears(self.linears.keys, tuple(linears)))
-            whole._check(around, x, given[0], given[1], linears)
+            whole._check(context, x, given[0], given[1], linears)
         self._steps(b, gating, x, given[0], linears)
         rows = [t.reshape(-1, t.shape[-1]) for t in (x, *given)]
         program = Program(_INPUTS, tuple(b.steps), ("y",), tuple(b.params))
@@ -187,9 +187,9 @@ class ExpertOptions(NamedTuple):
 
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
         """Return the number of the first grouped product, of gate and up, where it is saved."""
-        return (0,) if self.chosen(levels.override.level)[1] == "preact" else ()
+        return (0,) if self.check(levels.override.level)[1] == "preact" else ()
 
-    def halved(self, pairs: Sequence[Any], saves_half: bool) -> Any:
+    def split_packed(self, pairs: Sequence[Any], saves_half: bool) -> Any:
         """Return the options and weights of gate and up apart, None to run them packed."""
         if self.is_split or not saves_half:
             return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks import eager, validate
 from fusedckpt.blocks.builder import LINEAR, Builder, Linears, flat_of
 from fusedckpt.blocks.program import Gradient, Op
@@ -83,7 +83,7 @@ class HeadOptions(NamedTuple):
         """The tensors of a call."""
         return ("x", "target", *self.linears.names)
 
-    def chosen(self, override: str | None) -> str:
+    def check(self, override: str | None) -> str:
         """Return the save level; refuse invalid options."""
         name, rule = self.name, self.rule
         arguments.number(name, "scale", rule.scale)
@@ -96,35 +96,35 @@ class HeadOptions(NamedTuple):
             arguments.integer(name, "chunks", self.chunks, 1)
         return levels.chosen(name, (self.save, override, "inputs"), LEVELS)
 
-    def eager(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Tensor:
+    def reference(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Tensor:
         """Return the statistics by torch's own ops; norm: the target alone."""
         return eager_statistics(eager.linear(x, *linears[0]), norm[0], self.rule)
 
-    def halved(self, linears: Any, saves_half: bool) -> None:
+    def split_packed(self, linears: Any, saves_half: bool) -> None:
         """Return None: no weight is packed."""
 
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
         """Return the number of the GEMM that makes the logits, where they are saved."""
-        return (0,) if self.chosen(levels.override.level) == "preact" else ()
+        return (0,) if self.check(levels.override.level) == "preact" else ()
 
-    def settle(self, around: Around, x: Any, target: Any, *metas: Any) -> Any:
+    def plan(self, context: Context, x: Any, target: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
-        level = self.chosen(around.level)
+        level = self.check(context.level)
         name, linears = self.name, self.linears.of(metas)
         validate.tensors(name, ("x", *self.linears.names), (x, *flat_of(linears)))
         named = {"weight": linears[0]}
         validate.linears(name, x, named, None, 1, adds=False)
         self._check(x, target)
-        dtype = around.compute_dtype(x.dtype)
-        validate.multiplied(name, around, dtype, named)
-        if around.twin:
+        dtype = context.compute_dtype(x.dtype)
+        validate.multiplied(name, context, dtype, named)
+        if context.twin:
             return None
-        b, classes = Builder(around, dtype), linears[0].weight.shape[0]
+        b, classes = Builder(context, dtype), linears[0].weight.shape[0]
         on_aten = dispatch.is_aten(x.device, dtype, classes)
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
         b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
-        level, chunks = level if around.grad else "inputs", self.chunks or around.chunks or 1
+        level, chunks = level if context.grad else "inputs", self.chunks or context.chunks or 1
         if level == "inputs" and self.chunks is None:
             rows = math.prod(x.shape[:-1])
             chunks = max(chunks, chunks_for(rows, classes, x.shape[-1], dtype))

@@ -1,7 +1,7 @@
 """The programs of every layer, and the checks of its calls.
 
-A layer's options are a record without tensors. `settle` takes them with the shapes and dtypes of a
-call's tensors to a Call; `dispatch.settled` remembers it for calls that are alike.
+A layer's options are a record without tensors. `plan` takes them with the shapes and dtypes of a
+call's tensors to a Call; `dispatch.decide` remembers it for calls that are alike.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks import eager, run, validate
 from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, flat_of
 from fusedckpt.blocks.eager import draw_seeds
@@ -75,7 +75,7 @@ class Options(NamedTuple):
         norm = () if self.norm is None else ("norm.weight?", "norm.bias?")
         return ("x", *norm, *self.linears.names)
 
-    def chosen(self, override: str | None) -> tuple[str, str]:
+    def check(self, override: str | None) -> tuple[str, str]:
         """Return activation and save level; refuse invalid options."""
         caller, function = self.caller, self.linears.function
         level = levels.chosen(caller, (self.save, override, self.default), LEVELS[function])
@@ -90,7 +90,7 @@ class Options(NamedTuple):
                 arguments.choice(caller, "kernel", self.kernel, ("split",))
         return activation, level
 
-    def halved(self, linears: Sequence[tuple[Any, Any]], saves_half: bool) -> Any:
+    def split_packed(self, linears: Sequence[tuple[Any, Any]], saves_half: bool) -> Any:
         """Return the options and linears of a packed weight's halves, None to run it whole.
 
         So one is saved alone, or h written over one before its dropout.
@@ -101,7 +101,7 @@ class Options(NamedTuple):
         pairs = zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True)
         return self._replace(linears=Linears(GATED)), [*pairs, last]
 
-    def eager(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Any:
+    def reference(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Any:
         """Return the results by torch's own ops; norm: its tensors; linears: weights and biases."""
         weights, (before, after) = [w for w, _ in linears], (self.dropout, self.output_dropout)
         seeds: Any = eager.forced.seeds
@@ -129,15 +129,15 @@ class Options(NamedTuple):
 
         adapters: how many each linear has; their GEMMs are cheap to recompute.
         """
-        activation, level = self.chosen(levels.override.level)
+        activation, level = self.check(levels.override.level)
         has_hidden = self.linears.last is not None or activation != "identity"
         if level == "inputs" or not has_hidden:
             return ()
         return (0, 1 + 2 * adapters[0]) if level == "preact" and len(adapters) > 2 else (0,)
 
-    def settle(self, around: Around, x: Any, *metas: Any) -> Any:
+    def plan(self, context: Context, x: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
-        activation, level = self.chosen(around.level)
+        activation, level = self.check(context.level)
         name, keys, spec = self.name, self.linears.keys, self.norm
         count = 0 if spec is None else 2
         norm, linears = metas[:count], self.linears.of(metas[count:])
@@ -154,16 +154,16 @@ class Options(NamedTuple):
         if self.over is not None:
             shape = validate.normalized_shape(name, self.over)
         if spec is not None:
-            dtype = validate.norm(name, x, spec, shape, around, "norm.")
-        dtype = around.compute_dtype(dtype)
-        validate.multiplied(name, around, dtype, named)
+            dtype = validate.norm(name, x, spec, shape, context, "norm.")
+        dtype = context.compute_dtype(dtype)
+        validate.multiplied(name, context, dtype, named)
         validate.runs(name, self.kernel, x, dtype)
-        if around.twin:
+        if context.twin:
             return None
-        b, shape = Builder(around, dtype), linears[-1].weight.shape
+        b, shape = Builder(context, dtype), linears[-1].weight.shape
         hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
         found = self._steps(b, x, spec, linears, hidden)
-        found |= {"level": level if around.grad else "inputs", "chunks": self._chunks(b, x, shape)}
+        found |= {"level": level if context.grad else "inputs", "chunks": self._chunks(b, x, shape)}
         return b.call(self.linears.function, {"x": x}, **found, casts=spec is None)
 
     def _variant(self, x: Meta, dtype: torch.dtype, activation: str, last: Sequence[int]) -> str:
@@ -224,7 +224,7 @@ class Options(NamedTuple):
         if self.linears.last is None:
             return 1
         num, rows = 2 if self.linears.function == "mlp" else 3, math.prod(x.shape[:-1])
-        own = b.around.chunks_of(self)
+        own = b.context.chunks_of(self)
         return own or run.chunks_for(rows, x.shape[-1], last[1], num, b.dtype.itemsize)
 
 
@@ -256,7 +256,7 @@ class NormOptions(NamedTuple):
     is_module: bool = False
     names: tuple[str, ...] = ("x", "residual?", "weight?", "bias?")
 
-    def chosen(self, override: str | None, weight: Any = True) -> None:
+    def check(self, override: str | None, weight: Any = True) -> None:
         """Refuse options that mean nothing."""
         if self.kind == "layer":
             arguments.number(self.name, "eps", self.eps, 0)
@@ -265,15 +265,16 @@ class NormOptions(NamedTuple):
     def _spec(self, weight: Any, bias: Any) -> NormSpec:
         return NormSpec(self.kind, weight, bias, self.eps, self.offset, self.cast)
 
-    def settle(self, around: Around, x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+    def plan(self, context: Context, x: Any, *metas: Any) -> Any:
         """Refuse arguments that the eager norm would refuse."""
+        residual, weight, bias = metas
         name, spec = self.name, self._spec(weight, bias)
-        self.chosen(around.level, weight)
+        self.check(context.level, weight)
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
             return dispatch.OWN
         validate.tensors(name, self.names, (x, residual, weight, bias))
-        b, inputs, reads, keeps = Builder(around, x.dtype), {"x": x}, "x", ()
+        b, inputs, reads, keeps = Builder(context, x.dtype), {"x": x}, "x", ()
         if residual is not None:
             validate.fits(name, "residual", residual, *x.shape, must="must have the shape of x,")
             inputs["residual"] = residual
@@ -281,8 +282,8 @@ class NormOptions(NamedTuple):
                 x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))
             reads = b.add(Add(), "total", ("x", "residual"))
             keeps = (reads,)
-        dtype = validate.norm(name, x, spec, shape, around)
-        if around.twin:
+        dtype = validate.norm(name, x, spec, shape, context)
+        if context.twin:
             return None
         kernel, sums = norm_kernel(x, x.dtype), sums_dtype(x, weight, bias)
         op = Norm(rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))

@@ -1,7 +1,7 @@
 """Every error that a call of a layer can cause, raised before any work.
 
 `autograd/arguments.py` checks one argument; here is how arguments fit together. Classes and layouts
-of tensors were checked by `dispatch.settled`.
+of tensors were checked by `dispatch.decide`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.fx import Proxy
 
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
-from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks.builder import bias_of
 from fusedckpt.blocks.operands import NormSpec, Parts, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
@@ -134,22 +134,22 @@ def linears(
         )
 
 
-def dtypes(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Any]) -> None:
+def dtypes(name: str, context: Context, dtype: torch.dtype, given: Mapping[str, Any]) -> None:
     """Refuse tensors that GEMMs in a dtype do not take; autocast casts all but float64."""
     for key, value in given.items():
         if value is None or value.dtype == dtype:
             continue
-        if around.autocast is None or torch.float64 in (value.dtype, dtype):
+        if context.autocast is None or torch.float64 in (value.dtype, dtype):
             raise TypeError(
                 f"{name}: x and {key} must share a dtype, got {dtype} and {value.dtype}"
             )
 
 
-def multiplied(name: str, around: Around, dtype: torch.dtype, given: Mapping[str, Parts]) -> None:
+def multiplied(name: str, context: Context, dtype: torch.dtype, given: Mapping[str, Parts]) -> None:
     """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
     for key, parts in given.items():
         weight = None if parts.is_quantised else parts.weight
-        dtypes(name, around, dtype, {key: weight, bias_of(key): parts.bias})
+        dtypes(name, context, dtype, {key: weight, bias_of(key): parts.bias})
     for key, parts in given.items():
         n, k = parts.weight.shape
         for a, b in parts.adapters:
@@ -159,7 +159,7 @@ def multiplied(name: str, around: Around, dtype: torch.dtype, given: Mapping[str
                     f"{name}: {key} is {[n, k]}, so A must be [r, {k}] and B [{n}, r], got "
                     f"{list(a.shape)} and {list(b.shape)}"
                 )
-            if a.dtype != b.dtype and around.autocast is None:
+            if a.dtype != b.dtype and context.autocast is None:
                 raise TypeError(
                     f"{name}: {key}.A and {key}.B must share a dtype, got {a.dtype} and {b.dtype}"
                 )
@@ -208,7 +208,7 @@ def norm_rule(name: str, spec: NormSpec, prefix: str = "") -> None:
 
 
 def norm(
-    name: str, x: Meta, spec: NormSpec, shape: tuple[int, ...], around: Around, prefix: str = ""
+    name: str, x: Meta, spec: NormSpec, shape: tuple[int, ...], context: Context, prefix: str = ""
 ) -> torch.dtype:
     """Return the dtype of norm(x); refuse arguments that F.rms_norm or F.layer_norm would.
 
@@ -224,11 +224,11 @@ def norm(
     found = {value.dtype for value in given.values() if value is not None}
     # a CPU's F.layer_norm reads float32 parameters beside half precision, and autocast widens all
     fits_cpu = x.device.type == "cpu" and x.dtype in HALF and found == {torch.float32}
-    widens = widens_norm(around.autocast, x.device, "layer")
+    widens = widens_norm(context.autocast, x.device, "layer")
     is_cast = widens and torch.float64 not in (x.dtype, *found)
     if spec.kind == "layer" and not (x.device.type == "meta" or is_cast or fits_cpu):
-        dtypes(name, around._replace(autocast=None), x.dtype, given)
-    return output_dtype(spec, x, spec.weight, around.autocast)
+        dtypes(name, context._replace(autocast=None), x.dtype, given)
+    return output_dtype(spec, x, spec.weight, context.autocast)
 
 
 def block(name: str, residual: Any, chunks: Any) -> None:

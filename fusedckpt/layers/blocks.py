@@ -98,7 +98,7 @@ class _Block(nn.Module):
         arguments.block_sizes(name, in_features, out, norm, residual)
         drops = {"dropout": dropout, "output_dropout": output_dropout}
         given = {"default": save, "chunks": chunks, **drops}
-        activation, _ = Options(name, name, self.linears, activation, **given).chosen(None)
+        activation, _ = Options(name, name, self.linears, activation, **given).check(None)
         super().__init__()
         self.norm = norm
         self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
@@ -136,7 +136,7 @@ class _Block(nn.Module):
             y = run_linears(whole, input, tensors, pairs)
             if y is not None:
                 return y
-        options.chosen(levels.override.level)
+        options.check(levels.override.level)
         n, y = input if norm is None else norm(input), None
         if are_linears and not is_norm:
             y = run_linears(options._replace(residual=False), n, (), pairs)
@@ -154,7 +154,7 @@ class _Block(nn.Module):
     ) -> Any:
         """Run the block on this rank's shards of its weights, the norm on its rows of the input."""
         sharded.check_input(type(self).__name__, input, sharding)
-        options.chosen(levels.override.level)
+        options.check(levels.override.level)
         residual, output_dropout = options.residual, options.output_dropout
         # of the sum over ranks
         options = options._replace(residual=False, output_dropout=0.0, is_module=False)

@@ -115,7 +115,7 @@ class Experts(nn.Module):
         name, sizes = type(self).__name__, {"num_experts": num_experts}
         sizes |= {"in_features": in_features, "hidden_features": hidden_features}
         arguments.linear_sizes(name, sizes, bias, device, dtype)
-        self._options(activation, save, chunks).chosen(None)
+        self._options(activation, save, chunks).check(None)
         super().__init__()
         self.activation, self.save, self.chunks = activation, save, chunks
         shapes = {
@@ -151,7 +151,7 @@ class Experts(nn.Module):
         options = self._options(self.activation, self.save, self.chunks)
         given, pairs = (index, scores), self._pairs()
         y = run_linears(options, input, given, pairs)
-        return options.eager(input, given, pairs) if y is None else y
+        return options.reference(input, given, pairs) if y is None else y
 
     def extra_repr(self) -> str:
         """Describe the sizes and settings."""

@@ -218,7 +218,7 @@ def _check_call(options: HeadOptions, x: Any, weight: Any, target: Tensor, bias:
     """Refuse tensors that do not fit, before any work."""
     is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(x)
     if not (is_traced or are_adapted([(weight, bias)])):
-        dispatch.settled(options, x, target, weight, bias)
+        dispatch.decide(options, x, target, weight, bias)
     is_read = type(target) is Tensor and target.device.type != "meta"
     if is_read and not is_traced and not private.are_transforms_active():
         _check_range(options, target, weight)

@@ -31,7 +31,7 @@ def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, 
         # True equals 1, which would be remembered: a value that is no tuple is looked at anew
         options = options._replace(normalized_shape=list(shape))
     if not eager.forced.is_on:
-        call, phase, _ = dispatch.settled(options, x, residual, weight, bias)
+        call, phase, _ = dispatch.decide(options, x, residual, weight, bias)
     if call is not None:
         inputs = (x,) if residual is None else (x, residual)
         return apply(call, phase, *inputs, weight, bias)
@@ -54,7 +54,7 @@ def _eager(options: NormOptions, x: Tensor, shape: Any, weight: Any, bias: Any) 
 
 def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias: Any) -> Tensor:
     """Run a module's call; note the inputs for readers of its result, or why eager ran."""
-    call, phase, is_own = dispatch.settled(options, x, None, weight, bias)
+    call, phase, is_own = dispatch.decide(options, x, None, weight, bias)
     if call is not None:
         y = apply(call, phase, x, weight, bias)
         return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from support import compare, randn, saved_bytes
 from torch import Tensor, nn
 
-from fusedckpt.autograd.dispatch import Around, Meta
+from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Call
@@ -35,7 +35,7 @@ def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> Call:
     """Return the layer as a program."""
     x, w1, b1, weight, w2, b2 = metas
     dtype = x.dtype
-    b = Builder(Around(True, None, None, None, False, True, ()), dtype)
+    b = Builder(Context(True, None, None, None, False, True, ()), dtype)
     fc1 = b.linear("fc1_weight", Parts(w1, b1))
     z = b.apply(fc1, None, "x", "z")
     h = b.add(Hidden("relu2", "aten"), "h", (z,))

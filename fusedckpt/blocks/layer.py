@@ -1,0 +1,55 @@
+"""What a layer is: a record of options, which plans a call from the shapes of its tensors.
+
+Read this first. Three records are layers: `programs.Options` (linears with a norm before them, and
+MLPs), `head.HeadOptions` and `experts.ExpertOptions`; `programs.NormOptions` plans its calls alike,
+but has no linears. A call goes through them so:
+
+    run_linears(layer, x, between, linears)       block.py: eager, compiled, or
+        dispatch.decide(layer, x, ...)            the decision, remembered for equal records
+            layer.plan(context, *metas)           the program of its steps, checked
+        apply(call, phase, x, ...)                autograd's Function runs its schedules
+
+A decision is remembered for equal records, so a record holds all that a decision depends on, and
+nothing that cannot be hashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fusedckpt.autograd.dispatch import Decided
+
+# weights and biases of linears
+Pairs = Sequence[tuple[Any, Any]]
+
+
+class Layer(Decided, Protocol):
+    """A layer of linears, as `block.run_linears` runs it."""
+
+    @property
+    def linears(self) -> Any:
+        """Return the names of its linears, and the parts of adapted and quantised weights."""
+        ...
+
+    @property
+    def num_seeds(self) -> int:
+        """Return how many seeds its own dropouts draw for each call."""
+        ...
+
+    def reference(self, x: Any, between: Any, linears: Pairs, /) -> Any:
+        """Return the result by torch's own ops, which every kernel is compared with."""
+        ...
+
+    def split_packed(self, linears: Pairs, saves_half: bool, /) -> tuple[Layer, Pairs] | None:
+        """Return the layer of a packed weight's halves, and these; None to run it packed."""
+        ...
+
+    def saved_gemms(self, adapters: Sequence[int], /) -> tuple[int, ...]:
+        """Return the numbers of the reference's GEMMs that torch.compile saves at its level.
+
+        adapters: how many each linear has.
+        """
+        ...
+
+    def _replace(self, **fields: Any) -> Layer: ...
