@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import cache, partial, update_wrapper
 from types import SimpleNamespace
@@ -169,12 +169,13 @@ _FUNCTIONS = {NAME: _Functions(_attention), scans.SCAN: _Functions(_scans)}
 _LINEAR = _Functions(_linear)
 
 
-@contextmanager
-def functions_called(keeper: Keeper) -> Iterator[None]:
+def functions_called(keeper: Keeper) -> AbstractContextManager[Any]:
     """Make calls of functions regions where a checkpoint's phase asks for them."""
-    if not keeper.patterns:
-        yield
-        return
+    return _called(keeper) if keeper.patterns else nullcontext()
+
+
+@contextmanager
+def _called(keeper: Keeper) -> Iterator[None]:
     with ExitStack() as stack:
         if LINEAR in keeper.patterns:
             # it ends where attention is called

@@ -146,8 +146,9 @@ class Segment(Trace, Keeper):
     @uncompiled
     def pack(self, tensor: Tensor) -> Packed:
         """Return the stand-in that autograd keeps in the tensor's place."""
-        if self.late is not None:
+        if self.late:
             self._save_late()
+        self.late = None
         packed = Packed()
         packed.index, packed.source, packed.layout = len(self.saved), None, None
         leaves, owner = self._leaves.of(tensor), calls.leaf_of(tensor)
@@ -207,7 +208,8 @@ class Segment(Trace, Keeper):
         else:
             self._ahead = None
             recompute.take_over(ahead)
-        compare_at_end(recompute.pairs)
+        if recompute.pairs:
+            compare_at_end(recompute.pairs)
         if backward != -1:
             self._recomputes[backward] = recompute
             at_end_of_backward(partial(self._recomputes.pop, backward, None))
@@ -408,9 +410,10 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     options = options._replace(debug=debug, early_stop=early_stop)
     segment = Segment(options)
     # where no argument needs a gradient, perhaps nothing does
-    values = (*args, *kwargs.values())
-    needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in values)
-    hold = Argument if needs_grad else segment.hold_late
+    hold: Any = segment.hold_late
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.requires_grad:
+            hold = Argument
     output = segment.run(Call(function, args, kwargs, options, hold), args, kwargs)
     if options.save_regions and not (segment.has_matched or segment.refuses or options.samples):
         warn_of_no_region(function, options.save_regions)
