@@ -27,11 +27,6 @@ try:
     from torch.utils import _pytree as pytree
 except ImportError:
     from torch.utils import pytree  # type: ignore[attr-defined, no-redef]  # noqa: F401
-try:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-except ImportError:
-    # a torch that was built without torch.distributed: its tools do not see ours among its wrappers
-    ActivationWrapper = nn.Module
 
 # names that were looked up, and whether this torch has them
 PROBED: dict[str, bool] = {}

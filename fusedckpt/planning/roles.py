@@ -82,6 +82,11 @@ class PlannedHead(Planned):
         return self._in_role(run, args, {})
 
 
+# a forward that is set on the module, and calls its class's, is not to call these again
+for _kind in (Planned, PlannedHead):
+    _kind.forward.is_role = True  # type: ignore[attr-defined]
+
+
 @cache
 def _unplanned(kind: Any) -> Any:
     """Return the class that a planned one was, also where a subclass was made of that since."""

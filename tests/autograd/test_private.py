@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as stock
-from without import WRAPPER
 
 import fusedckpt
 from fusedckpt.autograd import private
@@ -45,7 +44,7 @@ def wrong_without(groups):
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_gradients_without_names():
     """Without a group of names at a time; of a group that fails, without each of its names."""
-    names = [*private.PROBED, WRAPPER]
+    names = [*private.PROBED]
     # neighbours in `private` serve one feature, and its first fallback would hide the others
     groups = [",".join(names[start::GROUPS]) for start in range(GROUPS)]
     assert len({name for group in groups for name in group.split(",")}) == len(names) > 40
@@ -122,8 +121,6 @@ PUBLIC = {
 FOREIGN = {
     *("_getframe", "_gradient_checkpointing_func", "_attn_implementation"),
     *("_experts_implementation", "_apply_gate"),
-    # the child of our own wrapper, named as torch's names its own
-    "_checkpoint_wrapped_module",
 }
 
 

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential
-from fusedckpt.checkpointing.wrapper import checkpoint_in_place
 
 
 class Block(nn.Module):
@@ -127,9 +126,8 @@ def main(rank: int) -> None:
         "fsdp2 bf16": partial(sharded, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     }
     ways = {
-        "wrapped": (Checkpoint, plain),
+        "in place": (Checkpoint, plain),
         "regions": (partial(Checkpoint, save_regions="attention"), plain),
-        "in place": (checkpoint_in_place, plain),
         "together": (keep, together),
         "two segments": (keep, in_segments),
     }

@@ -44,7 +44,7 @@ WAYS = {
     "nested": lambda m, x: checkpoint(lambda x: checkpoint(m, checkpoint(m, x)), x),
     "nested regions": lambda m, x: asking(lambda x: checkpoint(m, asking(m, x)), x),
     "inside torch's": lambda m, x: stock(lambda x: asking(m, x), x),
-    "wrapper": lambda m, x: Checkpoint(m)(x),
+    "in place": lambda m, x: Checkpoint(m)(x),
     "sequential": lambda m, x: checkpoint_sequential([m, m], 2, x),
     "debug": lambda m, x: checkpoint(m, x, debug=True),
     "samples": lambda m, x: checkpoint(m, x, debug="samples"),

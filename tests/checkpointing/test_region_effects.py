@@ -105,7 +105,7 @@ MISSED = {
     "module": lambda x: checkpoint(LAYERS, x, save_regions="attention"),
     "patterns": lambda x: checkpoint(torch.sin, x, save_regions=["atention", "scan*"]),
     "other name": lambda x: checkpoint(region(torch.sin, "mine"), x, save_regions="yours"),
-    "wrapper": lambda x: Checkpoint(LAYERS, save_regions="attention")(x),
+    "in place": lambda x: Checkpoint(linears(6, 6), save_regions="attention")(x),
     "decorator": lambda x: checkpoint(save_regions="attention")(torch.sin)(x),
     "debug": lambda x: checkpoint(torch.sin, x, save_regions="attention", debug=True),
 }

@@ -1,4 +1,4 @@
-"""Checkpoint is its module to what reads, copies, wraps, shards or loads one (C27)."""
+"""A module that is checkpointed in place is itself to what reads, copies, shards it (C27)."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def reset(module):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_any_kind(kind):
-    wrapped, x = KINDS[kind]().to(DEVICE), randn(4, 6)
-    inner = wrapped._checkpoint_wrapped_module
-    expected = step(inner, x, parameters=inner.parameters())
-    buffers = [b.clone() for b in inner.buffers()]
-    for module in (wrapped, wrapped._replicate_for_data_parallel()):
-        reset(wrapped)
-        assert_same(step(module, x, parameters=inner.parameters()), expected)
-        assert_same(inner.buffers(), buffers)
+    module, x = KINDS[kind]().to(DEVICE), randn(4, 6)
+    checkpointed = vars(module).pop("forward")
+    expected = step(module, x, parameters=module.parameters())
+    buffers = [b.clone() for b in module.buffers()]
+    module.forward = checkpointed
+    reset(module)
+    assert_same(step(module, x, parameters=module.parameters()), expected)
+    assert_same(module.buffers(), buffers)
     with saved_tensors() as saved:
-        wrapped(argument := x * 1)
+        module(argument := x * 1)
     assert saved.nbytes in (0, argument.nbytes)
 
 
@@ -101,14 +101,21 @@ def save_and_load(module):
 )
 @pytest.mark.parametrize("kind", ["block", "container", "locked"])
 def test_copies(copied, kind):
-    wrapped = KINDS[kind]().to(DEVICE)
-    other = copied(wrapped)
-    assert type(other) is Checkpoint
-    assert repr(other) == repr(wrapped)
-    assert type(other._checkpoint_wrapped_module) is type(wrapped._checkpoint_wrapped_module)
-    assert names(other) == names(wrapped)
+    module = KINDS[kind]().to(DEVICE)
+    other = copied(module)
+    assert type(other) is type(module)
+    assert repr(other) == repr(module)
+    assert names(other) == names(module)
     x = randn(4, 6)
-    assert_same(step(other, x), step(wrapped, x))
+    assert_same(step(other, x), step(module, x))
+    with saved_tensors() as saved:
+        other(argument := x * 1)
+    assert saved.nbytes == argument.nbytes
+    if copied is not copy.copy:
+        # its forward is of the copy
+        for p in other.parameters():
+            p.data.zero_()
+        assert not torch.equal(other(x), module(x))
 
 
 def names(model):
@@ -117,58 +124,36 @@ def names(model):
     return [[name for name, _ in named()] for named in found]
 
 
-@pytest.mark.parametrize("make", [Block, partial(nn.BatchNorm1d, 6)])
-def test_names_and_state_are_those_without_the_wrapper(make):
-    plain = nn.ModuleDict({"a": make(), "b": nn.Sequential(make(), nn.ReLU())})
-    model = nn.ModuleDict({"a": Checkpoint(make()), "b": nn.Sequential(Checkpoint(make()))})
-    assert names(model) == names(plain)
-    assert names(model["a"]) == names(plain["a"])
-    inner = model["b"][0]._checkpoint_wrapped_module
-    assert dict(model.named_modules())["b.0"] is inner
-    assert [m for name, m in model.named_modules() if name == "b.0"] == [model["b"][0], inner]
-    found = {id(m) for _, m in model.named_modules(remove_duplicate=False)}
-    assert found == set(map(id, model.modules()))
-    for name, p in model.named_parameters():
-        assert model.get_parameter(name) is p
-    state = plain.state_dict()
-    model.load_state_dict(state)
-    assert all(map(torch.equal, model.state_dict().values(), state.values()))
-    plain.load_state_dict(model.state_dict())
-
-
-def test_attributes_are_those_of_the_module():
+def test_is_the_module():
     block = Block()
-    before = dict(vars(block))
-    wrapped = Checkpoint(block)
-    assert wrapped._checkpoint_wrapped_module is block
-    assert vars(block) == before
-    assert wrapped.kind == "block"
-    assert wrapped.fc1 is block.fc1
-    wrapped.fc1.weight = weight = nn.Parameter(torch.ones(6, 6))
-    assert block.fc1.weight is weight
-    wrapped.eval()
-    assert not block.training
-    with pytest.raises(AttributeError, match="'Block' object has no attribute 'nothing'"):
-        wrapped.nothing  # noqa: B018
+    before, found = {**vars(block)}, names(block)
+    assert Checkpoint(block) is block
+    assert {**vars(block)}.keys() == {*before, "forward"}
+    assert type(block) is Block
+    assert names(block) == found
+    assert list(dict(block.named_modules())) == ["", "fc1", "norm", "fc2"]
+    del block.forward
+    assert {**vars(block)} == before
 
 
-def test_what_is_set_is_set_on_the_module():
-    block = Block()
-    model = nn.Sequential(Checkpoint(block))
-    wrapped = model[0]
-    wrapped.kind = "another"
-    assert block.kind == "another"
-    model.set_submodule("0.fc1", new := nn.Linear(6, 6))
-    assert block.fc1 is new
-    assert dict(model.named_modules())["0.fc1"] is new
-    del wrapped.fc1
-    assert not hasattr(block, "fc1")
-    # what the module does not have is the wrapper's
-    wrapped.extra = 1
-    assert not hasattr(block, "extra")
-    del wrapped.extra
-    with pytest.raises(AttributeError, match="extra"):
-        del wrapped.extra
+def test_a_second_call_replaces_the_options():
+    block, calls = Block().to(DEVICE), []
+    block.fc1.register_forward_hook(lambda *_: calls.append(1))
+    Checkpoint(Checkpoint(block, early_stop=False), debug=True)
+    assert block.forward.options == {"debug": True}
+    block(randn(4, 6)).sum().backward()
+    # not one checkpoint in another
+    assert len(calls) == 2
+    del block.forward
+    assert "forward" not in vars(block)
+
+
+def test_a_forward_that_was_set_on_the_module():
+    block, x = Block().to(DEVICE), randn(4, 6)
+    block.forward = lambda x: x.sin().cos()
+    Checkpoint(Checkpoint(block))
+    assert_same(step(block, x), step(lambda x: x.sin().cos(), x))
+    assert block.forward.__wrapped__ is block.forward.own
 
 
 def test_a_parameter_of_the_module_is_replaced_by_name():
@@ -182,40 +167,20 @@ def test_a_parameter_of_the_module_is_replaced_by_name():
     assert model[1].weight is weight
 
 
-def test_items_are_those_of_a_container():
-    blocks = Blocks([nn.Linear(6, 6), nn.Linear(6, 6)])
-    wrapped = Checkpoint(blocks)
-    assert list(wrapped) == list(blocks)
-    assert blocks[1] in wrapped
-    assert wrapped[1] is blocks[1]
-    assert len(wrapped) == len(wrapped[:]) == 2
-    assert type(wrapped[:1]) is Blocks
-    wrapped[1] = new = nn.Linear(6, 6)
-    del wrapped[0]
-    assert list(blocks) == [new]
-    assert Checkpoint(Block())
-    assert not Checkpoint(nn.ModuleList())
-    assert list(Checkpoint(nn.ModuleDict({"a": Block()}))) == ["a"]
-
-
 def test_of_a_lazy_module():
     wrapped = Checkpoint(nn.LazyLinear(3))
     wrapped(torch.ones(2, 5)).sum().backward()
     assert wrapped.weight.grad.shape == (3, 5)
-    assert isinstance(wrapped._checkpoint_wrapped_module, nn.Linear)
+    assert type(wrapped) is nn.Linear
 
 
-def test_hooks_of_the_wrapper_run_once():
-    calls, block = [], Block().to(DEVICE)
-    block.register_forward_pre_hook(lambda *_: calls.append("inner"))
-    wrapped = Checkpoint(Checkpoint(block), debug=True)
-    assert wrapped._checkpoint_wrapped_module is block
-    assert "debug=True" in repr(wrapped)
-    wrapped.register_forward_pre_hook(lambda *_: calls.append("pre"))
-    wrapped.register_forward_hook(lambda *_: calls.append("post"))
+def test_its_hooks_run_once():
+    calls, block = [], Checkpoint(Block().to(DEVICE))
+    block.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    block.register_forward_hook(lambda *_: calls.append("post"))
     block.fc1.register_forward_hook(lambda *_: calls.append("child"))
-    wrapped(randn(4, 6), scale=2.0).sum().backward()
-    assert calls == ["pre", "inner", "child", "post", "inner", "child"]
+    block(randn(4, 6), scale=2.0).sum().backward()
+    assert calls == ["pre", "child", "post", "child"]
 
 
 def test_arguments_that_are_named_as_options():
@@ -250,19 +215,19 @@ def test_compiles(compiled):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_speaks_the_protocol_of_torch():
+def test_torch_applies_it():
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
     model = nn.Sequential(Block(), nn.ReLU())
     torchs.apply_activation_checkpointing(model, Checkpoint, lambda m: isinstance(m, Block))
-    assert type(model[0]) is Checkpoint
-    assert isinstance(model[0], torchs.ActivationWrapper)
+    assert [type(module) for module in model] == [Block, nn.ReLU]
+    assert ["forward" in vars(module) for module in model] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("module", "options", "match"),
     [
-        (torch.sin, {}, "Checkpoint: module must be an nn.Module"),
+        (torch.sin, {}, "Checkpoint: module must be a module, got"),
         (nn.ReLU(), {"debugs": 1, "a": 2}, r"unknown options a, debugs$"),
     ],
 )
