@@ -51,7 +51,7 @@ def purity_of(module: nn.Module) -> Purity:
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved):
         # twice, as a counter or a generator of its own shows in the second run
         recordings = [run(), *(run(training=True, grad=grad) for grad in (False, False, True))]
-    return Purity(held_by([one.log for one in recordings]), _impurity(*recordings))
+    return Purity(held_by([recording.log for recording in recordings]), _impurity(*recordings))
 
 
 def _impurity(

@@ -65,11 +65,11 @@ def dense(layer: nn.Module) -> nn.Module:
     """Return the nn.Linear that a linear that dequantises stands for, any other layer as it is."""
     if not is_dequantising(layer):
         return layer
-    given: Any = layer
-    found = quantised(given.weight)
-    dtype = torch.float32 if found is None else found.dtype
-    shape = given.in_features, given.out_features
-    return nn.Linear(*shape, given.bias is not None, device="meta", dtype=dtype)
+    linear: Any = layer
+    weight = quantised(linear.weight)
+    dtype = torch.float32 if weight is None else weight.dtype
+    shape = linear.in_features, linear.out_features
+    return nn.Linear(*shape, linear.bias is not None, device="meta", dtype=dtype)
 
 
 def bare(layer: nn.Module) -> nn.Module:
@@ -100,8 +100,10 @@ def in_the_way(layer: nn.Module) -> str | None:
         return (
             "an adapter that the next call unmerges" if is_undone else in_the_way(lora.base_layer)
         )
-    found = (_odd(lora, name) for name in _active(lora))
-    return next((odd for odd in found if odd is not None), in_the_way(lora.base_layer))
+    problems = (_odd(lora, name) for name in _active(lora))
+    return next(
+        (problem for problem in problems if problem is not None), in_the_way(lora.base_layer)
+    )
 
 
 def adapted(layer: nn.Module, weight: Any) -> Any:

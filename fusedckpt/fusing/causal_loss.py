@@ -194,9 +194,9 @@ class FusedCausalModel(nn.Module):
     @property
     def loss_function(self) -> Any:
         """The model's loss, or ours of the hidden states."""
-        own = super().loss_function  # type: ignore[misc]  # of transformers' models
+        function = super().loss_function  # type: ignore[misc]  # of transformers' models
         call = getattr(self.get_output_embeddings(), "_fusedckpt_call", None)  # type: ignore[operator]
-        return own if call is None or call.hidden is None else partial(self._loss, call)
+        return function if call is None or call.hidden is None else partial(self._loss, call)
 
     @loss_function.setter
     def loss_function(self, value: Any) -> None:

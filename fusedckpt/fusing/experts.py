@@ -123,14 +123,17 @@ def _operand(module: nn.Module, name: str, is_transposed: bool) -> Any:
 
     It is a property then, which would make the sum dense.
     """
-    own = getattr(getattr(module, "parametrizations", None), name, None)
-    kinds = [f"{type(one).__module__}.{type(one).__qualname__}" for one in own or ()]
+    parametrizations = getattr(getattr(module, "parametrizations", None), name, None)
+    kinds = [
+        f"{type(parametrization).__module__}.{type(parametrization).__qualname__}"
+        for parametrization in parametrizations or ()
+    ]
     # of several adapters peft makes a dense sum
-    if own is None or kinds != [_FACTORS]:
+    if parametrizations is None or kinds != [_FACTORS]:
         return getattr(module, name, None)
-    a, b = own[0].rhs, own[0].lhs
+    a, b = parametrizations[0].rhs, parametrizations[0].lhs
     a, b = (b, a) if is_transposed else (a, b)
-    return LoRA(own.original, a, b, own[0].scaling)
+    return LoRA(parametrizations.original, a, b, parametrizations[0].scaling)
 
 
 def _plain(weight: Any) -> Any:
@@ -141,8 +144,8 @@ def _plain(weight: Any) -> Any:
 
 def holds(module: nn.Module) -> bool:
     """Whether a module has the parameters of transformers' experts."""
-    found = [module._parameters.get(name) for name in _WEIGHTS]
-    return all(p is not None and p.dim() == 3 for p in found)
+    weights = [module._parameters.get(name) for name in _WEIGHTS]
+    return all(p is not None and p.dim() == 3 for p in weights)
 
 
 def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFused:
@@ -173,7 +176,7 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
         if is_simple(value) or is_function(value)
     )
     held = [Held((), None, None, reads)]
-    held += [Held((n,), type(one), None, ()) for n, one in module.named_children()]
+    held += [Held((n,), type(child), None, ()) for n, child in module.named_children()]
     name = gating if isinstance(gating, str) else "clamped SwiGLU"
     details = [name, *(["weights as [in, out]"] if sides[0] else []), *of_chunks(chunks)]
     match = ExpertsMatch(gating, sides[0], tuple(held))
@@ -205,11 +208,11 @@ def _gating_of(module: Any) -> Gating | None:
         for gating in _candidates(module):
             g, u = _split(z, gating)
             try:
-                found: Any = gate(z.clone()) if callable(gate) else act(g.clone()) * u
+                hidden: Any = gate(z.clone()) if callable(gate) else act(g.clone()) * u
             except Exception:  # arbitrary code of others
                 return None
             # some compute it in float32
-            if torch.allclose(found, gated(g, u, gating), rtol=1e-5, atol=1e-5):
+            if torch.allclose(hidden, gated(g, u, gating), rtol=1e-5, atol=1e-5):
                 return gating
     return None
 

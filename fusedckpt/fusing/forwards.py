@@ -117,22 +117,22 @@ class Swapped(nn.Module):
             call = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
             cls.forward = wraps(original.forward)(call)
             _, *names = inspect.signature(original.forward).parameters.values()
-            given = [p.name for p in names if p.kind is p.POSITIONAL_OR_KEYWORD]
-            cls._fusedckpt_names = tuple(given[: cls._fusedckpt_count])
+            parameters = [p.name for p in names if p.kind is p.POSITIONAL_OR_KEYWORD]
+            cls._fusedckpt_names = tuple(parameters[: cls._fusedckpt_count])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the fused forward, or that of the original class."""
-        given = self._by_position(args, kwargs) if kwargs else args
-        if not dispatch.is_recorded(given[0] if given else None):
-            is_taken = len(given) == self._fusedckpt_count
-            for x in given:
+        tensors = self._by_position(args, kwargs) if kwargs else args
+        if not dispatch.is_recorded(tensors[0] if tensors else None):
+            is_taken = len(tensors) == self._fusedckpt_count
+            for x in tensors:
                 is_taken = is_taken and isinstance(x, Tensor)
-            y = self._fused(*given) if is_taken else NotFused("arguments")
+            y = self._fused(*tensors) if is_taken else NotFused("arguments")
             if not isinstance(y, NotFused):
                 return y
             fallbacks.note(self, y)
-        if self._fusedckpt_sharding is not None and len(given) == 1:
-            return sharded.on_dtensors(super().forward, given[0], self._fusedckpt_sharding)
+        if self._fusedckpt_sharding is not None and len(tensors) == 1:
+            return sharded.on_dtensors(super().forward, tensors[0], self._fusedckpt_sharding)
         return super().forward(*args, **kwargs)
 
     __prepare_scriptable__ = sharing.Shared.__prepare_scriptable__
@@ -166,8 +166,8 @@ class FusedNorm(Swapped):
         if dispatch.are_plain(x, weight, bias):
             return self._computed(x, weight, bias)
         y = sharded.on_rows(self._computed, 1, x, weight, bias)
-        given = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
-        return fallbacks.unplain(x, **given) if y is None else y
+        by_name = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
+        return fallbacks.unplain(x, **by_name) if y is None else y
 
     def _computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | NotFused:
         match = self._fusedckpt_match
@@ -176,12 +176,12 @@ class FusedNorm(Swapped):
         for name, tensor in ((match.weight, weight), (match.bias, bias)):
             if name is not None and tensor is None:
                 return NotFused("changed", name)
-        own = x.dtype if weight is None else weight.dtype
+        dtype = x.dtype if weight is None else weight.dtype
         # F.layer_norm takes two dtypes on a CPU, and where autocast casts them
-        is_taken = match.kind == "rms" or x.device.type in ("cpu", "meta") or own == x.dtype
+        is_taken = match.kind == "rms" or x.device.type in ("cpu", "meta") or dtype == x.dtype
         is_cast = dispatch.autocast_dtype(x.device) is not None
         is_taken = match.autocasts if is_cast else is_taken
-        if (x.dtype, own) not in match.dtypes or not is_taken:
+        if (x.dtype, dtype) not in match.dtypes or not is_taken:
             return NotFused("dtype", x.dtype)
         return normalised(self, match, x, weight, bias)
 
@@ -252,8 +252,8 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
         # its layers save no more, and let the next linear save as little
         return original(x)
     known = LEVELS[block.kind]
-    own = module.save if known == levels.LEVELS else within(module.save, known)
-    level = levels.resolve(block.kind, None, own, known)
+    default = module.save if known == levels.LEVELS else within(module.save, known)
+    level = levels.resolve(block.kind, None, default, known)
     sharding = getattr(module, "_fusedckpt_sharding", None)
     if sharding is not None:
         sharded.check_input(type(module).__name__, x, sharding)
@@ -294,7 +294,7 @@ def _options(module: Any, block: Block, level: str, drops: dict[str, Any]) -> Op
 def _shares(module: nn.Module, x: Tensor) -> bool:
     """Whether a linear and its activation are layers that save a recipe of this input."""
     kinds = [type(layer) for layer in module._modules.values()]
-    are_all = (any(issubclass(k, one) for k in kinds) for one in (SharedLinear, SharedActivation))
+    are_all = (any(issubclass(k, ours) for k in kinds) for ours in (SharedLinear, SharedActivation))
     return len(kinds) > 1 and all(are_all) and recipe_of(x) is not None
 
 

@@ -59,7 +59,7 @@ class FuseReport:
         once the model is gone.
         """
         model, known = self._model[0]() if self._model else None, {**self.swapped, **self.already}
-        named = [] if model is None else [one for one in parts(model) if one[0] in known]
+        named = [] if model is None else [part for part in parts(model) if part[0] in known]
         now = {name: reason_now(module, inner) for name, module, inner, _ in named}
         return {name: reason for name, reason in now.items() if reason is not None}
 
@@ -131,18 +131,20 @@ class FuseReport:
 
     def _unfused(self) -> Iterator[str]:
         """Yield lines on the modules that did not run fused, and on the bytes that this costs."""
-        known, found = {**self.swapped, **self.already}, self.fallbacks
+        known, reasons_now = {**self.swapped, **self.already}, self.fallbacks
         model = self._model[0]() if self._model else None
         ahead = {} if model is None else dict(_dropping(model))
-        ahead = {name: why for name, why in ahead.items() if name in known.keys() - found.keys()}
-        for why, what in ((found, "not run fused"), (ahead, "not run fused in training")):
+        ahead = {
+            name: why for name, why in ahead.items() if name in known.keys() - reasons_now.keys()
+        }
+        for why, what in ((reasons_now, "not run fused"), (ahead, "not run fused in training")):
             if why:
                 yield f"{what}: {len(why)} of {len(known)}"
             groups = {name: (known[name], _advised(reason)) for name, reason in why.items()}
             yield from (f"  {line}" for line in _grouped(groups, {**self.saved}))
 
     def _row(self, kind: str) -> str:
-        names = [name for name, one in self.kinds.items() if one == kind]
+        names = [name for name, kind_of_name in self.kinds.items() if kind_of_name == kind]
         swapped, left = (sum(name in part for name in names) for part in (self.swapped, self.left))
         pairs = [self.saved[name] for name in names if name in self.saved]
         before, after = (round(sum(pair[i] for pair in pairs)) for i in (0, 1))

@@ -62,10 +62,10 @@ class FusedCalls:
         for module in self._inner:
             self._note(module)
 
-    def found(self, saved: Iterable[SavedStorage]) -> tuple[FusedModule, ...]:
+    def modules(self, saved: Iterable[SavedStorage]) -> tuple[FusedModule, ...]:
         """Return every fused module, given the storages that the step saved."""
         storages = list(saved)
-        found = []
+        modules = []
         for name, module, inner, part in self._parts:
             reason = self._reasons.get((module, inner))
             tokens = self._tokens.get(module)
@@ -76,8 +76,8 @@ class FusedCalls:
                 extra = min(more, _kept(self._names[module], storages))
             words = None if reason is None else str(reason)
             calls = self._calls[module]
-            found.append(FusedModule(name, part.change, calls, words, extra_bytes=extra))
-        return tuple(found)
+            modules.append(FusedModule(name, part.change, calls, words, extra_bytes=extra))
+        return tuple(modules)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or module not in self._inner:
@@ -89,9 +89,11 @@ class FusedCalls:
     def _note(self, module: nn.Module) -> bool:
         reasons = {inner: fuse_report.reason_now(module, inner) for inner in self._inner[module]}
         fallbacks.taken(module)
-        found = {(module, inner): why for inner, why in reasons.items() if why is not None}
-        self._reasons.update(found)
-        return bool(found)
+        reasons_by_part = {
+            (module, inner): why for inner, why in reasons.items() if why is not None
+        }
+        self._reasons.update(reasons_by_part)
+        return bool(reasons_by_part)
 
 
 def _kept(name: str, storages: list[SavedStorage]) -> int:

@@ -108,12 +108,12 @@ def is_function(value: Any) -> bool:
 
 def child_at(module: nn.Module, path: Path) -> nn.Module | None:
     """Return the module at a path of names, below adapters; None if there is none."""
-    found: nn.Module | None = module
+    child: nn.Module | None = module
     for name in path:
-        found = None if found is None else found._modules.get(name)
-        if found is not None and "base_layer" in found._modules:
-            found = base_of(found)
-    return found
+        child = None if child is None else child._modules.get(name)
+        if child is not None and "base_layer" in child._modules:
+            child = base_of(child)
+    return child
 
 
 def broken(module: nn.Module, held: tuple[Held, ...]) -> NotFused | None:
@@ -131,10 +131,10 @@ def broken(module: nn.Module, held: tuple[Held, ...]) -> NotFused | None:
         if children is not None and len(part._modules) != children:
             return NotFused("child", ".".join(path))
         for names, value in reads:
-            found: Any = part
+            now: Any = part
             for name in names:
-                found = getattr(found, name, MISSING)
-            if found is not value and not (type(found) is type(value) and found == value):
+                now = getattr(now, name, MISSING)
+            if now is not value and not (type(now) is type(value) and now == value):
                 return NotFused("changed", ".".join(path + names))
     return None
 
@@ -178,9 +178,9 @@ class Log:
             return value
         items = value.items() if isinstance(value, dict) else value
         if type(value) in CONTAINERS and all(is_simple(i) or is_function(i) for i in items):
-            reads[names], given = copy.copy(value), copy.copy(value)
-            self.containers.append((where, reads[names], given))
-            return given
+            reads[names], copied = copy.copy(value), copy.copy(value)
+            self.containers.append((where, reads[names], copied))
+            return copied
         is_object = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor))
         # the flag of classes that Python code defines
         if len(names) < 3 and is_object and type(value).__flags__ & (1 << 9):
@@ -192,39 +192,39 @@ class Log:
 
 def held_by(logs: Sequence[Log], leave: Collection[tuple[Path, str]] = ()) -> tuple[Held, ...]:
     """Return the state that runs of one module tree have read, without some attributes."""
-    found = []
+    states = []
     for path, (kind, children) in logs[0].kinds.items():
         reads = {names: value for log in logs for names, value in log.reads.get(path, {}).items()}
         kept = ((n, v) for n, v in sorted(reads.items()) if (path, n[0]) not in leave)
-        found.append(Held(path, kind if path else None, children, tuple(kept)))
-    return tuple(found)
+        states.append(Held(path, kind if path else None, children, tuple(kept)))
+    return tuple(states)
 
 
 class _Spy:
     """Base class that records which attributes of an object its methods read and write."""
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+        value = super().__getattribute__(name)
         if name in _OF_MODULES or name.startswith("__") or name == _LOG:
-            return found
+            return value
         attributes = object.__getattribute__(self, "__dict__")
         if name not in attributes:
             static = getattr_static(type(self), name, None)
             # attributes computed from others, and methods
             if static is None or hasattr(type(static), "__get__"):
-                return found
-        return attributes[_LOG][0].read(self, name, found)
+                return value
+        return attributes[_LOG][0].read(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        found: Any = MISSING
+        value: Any = MISSING
         try:
             # where a module has its parameters; plain objects have no such method
-            found = super().__getattr__(name)  # type: ignore[misc]
-            return found
+            value = super().__getattr__(name)  # type: ignore[misc]
+            return value
         finally:
             # an attribute that is missing, or a bias that is None, may be set later
-            if (found is MISSING or found is None) and not name.startswith("__"):
-                object.__getattribute__(self, "__dict__")[_LOG][0].read(self, name, found)
+            if (value is MISSING or value is None) and not name.startswith("__"):
+                object.__getattribute__(self, "__dict__")[_LOG][0].read(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         log, path, before = object.__getattribute__(self, "__dict__")[_LOG]
@@ -260,12 +260,12 @@ def spied(
     rate and its value. While training, all others are 0, unless `keeps_rates`.
     """
 
-    def meta(given: Tensor) -> Tensor:
-        to = dtype if dtype is not None and given.is_floating_point() else given.dtype
-        return torch.empty(tuple(given.shape), dtype=to, device="meta")
+    def meta(tensor: Tensor) -> Tensor:
+        to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return torch.empty(tuple(tensor.shape), dtype=to, device="meta")
 
-    def parameter(given: Tensor, path: Path) -> Tensor:
-        made = nn.Parameter(meta(given), requires_grad=given.is_floating_point())
+    def parameter(tensor: Tensor, path: Path) -> Tensor:
+        made = nn.Parameter(meta(tensor), requires_grad=tensor.is_floating_point())
         log.parameters[id(made)] = path, made
         return made
 

@@ -38,18 +38,18 @@ def block_of(recording: Recording) -> Block | NotFused:
         sizes = f"{dtypes[1]} {[*result]} for an input of {dtypes[0]} {[*shape]}"
         return NotFused("result", sizes)
     rows, last = (y.of[0], [y]) if y.kind == "product" else (y, [])
-    found = _leaves(rows)
-    products = [leaf.of[0] if leaf.kind == "part" else leaf for leaf in found]
+    leaves = _leaves(rows)
+    products = [leaf.of[0] if leaf.kind == "part" else leaf for leaf in leaves]
     if rows.kind == "point" and all(p.kind == "product" and p.of[0].kind == "x" for p in products):
         block = None
-        if len(found) == 1 and found == products:
-            block = _with_activation(rows, found[0], last)
-        elif len(found) == 2 and last:
-            block = _gated(rows, found, products, last)
+        if len(leaves) == 1 and leaves == products:
+            block = _with_activation(rows, leaves[0], last)
+        elif len(leaves) == 2 and last:
+            block = _gated(rows, leaves, products, last)
         if block is not None:
             return block
-    ops = [one for one in recording.nodes if one.kind in ("point", "other")]
-    names = dict.fromkeys(one.name.rstrip("_") for one in ops)
+    ops = [node for node in recording.nodes if node.kind in ("point", "other")]
+    names = dict.fromkeys(node.name.rstrip("_") for node in ops)
     return NotFused("ops", ", ".join(names) or "linears alone")
 
 
@@ -61,12 +61,12 @@ def _with_activation(h: Node, z: Node, last: list[Node]) -> Block | None:
     return Block(kind, tuple(map(_weight, [z, *last])), str(name))
 
 
-def _gated(h: Node, found: list[Node], products: list[Node], last: list[Node]) -> Block | None:
-    for gate, up in (found, found[::-1]):
+def _gated(h: Node, leaves: list[Node], products: list[Node], last: list[Node]) -> Block | None:
+    for gate, up in (leaves, leaves[::-1]):
         name = _looked_up(h, gate, up)
         if name in (None, "identity"):
             continue
-        if found == products:
+        if leaves == products:
             return Block("gated_mlp", tuple(map(_weight, [gate, up, *last])), name)
         half = gate.span[1] - gate.span[0]
         halves = sorted([gate.span, up.span])
@@ -122,15 +122,15 @@ def _looked_up(h: Node, *inputs: Node) -> str | None:
     up = other if len(inputs) == 2 else torch.ones_like(z)
     with undisturbed("cpu"), torch.no_grad():
         try:
-            found = _evaluated(h, dict(zip(inputs, (z, up), strict=False)))
+            values = _evaluated(h, dict(zip(inputs, (z, up), strict=False)))
         except Exception:  # arbitrary code of others
             return None
-        if not isinstance(found, Tensor) or found.shape != z.shape:
+        if not isinstance(values, Tensor) or values.shape != z.shape:
             return None
         for name, act in ACTIVATIONS.items():
             expected = act.eager(z.clone()) * up
             room = _TOL * up.abs().clamp_min(1) + _TOL * expected.abs()
-            if ((found.double() - expected).abs() <= room).all():
+            if ((values.double() - expected).abs() <= room).all():
                 return name
     return None
 
@@ -140,8 +140,8 @@ def _evaluated(h: Node, known: dict[Node, Tensor]) -> Any:
     values: dict[Any, Any] = dict(known)
     like = next(iter(known.values()))
 
-    def value(given: Any) -> Any:
-        return values[given] if isinstance(given, Node) else given
+    def value(argument: Any) -> Any:
+        return values[argument] if isinstance(argument, Node) else argument
 
     for node in walk(h, "point"):
         if node in values:

@@ -60,15 +60,18 @@ def recomputed_swap(module: nn.Module) -> Swap | None:
     """Return the swap of a module of one input that can be run again, as it reads simple state."""
     if not _may_be(module) or reasons.kind_of(module) != "mlp" or reasons.of_parts(module):
         return None
-    found = [_first_recording(module)]
-    if found[0].y is None:
+    recordings = [_first_recording(module)]
+    if recordings[0].y is None:
         return None
-    shape = found[0].shapes[0]
-    found += [record(module, shape, training=True), record(module, shape, autocast=True)]
+    shape = recordings[0].shapes[0]
+    recordings += [record(module, shape, training=True), record(module, shape, autocast=True)]
     # a forward that draws in training draws the same again
-    if any(one.y is None for one in found) or shape[:-1] != found[0].shapes[1][:-1]:
+    if (
+        any(recording.y is None for recording in recordings)
+        or shape[:-1] != recordings[0].shapes[1][:-1]
+    ):
         return None
-    match = MLPMatch(RERUN, held_by([one.log for one in found]))
+    match = MLPMatch(RERUN, held_by([recording.log for recording in recordings]))
     change = f"{type(module).__name__} -> recomputed"
     to = subclass(Recomputed, type(module))
     return Swap("mlp", change, to, {"_fusedckpt_match": match}, features=shape[-1:], is_sized=True)
@@ -84,10 +87,10 @@ def feed_forward_of(layer: nn.Module) -> nn.Module | None:
         return None
     names = ("linear1", "dropout", "linear2", "activation")
     last = "dropout2" if forward is nn.TransformerEncoderLayer._ff_block else "dropout3"
-    found = object.__new__(_method(kind, forward))
+    module = object.__new__(_method(kind, forward))
     children = {n: c for n, c in layer._modules.items() if n in (*names, last)}
-    found.__dict__.update(vars(layer), _modules=children)
-    return found
+    module.__dict__.update(vars(layer), _modules=children)
+    return module
 
 
 @cache
@@ -112,7 +115,9 @@ def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFus
 def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> Swap:
     block, first = match.block, match.block.linears[0]
     details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
-    details += ["weights as [in, out]"] if any(one.transposed for one in block.linears) else []
+    details += (
+        ["weights as [in, out]"] if any(linear.transposed for linear in block.linears) else []
+    )
     details += of_chunks(chunks) if block.kind != "linear_act" else []
     name = "LoRA" if adapters.is_lora(module) else type(module).__name__
     return Swap(
@@ -154,38 +159,38 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
         is_one = reasons.kind_of(module) or (is_bent(first) and reasons.acts_beside(module))
         return block if is_one else None
     width = first.shapes[0][-1:]
-    found = [first]
+    recordings = [first]
     for when, how in _RUNS.items():
         recording = record(module, **{**how, "shape": (*how["shape"], *width)})
         if recording.log.stop is not None:
             return recording.log.stop
         if block_of(recording) != block and not (recording.y is None and when in _MAY_RAISE):
             return NotFused("varies", (type(module).__name__, when))
-        found.append(recording)
-    own = next(module.parameters()).dtype
-    dtypes = [own]
+        recordings.append(recording)
+    dtype_of_module = next(module.parameters()).dtype
+    dtypes = [dtype_of_module]
     for dtype in _DTYPES:
         recording = record(module, (*_SHAPE, *width), dtype)
-        if dtype != own and block_of(recording) == block:
+        if dtype != dtype_of_module and block_of(recording) == block:
             dtypes.append(dtype)
-            found.append(recording)
-    return _with_dropouts(module, block, found, tuple(dtypes))
+            recordings.append(recording)
+    return _with_dropouts(module, block, recordings, tuple(dtypes))
 
 
 def _first_recording(module: nn.Module) -> Recording:
     """Return a recording for the first width that the forward takes, the inner ones last."""
     shapes = [tuple(p.shape) for p in module.parameters() if p.dim() == 2]
     widths = dict.fromkeys([*(s[1] for s in shapes), *(s[0] for s in shapes)])
-    found = [record(module, (*_SHAPE, width)) for width in widths]
+    recordings = [record(module, (*_SHAPE, width)) for width in widths]
     is_worth = (lambda r: r.y is not None, lambda r: r.log.stop is not None, lambda r: True)
-    return next(r for worth in is_worth for r in found if worth(r))
+    return next(r for worth in is_worth for r in recordings if worth(r))
 
 
 def _with_dropouts(
-    module: nn.Module, block: Block, found: list[Recording], dtypes: tuple[torch.dtype, ...]
+    module: nn.Module, block: Block, recordings: list[Recording], dtypes: tuple[torch.dtype, ...]
 ) -> MLPMatch:
     """Return the match for all that the recordings read, and with the dropouts."""
-    logs = [one.log for one in found]
+    logs = [recording.log for recording in recordings]
     rates = [
         (path, name)
         for path in logs[0].kinds
@@ -194,7 +199,7 @@ def _with_dropouts(
     ]
     dropped: dict[str, tuple[Path, str]] = {}
     for rate in rates:
-        places = _dropped_by(module, found[0].shapes[0], rate, block)
+        places = _dropped_by(module, recordings[0].shapes[0], rate, block)
         if not dropped.keys() & places:
             dropped |= dict.fromkeys(places, rate)
     inside = tuple(rate for rate in rates if rate not in dropped.values())
@@ -215,15 +220,15 @@ def _dropped_by(
     is_module = path and isinstance(child_at(module, path), nn.Dropout)
     if not is_module and not _is_probability(module, shape, (*path, name)):
         return []
-    found = record(module, shape, training=True, rate=((*path, name), 1.0))
-    y, places = found.y, []
+    recording = record(module, shape, training=True, rate=((*path, name), 1.0))
+    y, places = recording.y, []
     if y is not None and _is_dropped(y):
         y, places = y.of[0], ["last"]
     if y is not None and y.kind == "product" and _is_dropped(y.of[0]):
         y, places = replace(y, of=(y.of[0].of[0], *y.of[1:])), [*places, "hidden"]
     if not is_module and places != ["last"]:
         return []
-    return places if block_of(replace(found, y=y)) == block else []
+    return places if block_of(replace(recording, y=y)) == block else []
 
 
 def _is_probability(module: nn.Module, shape: tuple[int, ...], rate: Path) -> bool:
@@ -248,7 +253,7 @@ def blocks_of(
     A block goes by its linear's name, as its norm may be swapped too.
     """
     names, layers = list(parent._modules), list(parent._modules.values())
-    found = {}
+    blocks = {}
     for run in runs(layers):
         if run.kind == "layer":
             continue
@@ -260,5 +265,5 @@ def blocks_of(
         change += f" ({of_chunks(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
         features = (inside[place].in_features,)
         swap = Swap(kind, change, Sequential, {"save": save, "chunks": chunks}, features=features)
-        found[names[run.start + place]] = inside, swap
-    return found
+        blocks[names[run.start + place]] = inside, swap
+    return blocks

@@ -78,7 +78,7 @@ def _of_any_class(module: nn.Module) -> Swap | NotFused | None:
         return stop if eps is not None or reasons.kind_of(module) == "norm" else None
     is_norm = _normalises(recordings[0]) or bool(weights and eps is not None)
     unknown = (BUFFER_OP, FOREIGN_OP)
-    if any(node.op in unknown for one in recordings for node in one.nodes):
+    if any(node.op in unknown for recording in recordings for node in recording.nodes):
         return NotFused("foreign") if is_norm else None
     match = None
     if (is_norm or weights or eps is not None) and all(w.numel() > 1 for w in weights):
@@ -87,9 +87,9 @@ def _of_any_class(module: nn.Module) -> Swap | NotFused | None:
     if match is not None and not weights and not _shape(module):
         # a width that its code knows is no rule
         match = _proven(_Draws(module, [], width // 2), [match])
-    own = weights[0].dtype if weights else torch.float32
-    if match is None or (own, own) not in match.dtypes:
-        return NotFused("rule", own) if is_norm or match is not None else None
+    dtype = weights[0].dtype if weights else torch.float32
+    if match is None or (dtype, dtype) not in match.dtypes:
+        return NotFused("rule", dtype) if is_norm or match is not None else None
     return _swap(module, match, recordings, width)
 
 
@@ -110,7 +110,7 @@ def _swap(module: nn.Module, match: NormMatch, recordings: list[Recording], widt
 def _width(module: nn.Module, weights: list[nn.Parameter]) -> int:
     """Return the width of a module's weights or buffers, or one of many where it has none."""
     tensors = [*weights, *module.buffers(recurse=False)]
-    widths = [one.shape[0] for one in tensors if one.dim() == 1 and one.numel() > 1]
+    widths = [tensor.shape[0] for tensor in tensors if tensor.dim() == 1 and tensor.numel() > 1]
     return next(iter([*widths[: len(weights)], *_shape(module), *widths]), 64)
 
 
@@ -128,9 +128,9 @@ def _has_own_forward(kind: type[nn.Module]) -> bool:
 def _ops(recording: Recording) -> set[str]:
     """Return the names of the ops that make a forward's result, a root by pow as "rsqrt"."""
     return {
-        "rsqrt" if one.name == "pow" and one.args[1] in (0.5, -0.5) else one.name
-        for one in recording.nodes
-        if one.kind in ("point", "other")
+        "rsqrt" if node.name == "pow" and node.args[1] in (0.5, -0.5) else node.name
+        for node in recording.nodes
+        if node.kind in ("point", "other")
     }
 
 
@@ -152,26 +152,26 @@ def _candidates(
     layers = {_layer_norm(recording, width) for recording in recordings}
     if None not in layers:
         return [*layers] if len(layers) == 1 else []  # type: ignore[list-item]  # none of them None
-    found = []
+    matches = []
     if eps is not None and _ops(recordings[0]) & _CENTRES:
         slots = permutations(names) if len(names) == 2 else [(*names, None, None)]
-        found = [
+        matches = [
             NormMatch(weight, eps, offset, "torch", dtypes=(), kind="layer", bias=bias)
             for weight, bias, *_ in slots
             for offset in (0.0, 1.0)
             if weight is not None or not offset
         ]
     if len(names) > 1:
-        return found
+        return matches
     name = names[0] if names else None
     code = getattr(type(module).forward, "__code__", None)
     calls_torch = code is not None and "rms_norm" in code.co_names
     rules = ((0.0, "torch"), *_RULES) if calls_torch else _RULES
     # without an epsilon the root is clamped, as F.normalize does
-    found += [
+    matches += [
         NormMatch(name, eps or _LEAST**2 / width, offset, cast, dtypes=()) for offset, cast in rules
     ]
-    return [match for match in found if name is not None or not match.offset]
+    return [match for match in matches if name is not None or not match.offset]
 
 
 def _layer_norm(recording: Recording, width: int) -> NormMatch | None:
@@ -180,26 +180,26 @@ def _layer_norm(recording: Recording, width: int) -> NormMatch | None:
     if y is None or y.kind != "other" or y.name != "native_layer_norm":
         return None
     x, shape, weight, bias, eps = y.args
-    is_own = all(one is None or one.kind == "weight" for one in (weight, bias))
+    is_own = all(parameter is None or parameter.kind == "weight" for parameter in (weight, bias))
     if x.kind != "x" or list(shape) != [width] or not is_own:
         return None
-    names = [None if one is None else one.path[0] for one in (weight, bias)]
+    names = [None if parameter is None else parameter.path[0] for parameter in (weight, bias)]
     return NormMatch(names[0], eps, 0.0, "torch", dtypes=(), kind="layer", bias=names[1])
 
 
 def _proven(draws: _Draws, candidates: list[NormMatch]) -> NormMatch | None:
     """Return the rule that gives a module's bits in most dtypes, and these, float32 among them."""
     expected = {pair: draws.run(pair) for pair in draws.pairs}
-    found = None
+    best = None
     for match in candidates:
         proven = tuple(p for p, y in expected.items() if _same(draws.twin(match, p), y))
         # half precision alone proves little: it rounds away how a rule differs
         is_proven = (torch.float32, torch.float32) in proven
-        if is_proven and (found is None or len(proven) > len(found.dtypes)):
-            found = match._replace(dtypes=proven)
-    if found is not None and found.kind == "layer":
-        return found._replace(casts_back=draws.casts_back())
-    return found
+        if is_proven and (best is None or len(proven) > len(best.dtypes)):
+            best = match._replace(dtypes=proven)
+    if best is not None and best.kind == "layer":
+        return best._replace(casts_back=draws.casts_back())
+    return best
 
 
 class _Draws:
@@ -214,8 +214,8 @@ class _Draws:
         self.x[:, -1] *= 30.0
         self.x[1] *= 100.0
         self.values = draw.values
-        both = [(x, w) for x in _DTYPES for w in _DTYPES]
-        self.pairs = both if names else [(d, d) for d in _DTYPES]
+        pairs = [(x, w) for x in _DTYPES for w in _DTYPES]
+        self.pairs = pairs if names else [(d, d) for d in _DTYPES]
 
     def run(self, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
         """Return the module's result, None where it raises."""
@@ -254,13 +254,13 @@ class _Widened(TorchFunctionMode):
         return y.double() if func in (F.layer_norm, torch.layer_norm) else y
 
 
-def _same(found: Any, expected: Any) -> bool:
+def _same(result: Any, expected: Any) -> bool:
     """Whether two results are equal: in half precision but for stray roundings."""
-    if not (isinstance(expected, Tensor) and isinstance(found, Tensor)):
+    if not (isinstance(expected, Tensor) and isinstance(result, Tensor)):
         return False
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
         return False
-    if found.dtype in _HALF:
-        return (found != expected).double().mean().item() <= _STRAYS
-    tol = 8 * torch.finfo(found.dtype).eps
-    return torch.allclose(found, expected, rtol=tol, atol=tol)
+    if result.dtype in _HALF:
+        return (result != expected).double().mean().item() <= _STRAYS
+    tol = 8 * torch.finfo(result.dtype).eps
+    return torch.allclose(result, expected, rtol=tol, atol=tol)

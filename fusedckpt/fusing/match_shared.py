@@ -74,8 +74,8 @@ def _name_impure(search: Search, name: str, module: nn.Module, reason: NotFused)
 
 def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
     """Whether the linears and activations that a layer calls save recipes of their inputs."""
-    found = [shared.get(join(name, child)) for child, _ in module.named_children()]
-    kinds = [swap.to for swap in found if swap is not None]
+    swaps = [shared.get(join(name, child)) for child, _ in module.named_children()]
+    kinds = [swap.to for swap in swaps if swap is not None]
     acts = sum(issubclass(kind, SharedActivation) for kind in kinds)
     return acts > 0 and len(kinds) >= acts + 2
 

@@ -57,22 +57,22 @@ class Matcher:
         swap = recomputed_swap(module)
         if swap is None or unfit(module, swap.attributes, [*module.modules()]) is not None:
             return None
-        found = self._check(module, swap)
-        saved = found.parts[""].saved if isinstance(found, Swap) else None
+        checked = self._check(module, swap)
+        saved = checked.parts[""].saved if isinstance(checked, Swap) else None
         is_worth = saved is not None and saved[1] < saved[0] / 2
-        return found if is_worth and isinstance(found, Swap) else None
+        return checked if is_worth and isinstance(checked, Swap) else None
 
     def checked(self, module: nn.Module, swap: Swap) -> Swap | NotFused:
         """Return a swap with the bytes saved per token, or how it would change results."""
-        found = self._once(repr(swap), module, lambda: self._check(module, swap))
-        assert found is not None
-        return found
+        checked = self._once(repr(swap), module, lambda: self._check(module, swap))
+        assert checked is not None
+        return checked
 
     def is_one_block(self, parent: nn.Sequential) -> bool:
         """Whether a Sequential is one block that no run of its layers is."""
         kinds = [swap.kind for _, swap in blocks_of(parent, self.save).values()]
-        found = None if "mlp" in kinds else self.of(parent, "mlp")
-        return isinstance(found, Swap) and not (kinds and found.kind == "linear")
+        swap_of_all = None if "mlp" in kinds else self.of(parent, "mlp")
+        return isinstance(swap_of_all, Swap) and not (kinds and swap_of_all.kind == "linear")
 
     def _once(
         self, what: Hashable, module: nn.Module, find: Callable[[], Swap | NotFused | None]
@@ -103,9 +103,9 @@ def state_key(module: nn.Module) -> Hashable:
         number = tensors.setdefault(id(tensor), len(tensors))
         return number, type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
-    def value(given: Any) -> Hashable:
+    def value(attribute: Any) -> Hashable:
         # in writing, where 1 and True differ
-        return repr(given) if is_simple(given) else id(given)
+        return repr(attribute) if is_simple(attribute) else id(attribute)
 
     return tuple(
         (
@@ -123,15 +123,15 @@ def state_key(module: nn.Module) -> Hashable:
 
 def _of_adapters(module: nn.Module) -> NotFused | None:
     """Return why adapters in a module cannot be fused now, None if they can or there are none."""
-    found = ((n, layer) for n, layer in module.named_modules() if adapters.is_lora(layer))
-    return next(filter(None, (reasons.of_class(n or "it", layer) for n, layer in found)), None)
+    wrappers = ((n, layer) for n, layer in module.named_modules() if adapters.is_lora(layer))
+    return next(filter(None, (reasons.of_class(n or "it", layer) for n, layer in wrappers)), None)
 
 
 def unfit(module: nn.Module, attributes: dict[str, Any], layers: list[Any]) -> NotFused | None:
     """Return why this module cannot be swapped, None if it can."""
     if "forward" in module.__dict__:
         return NotFused("forward")
-    name = next((one for one in attributes if hasattr(module, one)), None)
+    name = next((attribute for attribute in attributes if hasattr(module, attribute)), None)
     if name is not None:
         return NotFused("attribute", name)
     return next(filter(None, map(reasons.of_layer, [module, *layers])), None)

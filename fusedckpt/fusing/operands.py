@@ -86,10 +86,10 @@ def tensors_of(
     if sharding is None and not dispatch.are_plain(x):
         return fallbacks.unplain(x)
     linears: list[Linear] = []
-    given = [(_parameter(module, w), _parameter(module, b)) for w, b, _ in match.block.linears]
+    pairs = [(_parameter(module, w), _parameter(module, b)) for w, b, _ in match.block.linears]
     if sharding is not None:
-        given = sharded.shards_of(given, sharding.mesh)
-    for linear, (weight, bias) in zip(match.block.linears, given, strict=True):
+        pairs = sharded.shards_of(pairs, sharding.mesh)
+    for linear, (weight, bias) in zip(match.block.linears, pairs, strict=True):
         obstacle = _obstacle(module, match, linear, (weight, bias), x=x)
         if obstacle is not None:
             return obstacle
@@ -119,15 +119,15 @@ def linears_of(module: nn.Module, match: MLPMatch) -> list[nn.Module] | str:
 
 
 def _obstacle(
-    module: nn.Module, match: MLPMatch, linear: Weight, given: tuple[Any, Any], x: Tensor
+    module: nn.Module, match: MLPMatch, linear: Weight, pair: tuple[Any, Any], x: Tensor
 ) -> NotFused | None:
     """Return why a linear of a block cannot run fused as it is now, None if it can."""
-    for tensor, path in zip(given, linear[:2], strict=True):
+    for tensor, path in zip(pair, linear[:2], strict=True):
         is_taken = dispatch.are_plain(tensor) or quantised(tensor) is not None
         # gone as a parametrization or sharding leaves it, or of another class
         if path is not None and (tensor is None or not is_taken):
             return NotFused("weight", ".".join(path))
-    (weight, bias), layer = given, child_at(module, linear.weight[:-1])
+    (weight, bias), layer = pair, child_at(module, linear.weight[:-1])
     dtype = (quantised(weight) or weight).dtype
     if dtype not in match.dtypes:
         return NotFused("dtype", dtype)

@@ -174,8 +174,8 @@ def kind_of(module: nn.Module) -> str | None:
         return "norm"
     linears = sum(_is_linear(child) or _is_products(child) for _, child in _children(module))
     # a lazy parameter has no dimensions, and a scale of channels one size alone
-    own = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-    count = linears + sum(sum(n > 1 for n in p.shape) >= 2 for p in own)
+    parameters = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+    count = linears + sum(sum(n > 1 for n in p.shape) >= 2 for p in parameters)
     if not count or _is_linear(module) or type(module).forward is nn.Module.forward:
         return None
     # in a convolutional net, activations follow convolutions, and a lone linear is the head
@@ -189,13 +189,13 @@ def kind_of(module: nn.Module) -> str | None:
 def _is_norm(module: nn.Module) -> bool:
     if isinstance(module, _NORMS):
         return True
-    own = [p for p in module._parameters.values() if p is not None]
-    if module._modules or len(own) > 2 or type(module).forward is nn.Module.forward:
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if module._modules or len(parameters) > 2 or type(module).forward is nn.Module.forward:
         return False
     name = type(module).__name__.lower()
-    if "norm" in name and (len(own) > 0 or "layernorm" in name or "rmsnorm" in name):
+    if "norm" in name and (len(parameters) > 0 or "layernorm" in name or "rmsnorm" in name):
         return True
-    are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in own)
+    are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in parameters)
     return are_vectors and not _NORMALISES.isdisjoint(called_by(type(module)))
 
 
@@ -203,8 +203,8 @@ def _activates(module: nn.Module, known: Set[str]) -> bool:
     """Whether a child, an attribute or the code of a module's forward is an activation."""
     if any(acts(child) for _, child in _children(module)):
         return True
-    own = (getattr(value, "func", value) for value in vars(module).values())
-    names = {getattr(value, "__name__", "") for value in own if callable(value)}
+    values = (getattr(value, "func", value) for value in vars(module).values())
+    names = {getattr(value, "__name__", "") for value in values if callable(value)}
     names |= {name.rstrip("_") for name in called_by(type(module))}
     return not known.isdisjoint(names)
 
@@ -219,8 +219,8 @@ def acts(child: nn.Module) -> bool:
 
 def acts_beside(module: nn.Module) -> bool:
     """Whether the functions of single elements in a forward are its own, not those of an MLP."""
-    inside = (one for _, one in _children(module) if not _is_linear(one))
-    return all(not is_lazy(p) and p.dim() < 2 for one in inside for p in one.parameters())
+    inside = (child for _, child in _children(module) if not _is_linear(child))
+    return all(not is_lazy(p) and p.dim() < 2 for child in inside for p in child.parameters())
 
 
 def apart(parent: nn.Sequential) -> Iterator[tuple[str, NotFused]]:
@@ -304,9 +304,9 @@ def called_by(kind: type, method: str = "forward") -> frozenset[str]:
         # of all classes: one calls the other's by super()
         methods = [vars(base).get(name) for base in kind.__mro__ for name in names]
         codes = [inspect.unwrap(method) for method in methods if callable(method)]
-        found = {name for one in codes for name in _names(getattr(one, "__code__", None))}
-        called |= found
-        names = {n for n in found - seen if n not in vars(nn.Module)}
+        named = {name for code in codes for name in _names(getattr(code, "__code__", None))}
+        called |= named
+        names = {n for n in named - seen if n not in vars(nn.Module)}
     return frozenset(called)
 
 

@@ -94,7 +94,7 @@ def described(recording: Recording) -> list[tuple[Any, ...]]:
             lambda value: f"node {places[value]}" if isinstance(value, Node) else value,
             (node.args, node.kwargs or {}),
         )
-        inputs = [places[one] for one in node.of]
+        inputs = [places[parent] for parent in node.of]
         return node.kind, str(node.op), inputs, args, kwargs, node.path, node.span
 
     return [described_node(node) for node in recording.nodes]
@@ -133,11 +133,11 @@ def record(
     """
     grad = training if grad is None else grad
     log = Log()
-    own = next((p.dtype for p in module.parameters()), torch.float32)
+    dtype_of_module = next((p.dtype for p in module.parameters()), torch.float32)
     try:
         with _python_random(log), undisturbed("meta"):
             clone = spied(module, log, dtype, training, rate=rate, keeps_rates=keeps_rates)
-            x = torch.empty(shape, dtype=dtype or own, device="meta")
+            x = torch.empty(shape, dtype=dtype or dtype_of_module, device="meta")
             x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
             x.requires_grad_(grad)
             with (
@@ -248,8 +248,8 @@ class _Recorder(TorchDispatchMode):
 
     def node(self, tensor: Tensor) -> Node:
         """Return a tensor's node; a tensor that the forward did not create is of unknown kind."""
-        found = self.nodes.get(id(tensor))
-        return Node("other", op=FOREIGN_OP) if found is None else found[1]
+        known = self.nodes.get(id(tensor))
+        return Node("other", op=FOREIGN_OP) if known is None else known[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -261,8 +261,8 @@ class _Recorder(TorchDispatchMode):
         for node in map(self.node, written):
             if node.kind in ("x", "weight") or node.op in (BUFFER_OP, FOREIGN_OP):
                 raise self.log.stopped("writes", "a tensor that it did not create")
-        given = _tensors((args, kwargs))
-        call = _Call(func, args, kwargs, given, of=tuple(map(self.node, given)))
+        tensors = _tensors((args, kwargs))
+        call = _Call(func, args, kwargs, tensors, of=tuple(map(self.node, tensors)))
         out = func(*args, **kwargs)
         if written:
             self._overwrite(call, written[0])
@@ -288,14 +288,14 @@ class _Recorder(TorchDispatchMode):
             return Node(
                 "number" if is_number else "other", (), call.func, call.args, kwargs=call.kwargs
             )
-        found = None
+        node = None
         if len(call.given) == 1 and call.name != "detach":
-            found = self._viewed(call, made)
+            node = self._viewed(call, made)
         elif call.name in ("mm", "addmm", "linear"):
-            found = _product(call)
+            node = _product(call)
         elif call.name == "add" and not call.kwargs and len(call.of) == 2:
-            found = _biased(*call.of)
-        return found or self._point(call, made) or self._as(call, "other")
+            node = _biased(*call.of)
+        return node or self._point(call, made) or self._as(call, "other")
 
     def _viewed(self, call: _Call, made: Tensor) -> Node | None:
         """Return the node of a view with some columns of another tensor."""
@@ -344,9 +344,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an op modifies."""
     arguments = schema_of(func).arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [given[name] for name in names if isinstance(given.get(name), Tensor)]
+    return [by_name[name] for name in names if isinstance(by_name.get(name), Tensor)]
 
 
 def _turned(node: Node, a: Tensor, made: Tensor) -> Node | None:

@@ -39,16 +39,16 @@ def replica(
     is a dropout rate to the copy's, None keeps rates; sizes: replacements for numbers that are
     sizes; enter: returns the class of a module's copy, and attributes for it.
     """
-    kind, own = (type(module), {}) if enter is None else enter(module, path)
+    kind, attributes_of_copy = (type(module), {}) if enter is None else enter(module, path)
     clone = object.__new__(kind)
-    given = vars(module)
-    made: dict[str, Any] = {name: type(given[name])() for name in _HOOKS}
-    made |= {n: sizes[v] for n, v in given.items() if type(v) is int and v > 1 and v in sizes}
+    attributes = vars(module)
+    made: dict[str, Any] = {name: type(attributes[name])() for name in _HOOKS}
+    made |= {n: sizes[v] for n, v in attributes.items() if type(v) is int and v > 1 and v in sizes}
     if rate is not None:
         made |= {name: rate((*path, name)) for name in rates_of(module)}
     made["_parameters"] = {
-        name: None if one is None else parameter(one, (*path, name))
-        for name, one in module._parameters.items()
+        name: None if parameter_of_module is None else parameter(parameter_of_module, (*path, name))
+        for name, parameter_of_module in module._parameters.items()
     }
     options: Any = {"training": training, "rate": rate, "sizes": sizes, "enter": enter}
     made["_modules"] = {
@@ -56,7 +56,9 @@ def replica(
         for name, child in module._modules.items()
     }
     # bypasses a class that records attributes that are set
-    object.__getattribute__(clone, "__dict__").update(given, training=training, **made, **own)
+    object.__getattribute__(clone, "__dict__").update(
+        attributes, training=training, **made, **attributes_of_copy
+    )
     return clone
 
 
@@ -64,8 +66,8 @@ def rates_of(module: nn.Module) -> list[str]:
     """Return the attributes that are dropout rates in training."""
     if type(module) is nn.Dropout:
         return ["p"]
-    own = vars(module).items()
-    return [n for n, v in own if "drop" in n and type(v) in (int, float) and n[0] != "_"]
+    attributes = vars(module).items()
+    return [n for n, v in attributes if "drop" in n and type(v) in (int, float) and n[0] != "_"]
 
 
 class Draw:

@@ -45,7 +45,7 @@ class Search:
         """Whether a layer of this name may save a recipe of its input."""
         parts = name.split(".")
         above = (".".join(parts[:count]) for count in range(1, len(parts)))
-        return self.has(name, "linear") and not any(_matches(one, self.skip) for one in above)
+        return self.has(name, "linear") and not any(_matches(outer, self.skip) for outer in above)
 
     def check(self) -> None:
         """Refuse a pattern of `only` that matches no module that was found or skipped."""
@@ -61,16 +61,16 @@ class Search:
                 )
 
 
-def _matches(name: str, given: Iterable[str] | None) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in given or ())
+def _matches(name: str, patterns: Iterable[str] | None) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns or ())
 
 
-def patterns(name: str, given: Any) -> Sequence[str] | None:
+def patterns(name: str, value: Any) -> Sequence[str] | None:
     """Return names or patterns as a sequence, None for none given."""
-    if given is None:
+    if value is None:
         return None
-    found = list(given) if isinstance(given, (list, tuple, set)) else [given]
-    for pattern in found:
+    names_or_patterns = list(value) if isinstance(value, (list, tuple, set)) else [value]
+    for pattern in names_or_patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"fuse: {name} must be names or patterns, got {type(pattern).__name__}")
-    return found
+    return names_or_patterns

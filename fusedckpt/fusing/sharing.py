@@ -62,9 +62,9 @@ class _Kept:
     def read(self) -> Tensor:
         """Return the tensor."""
         if self.recipe is None:
-            (own,) = self.own.read()  # type: ignore[union-attr]  # where there is no recipe
-            assert own is not None
-            return own
+            (tensor,) = self.own.read()  # type: ignore[union-attr]  # where there is no recipe
+            assert tensor is not None
+            return tensor
         return self.recipe.read().to(self.dtype).view(self.shape)
 
 
@@ -74,8 +74,8 @@ def recipe_of(x: Any, *makers: str) -> Recipe | None:
         return None
     node: Any = x.grad_fn
     if hasattr(node, "source"):
-        found = norm_sharing.made_from(x)
-        return None if found is None else _remembered(node, node.source.again, None, found)
+        tensors = norm_sharing.made_from(x)
+        return None if tensors is None else _remembered(node, node.source.again, None, tensors)
     note: Note | None = node.metadata.get(_NOTE)
     if note is None or note.makes not in makers or private.hooks_of(x):
         return None

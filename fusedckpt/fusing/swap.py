@@ -208,20 +208,20 @@ class _Blocks:
 
     def _feed_forward(self, name: str, module: nn.Module) -> Swap | None:
         """Return the swap of a layer's method that is an MLP."""
-        own = None if MARK in vars(module) else feed_forward_of(module)
-        if own is None or not self.search.has(name, "mlp"):
+        mlp = None if MARK in vars(module) else feed_forward_of(module)
+        if mlp is None or not self.search.has(name, "mlp"):
             return None
-        swap = self.matcher.of(own, "mlp")
+        swap = self.matcher.of(mlp, "mlp")
         if not isinstance(swap, Swap) or swap.kind != "mlp":
             return None
         if unfit(module, swap.attributes, [module]) is not None:
             return None
         self.report.swap(name, swap.parts[""])
         match = swap.attributes["_fusedckpt_match"]
-        match = match._replace(held=tuple(one for one in match.held if one.path))
+        match = match._replace(held=tuple(state for state in match.held if state.path))
         to = subclass(FusedFeedForward, type(module))
         return replace(
-            swap, to=to, attributes={**swap.attributes, "_fusedckpt_match": match}, own=own
+            swap, to=to, attributes={**swap.attributes, "_fusedckpt_match": match}, own=mlp
         )
 
     def _sequential(self, prefix: str, parent: nn.Sequential) -> Swap | None:
@@ -237,7 +237,7 @@ class _Blocks:
                 reason = reasons.of_storage(parent) or reason
                 report.leave(join(prefix, name), "linear", reason, kind.__name__)
         meant = {
-            n: one for n, one in blocks.items() if self.search.has(join(prefix, n), one[1].kind)
+            n: pair for n, pair in blocks.items() if self.search.has(join(prefix, n), pair[1].kind)
         }
         # one layer that no kernel takes, or a block that is not meant, keeps it as it is
         obstacle = reasons.of_storage(parent) or unfit(parent, attributes, fused)

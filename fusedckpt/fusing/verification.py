@@ -37,11 +37,11 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
     draws = min(16, math.ceil(256 / max(1, min(counts, default=256))))
     with undisturbed(device):
         for scale, training in product(SCALES, (False, True)):
-            found: list[Errors] = []
+            results: list[Errors] = []
             least = draws if scale == 1 else min(draws, 4)
             for seed in range(max(least, FEWEST)):
                 # more draws where a result has few elements, such as a parameter of one number
-                if seed >= least and not any(errors.is_few for errors in found):
+                if seed >= least and not any(errors.is_few for errors in results):
                     break
                 run = _Run(module, swap, sizes, training, scale=scale, seed=seed)
                 eager = []
@@ -52,10 +52,10 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
                         name = str(dtype).removeprefix("torch.")
                         return NotFused("check dtype", name)
                 ours = run.results(first.dtype, device, unheld)
-                found = found or [Errors(first.dtype) for _ in ours]
-                for errors, mine, truth, theirs in zip(found, ours, *eager, strict=True):
+                results = results or [Errors(first.dtype) for _ in ours]
+                for errors, mine, truth, theirs in zip(results, ours, *eager, strict=True):
                     errors.add(mine, theirs, truth)
-            problem = _problem(found, first.dtype, scale)
+            problem = _problem(results, first.dtype, scale)
             if problem is not None:
                 return problem
     return None
@@ -63,11 +63,11 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
 
 def small_sizes(module: nn.Module) -> dict[int, int]:
     """Return small sizes in place of a module's, enough for a comparison; doubles stay doubles."""
-    found: dict[int, int] = {}
+    small: dict[int, int] = {}
     for size in sorted({n for parameter in module.parameters() for n in parameter.shape}):
-        half = found.get(size // 2) if size % 2 == 0 else None
-        found[size] = min(size, 24 + 16 * len(found)) if half is None else 2 * half
-    return found
+        half = small.get(size // 2) if size % 2 == 0 else None
+        small[size] = min(size, 24 + 16 * len(small)) if half is None else 2 * half
+    return small
 
 
 def _unheld(swap: Swap) -> Swap:
@@ -77,12 +77,12 @@ def _unheld(swap: Swap) -> Swap:
     return replace(swap, attributes={**swap.attributes, **unheld})
 
 
-def _problem(found: list[Errors], dtype: torch.dtype, scale: float) -> NotFused | None:
+def _problem(results: list[Errors], dtype: torch.dtype, scale: float) -> NotFused | None:
     # large inputs overflow half precision where eager keeps values that we do not, and a small
     # value there may be the difference of large numbers
     floor = FLOOR if scale == 1 else 8 * FLOOR
-    names = ["output", "gradient of x", *["gradient of a parameter"] * (len(found) - 2)]
-    for name, errors in zip(names, found, strict=True):
+    names = ["output", "gradient of x", *["gradient of a parameter"] * (len(results) - 2)]
+    for name, errors in zip(names, results, strict=True):
         if scale > 1 and dtype in (torch.float16, torch.bfloat16):
             errors.strays = 0
         problem = errors.problem(floor=floor, least=scale)
@@ -128,8 +128,8 @@ class _Run:
         self.dout = self.draw.randn(y.shape).to(self.own) if self.dout is None else self.dout
         wanted = [x, *leaves.values()]
         grads = torch.autograd.grad(y, wanted, self.dout.to(y), allow_unused=True)
-        found = zip(grads, wanted, strict=True)
-        return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in found)]
+        pairs = zip(grads, wanted, strict=True)
+        return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in pairs)]
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
@@ -146,7 +146,7 @@ def saved_per_token(
     activation.
     """
     # so many that the seeds of a call are less than a byte per token
-    tokens, found = 64, []
+    tokens, counts = 64, []
     with undisturbed("meta"):
         for change in (None, swap):
             leaves: dict[int, Tensor] = {
@@ -166,6 +166,6 @@ def saved_per_token(
                     y = swap.run(clone, x * 1)
                 except Exception:  # arbitrary code of others, on a device that it may not know
                     return None
-            found.append(saved.nbytes // tokens)
+            counts.append(saved.nbytes // tokens)
             del y
-    return found[0], found[1]
+    return counts[0], counts[1]

@@ -251,7 +251,7 @@ def measure(step: Step) -> MemoryReport:
         resident_bytes=resident,
         saved=saved.storages,
         timeline=tuple(found.moments),
-        fused=calls.found(saved.storages),
+        fused=calls.modules(saved.storages),
         held=_by_module(block for block in found.held if block.address not in saved.known),
     )
 
