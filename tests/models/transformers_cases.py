@@ -220,8 +220,8 @@ MODELS = {
         {"SeedOssRMSNorm -> rms_norm (llama cast)": 5, "SeedOssMLP -> gated_mlp (silu)": 2},
         head_dim=8,
     ),
-    "bert": bert_like("Bert", {"cls.predictions.transform": "its forward computes"}),
-    "roberta": bert_like("Roberta", {"lm_head": "its linears and activation are no block"}),
+    "bert": bert_like("Bert", {"cls.predictions.transform": "ops"}),
+    "roberta": bert_like("Roberta", {"lm_head": "beside"}),
     "vit": Model(
         "ViTForImageClassification",
         "ViTConfig",
