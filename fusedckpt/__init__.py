@@ -23,7 +23,6 @@ from fusedckpt.layers.head import LinearCrossEntropy, TokenLogprobs
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.ms_norm import MSLayerNorm, MSRMSNorm, merge_affine, unmerge_affine
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.packing import pack_gate_up, repack_gate_up, unpack_gate_up
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planning.planner import plan
 from fusedckpt.planning.plans import Plan
@@ -62,21 +61,18 @@ __all__ = [
     "fuse",
     "is_recomputing",
     "merge_affine",
-    "pack_gate_up",
     "parallel",
     "paths",
     "plan",
     "prefetch_recompute",
     "region",
     "register_quantised",
-    "repack_gate_up",
     "report",
     "report_on_oom",
     "saving",
     "schedule",
     "unfuse",
     "unmerge_affine",
-    "unpack_gate_up",
 ]
 
 __version__ = "0.2.0"

@@ -48,7 +48,7 @@ KINDS = {
         "linears": "module",
         "args": TAKES_NONE + "module",
     },
-    **{"normalized_shape": "shape", "shape": "sizes", "dense": "callable", "dim": "dim"},
+    **{"normalized_shape": "shape", "shape": "sizes", "dense": "callable"},
     **{"device": "device", "dtype": "dtype", "gate": "rows", "up": "rows", "packed": "rows"},
 }
 
@@ -89,7 +89,7 @@ HEAD = {"x": t(N, D), "weight": t(F, D), "target": t(N, dtype=torch.int64), "bia
 SIZES = {"in_features": D, "hidden_features": F}
 MODULE = "save activation residual chunks"
 SHAPE, LINEAR_SIZES = {"normalized_shape": D}, {"in_features": D, "out_features": F}
-LAYER_WEIGHTS, PACKED = {"weight": t(D), "bias": t(D)}, {"packed": t(F, D)}
+LAYER_WEIGHTS = {"weight": t(D), "bias": t(D)}
 
 
 def spec(call: Callable[..., Any], kind: str, **valid: Any) -> Callable[..., Any]:
@@ -154,13 +154,11 @@ def fused(model: nn.Module) -> nn.Module:
 
 X = t(N, D)
 PROJECTIONS = {"x": X, "norm": NormSpec("rms", t(D)), "weights": [t(F, D)], "biases": [t(F)]}
-BOTH = {"gate": t(F, D), "up": t(F, D)}
 BY_NAME = {
     **{"linear_cross_entropy": HEAD, "token_logprobs": HEAD, "linear_act": LINEAR},
     **{"rms_norm": NORM, "layer_norm": LAYER, "add_rms_norm": ADDED},
     **{"add_layer_norm": LAYER | ADDED, "mlp": MLP, "gated_mlp": GATED},
-    **{"norm_linear": PROJECTIONS, "pack_gate_up": BOTH, "unpack_gate_up": PACKED},
-    "repack_gate_up": PACKED | {"layout": "gate_up"},
+    "norm_linear": PROJECTIONS,
     "prefetch_recompute": {"outputs": X},
     "paths": {"device": DEVICE, "dtype": torch.float32},
 }

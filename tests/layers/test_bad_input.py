@@ -142,23 +142,6 @@ MISFITS = [
     calls("Linear", "weight", "float16", linear(), X.half()),
     calls("NormLinear", "linears", "got none", fusedckpt.NormLinear, nn.RMSNorm(D)),
     calls("MLP", "normalized_shape", r"\[5\], got \[3, 4\]", NARROW, X),
-    calls("pack_gate_up", "one shape", r"\[6\].*\[5\]", fusedckpt.pack_gate_up, t(F), t(F - 1)),
-    calls(
-        "pack_gate_up", "dtype", "float64", fusedckpt.pack_gate_up, t(F), t(F, dtype=torch.float64)
-    ),
-    calls("pack_gate_up", "device", "meta", fusedckpt.pack_gate_up, t(F), t(F).to("meta")),
-    calls(
-        "unpack_gate_up", "packed", r"got 5 \(packed \[5, 2\]", fusedckpt.unpack_gate_up, t(5, 2)
-    ),
-    calls(
-        "repack_gate_up",
-        "packed",
-        "dimension 1, got 5",
-        fusedckpt.repack_gate_up,
-        t(6, 5),
-        "up_gate",
-        dim=1,
-    ),
 ]
 
 

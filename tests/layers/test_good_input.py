@@ -60,7 +60,6 @@ CALLS = {
         torch.cat(functional.norm_linear(x, NormSpec("rms"), linears))
         for linears in ((m for m in (w, w)), [w, w])
     ],
-    "dim": lambda x, w, v, n: [fusedckpt.pack_gate_up(w, w, dim=d) for d in (np.int64(-1), 1)],
 }
 
 
